@@ -10,6 +10,7 @@ from tqdm import tqdm
 from gllm.config.engine import EngineConfig
 from gllm.engine.interface import EngineStatus, EngineUnavailableError
 from gllm.engine.status import read_status
+from gllm.messages.control import StartProfile, StopProfile
 from gllm.observability.logs import LogConfig
 from gllm.runtime.client import EngineClient
 from gllm.runtime.local_node import LocalNode
@@ -128,11 +129,13 @@ class PipelineBackend:
 
     async def start_profile(self, folder: str) -> str:
         """See Backend."""
-        return await self.supervisor.start_profile(folder)
+        return await self.supervisor.run_command(
+            lambda number: StartProfile(number, folder), len(self.supervisor.layers)
+        )
 
     async def stop_profile(self) -> str:
         """See Backend."""
-        return await self.supervisor.stop_profile()
+        return await self.supervisor.run_command(StopProfile, len(self.supervisor.layers))
 
     def _show_progress(self, done: int, total: int) -> None:
         if self._bar is None:

@@ -20,7 +20,7 @@ from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
-from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
+from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.lifecycle import (
     GenerationClosed,
     Heartbeat,
@@ -41,6 +41,7 @@ from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.deaths import DeathLog
 from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.liveness_watch import LivenessWatch
+from gllm.runtime.load_progress import TotalLoadProgress
 from gllm.runtime.node import Node
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,6 @@ class Supervisor:
         """Set when the engine is dead."""
         self.deaths = DeathLog(config.crash_folder)
         self._config = config
-        self._on_progress = on_progress
         limits = RecoveryLimits(
             config.max_restarts,
             config.recovery_timeout,
@@ -95,7 +95,7 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._liveness: LivenessWatch | None = None
         """None if frozen workers are left alone."""
-        self._progress: dict[int, LoadProgress] = {}
+        self._progress = TotalLoadProgress(on_progress)
         self._start_error: Exception | None = None
         self._has_changed = asyncio.Event()
         """Set after each event."""
@@ -140,9 +140,9 @@ class Supervisor:
 
     @property
     def numerics(self) -> str:
-        """What the stages compute with: devices, dtypes and kernels; once they are loaded."""
-        loaded = self._executor.loaded
-        return "; ".join(sorted({loaded[s].numerics for s in self.senders if s in loaded}))
+        """See StageLoaded, for all stages; known once they are loaded."""
+        loaded = [self._executor.loaded.get(sender) for sender in self.senders]
+        return "; ".join(sorted({each.numerics for each in loaded if each is not None}))
 
     @property
     def node(self) -> Node:
@@ -236,24 +236,14 @@ class Supervisor:
     def set_sleeping(self, is_on: bool) -> None:
         """Change the state between ready and sleeping; users of the engine then refuse requests."""
         self._is_sleeping = is_on
-        self._has_changed.set()
+        self._notify_changed()
 
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""
-        return await self._run_command(ResetPrefixCache, 1)
+        return await self.run_command(ResetPrefixCache, 1)
 
-    async def start_profile(self, folder: str) -> str:
-        """Start a profile on all stages; return the first error, empty on success."""
-        return await self._run_command(
-            lambda number: StartProfile(number, folder), len(self.layers)
-        )
-
-    async def stop_profile(self) -> str:
-        """Stop the profile on all stages; return the first error, empty on success."""
-        return await self._run_command(StopProfile, len(self.layers))
-
-    async def _run_command(self, create: Callable[[int], WireMessage], num_stages: int) -> str:
-        """Send a command to the first stages; return the first error, empty on success."""
+    async def run_command(self, create: Callable[[int], WireMessage], num_stages: int) -> str:
+        """Send a command with a new id to the first stages; return the first error, or nothing."""
         if self._recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
         receivers = self.senders[:num_stages]
@@ -338,7 +328,9 @@ class Supervisor:
         """Handle the report of a worker that changes the engine's state."""
         match message:
             case LoadProgress():
-                self._on_load_progress(sender, message, now)
+                self._recovery.on_progress(sender, now)
+                if not self._recovery.has_been_ready:
+                    self._progress.on_report(sender, message)
             case StageLoaded():
                 self._executor.loaded[sender] = message
                 self._execute(self._recovery.on_loaded(sender, now, message.keeps_weights))
@@ -348,14 +340,6 @@ class Supervisor:
                 self._execute(self._recovery.on_closed(sender, now))
             case StageFailed(stage, cause):
                 self._death_handler.on_failed(sender, f"stage {stage} failed: {cause}")
-
-    def _on_load_progress(self, sender: int, message: LoadProgress, now: float) -> None:
-        self._recovery.on_progress(sender, now)
-        self._progress[sender] = message
-        if not self._recovery.has_been_ready:
-            parts = self._progress.values()
-            done = sum(part.done_bytes for part in parts)
-            self._on_progress(done, sum(part.total_bytes for part in parts))
 
     def on_assignment_failed(self, generation: int, cause: str) -> None:
         """See ActionListener."""
@@ -409,10 +393,6 @@ class Supervisor:
         for action in actions:
             if isinstance(action, KillWorker):
                 stage = self._recovery.stage_of(action.sender)
-                log.warning(
-                    "the worker of stage %s is killed: %s",
-                    stage,
-                    action.cause,
-                    extra={"about": action.sender},
-                )
+                text = "the worker of stage %s is killed: %s"
+                log.warning(text, stage, action.cause, extra={"about": action.sender})
         self._execute(actions)

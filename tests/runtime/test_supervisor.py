@@ -15,6 +15,7 @@ import pytest
 
 from gllm.cluster import records
 from gllm.config.engine import EngineConfig
+from gllm.messages.control import StartProfile, StopProfile
 from gllm.messages.lifecycle import StageFailed
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
@@ -318,9 +319,9 @@ async def test_a_standby_worker_takes_the_place() -> None:
 async def test_commands_fail_while_the_engine_recovers() -> None:
     async with running() as (supervisor, node):
         assert await supervisor.reset_prefix_cache() == ""
-        assert await supervisor.start_profile("x") == ""
+        assert await supervisor.run_command(lambda number: StartProfile(number, "x"), 2) == ""
         node.answers_commands = False
-        waiting = asyncio.create_task(supervisor.stop_profile())
+        waiting = asyncio.create_task(supervisor.run_command(StopProfile, 2))
         await asyncio.sleep(0.05)
         node.may_load.clear()
         node.crash(1)
