@@ -1,4 +1,4 @@
-"""Where a request of a router is: at an engine, or parked."""
+"""Place of a request of a router: at an engine, or parked."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,4 +36,4 @@ class Parked(NamedTuple):
     since: float
     """Time since which it has waited; what it waited for an engine that gave it back counts."""
     cause: str
-    """Why it was taken from its engine: a key of `num_migrations`; empty if it is new."""
+    """Cause of its departure from its engine: a key of `num_migrations`; empty if it is new."""

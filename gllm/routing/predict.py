@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """What the micro-batches of an engine have in common while a request is prefilled."""
+    """Figures that the micro-batches of an engine share while a request is prefilled."""
 
     base_seconds: float
     """Time of a micro-batch without its prefill, on the slowest stage."""

@@ -22,7 +22,7 @@ from gllm.transport.registry import open_edges
 
 
 class StageResources:
-    """What a stage instance holds until it is closed, and the weights, which outlive it."""
+    """Resources of a stage instance until it is closed, and the weights, which outlive it."""
 
     def __init__(
         self,
