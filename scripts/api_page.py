@@ -36,10 +36,19 @@ def field_sections() -> str:
 def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
     """Yield the lines of `field_sections`."""
     shared: dict[type[RequestFields], None] = {}
+    described: dict[type[RequestFields], str] = {}
     for endpoint in endpoints:
+        if endpoint.query_parameters:
+            yield from (f"## {endpoint.method} {endpoint.path}", "", *_query_table(endpoint), "")
         fields = endpoint.request_schema
         if fields is None:
             continue
+        if fields in described:
+            other = described[fields]
+            yield from (f"## {endpoint.method} {endpoint.path}", "")
+            yield from (f"The fields are those of [{other}](#{_anchor(other)}).", "")
+            continue
+        described[fields] = f"{endpoint.method} {endpoint.path}"
         bases = [base for base in fields.__mro__[1:] if issubclass(base, RequestFields)]
         bases = [base for base in bases if base not in (RequestFields, ModelRequestFields)]
         shared.update(dict.fromkeys(bases))
@@ -53,6 +62,13 @@ def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
         yield from (f"## {_title(base)}", "", *_field_tables(base), "")
 
 
+def _query_table(endpoint: Endpoint) -> Iterator[str]:
+    """Yield the table of the parameters of an endpoint's query string."""
+    yield from ("| query parameter | effect |", "| --- | --- |")
+    for parameter in endpoint.query_parameters:
+        yield _row(f"`{parameter.name}`", parameter.description)
+
+
 def _title(fields: type[RequestFields]) -> str:
     """Return the first line of a schema's docstring as a title."""
     return (fields.__doc__ or "").strip().splitlines()[0].removesuffix(".")
@@ -60,7 +76,7 @@ def _title(fields: type[RequestFields]) -> str:
 
 def _anchor(title: str) -> str:
     """Return the anchor of a heading, as GitHub derives it."""
-    return title.lower().replace(" ", "-").replace(",", "")
+    return title.lower().replace(" ", "-").replace(",", "").replace("/", "")
 
 
 def _field_tables(fields: type[RequestFields]) -> Iterator[str]:

@@ -14,6 +14,10 @@ LEFT_OUT = {
     "stage_compilations": "0 once a stage is ready; an alert rather than a panel",
     "generation": "1 plus the recoveries since the server's start",
     "stale_frames": "messages that a recovery made void; of use to developers",
+    "cache_config_info": "a constant, for routers of other projects",
+    "request_inference_time_seconds": "prefill and decode together; the panel has each",
+    "request_prompt_tokens": "sizes of requests; of use to autoscalers",
+    "request_generation_tokens": "sizes of requests; of use to autoscalers",
 }
 """Metrics that are on no panel, and why."""
 

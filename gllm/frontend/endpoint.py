@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -27,11 +27,20 @@ class PathParameter:
 
 
 @dataclass(frozen=True)
+class QueryParameter:
+    """A parameter of the query string. Others are ignored."""
+
+    name: str
+    description: str
+    schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string"}, hash=False)
+    """JSON Schema of the value."""
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """A route, the schemas of its request and answers, and its properties for middleware.
 
-    The OpenAPI document and docs/api.md are generated from these fields. No endpoint reads the
-    query string.
+    The OpenAPI document and docs/api.md are generated from these fields.
     """
 
     method: str
@@ -43,11 +52,14 @@ class Endpoint:
     """Fields of the request body; None if there is no body."""
     response_schema: type[msgspec.Struct] | None = None
     """Fields of an answer in JSON that is not streamed."""
+    answers_list: bool = False
+    """The answer is a list of objects with these fields."""
     event_schema: type[msgspec.Struct] | None = None
     """Fields of a server-sent event."""
     content_type: str = "application/json"
     """Media type of an answer that is not streamed."""
     path_parameters: tuple[PathParameter, ...] = ()
+    query_parameters: tuple[QueryParameter, ...] = ()
     operation: Operation | None = None
     """Kind of text generation, for traces; None if the endpoint generates no text."""
     is_public: bool = False

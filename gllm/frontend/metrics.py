@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus, OutputDelta
+from gllm.frontend.metric_aliases import AliasCollector
 from gllm.frontend.router_metrics import RouterCollector
 from gllm.observability.latency import RequestTimeline
 
@@ -42,6 +43,8 @@ SLOW_BUCKETS = (
 """Bucket bounds of latencies of whole requests, in seconds."""
 STEP_TOKEN_BUCKETS = tuple(2**exponent for exponent in range(15))
 """Bucket bounds of micro-batch sizes, 1..16384 tokens."""
+TOKEN_BUCKETS = tuple(float(digit * 10**exponent) for exponent in range(6) for digit in (1, 2, 5))
+"""Bucket bounds of the tokens of requests, 1..500000."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 """Values of the label `finished_reason`."""
 LABELS = ("model_name",)
@@ -105,9 +108,18 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             counter.add_metric(model, stats[key])
             yield counter
+        yield self._cache_config(model, status)
         yield self._step_sizes(model, status)
         yield from self._stages(model, status)
         yield from self._recoveries(model, status)
+
+    def _cache_config(self, model: list[str], status: EngineStatus) -> Metric:
+        """Return the size of the KV cache as labels, which is how vLLM's metric has it."""
+        labels = (*LABELS, "block_size", "num_gpu_blocks")
+        text = "Size of the KV cache, as labels; the value is 1"
+        gauge = GaugeMetricFamily(PREFIX + "cache_config_info", text, labels=labels)
+        gauge.add_metric([*model, str(status.block_size), str(status.num_kv_blocks)], 1)
+        return gauge
 
     def _step_sizes(self, model: list[str], status: EngineStatus) -> Metric:
         """Return tokens per micro-batch as a histogram with all buckets.
@@ -232,6 +244,9 @@ class Metrics:
             family = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
             return family.labels(model)
 
+        aliases = CollectorRegistry()
+        aliases.register(AliasCollector(self.registry, engine))
+        self._registries = (self.registry, aliases)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
         self.output = TokenCounters(model)
         self.registry.register(self.output)
@@ -266,6 +281,15 @@ class Metrics:
         self.decode = histogram(
             "request_decode_time_seconds", "First token to the last", SLOW_BUCKETS
         )
+        self.inference = histogram(
+            "request_inference_time_seconds", "First step to the last token", SLOW_BUCKETS
+        )
+        self.request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request that ended", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Tokens of a choice that ended", TOKEN_BUCKETS
+        )
 
     def count_finished(self, reason: str) -> None:
         """Count a finished choice by its finish reason."""
@@ -276,8 +300,8 @@ class Metrics:
         self._dropped_spans.labels(self._model, reason).inc(spans)
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+        """Return all metrics in Prometheus's text format, also under vLLM's names."""
+        return b"".join(map(generate_latest, self._registries))
 
 
 class RequestMetrics:
@@ -285,6 +309,7 @@ class RequestMetrics:
 
     def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
         self._metrics = metrics
+        self._num_prompt_tokens = prompt_tokens
         self._lines = [RequestTimeline(arrival) for _ in range(choices)]
         self.queue_seconds: float | None = None
         """Time from arrival to the first micro-batch; None before the first token."""
@@ -326,12 +351,16 @@ class RequestMetrics:
                 self._end(index, "abort")
 
     def _end(self, index: int, reason: str) -> None:
+        if not any(self.finish_reasons):
+            self._metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
         self.finish_reasons[index] = reason
         self._metrics.count_finished(reason)
         line = self._lines[index]
+        self._metrics.request_generation_tokens.observe(line.num_tokens)
         if line.e2el is None or line.ttft is None:
             return
         self._metrics.e2el.observe(line.e2el)
         self._metrics.decode.observe(line.e2el - line.ttft)
+        self._metrics.inference.observe(max(0.0, line.e2el - (self.queue_seconds or 0.0)))
         if line.tpot is not None:
             self._metrics.tpot.observe(line.tpot)

@@ -113,28 +113,46 @@ def _operation(endpoint: Endpoint, method: str) -> JsonObject:
         operation["responses"] = _responses(endpoint, method, error)
     if endpoint.is_public:
         operation["security"] = []
-    if endpoint.path_parameters:
-        operation["parameters"] = [
-            {
-                "name": parameter.name,
-                "in": "path",
-                "description": parameter.description,
-                "required": True,
-                "schema": {"type": "string"},
-            }
-            for parameter in endpoint.path_parameters
-        ]
+    if parameters := _parameters(endpoint):
+        operation["parameters"] = parameters
     if endpoint.request_schema is not None:
         content = {"application/json": _reference(endpoint.request_schema)}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
+def _parameters(endpoint: Endpoint) -> list[JsonObject]:
+    """Return the parameters of an endpoint's path and query string."""
+    path: list[JsonObject] = [
+        {
+            "name": parameter.name,
+            "in": "path",
+            "description": parameter.description,
+            "required": True,
+            "schema": {"type": "string"},
+        }
+        for parameter in endpoint.path_parameters
+    ]
+    query: list[JsonObject] = [
+        {
+            "name": parameter.name,
+            "in": "query",
+            "description": parameter.description,
+            "schema": dict(parameter.schema),
+        }
+        for parameter in endpoint.query_parameters
+    ]
+    return path + query
+
+
 def _responses(endpoint: Endpoint, method: str, error: JsonObject) -> JsonObject:
     """Return the responses of an endpoint by status."""
     content: JsonObject = {}
     if method != "HEAD":
-        content[endpoint.content_type] = _reference(endpoint.response_schema)
+        answer = _reference(endpoint.response_schema)
+        if endpoint.answers_list:
+            answer = {"schema": {"type": "array", "items": answer["schema"]}}
+        content[endpoint.content_type] = answer
     if endpoint.can_stream:
         content["text/event-stream"] = _reference(endpoint.event_schema)
     return {

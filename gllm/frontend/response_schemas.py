@@ -157,6 +157,48 @@ class ChatCompletionChunk(ResponseSchema):
     usage: CompletionUsage | Unset = UNSET
 
 
+class GeneratedTokens(ResponseSchema):
+    """A choice of /inference/v1/generate, or an increment of one."""
+
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: list[int]
+
+
+class GenerateResponse(ResponseSchema):
+    """Answer of /inference/v1/generate."""
+
+    request_id: str
+    choices: list[GeneratedTokens]
+    prompt_logprobs: PromptLogprobs | None
+    kv_transfer_params: None
+    usage: CompletionUsage
+
+
+class GenerateEvent(ResponseSchema):
+    """Event of a streamed answer of /inference/v1/generate."""
+
+    request_id: str
+    choices: list[GeneratedTokens]
+    usage: CompletionUsage | Unset = UNSET
+
+
+class RenderedRequest(ResponseSchema):
+    """A rendered request: the body of a request to /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int]
+    features: None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+
+
 class CompletionLogprobsObject(ResponseSchema):
     """Log-probabilities of a text: parallel lists with an entry per token."""
 

@@ -31,8 +31,12 @@ def families() -> dict[str, set[str]]:
     metrics = Metrics(FakeEngine(Tokenizer(some.byte_level())))
     metrics.count_finished("stop")
     found = text_string_to_metric_families(metrics.render().decode())
-    # When a counter was made is no metric of ours.
-    mine = (family for family in found if not family.name.endswith("_created"))
+    # When a counter was made is no metric of ours, and vLLM's names are shown under ours.
+    mine = (
+        family
+        for family in found
+        if not family.name.endswith("_created") and not family.name.startswith("vllm:")
+    )
     return {family.name: {sample.name for sample in family.samples} for family in mine}
 
 

@@ -3,6 +3,9 @@
 EXAMPLES: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions/render": {"prompt": "Hi"},
+    "/inference/v1/generate": {"token_ids": [72, 105], "sampling_params": {}},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi"},

@@ -80,7 +80,8 @@ class SchemaCheck:
         if response.status >= 400:
             self._note("Error", value)
         elif endpoint is not None and endpoint.response_schema is not None:
-            self._note(endpoint.response_schema.__name__, value)
+            for each in value if endpoint.answers_list else [value]:
+                self._note(endpoint.response_schema.__name__, each)
             self.answers += 1
 
     def _request(self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str]) -> None:

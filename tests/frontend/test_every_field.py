@@ -9,6 +9,8 @@ from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.examples import EXAMPLES
 
 BODIES = [one for one in ENDPOINTS if one.request_schema is not None]
+DIFFERENT = list({one.request_schema: one for one in reversed(BODIES)}.values())
+"""One endpoint for each schema of a body."""
 SCHEMAS = {one.path: one.request_schema for one in BODIES if one.request_schema is not None}
 VALUES = [
     "NaN",
@@ -91,7 +93,7 @@ def fits(kind, text):
     return True
 
 
-@pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)
+@pytest.mark.parametrize("endpoint", DIFFERENT, ids=lambda one: one.path)
 async def test_no_value_of_a_field_breaks_the_server(server, endpoint):
     wrong, refused = [], 0
     for field, value, body in bodies(endpoint):
@@ -115,6 +117,7 @@ async def test_no_value_of_a_field_breaks_the_server(server, endpoint):
 REFUSED = [
     (path, name)
     for path, schema in SCHEMAS.items()
+    if path in {one.path for one in DIFFERENT}
     for name in schema.unsupported_fields
     if name not in schema.__struct_fields__
 ]

@@ -47,7 +47,9 @@ def test_declarations_of_an_endpoint_agree(endpoint):
     parameters = [parameter.name for parameter in endpoint.path_parameters]
     assert re.findall(r"{(\w+)}", endpoint.path) == parameters
     fields = endpoint.request_schema
-    assert endpoint.can_stream == (fields is not None and "stream" in fields.__struct_fields__)
+    has_stream = fields is not None and "stream" in fields.__struct_fields__
+    # A rendered request is not run, whatever it says of its answer.
+    assert endpoint.can_stream == (has_stream and not endpoint.path.endswith("/render"))
 
 
 @pytest.mark.parametrize("endpoint", BODIES, ids=lambda one: one.path)

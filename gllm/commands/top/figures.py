@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gllm.commands.top.router_figures import RouterFigures, router_figures_between
 from gllm.commands.top.scrape import MetricsScrape
 
 WINDOW_SECONDS = 5.0
@@ -61,6 +62,8 @@ class ServerMetrics:
     step_tokens: float
     """Mean number of tokens per micro-batch."""
     stages: tuple[StageTimeShares, ...]
+    router: RouterFigures | None = None
+    """Figures of a router and its engines; None for an engine."""
 
 
 class ScrapeHistory:
@@ -132,6 +135,7 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         step_rate=share(steps, seconds),
         step_tokens=share(tokens, steps),
         stages=tuple(map(stage, sorted(after.stages.get("stage_busy_seconds_total", {})))),
+        router=router_figures_between(before, after),
     )
 
 

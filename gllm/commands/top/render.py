@@ -1,12 +1,18 @@
 """Render server metrics as lines of text of a given width and height, without escape codes."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from gllm.commands.top.figures import Latency, ServerMetrics, StageTimeShares
+from gllm.commands.top.router_figures import RouterFigures
 
 LABEL = 15
 """Columns of the label at the beginning of a line."""
+NAME_COLUMNS = 14
+"""Columns of the name of an engine."""
+ENGINE_COLUMNS = ("requests", "waiting", "tokens/s", "KV used", "cached", "weight")
+"""Headings of the numbers of an engine."""
 FULL, EMPTY = "█", "·"
 LEVELS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "-"
@@ -42,6 +48,14 @@ def render(
         _bar_line("KV cache", figures.kv_usage, " used", width),
         _labeled_line("prefix cache", f"{percent(figures.prefix_hits)} of prompt tokens cached"),
         _labeled_line("preemptions", f"{figures.preemptions:.0f}"),
+        *(_engine_part(figures, width) if figures.router is None else _router_part(figures.router)),
+    ]
+    return fit_lines(lines, width, height)
+
+
+def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
+    """Return the lines that an engine has and a router has not."""
+    return [
         _labeled_line("recoveries", _recoveries(figures)),
         _labeled_line(
             "micro-batches",
@@ -50,7 +64,44 @@ def render(
         ),
         *(_stage_line(i, stage, width) for i, stage in enumerate(figures.stages)),
     ]
-    return fit_lines(lines, width, height)
+
+
+def _router_part(router: RouterFigures) -> list[str]:
+    """Return the lines that a router has and an engine has not: its counters and its engines."""
+    counts = Counter(engine.state for engine in router.engines)
+    states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    return [
+        _labeled_line("parked", f"{router.parked:.0f}"),
+        _labeled_line(
+            "migrations",
+            f"{router.migrations:.0f}, {router.lost_engines:.0f} engines left, "
+            f"{router.shed:.0f} requests shed",
+        ),
+        _labeled_line("engines", states or "none"),
+        "",
+        _engine_row("engine", "state", *ENGINE_COLUMNS),
+        *(
+            _engine_row(
+                engine.name,
+                engine.state,
+                f"{engine.num_requests:.0f}",
+                f"{engine.waiting:.0f}",
+                number(engine.output_rate),
+                percent(engine.kv_usage),
+                percent(engine.prefix_hits),
+                f"{engine.weight:.2f}",
+            )
+            for engine in router.engines
+        ),
+    ]
+
+
+def _engine_row(name: str, state: str, *cells: str) -> str:
+    """Return a row of the table of engines; a long name is cut in the middle."""
+    if len(name) > NAME_COLUMNS:
+        half = (NAME_COLUMNS - 1) // 2
+        name = f"{name[: NAME_COLUMNS - 1 - half]}~{name[-half:]}"
+    return f"{name:{NAME_COLUMNS}} {state:10}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def fit_lines(lines: list[str], width: int, height: int | None) -> list[str]:

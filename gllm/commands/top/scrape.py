@@ -20,6 +20,10 @@ class MetricsScrape:
     """Gauges, counters, sums and counts; summed over labels other than the model's."""
     stages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Metrics with a `stage` label: by name, then by stage."""
+    engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics of a router with an `engine` label: by name, then by engine."""
+    engine_states: Mapping[str, str] = field(default_factory=dict)
+    """States of a router's engines."""
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     """Histograms: cumulative number of observations by bucket bound."""
     counters: frozenset[str] = frozenset()
@@ -32,6 +36,10 @@ class MetricsScrape:
     def stage(self, name: str, stage: int) -> float:
         """Return the value of a metric of one stage."""
         return self.stages.get(name, {}).get(stage, 0.0)
+
+    def engine(self, name: str, engine: str) -> float:
+        """Return the value of a metric of one of a router's engines."""
+        return self.engines.get(name, {}).get(engine, 0.0)
 
     def follows(self, before: "MetricsScrape") -> bool:
         """Return whether the same process answered the earlier scrape: no counter decreased."""
@@ -48,6 +56,8 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
     """
     values: dict[str, float] = defaultdict(float)
     stages: dict[str, dict[int, float]] = defaultdict(dict)
+    engines: dict[str, dict[str, float]] = defaultdict(dict)
+    states: dict[str, str] = {}
     buckets: dict[str, dict[float, float]] = defaultdict(dict)
     counters: set[str] = set()
     model = ""
@@ -59,6 +69,10 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
             model = labels.get("model_name", model)
             if "le" in labels:
                 buckets[name.removesuffix("_bucket")][float(labels["le"])] = sample.value
+            elif "engine" in labels:
+                engines[name][labels["engine"]] = sample.value
+                if "state" in labels:
+                    states[labels["engine"]] = labels["state"]
             elif "stage" in labels:
                 stages[name][int(labels["stage"])] = sample.value
             else:
@@ -67,4 +81,4 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
                     counters.add(name)
     if not values:
         raise ValueError("its /metrics has no gllm metrics")
-    return MetricsScrape(time, model, values, stages, buckets, frozenset(counters))
+    return MetricsScrape(time, model, values, stages, engines, states, buckets, frozenset(counters))

@@ -37,7 +37,26 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     fields = await read_fields(request, CompletionFields)
     context.check_model(fields.model)
-    config, engine = context.config, context.engine
+    engine = context.engine
+    texts, params = parse_completion(fields, context)
+    with context.admit(len(texts)):
+        prompts = await asyncio.to_thread(prepare_prompts, engine, texts, params, bool(fields.echo))
+        choice_format = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
+        token_ids = [prompt.token_ids for prompt in prompts]
+        prepared = PreparedRequest(fields, token_ids, params, fields.has_output)
+        writer = ChoiceWriter(request, prepared, choice_format)
+        return await send_answer(request, context, prepared, writer)
+
+
+def parse_completion(
+    fields: CompletionFields, context: ServerContext
+) -> tuple[list[str] | list[list[int]], SamplingParams]:
+    """Return the prompts of a request, which `prepare_prompts` tokenizes, and its SamplingParams.
+
+    Raises:
+        FieldError: A value is not allowed, or there are too many prompts or choices.
+    """
+    config = context.config
     params = _sampling_params(fields, context)
     texts = parse_prompts(fields.prompt, min(MAX_PROMPTS, config.max_num_queued_requests))
     max_choices = max(MAX_PROMPTS, config.max_choices)
@@ -48,15 +67,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             f"most {max_choices} are allowed"
         )
         raise FieldError("n", message)
-    with context.admit(len(texts)):
-        prompts = await asyncio.to_thread(
-            _prepare_prompts, engine, texts, params, bool(fields.echo)
-        )
-        choice_format = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
-        token_ids = [prompt.token_ids for prompt in prompts]
-        prepared = PreparedRequest(fields, token_ids, params, fields.has_output)
-        writer = ChoiceWriter(request, prepared, choice_format)
-        return await send_answer(request, context, prepared, writer)
+    return texts, params
 
 
 def _sampling_params(fields: CompletionFields, context: ServerContext) -> SamplingParams:
@@ -93,7 +104,7 @@ class CompletionPrompt:
     """Text in front of the output; empty without echo."""
 
 
-def _prepare_prompts(
+def prepare_prompts(
     engine: EngineInterface,
     prompts: list[str] | list[list[int]],
     params: SamplingParams,

@@ -13,6 +13,7 @@ from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.messages import CountTokensFields, MessagesFields
 from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponsesFields
+from gllm.frontend.fields.token_generation import GenerateFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.routes import (
     chat,
@@ -26,8 +27,10 @@ from gllm.frontend.routes import (
     models,
     openapi,
     page,
+    render,
     responses,
     server_info,
+    token_generation,
     tokens,
     unsupported,
     version,
@@ -50,6 +53,30 @@ GENERATION_ENDPOINTS = (
         request_schema=CompletionFields,
         response_schema=schemas.CompletionResponse,
         event_schema=schemas.CompletionResponse,
+        operation="text_completion",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions/render",
+        render.render_chat_completion,
+        request_schema=ChatCompletionFields,
+        response_schema=schemas.RenderedRequest,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions/render",
+        render.render_completion,
+        request_schema=CompletionFields,
+        response_schema=schemas.RenderedRequest,
+        answers_list=True,
+    ),
+    Endpoint(
+        "POST",
+        "/inference/v1/generate",
+        token_generation.generate_tokens,
+        request_schema=GenerateFields,
+        response_schema=schemas.GenerateResponse,
+        event_schema=schemas.GenerateEvent,
         operation="text_completion",
     ),
     Endpoint(

@@ -1,0 +1,197 @@
+"""Request fields of POST /inference/v1/generate: token ids in, token ids out, as in vLLM.
+
+`convert_to_completion` returns the fields of the completion for the same request, and
+`to_generate_request` the body of this request for a prompt that was rendered.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from gllm.config.sampling import SamplingParams, StructuredOutput
+from gllm.frontend.fields.base import (
+    Int32,
+    JsonObject,
+    ModelRequestFields,
+    UnsupportedField,
+    doc,
+)
+from gllm.frontend.fields.chat_conversion import rename_error_fields
+from gllm.frontend.fields.completions import CompletionFields
+from gllm.frontend.fields.generation import (
+    SAMPLING_PARAM_NAMES,
+    BaseCompletionFields,
+    CacheSalt,
+    RequestId,
+    Seconds,
+    Session,
+    StreamOptions,
+)
+from gllm.frontend.fields.parsing import parse_fields
+
+SAMPLING_NAMES = frozenset(
+    {
+        *(name for name in SAMPLING_PARAM_NAMES if name != "truncate_prompt_tokens"),
+        "n",
+        "stop",
+        "stop_token_ids",
+        "allowed_token_ids",
+        "bad_words",
+        "max_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "structured_outputs",
+        "response_format",
+    }
+)
+"""Members of `sampling_params` that have an effect. Their names and types are those of completions,
+so that vLLM's SamplingParams fit."""
+
+
+class GenerateFields(ModelRequestFields):
+    """POST /inference/v1/generate."""
+
+    required_fields: ClassVar[tuple[str, ...]] = ("token_ids", "sampling_params")
+    unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
+        "features": UnsupportedField("is not supported: the model reads text only", ({},)),
+        "kv_transfer_params": UnsupportedField(
+            "is not supported: engines compute the whole request", ({},)
+        ),
+    }
+
+    token_ids: Annotated[list[Int32] | None, doc("token ids of the prompt", minItems=1)] = None
+    sampling_params: Annotated[
+        dict[str, Any] | None,
+        doc(
+            f"object of {', '.join(sorted(SAMPLING_NAMES))}, each as in completions; max_tokens: "
+            "default: the rest of the context; other members have no effect"
+        ),
+    ] = None
+    stream: Annotated[bool | None, doc("answer with server-sent events")] = None
+    stream_options: Annotated[StreamOptions | None, doc("as in completions")] = None
+    priority: Annotated[
+        Int32 | None, doc("requests with smaller values are scheduled first; default 0")
+    ] = None
+    cache_salt: Annotated[CacheSalt | None, doc("as in completions")] = None
+    request_id: Annotated[
+        RequestId | None,
+        doc("id of the answer, and of the request for /abort; default: X-Request-Id"),
+    ] = None
+    slo_ttft: Annotated[Seconds | None, doc("as in completions")] = None
+    slo_tpot: Annotated[Seconds | None, doc("as in completions")] = None
+    prompt_cache_key: Annotated[Session | None, doc("as in completions")] = None
+
+
+TOP_LEVEL_NAMES = frozenset(GenerateFields.__struct_fields__) - {"token_ids", "sampling_params"}
+CLIENT_FIELD_NAMES: Mapping[str, str] = {
+    **{
+        name: "sampling_params"
+        for name in (
+            *SAMPLING_NAMES,
+            *CompletionFields.__struct_fields__,
+            *CompletionFields.unsupported_fields,
+            "params",
+        )
+        if name not in TOP_LEVEL_NAMES
+    },
+    "prompt": "token_ids",
+}
+"""Fields of this API for fields of completions, where the names differ."""
+
+
+def convert_to_completion(fields: GenerateFields) -> CompletionFields:
+    """Return the fields of the equivalent completion, without its prompt.
+
+    Raises:
+        FieldError: A member of `sampling_params` is invalid; the error names `sampling_params`.
+    """
+    members = fields.sampling_params or {}
+    values = {name: members[name] for name in SAMPLING_NAMES if members.get(name) is not None}
+    values |= {
+        name: getattr(fields, name)
+        for name in TOP_LEVEL_NAMES - {"model", "stream_options"}
+        if getattr(fields, name) is not None
+    }
+    with rename_error_fields(CLIENT_FIELD_NAMES):
+        # `prompt` is required, but the token ids need no second check.
+        completion = parse_fields({**values, "prompt": ""}, CompletionFields)
+        completion.stream_options = fields.stream_options
+        completion.validate()
+    return completion
+
+
+def to_generate_request(
+    fields: BaseCompletionFields,
+    token_ids: list[int],
+    params: SamplingParams,
+    *,
+    request_id: str,
+    model: str,
+    max_tokens: int,
+) -> JsonObject:
+    """Return the body with which /inference/v1/generate runs a rendered request.
+
+    Args:
+        fields: The fields of the request that was rendered.
+        token_ids: Its prompt.
+        params: Its sampling parameters, with the model's defaults and the grammar of a chat.
+        request_id: Id of the request.
+        model: Name of the served model.
+        max_tokens: Maximum number of output tokens if the request has none.
+    """
+    return {
+        "request_id": request_id,
+        "token_ids": token_ids,
+        "features": None,
+        "sampling_params": _sampling_params(params, max_tokens),
+        "model": model,
+        "stream": bool(fields.stream),
+        "stream_options": None if fields.stream_options is None else _options(fields),
+        "cache_salt": fields.cache_salt,
+        "priority": fields.priority or 0,
+        "kv_transfer_params": None,
+    }
+
+
+def _options(fields: BaseCompletionFields) -> JsonObject:
+    """Return `stream_options` as JSON values."""
+    options = fields.stream_options or StreamOptions()
+    return {name: getattr(options, name) for name in options.__struct_fields__}
+
+
+def _sampling_params(params: SamplingParams, max_tokens: int) -> JsonObject:
+    """Return sampling parameters as the JSON values of `sampling_params`."""
+    values: JsonObject = {
+        name: getattr(params, name) for name in SAMPLING_PARAM_NAMES if name in SAMPLING_NAMES
+    }
+    # Keys of a JSON object are strings.
+    values["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()} or None
+    allowed = params.allowed_token_ids
+    return values | {
+        "n": params.n,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "allowed_token_ids": None if allowed is None else list(allowed),
+        "bad_words": list(params.bad_words),
+        "max_tokens": params.max_tokens or max_tokens,
+        "logprobs": params.logprobs,
+        "prompt_logprobs": params.prompt_logprobs,
+        **_constraint(params.structured),
+    }
+
+
+def _constraint(structured: StructuredOutput | None) -> JsonObject:
+    """Return the member of `sampling_params` with the constraint on the output."""
+    if structured is None:
+        return {"structured_outputs": None}
+    if structured.strict:
+        # vLLM's field cannot say that objects are closed.
+        schema = {"name": "output", "schema": structured.json, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    choice = None if structured.choice is None else list(structured.choice)
+    members = {
+        "json": structured.json,
+        "regex": structured.regex,
+        "choice": choice,
+        "grammar": structured.grammar,
+    }
+    return {"structured_outputs": {k: v for k, v in members.items() if v is not None}}
