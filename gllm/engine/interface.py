@@ -63,6 +63,8 @@ class ModelInfo:
     """Sampling defaults of the model's generation_config, by field name."""
     created: int
     """Unix time of the start, in seconds."""
+    root: str = ""
+    """Folder or hub name from which the model was loaded; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class EngineStatus:
     """Snapshot of an engine: its state, its load and its counters."""
 
     state: str
-    """loading, ready, recovering, draining or dead."""
+    """loading, ready, recovering, sleeping, draining or dead."""
     cause_of_death: str = ""
     """Reason of the death, if the engine is dead; otherwise empty."""
     is_healthy: bool = False
@@ -274,6 +276,15 @@ class EngineInterface(Protocol):
 
     def abort(self, request_id: str | None) -> int:
         """AbortSequences the requests with this id, or all if it is None; return their number."""
+
+    async def sleep(self, keeps_prefix_cache: bool = False) -> None:
+        """Refuse new requests until `wake_up`, wait for the running ones, empty the prefix cache.
+
+        Weights and KV cache stay in memory. Raises EngineUnavailableError.
+        """
+
+    def wake_up(self) -> None:
+        """Accept requests again after `sleep`; without effect if the engine is awake."""
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Raises EngineUnavailableError."""

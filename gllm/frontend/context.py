@@ -9,6 +9,7 @@ from aiohttp import web
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface, EngineUnavailableError
 from gllm.frontend.errors import ApiError
+from gllm.frontend.load_window import LoadWindow
 from gllm.frontend.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 5
@@ -24,6 +25,8 @@ class ServerContext:
     metrics: Metrics
     num_admitted: int = field(default=0)
     """Requests being handled, including those not yet submitted to the engine."""
+    load_window: LoadWindow = field(default_factory=LoadWindow)
+    """Readings of the engine's counters, for the rates of /v1/loads."""
 
     def check_accepting(self) -> None:
         """Raise EngineUnavailableError unless new requests are accepted."""
@@ -41,6 +44,10 @@ class ServerContext:
                 raise EngineUnavailableError("recovering", why, RETRY_AFTER_SECONDS)
             case "loading":
                 raise EngineUnavailableError("loading", "the model is loading", RETRY_AFTER_SECONDS)
+            case "sleeping":
+                raise EngineUnavailableError(
+                    "sleeping", "the server sleeps until /wake_up", RETRY_AFTER_SECONDS
+                )
             case "draining":
                 raise EngineUnavailableError(
                     "draining", "the server is shutting down", RETRY_AFTER_SECONDS

@@ -14,6 +14,8 @@ class ModelCard(ResponseSchema):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
     vocab_size: int
 
@@ -70,6 +72,14 @@ class ServerInfoResponse(ResponseSchema):
     """Answer of /server_info."""
 
     version: str
+    model_path: str
+    served_model_name: str
+    tp_size: int
+    dp_size: int
+    max_model_len: int
+    max_total_num_tokens: int
+    page_size: int
+    disaggregation_mode: str
     model: dict[str, Any]
     engine: dict[str, Any]
     server: dict[str, Any]
@@ -129,6 +139,39 @@ class DrainResponse(ResponseSchema):
     name: str
     state: str
     num_requests: int
+
+
+class RankLoad(ResponseSchema):
+    """Load of the engine: requests, tokens, KV cache and rates of the last ten seconds."""
+
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_waiting_uncached_tokens: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    gen_throughput: float
+    cache_hit_rate: float
+    kv_transfer_latency_ms: float
+    prefill_queue_reqs: int
+    decode_queue_reqs: int
+    disagg_mode: str
+
+
+class LoadsResponse(ResponseSchema):
+    """Answer of /v1/loads."""
+
+    timestamp: str
+    dp_rank_count: int
+    loads: list[RankLoad]
+
+
+class SleepingResponse(ResponseSchema):
+    """Answer of /is_sleeping."""
+
+    is_sleeping: bool
 
 
 class AbortResponse(ResponseSchema):

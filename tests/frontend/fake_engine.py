@@ -264,6 +264,16 @@ class FakeEngine:
             call.aborted = True
         return len(running)
 
+    async def sleep(self, keeps_prefix_cache: bool = False) -> None:
+        self.state = "sleeping"
+        while self.num_requests and self.state == "sleeping":
+            await asyncio.sleep(0.005)
+        self.asked.append("sleep 0" if keeps_prefix_cache else "sleep 1")
+
+    def wake_up(self) -> None:
+        self.state = "ready"
+        self.asked.append("wake_up")
+
     async def reset_prefix_cache(self) -> None:
         self.asked.append("reset_prefix_cache")
 

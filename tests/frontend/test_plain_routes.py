@@ -21,6 +21,8 @@ async def test_models(server):
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "gllm",
+        "root": "fake/model",
+        "parent": None,
         "max_model_len": 256,
         "vocab_size": server.engine.tokenizer.vocab_size,
     }
@@ -43,6 +45,7 @@ async def test_version(server):
         ("recovering", True, 200, 503),
         ("recovering", False, 200, 503),
         ("draining", True, 200, 503),
+        ("sleeping", True, 200, 503),
         ("dead", True, 503, 503),
     ],
 )

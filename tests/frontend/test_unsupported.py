@@ -25,8 +25,8 @@ async def test_an_endpoint_that_is_not_there_says_why(server, method, endpoint):
 
 def test_the_known_ones_are_there():
     paths = {endpoint.path for _, endpoint in MISSING}
-    assert paths >= {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/sleep"}
-    assert paths >= {"/wake_up", "/is_sleeping", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    assert paths >= {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
+    assert paths >= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
 
 async def test_they_ask_for_keys(engine):

@@ -7,10 +7,10 @@ from gllm.frontend.context import CONTEXT
 
 
 async def get_health(request: web.Request) -> web.Response:
-    """Return 200 while the server works or recovers; 503 while loading, dead or stuck."""
+    """Return 200 while the server works, recovers or sleeps; 503 while loading, dead or stuck."""
     context = request.app[CONTEXT]
     status = context.engine.status()
-    if status.state not in ("draining", "recovering"):
+    if status.state not in ("draining", "recovering", "sleeping"):
         context.check_ready()
     # A recovery takes its time without a step, and ends by itself.
     if not status.is_healthy and status.state != "recovering":

@@ -25,6 +25,8 @@ def _model_card(model: ModelInfo) -> dict[str, object]:
         "object": "model",
         "created": model.created,
         "owned_by": "gllm",
+        "root": model.root or model.name,
+        "parent": None,
         "max_model_len": model.max_model_len,
         "vocab_size": model.vocab_size,
     }

@@ -6,7 +6,7 @@ generated from the table.
 
 from gllm.frontend import response_schemas as schemas
 from gllm.frontend import server_response_schemas as server_schemas
-from gllm.frontend.endpoint import Endpoint, PathParameter
+from gllm.frontend.endpoint import Endpoint, PathParameter, QueryParameter
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.completions import CompletionFields
 from gllm.frontend.fields.control import AbortFields
@@ -22,6 +22,7 @@ from gllm.frontend.routes import (
     embeddings,
     engines,
     health,
+    loads,
     messages,
     metrics,
     models,
@@ -30,6 +31,7 @@ from gllm.frontend.routes import (
     render,
     responses,
     server_info,
+    sleep,
     token_generation,
     tokens,
     unsupported,
@@ -179,6 +181,14 @@ SERVER_ENDPOINTS = (
     ),
     Endpoint(
         "GET",
+        "/health/ready",
+        health.get_readiness,
+        response_schema=server_schemas.StatusResponse,
+        is_public=True,
+        is_polled=True,
+    ),
+    Endpoint(
+        "GET",
         "/metrics",
         metrics.get_metrics,
         content_type="text/plain",
@@ -195,7 +205,38 @@ SERVER_ENDPOINTS = (
         server_info.get_server_info,
         response_schema=server_schemas.ServerInfoResponse,
     ),
-    Endpoint("GET", "/load", server_info.get_load, response_schema=server_schemas.LoadResponse),
+    Endpoint("GET", "/load", loads.get_load, response_schema=server_schemas.LoadResponse),
+    Endpoint(
+        "GET",
+        "/v1/loads",
+        loads.get_loads,
+        response_schema=server_schemas.LoadsResponse,
+        query_parameters=(
+            QueryParameter("include", "no effect: an answer always has all fields"),
+        ),
+        is_polled=True,
+    ),
+    Endpoint(
+        "POST",
+        "/sleep",
+        sleep.sleep,
+        response_schema=server_schemas.StatusResponse,
+        query_parameters=sleep.SLEEP_PARAMETERS,
+    ),
+    Endpoint(
+        "POST",
+        "/wake_up",
+        sleep.wake_up,
+        response_schema=server_schemas.StatusResponse,
+        query_parameters=(QueryParameter("tags", "no effect: a server wakes up as a whole"),),
+    ),
+    Endpoint(
+        "GET",
+        "/is_sleeping",
+        sleep.get_is_sleeping,
+        response_schema=server_schemas.SleepingResponse,
+        is_polled=True,
+    ),
     Endpoint(
         "POST",
         "/abort",

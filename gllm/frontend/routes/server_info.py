@@ -1,4 +1,4 @@
-"""GET /server_info and GET /load."""
+"""GET /server_info."""
 
 import dataclasses
 from typing import Any
@@ -14,9 +14,19 @@ from gllm.frontend.context import CONTEXT
 async def get_server_info(request: web.Request) -> web.Response:
     """Return the configuration of the server, its engine and its model, without secrets."""
     context = request.app[CONTEXT]
+    model, status = context.engine.model, context.engine.status()
     info = {
         "version": __version__,
-        "model": msgspec.to_builtins(context.engine.model),
+        # The next lines are SGLang's names, from which its routers read what they serve.
+        "model_path": model.root or model.name,
+        "served_model_name": model.name,
+        "tp_size": 1,
+        "dp_size": 1,
+        "max_model_len": model.max_model_len,
+        "max_total_num_tokens": status.num_kv_blocks * status.block_size,
+        "page_size": status.block_size,
+        "disaggregation_mode": "null",
+        "model": msgspec.to_builtins(model),
         "engine": context.engine.describe(),
         "server": _public_options(context.config),
     }
@@ -30,16 +40,3 @@ def _public_options(config: ServerConfig) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if not field.metadata.get("secret")
     }
-
-
-async def get_load(request: web.Request) -> web.Response:
-    """Return the load of the engine, for load balancers."""
-    status = request.app[CONTEXT].engine.status()
-    stats = status.stats
-    load = {
-        "server_load": status.num_requests,
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "kv_usage": stats.kv_usage,
-    }
-    return web.json_response(load)

@@ -9,9 +9,6 @@ from gllm.frontend.endpoint import Endpoint, find_endpoint
 from gllm.frontend.errors import ApiError
 
 SCORING_REASON = "the model generates text and has no scoring head"
-SLEEP_REASON = (
-    "the weights stay in memory while the server runs; stop the server to free the memory"
-)
 LORA_REASON = (
     "LoRA adapters are not supported; merge the adapter into the weights and serve the result"
 )
@@ -26,9 +23,6 @@ UNSUPPORTED_REASONS = {
     ("POST", "/v2/rerank"): SCORING_REASON,
     ("POST", "/classify"): SCORING_REASON,
     ("POST", "/pooling"): "only /v1/embeddings, the pooling of the last token, is supported",
-    ("POST", "/sleep"): SLEEP_REASON,
-    ("POST", "/wake_up"): SLEEP_REASON,
-    ("GET", "/is_sleeping"): SLEEP_REASON,
     ("POST", "/v1/load_lora_adapter"): LORA_REASON,
     ("POST", "/v1/unload_lora_adapter"): LORA_REASON,
     ("POST", "/v1/audio/speech"): MEDIA_REASON,
