@@ -18,6 +18,13 @@ LEFT_OUT = {
     "request_inference_time_seconds": "prefill and decode together; the panel has each",
     "request_prompt_tokens": "sizes of requests; of use to autoscalers",
     "request_generation_tokens": "sizes of requests; of use to autoscalers",
+    "router_engine_up": "in the number of engines by state",
+    "router_engine_state": "in the number of engines by state",
+    "router_engine_running": "requests of the router are shown, not those of all its engines",
+    "router_engine_waiting": "as above",
+    "router_engine_prefix_cache_queries": "as above",
+    "router_engine_prefix_cache_hits": "as above",
+    "router_stale_outputs": "tokens that a migration made void; of use to developers",
 }
 """Metrics that are on no panel, and why."""
 
@@ -75,8 +82,8 @@ def latency(title: str, name: str, text: str) -> Panel:
     return Panel(title, "s", lines, text)
 
 
-def per_stage(name: str) -> str:
-    """Return a per-second rate of a stage's counter."""
+def each_rate(name: str) -> str:
+    """Return a counter per second, of each series."""
     return f"rate(gllm:{name}{{{CHOSEN}}}{WINDOW})"
 
 
@@ -174,14 +181,14 @@ PANELS = [
     Panel(
         "Stages: busy",
         "percentunit",
-        of_stages(per_stage("stage_busy_seconds_total")),
+        of_stages(each_rate("stage_busy_seconds_total")),
         "Share of time in which a stage computed.",
     ),
     Panel(
         "Stages: bubbles",
         "percentunit",
         of_stages(
-            f"{per_stage('stage_bubble_seconds_total')} / on (instance, model_name) group_left "
+            f"{each_rate('stage_bubble_seconds_total')} / on (instance, model_name) group_left "
             f"rate(gllm:pipeline_work_seconds_total{{{CHOSEN}}}{WINDOW})"
         ),
         "Share of the time with work in which a stage was idle though it could have computed.",
@@ -189,7 +196,7 @@ PANELS = [
     Panel(
         "Stages: host",
         "s",
-        of_stages(f"{per_stage('stage_host_seconds_total')} / {per_stage('stage_steps_total')}"),
+        of_stages(f"{each_rate('stage_host_seconds_total')} / {each_rate('stage_steps_total')}"),
         "On GPUs: what the host takes for a step.",
     ),
     Panel(
@@ -223,6 +230,83 @@ PANELS = [
 ]
 
 
+ROUTER_PANELS = [
+    Panel(
+        "Engines",
+        "short",
+        [
+            Query(f"sum by (state) (gllm:router_engines{{{CHOSEN}}})", "{{state}}"),
+            Query(gauge("router_parked_requests"), "requests that wait for an engine"),
+        ],
+        "Engines attached to routers, by state. With several routers each counts its own.",
+    ),
+    Panel(
+        "Requests of engines",
+        "short",
+        [Query(f"sum by (engine) (gllm:router_engine_requests{{{CHOSEN}}})", "{{engine}}")],
+    ),
+    Panel(
+        "Requests sent to engines",
+        "reqps",
+        [Query(rate("router_dispatched_requests_total", "engine"), "{{engine}}")],
+        "Requests that were sent again elsewhere count each time.",
+    ),
+    Panel(
+        "Tokens of engines",
+        "short",
+        [
+            Query(
+                f"max by (engine) ({each_rate('router_engine_decode_tokens_total')})",
+                "{{engine}}",
+            )
+        ],
+        "Decoded per second, for all routers of an engine.",
+    ),
+    Panel(
+        "KV caches of engines",
+        "percentunit",
+        [
+            Query(
+                f"max by (engine) (gllm:router_engine_kv_cache_usage_perc{{{CHOSEN}}})",
+                "{{engine}}",
+            )
+        ],
+    ),
+    Panel(
+        "Weights of engines",
+        "percentunit",
+        [Query(f"min by (engine) (gllm:router_engine_weight{{{CHOSEN}}})", "{{engine}}")],
+        "Below 1 after an engine joined or was slow, 0 while it gets no requests.",
+    ),
+    Panel(
+        "Migrations",
+        "cps",
+        [Query(rate("router_migrations_total", "cause"), "{{cause}}")],
+        "Requests that went on at another engine.",
+    ),
+    Panel(
+        "Engines that left",
+        "short",
+        [
+            Query(
+                f"sum by (kind) (increase(gllm:router_lost_engines_total{{{CHOSEN}}}{WINDOW}))",
+                "{{kind}}",
+            ),
+            Query(
+                f"sum (increase(gllm:router_refused_engines_total{{{CHOSEN}}}{WINDOW}))", "refused"
+            ),
+        ],
+    ),
+    Panel(
+        "Requests shed",
+        "reqps",
+        [Query(rate("router_shed_requests_total", "reason"), "{{reason}}")],
+        "Refused because no engine was likely to meet their objective.",
+    ),
+]
+"""Panels below the row of routers."""
+
+
 def dashboard() -> dict[str, Any]:
     """Return the dashboard as Grafana imports it."""
     return {
@@ -234,7 +318,7 @@ def dashboard() -> dict[str, Any]:
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
         "templating": {"list": _variables()},
-        "panels": [_panel(i, panel) for i, panel in enumerate(PANELS)],
+        "panels": _panels(),
     }
 
 
@@ -267,18 +351,40 @@ def _variables() -> list[dict[str, Any]]:
     return made
 
 
-def _panel(number: int, panel: Panel) -> dict[str, Any]:
+def _panels() -> list[dict[str, Any]]:
+    """Return the panels of servers, then a row with those of routers."""
+    panels = [_panel(i, panel) for i, panel in enumerate(PANELS)]
+    top = -(-len(PANELS) // COLUMNS) * HEIGHT
+    place = {"x": 0, "y": top, "w": COLUMNS * WIDTH, "h": 1}
+    row = {"id": len(PANELS) + 1, "title": "Routers", "type": "row", "collapsed": False}
+    panels.append({**row, "gridPos": place, "panels": []})
+    panels += [
+        _panel(i, panel, first=len(PANELS) + 1, top=top + 1)
+        for i, panel in enumerate(ROUTER_PANELS)
+    ]
+    return panels
+
+
+def _panel(number: int, panel: Panel, first: int = 0, top: int = 0) -> dict[str, Any]:
+    """Return a panel as JSON values.
+
+    Args:
+        number: Place among the panels of its part.
+        panel: The panel.
+        first: Number of panels before that part.
+        top: Height of what is above that part.
+    """
     row, column = divmod(number, COLUMNS)
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.unit == "percentunit":
         defaults["max"] = 1
     return {
-        "id": number + 1,
+        "id": first + number + 1,
         "title": panel.title,
         "description": panel.text,
         "type": "timeseries",
         "datasource": SOURCE,
-        "gridPos": {"x": WIDTH * column, "y": HEIGHT * row, "w": WIDTH, "h": HEIGHT},
+        "gridPos": {"x": WIDTH * column, "y": top + HEIGHT * row, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "targets": [
             {

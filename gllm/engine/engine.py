@@ -52,3 +52,4 @@ class Engine(TextEngine):
             config.chat_template,
             config.seed,
         )
+        self.model = replace(self.model, root=config.model)

@@ -31,7 +31,8 @@ class RouterCollector(Collector):
         rows = self._fleet.engines()
         yield self._states(rows)
         yield from self._engine_gauges(rows)
-        yield self._dispatched(rows)
+        yield self._engine_states(rows)
+        yield from self._engine_counters(rows)
         yield from self._totals()
 
     def _states(self, rows: list[EngineRow]) -> Metric:
@@ -63,15 +64,33 @@ class RouterCollector(Collector):
                 gauge.add_metric([*self._model, row.name], value)
             yield gauge
 
-    def _dispatched(self, rows: list[EngineRow]) -> Metric:
-        counter = CounterMetricFamily(
-            PREFIX + "dispatched_requests",
-            "Requests sent to an engine, those sent again included",
-            labels=(*LABELS, "engine"),
+    def _engine_states(self, rows: list[EngineRow]) -> Metric:
+        gauge = GaugeMetricFamily(
+            PREFIX + "engine_state",
+            "State of an engine, as a label; the value is 1",
+            labels=(*LABELS, "engine", "state"),
         )
         for row in rows:
-            counter.add_metric([*self._model, row.name], row.num_dispatched)
-        return counter
+            gauge.add_metric([*self._model, row.name, row.state], 1)
+        return gauge
+
+    def _engine_counters(self, rows: list[EngineRow]) -> Iterator[Metric]:
+        for name, text, values in (
+            ("dispatched_requests", "Requests sent to an engine, those sent again included",
+             [row.num_dispatched for row in rows]),
+            ("engine_prefix_cache_queries",
+             "Prompt tokens that an engine looked up in its prefix cache, for all its routers",
+             [row.stats.prefix_queries for row in rows]),
+            ("engine_prefix_cache_hits",
+             "Prompt tokens that an engine found in its prefix cache, for all its routers",
+             [row.stats.prefix_hits for row in rows]),
+            ("engine_decode_tokens", "Tokens that an engine decoded, for all its routers",
+             [row.stats.decode_tokens for row in rows]),
+        ):  # fmt: skip
+            counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "engine"))
+            for row, value in zip(rows, values, strict=True):
+                counter.add_metric([*self._model, row.name], value)
+            yield counter
 
     def _totals(self) -> Iterator[Metric]:
         totals = self._fleet.totals()

@@ -11,7 +11,9 @@ from tests.frontend.conftest import serving
 
 def row(name: str, state: str = "ready") -> EngineRow:
     """An engine's row."""
-    stats = SchedulerStats(running=3, waiting=1, kv_usage=0.5)
+    stats = SchedulerStats(
+        running=3, waiting=1, kv_usage=0.5, prefix_queries=40, prefix_hits=20, decode_tokens=50
+    )
     return EngineRow(
         name=name, role="mixed", state=state, cause="", address="127.0.0.1:1", version="1",
         attached_seconds=5.0, silent_seconds=0.1, stats=stats, num_kv_blocks=64, block_size=16,
@@ -93,6 +95,10 @@ async def test_metrics_of_a_router(engine, fleet):
         f'gllm:router_engines{{{model},state="ejected"}} 0.0',
         f'gllm:router_engine_up{{engine="b",{model}}} 0.0',
         f'gllm:router_engine_running{{engine="a",{model}}} 3.0',
+        f'gllm:router_engine_state{{engine="b",{model},state="draining"}} 1.0',
+        f'gllm:router_engine_prefix_cache_hits_total{{engine="a",{model}}} 20.0',
+        f'gllm:router_engine_decode_tokens_total{{engine="a",{model}}} 50.0',
+        f'gllm:router_dispatched_requests_total{{engine="a",{model}}} 7.0',
         f'gllm:router_migrations_total{{cause="lost",{model}}} 2.0',
         f'gllm:router_migrations_total{{cause="drained",{model}}} 0.0',
         f"gllm:router_parked_requests{{{model}}} 4.0",

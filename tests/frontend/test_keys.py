@@ -71,7 +71,7 @@ async def test_open_endpoints_are_these_alone(locked):
         async with locked.client.request(endpoint.method, path) as response:
             if response.status != 401:
                 opened.add(endpoint.path)
-    expected = {"/health", "/ready", "/metrics", "/", "/page/{path}"}
+    expected = {"/health", "/health/ready", "/ready", "/metrics", "/", "/page/{path}"}
     assert opened == expected == {one.path for one in ENDPOINTS if one.is_public}
 
 

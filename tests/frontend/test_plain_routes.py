@@ -106,7 +106,12 @@ async def test_two_servers_share_no_metrics(server, engine):
 
 
 @pytest.mark.parametrize(
-    "path", [one.path for one in ENDPOINTS if one.method == "GET" and not one.unsupported_reason]
+    "path",
+    [
+        one.path
+        for one in ENDPOINTS
+        if one.method == "GET" and not one.unsupported_reason and one.path != "/engines"
+    ],
 )
 async def test_head_answers_as_get_without_a_body(server, path):
     url = path.format(path="app.js", model="fake/model")

@@ -211,9 +211,7 @@ SERVER_ENDPOINTS = (
         "/v1/loads",
         loads.get_loads,
         response_schema=server_schemas.LoadsResponse,
-        query_parameters=(
-            QueryParameter("include", "no effect: an answer always has all fields"),
-        ),
+        query_parameters=(QueryParameter("include", "no effect: an answer always has all fields"),),
         is_polled=True,
     ),
     Endpoint(
@@ -276,6 +274,13 @@ FLEET_ENDPOINTS = (
         engines.drain_engine,
         response_schema=server_schemas.DrainResponse,
         path_parameters=(ENGINE_NAME,),
+        query_parameters=(
+            QueryParameter(
+                "migrate",
+                "true: its running requests go to other engines at once; default false",
+                {"type": "boolean"},
+            ),
+        ),
         is_control=True,
     ),
     Endpoint(

@@ -5,7 +5,12 @@ import math
 from gllm.commands.top.figures import ScrapeHistory
 from gllm.commands.top.render import render
 from gllm.commands.top.scrape import MetricsScrape, parse_metrics
+from gllm.frontend.metrics import Metrics
+from gllm.text.tokenizer import Tokenizer
 from tests.commands.top.test_render import FIGURES
+from tests.frontend.fake_engine import FakeEngine
+from tests.frontend.test_engines import ScriptedFleet
+from tests.text import tokenizers_for_tests as some
 
 URL = "http://127.0.0.1:8000"
 MODEL = 'model_name="m"'
@@ -53,6 +58,17 @@ def test_figures_of_engines() -> None:
     assert (a.name, a.state, b.name, b.state) == ("a", "draining", "b", "ready")
     assert (b.num_requests, b.output_rate, b.prefix_hits) == (1, 100, 0.25)
     assert (a.num_requests, a.output_rate, a.kv_usage, a.weight) == (2, 200, 0.25, 0.5)
+
+
+def test_a_real_router_s_metrics_are_read() -> None:
+    engine = FakeEngine(Tokenizer(some.byte_level()), fleet=ScriptedFleet())
+    metrics = Metrics(engine).render().decode()
+    router = ScrapeHistory().add(parse_metrics(metrics, 1.0)).router
+    assert router is not None
+    assert (router.parked, router.migrations, router.lost_engines, router.shed) == (4, 2, 1, 3)
+    assert [(one.name, one.state) for one in router.engines] == [("a", "ready"), ("b", "draining")]
+    first = router.engines[0]
+    assert (first.num_requests, first.waiting, first.kv_usage, first.weight) == (2, 1, 0.5, 1)
 
 
 def test_an_engine_that_joins_or_restarts_counts_from_zero() -> None:
