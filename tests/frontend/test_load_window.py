@@ -2,24 +2,21 @@
 
 import pytest
 
-from gllm.frontend.load_window import LoadWindow
-from gllm.scheduler.plan import SchedulerStats
-
-
-def stats(tokens, queries=0, hits=0):
-    return SchedulerStats(decode_tokens=tokens, prefix_queries=queries, prefix_hits=hits)
+from gllm.frontend.load_window import LoadReading, LoadWindow
 
 
 def test_rates_cover_the_time_since_the_first_reading():
     window = LoadWindow()
-    assert window.add(100.0, stats(50, 10, 5)) == (0.0, 0.0)
-    assert window.add(102.0, stats(90, 20, 14)) == (20.0, 0.9)
-    assert window.add(104.0, stats(90, 20, 14)) == (10.0, 0.9)
+    assert window.add(LoadReading(100.0, 50, 10, 5)) == (0.0, 0.0)
+    assert window.add(LoadReading(102.0, 90, 20, 14)) == (20.0, 0.9)
+    assert window.add(LoadReading(104.0, 90, 20, 14)) == (10.0, 0.9)
 
 
 def test_rates_forget_what_is_older_than_the_window():
     window = LoadWindow()
-    rates = [window.add(float(second), stats(1000 if second else 0)) for second in range(30)]
+    rates = [
+        window.add(LoadReading(float(second), 1000 if second else 0, 0, 0)) for second in range(30)
+    ]
     assert rates[1].tokens_per_second == 1000
     assert rates[11].tokens_per_second == pytest.approx(0, abs=1e-9)
     assert len(window._readings) <= 12
@@ -28,13 +25,13 @@ def test_rates_forget_what_is_older_than_the_window():
 def test_many_readings_at_once_keep_their_window():
     window = LoadWindow()
     for step in range(10_000):
-        rates = window.add(step / 1000, stats(step))
+        rates = window.add(LoadReading(step / 1000, step, 0, 0))
     assert rates.tokens_per_second == pytest.approx(1000)
     assert len(window._readings) <= 101
 
 
 def test_another_scheduler_counts_anew():
     window = LoadWindow()
-    window.add(0.0, stats(500))
-    assert window.add(1.0, stats(7)) == (0.0, 0.0)
-    assert window.add(2.0, stats(17)).tokens_per_second == 10
+    window.add(LoadReading(0.0, 500, 0, 0))
+    assert window.add(LoadReading(1.0, 7, 0, 0)) == (0.0, 0.0)
+    assert window.add(LoadReading(2.0, 17, 0, 0)).tokens_per_second == 10

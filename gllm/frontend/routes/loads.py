@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 from gllm.frontend.context import CONTEXT
+from gllm.frontend.load_window import LoadReading
 
 
 async def get_load(request: web.Request) -> web.Response:
@@ -26,7 +27,8 @@ async def get_loads(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     status = context.engine.status()
     stats = status.stats
-    rates = context.load_window.add(time.monotonic(), stats)
+    counters = (stats.decode_tokens, stats.prefix_queries, stats.prefix_hits)
+    rates = context.load_window.add(LoadReading(time.monotonic(), *counters))
     max_tokens = status.num_kv_blocks * status.block_size
     load = {
         "dp_rank": 0,
