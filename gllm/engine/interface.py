@@ -240,14 +240,8 @@ class EngineInterface(Protocol):
     ) -> Sequence[RequestHandle]:
         """Start one request per prompt, all or none; each handle has to be closed.
 
-        Args:
-            prompts: Token ids of each prompt.
-            params: Sampling parameters of all prompts.
-            priority: Requests of lower values run first.
-            cache_salt: Prefix-cache entries are shared only by requests with the same salt.
-            request_id: Id by which `abort` finds the requests.
-            slo: Latencies that the client asks for, a hint for routers.
-            session: Name of the session whose requests a router sends to one engine if possible.
+        `request_id` is the id by which `abort` finds the requests. `slo` and `session` are hints
+        for routers: latencies that the client asks for, and a name whose requests go to one engine.
 
         Raises:
             FieldError: The engine cannot run such a request.
