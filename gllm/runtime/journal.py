@@ -8,11 +8,11 @@ is an argument.
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from gllm.config.sampling import MAX_N
+from gllm.config.slo import Slo
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 
@@ -36,7 +36,7 @@ class JournalEntry:
     """Time of the first submission, in seconds of the caller's clock."""
     session: str = ""
     """Requests of one session have prefixes in common; for the choice of an engine."""
-    slo: Any = None
+    slo: Slo | None = None
     """Service-level objective, for the choice of an engine."""
     engine: str = ""
     """Name of the engine that has the request, or had it last; empty if it is the only one."""

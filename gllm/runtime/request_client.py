@@ -8,8 +8,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
+from gllm.config.slo import Slo
 from gllm.messages.codec import encode
 from gllm.messages.requests import AbortSequences, ErrorKind, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
@@ -56,7 +56,7 @@ class RequestClient(ABC):
         cache_salt: str = "",
         request_id: str = "",
         session: str = "",
-        slo: Any = None,
+        slo: Slo | None = None,
     ) -> RequestStream:
         """Send a request to a scheduler, or park it.
 

@@ -300,7 +300,7 @@ class Hub:
 
 
 class Spoke:
-    """A spoke with the interface of gllm.runtime.bus.Spoke."""
+    """A spoke with the interface of gllm.runtime.spoke.Spoke."""
 
     def __init__(
         self,
