@@ -10,6 +10,7 @@ from typing import Any
 
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import input_file, output_file, output_folder, parse_bytes, parse_layers
+from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 
@@ -145,6 +146,18 @@ class EngineConfig:
         ge=0,
         le=MAX_TIMEOUT_SECONDS,
     )
+    kv_events_config: KvEventsConfig | None = option(  # noqa: RUF009
+        None,
+        "JSON object as in vLLM: changes of the prefix cache, with token ids, are published over "
+        'ZeroMQ for routers, such as {"enable_kv_cache_events": true, "endpoint": '
+        '"tcp://127.0.0.1:5557"}; default: none',
+        parse=parse_kv_events,
+    )
+    trusted_network: bool = option(
+        False,
+        "all hosts that reach this one may read prompts: permits KV cache events outside of "
+        "loopback addresses, which are not encrypted",
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
@@ -155,6 +168,12 @@ class EngineConfig:
             raise ValueError(
                 f"layers {self.layers} has to give at least one layer to each of the "
                 f"{stages} stages (pipeline_parallel_size)"
+            )
+        address = self.kv_events_config.exposed_address if self.kv_events_config else None
+        if address is not None and not self.trusted_network:
+            raise ValueError(
+                f"kv_events_config publishes token ids on {address}, where other hosts can read "
+                "them: use a loopback address, or set trusted_network if all of them may"
             )
 
     @classmethod

@@ -13,6 +13,7 @@ from gllm.engine.status import read_status
 from gllm.messages.control import StartProfile, StopProfile
 from gllm.observability.logs import LogConfig
 from gllm.runtime.client import EngineClient
+from gllm.runtime.kv_publisher import KvEventPublisher
 from gllm.runtime.local_node import LocalNode
 from gllm.runtime.node import Node
 from gllm.runtime.supervisor import Supervisor
@@ -49,6 +50,8 @@ class PipelineBackend:
         self._logs = logs
         self._node = node
         self._shows_progress = shows_progress
+        self._publisher: KvEventPublisher | None = None
+        """None if KV cache events are not published."""
         self._bar: tqdm | None = None
         """Progress bar of the weights; None until the first bytes are loaded."""
 
@@ -104,9 +107,13 @@ class PipelineBackend:
         if self._config.step_log is not None:
             # Drivers append: the log of a run has the events of all its drivers.
             open(self._config.step_log, "wb").close()
-        node = self._node or LocalNode(len(self.supervisor.layers))
         try:
+            self._start_publisher()
+            node = self._node or LocalNode(len(self.supervisor.layers))
             await self.supervisor.start(self._folder, node, self._logs)
+        except BaseException:
+            await self._stop_publisher()
+            raise
         finally:
             if self._bar is not None:
                 self._bar.close()
@@ -118,6 +125,7 @@ class PipelineBackend:
     async def stop(self) -> None:
         """See Backend."""
         await self.supervisor.stop()
+        await self._stop_publisher()
 
     def set_sleeping(self, is_on: bool) -> None:
         """See Backend."""
@@ -136,6 +144,20 @@ class PipelineBackend:
     async def stop_profile(self) -> str:
         """See Backend."""
         return await self.supervisor.run_command(StopProfile, len(self.supervisor.layers))
+
+    def _start_publisher(self) -> None:
+        """Publish KV cache events, if that is configured. Raises ValueError for a bad address."""
+        events = self._config.kv_events_config
+        if events is not None and events.is_enabled:
+            block_size = self._config.scheduler.block_size
+            publisher = KvEventPublisher(events, block_size, self.supervisor.kv_events)
+            publisher.start()
+            self._publisher = publisher
+
+    async def _stop_publisher(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.stop()
+            self._publisher = None
 
     def _show_progress(self, done: int, total: int) -> None:
         if self._bar is None:

@@ -22,6 +22,7 @@ from gllm.messages.fleet import (
     RouterHeartbeat,
 )
 from gllm.messages.forward import ForwardDecoder
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
@@ -34,7 +35,7 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
-from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization
+from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
@@ -51,6 +52,8 @@ ToHead = (
     | EngineOutputs
     | BubbleReport
     | StageUtilization
+    | StepCostReport
+    | KvCacheEvents
 )
 """Messages that a worker may send to the head process."""
 ToWorker = (
@@ -63,13 +66,22 @@ ToWorker = (
     | SubmitRequest
     | RejectedRequest
     | AbortSequences
+    | WatchKvCache
 )
 """Messages that the head process may send to a worker."""
 ToDriver = Hello | StepDone | GrammarReady | StageTimes
 """Messages that another stage may send to the driver's process."""
 ToStage = RegisterSequences | RunStep
 """Messages that the driver may send to another stage."""
-ToRouter = Hello | AnnounceEngine | EngineReport | EngineOutputs | CommandDone | RefuseRouter
+ToRouter = (
+    Hello
+    | AnnounceEngine
+    | EngineReport
+    | EngineOutputs
+    | KvCacheEvents
+    | CommandDone
+    | RefuseRouter
+)
 """Messages that an engine may send to a router."""
 ToEngine = (
     Hello
@@ -78,6 +90,7 @@ ToEngine = (
     | SubmitRequest
     | RejectedRequest
     | AbortSequences
+    | WatchKvCache
     | DrainEngine
     | ResetPrefixCache
     | NoticeToEngine

@@ -2,6 +2,7 @@
 
 from gllm.messages.base import WireMessage
 from gllm.scheduler.plan import StepTime
+from gllm.scheduler.step_cost import StepCostCoefficients
 
 
 class StageTimes(WireMessage, frozen=True):
@@ -34,3 +35,9 @@ class StageUtilization(WireMessage, frozen=True):
     """On a device: time in which the host built steps and queued their work."""
     num_compilations: int = 0
     """On a device: kernels compiled since the stage is ready."""
+
+
+class StepCostReport(WireMessage, frozen=True):
+    """Report of the driver on a new fit of the time of a step on the slowest stage."""
+
+    coefficients: StepCostCoefficients

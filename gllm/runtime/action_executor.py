@@ -40,6 +40,7 @@ from gllm.runtime.commands import CommandRunner
 from gllm.runtime.deaths import DeathLog
 from gllm.runtime.device import count_kv_blocks
 from gllm.runtime.head_socket import HeadSocket
+from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.node import Node
 from gllm.runtime.plan_record import read_uncommitted
 
@@ -97,6 +98,8 @@ class ActionExecutor:
         """
         self.head: Head | None = None
         self.commands = CommandRunner()
+        self.kv_events = KvEventSource()
+        """Changes of the prefix cache of the present driver."""
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present generation's workers, by sender."""
         self.num_blocks = 0
@@ -133,6 +136,12 @@ class ActionExecutor:
             os.close(self._plans)
             self._plans = None
 
+    def fail_all(self, cause: str) -> None:
+        """End all requests and commands with an error, because the engine has died."""
+        self._client.fail_all(cause)
+        self.kv_events.detach()
+        self.commands.fail_all(cause)
+
     def execute(self, actions: list[Action]) -> None:
         """Execute actions; those that follow from them are executed after them."""
         self._actions.extend(actions)
@@ -168,6 +177,7 @@ class ActionExecutor:
                 self._warm_up(generation)
             case DetachClient(cause):
                 self._client.detach(cause)
+                self.kv_events.detach()
                 self.commands.fail_all(cause)
             case AttachClient():
                 self._client.attach(self.send_to_driver)
@@ -192,6 +202,7 @@ class ActionExecutor:
         head = self.connections
         # A warm-up request of the generation before may not have ended.
         self._client.detach(self._deaths.cause)
+        self.kv_events.detach()
         self.loaded.clear()
         self._close_plan_record()
         try:
@@ -233,6 +244,8 @@ class ActionExecutor:
         """Generate one token."""
         self.connections.node.on_generation_ready()
         loop = asyncio.get_running_loop()
+        # Before the first request, so that token ids of all blocks are known.
+        self.kv_events.attach(self.send_to_driver)
         stream = self._client.submit_warm_up(self.send_to_driver)
 
         def read_end() -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 
-from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.delivery import SubmittedChoice, deliver
@@ -18,6 +18,7 @@ from gllm.runtime.request_client import RequestClient, SendFunction
 from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.suspects import SuspectTracker
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats
+from gllm.scheduler.step_cost import StepCostCoefficients
 
 _POISON_ERROR = (
     "a worker died each time that it computed this request, the last time while no other request "
@@ -32,6 +33,9 @@ class EngineClient(RequestClient):
         super().__init__()
         self.step_sizes: Counter[int] = Counter()
         """Number of micro-batches by their tokens, rounded up to a power of two."""
+        self.coefficients: StepCostCoefficients | None = None
+        """Latest fit of the time of a step on the slowest stage; None before the first. It stays
+        when a generation ends."""
         self._send: SendFunction | None = None
         """None while requests are parked."""
         self._choices: dict[int, SubmittedChoice] = {}
@@ -140,12 +144,16 @@ class EngineClient(RequestClient):
         self._submit_to_driver(stream, send)
         return stream
 
-    def on_report(self, message: EngineOutputs | StageUtilization | BubbleReport) -> None:
+    def on_report(
+        self, message: EngineOutputs | StageUtilization | BubbleReport | StepCostReport
+    ) -> None:
         """Handle a report of the pipeline; reports of a driver that was detached are ignored."""
         if not self._is_reporting:
             return
         if isinstance(message, EngineOutputs):
             self._on_outputs(message)
+        elif isinstance(message, StepCostReport):
+            self.coefficients = message.coefficients
         else:
             self._totals.on_report(message)
 

@@ -14,7 +14,8 @@ import msgspec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.control import CommandDone, ResetPrefixCache
-from gllm.messages.reports import BubbleReport, StageTimes
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
@@ -23,6 +24,7 @@ from gllm.runtime.plan_record import PlanRecord
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.step_times import StepCostMeter
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,9 @@ class Driver:
         self._has_new_stats = False
         """True if requests or plans changed since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
+        self._step_costs = StepCostMeter(scheduler.config.stages)
+        self._num_cache_events = 0
+        """Reports on the prefix cache since the frontend began to watch it."""
 
     def submit(self, message: SubmitRequest) -> None:
         """Add a request and register its sequences with the stages that need them.
@@ -189,6 +194,14 @@ class Driver:
         self.scheduler.reset_prefix_cache()
         self._frontend.send(CommandDone(message.command_id, stage=0))
 
+    def watch_kv_cache(self, message: WatchKvCache) -> None:
+        """Begin to report the changes of the prefix cache, with its state first, or end that."""
+        self._num_cache_events = 0
+        if message.is_on:
+            self.scheduler.kv_cache.watch(message.with_tokens)
+        else:
+            self.scheduler.kv_cache.unwatch()
+
     def commit(self, message: StepDone) -> None:
         """Commit a step's result.
 
@@ -206,11 +219,13 @@ class Driver:
         self._outputs.append((output, details))
 
     def on_stage_times(self, message: StageTimes) -> None:
-        """Report step times to the scheduler and idle time to the frontend."""
+        """Report step times to the scheduler, idle time and step costs to the frontend."""
         self.scheduler.record_step_times(message.stage, message.steps)
         meter = self._meter
         meter.record_steps(message.stage, message.steps, message.complete_until)
         self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
+        if (coefficients := self._step_costs.on_stage_times(message.steps)) is not None:
+            self._frontend.send(StepCostReport(coefficients))
 
     def run_turn(self) -> None:
         """Fill the pipeline, then report to the frontend; called after each batch of messages.
@@ -233,12 +248,23 @@ class Driver:
         self._has_new_stats = False
         for output, details in outputs:
             self._frontend.send(EngineOutputs(output, self._stats(), details))
+        self._report_cache_events()
+
+    def _report_cache_events(self) -> None:
+        """Report the changes of the prefix cache if the frontend watches it."""
+        events = self.scheduler.kv_cache.pop_events()
+        if events is not None:
+            self._frontend.send(KvCacheEvents(self._num_cache_events, *events))
+            self._num_cache_events += 1
 
     def _stats(self) -> SchedulerStats:
         """Return the scheduler's statistics; held requests count as waiting."""
         stats = self.scheduler.stats()
-        num_held = sum(held.request.n for held in self._held.values())
-        return stats._replace(waiting=stats.waiting + num_held)
+        requests = [held.request for held in self._held.values()]
+        return stats._replace(
+            waiting=stats.waiting + sum(request.n for request in requests),
+            waiting_tokens=stats.waiting_tokens + sum(map(_count_prefill_tokens, requests)),
+        )
 
     def _fail(self, seq: int, n: int, error: str) -> None:
         """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""
@@ -252,6 +278,8 @@ class Driver:
         now = time.monotonic()
         plan = self.scheduler.schedule(now)
         self._meter.record_parallelism(now, self.scheduler.available_parallelism())
+        if plan is not None:
+            self._step_costs.on_scheduled(plan)
         return plan
 
     def _register(self, message: SubmitRequest) -> None:
@@ -272,3 +300,8 @@ class Driver:
             stage.send(ids_only)
         if self._other_stages:
             self._other_stages[-1].send(last)
+
+
+def _count_prefill_tokens(request: SchedulerRequest) -> int:
+    """Return the tokens of a request to prefill; its choices share the prompt."""
+    return len(request.prompt_token_ids) + sum(map(len, request.outputs))

@@ -4,6 +4,7 @@ import time
 
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import ResetPrefixCache
+from gllm.messages.kv_cache import WatchKvCache
 from gllm.messages.reports import StageTimes
 from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
 from gllm.messages.steps import GrammarReady, StepDone
@@ -67,6 +68,8 @@ def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
             driver.abort(message)
         case ResetPrefixCache():
             driver.reset_prefix_cache(message)
+        case WatchKvCache():
+            driver.watch_kv_cache(message)
         case StepDone():
             driver.commit(message)
         case GrammarReady():

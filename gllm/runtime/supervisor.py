@@ -21,6 +21,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.lifecycle import (
     GenerationClosed,
     Heartbeat,
@@ -31,7 +32,7 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
-from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
 from gllm.messages.requests import EngineOutputs
 from gllm.observability.logs import LogConfig
 from gllm.runtime.action_executor import ActionExecutor, Head
@@ -89,6 +90,7 @@ class Supervisor:
         bounds = [(each.start, each.stop) for each in layers]
         self._recovery = Recovery(bounds, limits, Random())
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
+        self.kv_events = self._executor.kv_events
         self._death_handler = DeathHandler(
             self._recovery, self._executor, self.client, self.deaths, self._execute
         )
@@ -277,8 +279,7 @@ class Supervisor:
             self._timer.cancel()
         if self._liveness is not None:
             self._liveness.close()
-        self.client.fail_all(cause)
-        self._executor.commands.fail_all(cause)
+        self._executor.fail_all(cause)
         self._end_workers()
         self.died.set()
         self._notify_changed()
@@ -305,12 +306,12 @@ class Supervisor:
 
     def _on_message(self, sender: int, message: AnyMessage) -> None:
         match message:
-            case EngineOutputs():
+            case EngineOutputs() | StageUtilization() | BubbleReport() | StepCostReport():
                 self.client.on_report(message)
-                if message.outcome.num_step_tokens:
+                if isinstance(message, EngineOutputs) and message.outcome.num_step_tokens:
                     self._recovery.on_step_committed()
-            case StageUtilization() | BubbleReport():
-                self.client.on_report(message)
+            case KvCacheEvents():
+                self.kv_events.on_events(message)
             case Heartbeat():
                 self.deaths.heartbeats[sender] = message
                 if self._liveness is not None:

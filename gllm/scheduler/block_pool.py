@@ -6,8 +6,10 @@ reference are evicted least recently used first.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+
+from gllm.scheduler.cache_events import CacheEventLog
 
 HASH_BYTES = 16
 """Size of a block hash in bytes."""
@@ -38,6 +40,14 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self.event_log: CacheEventLog | None = None
+        """Records which hashes are removed; None if nobody watches. The owner of the hash chains
+        adds the stored ones."""
+
+    @property
+    def digests(self) -> Iterable[bytes]:
+        """Hashes in the prefix cache."""
+        return self._by_hash
 
     @property
     def num_free_blocks(self) -> int:
@@ -69,19 +79,25 @@ class BlockPool:
             else:
                 self._evictable[block] = None
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Add a computed, referenced block to the prefix cache unless its hash is there already."""
-        if self._hashes[block] is None and digest not in self._by_hash:
-            self._hashes[block] = digest
-            self._by_hash[digest] = block
+    def publish(self, block: int, digest: bytes) -> bool:
+        """Add a computed, referenced block to the prefix cache unless its hash is there already.
+
+        Returns:
+            True if the block was added.
+        """
+        if self._hashes[block] is not None or digest in self._by_hash:
+            return False
+        self._hashes[block] = digest
+        self._by_hash[digest] = block
+        return True
 
     def unpublish(self, blocks: Sequence[int]) -> None:
         """Remove referenced blocks from the prefix cache; they are free once released."""
         for block in blocks:
             digest = self._hashes[block]
             if digest is not None:
-                del self._by_hash[digest]
                 self._hashes[block] = None
+                self._remove_digest(digest)
 
     def reset_prefix_cache(self) -> None:
         """Remove all blocks from the prefix cache; referenced blocks keep their references."""
@@ -89,6 +105,8 @@ class BlockPool:
         self._evictable.clear()
         self._by_hash.clear()
         self._hashes = [None] * self.num_blocks
+        if self.event_log is not None:
+            self.event_log.on_cleared()
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
         """Return the cached blocks of the longest prefix of a hash chain, without references."""
@@ -115,7 +133,12 @@ class BlockPool:
             block, _ = self._evictable.popitem(last=False)
             digest = self._hashes[block]
             assert digest is not None
-            del self._by_hash[digest]
             self._hashes[block] = None
+            self._remove_digest(digest)
         self._references[block] = 1
         return block
+
+    def _remove_digest(self, digest: bytes) -> None:
+        del self._by_hash[digest]
+        if self.event_log is not None:
+            self.event_log.on_removed(digest)

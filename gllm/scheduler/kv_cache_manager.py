@@ -2,7 +2,8 @@
 
 from collections.abc import Container
 
-from gllm.scheduler.block_pool import BlockPool
+from gllm.scheduler.block_pool import BlockPool, root_hash
+from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import Sequence
 
@@ -73,8 +74,11 @@ class KVCacheManager:
         if num_full == sequence.num_published_blocks or not self._has_prefix_cache:
             return
         hashes = sequence.get_block_hashes(num_full, self._block_size)
+        pool = self.block_pool
         for index in range(sequence.num_published_blocks, num_full):
-            self.block_pool.publish(sequence.block_ids[index], hashes[index])
+            is_new = pool.publish(sequence.block_ids[index], hashes[index])
+            if is_new and pool.event_log is not None:
+                self._record_stored(pool.event_log, sequence, index)
         sequence.num_published_blocks = num_full
 
     def unpublish(self, sequence: Sequence) -> None:
@@ -82,6 +86,33 @@ class KVCacheManager:
         self.block_pool.unpublish(sequence.block_ids)
         # Its rows that are still in flight start behind position 0, so they publish nothing.
         sequence.num_computed_tokens = 0
+
+    def watch(self, with_token_ids: bool) -> None:
+        """Record the changes of the prefix cache from now on; its present state comes first.
+
+        Args:
+            with_token_ids: True to record the tokens of the blocks that are added from now on.
+        """
+        self.block_pool.event_log = CacheEventLog(with_token_ids, self.block_pool.digests)
+
+    def unwatch(self) -> None:
+        """Record no changes any more."""
+        self.block_pool.event_log = None
+
+    def pop_events(self) -> CacheEvents | None:
+        """Return the changes since the last call; None if there are none or nobody watches."""
+        log = self.block_pool.event_log
+        return None if log is None else log.pop_events()
+
+    def _record_stored(self, log: CacheEventLog, sequence: Sequence, index: int) -> None:
+        """Record that the block at an index of a sequence's table was added to the prefix cache."""
+        hashes, salt = sequence.block_hashes, sequence.request.cache_salt
+        token_ids: tuple[int, ...] = ()
+        if log.with_token_ids:
+            begin = index * self._block_size
+            token_ids = tuple(sequence.token_ids[begin : begin + self._block_size])
+        parent = hashes[index - 1] if index else root_hash(salt)
+        log.on_stored(hashes[index], parent, token_ids, salt)
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence without rows in flight."""

@@ -30,7 +30,7 @@ class QueueTally:
         self.num_decode_plans = 0
         self.num_waiting_tokens = 0
         self._num_waiting_pairs = 0.0
-        self._num_decode_context_tokens = 0
+        self.num_decode_context_tokens = 0
 
     def add_waiting(self, sequence: Sequence) -> None:
         """Add the unscheduled prefill tokens of a sequence."""
@@ -50,18 +50,18 @@ class QueueTally:
         """Add a sequence to the decodes unless it is there."""
         if sequence.seq not in self.decoding_seqs:
             self.decoding_seqs.add(sequence.seq)
-            self._num_decode_context_tokens += sequence.num_scheduled_tokens
+            self.num_decode_context_tokens += sequence.num_scheduled_tokens
 
     def on_decode_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
         """Add the scheduled tokens of a decode to the sum of contexts."""
         if sequence.seq in self.decoding_seqs:
-            self._num_decode_context_tokens += num_tokens
+            self.num_decode_context_tokens += num_tokens
 
     def remove_decode(self, sequence: Sequence) -> None:
         """Remove a sequence from the decodes if it is there."""
         if sequence.seq in self.decoding_seqs:
             self.decoding_seqs.remove(sequence.seq)
-            self._num_decode_context_tokens -= sequence.num_scheduled_tokens
+            self.num_decode_context_tokens -= sequence.num_scheduled_tokens
 
     def load(
         self,
@@ -90,7 +90,7 @@ class QueueTally:
             num_started_tokens=num_started,
             num_started_pairs=count_query_key_pairs(num_reused, num_started),
             num_decoding=len(self.decoding_seqs),
-            num_decode_context_tokens=self._num_decode_context_tokens,
+            num_decode_context_tokens=self.num_decode_context_tokens,
             num_ready_decodes=num_ready,
             num_scheduled_decodes=num_scheduled_decodes,
             scheduled_decode_cost=decode_cost,

@@ -55,7 +55,8 @@ class Scheduler:
         self._table = SequenceTable()
         self._sequences = self._table.sequences
         self._in_flight: dict[int, StepPlan] = {}
-        self._step_times = StepTimeCollector(self._policy, config.stages)
+        observe = self._policy.observe_step if self._policy.learns_step_times else None
+        self._step_times = StepTimeCollector(observe, config.stages)
         self._last_plan_had_decodes = False
         self._is_decode_stalled = False
         """True if a decode of the last plan did not get a block."""
@@ -159,6 +160,8 @@ class Scheduler:
             waiting=len(self._sequences) - running + len(self._table.pending_forks),
             kv_usage=1 - self.kv_cache.free_share,
             in_flight=len(self._in_flight),
+            waiting_tokens=self._queues.tally.num_waiting_tokens,
+            decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             **vars(self._counters),
         )
 

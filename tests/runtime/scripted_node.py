@@ -1,7 +1,7 @@
 """Workers without a model on the test's event loop: real sessions with the head, scripted faults.
 
 The driver's token is a function of the prompt and the position, so that a request's output shows
-whether it was resumed where it ended.
+whether it was resumed where it ended. Its prefix cache has one block, named after the process.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from gllm.cluster.liveness import ProcessSample
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_worker
 from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
@@ -32,6 +33,7 @@ from gllm.runtime.assignment import StageAssignment, WorkerIdentity
 from gllm.runtime.node import Node, OnExit
 from gllm.runtime.plan_record import PlanRecord
 from gllm.runtime.spoke import Spoke
+from gllm.scheduler.cache_events import StoredBlocks
 from gllm.scheduler.plan import (
     FinishedSequence,
     FirstToken,
@@ -153,6 +155,9 @@ class ScriptedWorker:
             case ResetPrefixCache(number) | StartProfile(number) | StopProfile(number):
                 if self.node.answers_commands:
                     self.send(CommandDone(number, self.stage or 0))
+            case WatchKvCache(True):
+                stored = [StoredBlocks(b"", [b"block %d" % self.identity.sender])]
+                self.send(KvCacheEvents(0, stored, [], True))
             case Shutdown():
                 self.node.exit(self.identity.sender, "exited with 0")
 

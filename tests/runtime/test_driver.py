@@ -5,7 +5,7 @@ import time
 import pytest
 
 from gllm.messages.base import WireMessage
-from gllm.messages.reports import BubbleReport, StageTimes
+from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
@@ -13,6 +13,9 @@ from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.stage_work import StageWork
+from gllm.scheduler.step_cost import REFIT_INTERVAL_STEPS
+from gllm.scheduler.step_times import REPORTED_STEP_INTERVAL
 
 
 class Heard:
@@ -116,3 +119,28 @@ def test_what_rows_tell_beyond_the_end_of_their_sequence_is_dropped() -> None:
     driver.run_turn()
     logprobs = [one.details for one in heard.messages if isinstance(one, EngineOutputs)]
     assert [row.seq for rows in logprobs for row in rows] == [0]
+
+
+def test_requests_whose_grammars_compile_have_tokens_that_wait() -> None:
+    heard, stage = Heard(), Heard()
+    driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
+    sampling = SequenceSamplingParams(grammar="a grammar that is still being compiled")
+    driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, [], n=2, outputs=[[4], []]))
+    driver.run_turn()
+    (outputs,) = (message for message in heard.messages if isinstance(message, EngineOutputs))
+    assert (outputs.stats.waiting, outputs.stats.waiting_tokens) == (2, 4)
+
+
+def test_the_frontend_gets_the_fitted_cost_of_steps() -> None:
+    heard, stage = Heard(), Heard()
+    driver = Driver(Scheduler(SchedulerConfig().resolve(1, 64, 128)), stage.send, [], heard)
+    for step in range(REFIT_INTERVAL_STEPS * REPORTED_STEP_INTERVAL):
+        driver.submit(SubmitRequest(step, [1, 2, 3], SequenceSamplingParams(), 1, []))
+        driver.run_turn()
+        driver.on_stage_times(StageTimes(0, [StepTime(step, 1.0, 1.25)], 2.0))
+        driver.commit(StepDone(StepResult(step, [SampledToken(step, 0, 9)]), []))
+    reports = [message for message in heard.messages if isinstance(message, StepCostReport)]
+    work = StageWork(0, 3, ((0, 3),), 0, 0, 1)
+    assert [report.coefficients.predict_seconds(work) for report in reports] == [
+        pytest.approx(0.25, rel=0.1)
+    ]

@@ -7,7 +7,14 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.runtime.report_totals import ReportTotals
 from gllm.scheduler.plan import SchedulerStats
 
-GAUGES = ("running", "waiting", "kv_usage", "in_flight")
+GAUGES = (
+    "running",
+    "waiting",
+    "kv_usage",
+    "in_flight",
+    "waiting_tokens",
+    "decode_context_tokens",
+)
 COUNTERS = [name for name in SchedulerStats._fields if name not in GAUGES]
 
 increments = st.lists(st.integers(0, 5), min_size=len(COUNTERS), max_size=len(COUNTERS))
@@ -30,7 +37,7 @@ def test_counters_are_sums_over_all_generations(
             totals.next_generation()
             stats, steps, seconds = SchedulerStats(), {}, []
             past_work, work_seconds = past_work + work_seconds, 0.0
-            assert [getattr(totals.stats, name) for name in GAUGES] == [0, 0, 0.0, 0]
+            assert [getattr(totals.stats, name) for name in GAUGES] == [0] * len(GAUGES)
             continue
         numbers, stage = turn
         counters = {name: getattr(stats, name) for name in COUNTERS}

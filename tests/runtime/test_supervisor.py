@@ -21,6 +21,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.runtime import death_handler, liveness_watch
 from gllm.runtime.supervisor import EngineError, Supervisor
+from tests.runtime.kv_driver import KvFollower
 from tests.runtime.scripted_node import ScriptedNode, token_of
 
 SEED = 11
@@ -124,6 +125,22 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
     assert "requests: 5" in death
     (ready,) = [each.message for each in caplog.records if "ready again" in each.message]
     assert "requests resumed: 5" in ready
+
+
+async def test_the_prefix_cache_is_watched_again_after_a_recovery() -> None:
+    follower = KvFollower()
+    async with running() as (supervisor, node):
+        assert not supervisor.kv_events.num_cached_blocks
+        supervisor.kv_events.subscribe(follower)
+        first = node.worker_of(0).identity.sender
+        await until(lambda: follower.digests == {b"block %d" % first})
+        node.crash(0)
+        await until(lambda: supervisor.state == "recovering")
+        assert not follower.digests
+        await until(lambda: follower.digests)
+        second = node.worker_of(0).identity.sender
+        assert follower.digests == {b"block %d" % second} != {b"block %d" % first}
+    assert not follower.digests
 
 
 async def test_many_deaths_at_random_moments() -> None:

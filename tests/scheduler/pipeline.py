@@ -299,7 +299,7 @@ class Pipeline:
         )
         assert tally._num_waiting_pairs == expected
         decoding = [self.scheduler._sequences[seq] for seq in tally.decoding_seqs]
-        assert tally._num_decode_context_tokens == sum(
+        assert tally.num_decode_context_tokens == sum(
             sequence.num_scheduled_tokens for sequence in decoding
         )
 
