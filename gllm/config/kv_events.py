@@ -105,4 +105,3 @@ def _host(address: str) -> str:
     """Return the host of an address, without brackets; empty for ipc."""
     match = _TCP_ADDRESS.fullmatch(address)
     return "" if match is None else match["host"].strip("[]")
-
