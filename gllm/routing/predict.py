@@ -170,14 +170,21 @@ def _predict_tpot(
     """Return the predicted time per output token once the request decodes.
 
     A sequence gets a token each time that its micro-batch has passed all stages. Prefill takes
-    part in these micro-batches as often as it has so far.
+    part in these micro-batches as often as it has so far, in relation to all tokens that the
+    prompts so far lead to.
     """
     stats = engine.stats
+    length = request.num_prompt_tokens + request.num_output_tokens
+    capacity = engine.num_blocks * engine.block_size
     num_sequences = min(engine.num_requests + 1, engine.max_num_seqs)
+    if capacity:
+        # Those that do not fit wait for their KV blocks.
+        num_sequences = min(num_sequences, max(stats.running, capacity // length) + 1)
     num_decodes = max(1.0, num_sequences / engine.num_stages)
-    context = stats.decode_context_tokens + request.num_prompt_tokens
-    prefill = stats.prefill_tokens / stats.decode_tokens if stats.decode_tokens else 0.0
+    num_expected = stats.decode_tokens + stats.running * request.num_output_tokens / 2
+    prefill = stats.prefill_tokens / num_expected if num_expected else 0.0
     seconds = costs.step + (costs.token * (1 + prefill) + costs.decode) * num_decodes
+    context = stats.decode_context_tokens + request.num_prompt_tokens
     seconds += costs.context_token * context / engine.num_stages
     return engine.num_stages * seconds
 

@@ -17,6 +17,8 @@ class PrefixIndex:
         """Engines that have a block, as a mask of their bits."""
         self._bits: dict[str, int] = {}
         """Bit of each known engine."""
+        self._engines: dict[int, str] = {}
+        """Engine of each bit in use."""
         self._blocks: dict[str, set[bytes]] = {}
         """Blocks of each engine."""
         self._next_numbers: dict[str, int] = {}
@@ -51,7 +53,8 @@ class PrefixIndex:
         if is_cleared:
             self.forget(engine)
             self._blocks[engine] = set()
-            self._bits[engine] = self._find_free_bit()
+            self._bits[engine] = bit = self._find_free_bit()
+            self._engines[bit] = engine
         elif self._next_numbers.get(engine) != number:
             self.forget(engine)
             return False
@@ -65,7 +68,7 @@ class PrefixIndex:
         self._next_numbers.pop(engine, None)
         self._remove(engine, self._blocks.get(engine, set()).copy())
         self._blocks.pop(engine, None)
-        self._bits.pop(engine, None)
+        self._engines.pop(self._bits.pop(engine, 0), None)
 
     def cached_blocks(self, hashes: Iterable[bytes]) -> dict[str, int]:
         """Return the length of the longest cached prefix by engine; engines without one are absent.
@@ -74,7 +77,7 @@ class PrefixIndex:
             hashes: hash chain of a prompt; only the part that some engine has cached is read.
         """
         lengths: dict[str, int] = {}
-        mask, length = -1, 0
+        mask, length = sum(self._engines), 0
         for digest in hashes:
             remaining = mask & self._owners.get(digest, 0)
             if remaining != mask:
@@ -90,9 +93,10 @@ class PrefixIndex:
 
     def _end_prefixes(self, mask: int, length: int, lengths: dict[str, int]) -> None:
         """Set the length of the prefix of all engines in a mask."""
-        for engine, bit in self._bits.items():
-            if mask & bit:
-                lengths[engine] = length
+        while mask:
+            bit = mask & -mask
+            lengths[self._engines[bit]] = length
+            mask ^= bit
 
     def _store(self, engine: str, digests: Iterable[bytes]) -> None:
         owners, blocks, bit = self._owners, self._blocks[engine], self._bits[engine]
@@ -114,8 +118,8 @@ class PrefixIndex:
 
     def _find_free_bit(self) -> int:
         """Return the lowest bit that no engine has."""
-        bit, used = 1, set(self._bits.values())
-        while bit in used:
+        bit = 1
+        while bit in self._engines:
             bit <<= 1
         return bit
 
