@@ -83,7 +83,11 @@ class SchedulerConfig:
         flags=("--async-scheduling", "--lookahead"),
     )
     block_size: int = option(16, "tokens per KV block", ge=1, le=65536)
-    prefix_cache: bool = option(True, "reuse the KV blocks of common prompt prefixes")
+    prefix_cache: bool = option(
+        True,
+        "reuse the KV blocks of common prompt prefixes",
+        flags=("--prefix-cache", "--enable-prefix-caching"),
+    )
     stages: int = field(default=1, metadata={"derived": True})
     """Number of pipeline stages: #PP_depth."""
     num_blocks: int = field(default=0, metadata={"derived": True})

@@ -110,15 +110,17 @@ async def seeds(monkeypatch: pytest.MonkeyPatch, *own: int | None, seed: int | N
     engine, sent = Engine(EngineConfig(seed=seed)), []
 
     class Client:
-        def submit(self, prompt: list[int], sampling: SequenceSamplingParams, *_: Any) -> None:
+        def submit(
+            self, prompt: list[int], sampling: SequenceSamplingParams, *_: Any, **__: Any
+        ) -> None:
             sent.append(sampling.seed)
 
         def cut(self, streams: list[Any]) -> None:
             raise AssertionError("no request has a grammar")
 
-    monkeypatch.setattr(engine, "_check_ready", lambda: None)
+    monkeypatch.setattr(engine._backend, "check_accepting", lambda: None)
     monkeypatch.setattr(engine, "_client", Client())
-    monkeypatch.setattr("gllm.engine.engine.RequestState", lambda *_: None)
+    monkeypatch.setattr("gllm.engine.text_engine.RequestState", lambda *_: None)
     for each in own:
         await engine.submit([[1, 2], [3]], SamplingParams(seed=each))
     return sent
