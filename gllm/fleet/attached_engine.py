@@ -1,0 +1,37 @@
+"""Interface of the engine that serves the requests of routers."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gllm.runtime.client import EngineClient
+from gllm.runtime.kv_events import KvEventSource
+
+
+class AttachedEngine(Protocol):
+    """An engine as the sessions with routers see it; `gllm.runtime.supervisor` implements it."""
+
+    @property
+    def client(self) -> EngineClient:
+        """Running requests and the latest figures."""
+
+    @property
+    def kv_events(self) -> KvEventSource:
+        """Changes of the prefix cache."""
+
+    @property
+    def state(self) -> str:
+        """loading, ready, recovering, draining or dead."""
+
+    @property
+    def state_cause(self) -> str:
+        """Reason of the death or of the running recovery; otherwise empty."""
+
+    @property
+    def is_recovery_overdue(self) -> bool:
+        """True if requests no longer wait for the end of the running recovery."""
+
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix cache; return the error, empty on success."""
+
+    def add_change_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each event that may change the state."""

@@ -1,0 +1,1 @@
+"""Discovery of the peers to dial, one file per kind; registry.py has their table."""

@@ -1,0 +1,47 @@
+"""Peers behind a DNS name with one record per peer, such as a headless service of Kubernetes."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from gllm.fleet.discovery.base import Resolve
+from gllm.fleet.link_config import parse_host_port
+
+log = logging.getLogger(__name__)
+
+RESOLVE_SECONDS = 5.0
+"""Time between two resolutions of a name."""
+
+
+class DnsDiscovery:
+    """All addresses of a name, resolved again every few seconds."""
+
+    def __init__(self, entry: str, resolve: Resolve, interval: float | None = None) -> None:
+        """Create the discovery of NAME:PORT. Raises ValueError.
+
+        Args:
+            entry: name and port.
+            resolve: resolution of names.
+            interval: seconds between two resolutions; None for RESOLVE_SECONDS.
+        """
+        self._host, self._port = parse_host_port(entry)
+        self._resolve = resolve
+        self._interval = RESOLVE_SECONDS if interval is None else interval
+
+    async def watch(self, on_change: Callable[[frozenset[str]], None]) -> None:
+        """See Discovery. While the name cannot be resolved, its last addresses stay."""
+        known: frozenset[str] | None = None
+        has_failed = False
+        while True:
+            try:
+                addresses = frozenset(await self._resolve(self._host, self._port))
+            except OSError as error:
+                if not has_failed:
+                    log.warning("%s cannot be resolved: %s; trying again", self._host, error)
+                has_failed = True
+            else:
+                has_failed = False
+                if addresses != known:
+                    known = addresses
+                    on_change(addresses)
+            await asyncio.sleep(self._interval)

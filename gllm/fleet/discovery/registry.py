@@ -1,0 +1,24 @@
+"""Kinds of discovery by the scheme of an entry of --router or --engines."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from gllm.fleet.discovery.base import Discovery, Resolve, resolve_host
+from gllm.fleet.discovery.dns import DnsDiscovery
+from gllm.fleet.discovery.static import StaticDiscovery
+
+SCHEMES: Mapping[str, Callable[[str, Resolve], Discovery]] = MappingProxyType({"dns": DnsDiscovery})
+"""Kinds by the word before the first colon; entries without one are HOST:PORT."""
+
+
+def make_discovery(entry: str, resolve: Resolve = resolve_host) -> Discovery:
+    """Return the discovery of an entry: HOST:PORT, or dns:NAME:PORT for all addresses of a name.
+
+    Raises:
+        ValueError: the entry is neither.
+    """
+    scheme, _, rest = entry.partition(":")
+    # A host may have the name of a scheme.
+    if scheme in SCHEMES and ":" in rest:
+        return SCHEMES[scheme](rest, resolve)
+    return StaticDiscovery(entry, resolve)

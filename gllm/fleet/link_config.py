@@ -1,0 +1,63 @@
+"""Configuration of one end of the links between routers and engines."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FleetLinkConfig:
+    """The hub that peers dial, the peers that are dialled, and the limits of both."""
+
+    hub: str | None = None
+    """Address of the hub, PORT or HOST:PORT; None for no hub."""
+    dial: tuple[str, ...] = ()
+    """Peers to dial, as `gllm.fleet.discovery.registry` reads them."""
+    node_secret_file: str | None = None
+    """File of the secret that all members share; None without encryption, on loopback only."""
+    peer_timeout: float = 5.0
+    """Seconds of silence after which a peer is lost."""
+    max_guests: int = 256
+    """Most peers that the hub accepts at a time."""
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: it is no such address.
+    """
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if is_bracketed:
+        host = host[1:-1]
+    is_host = bool(host) and not set(host) & set("[]/ ") and (is_bracketed or ":" not in host)
+    if not (colon and is_host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{text!r} is no address of the form HOST:PORT")
+    return host, int(port)
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_hub_address(text: str, has_secret: bool) -> str:
+    """Return the address that a hub binds, for ZeroMQ.
+
+    Args:
+        text: PORT or HOST:PORT. A port alone is bound on all interfaces if there is a secret, else
+            on loopback. Port 0 picks a free one.
+        has_secret: True if sessions are encrypted.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.isascii() and text.isdigit() and int(text) < 2**16:
+        return f"tcp://{'*' if has_secret else '127.0.0.1'}:{int(text)}"
+    if text.endswith(":0"):
+        host, _ = parse_host_port(text[:-1] + "1")
+        return f"tcp://{format_host_port(host, 0)}"
+    try:
+        host, port = parse_host_port(text)
+    except ValueError:
+        raise ValueError(f"the hub {text!r} is neither a PORT nor HOST:PORT") from None
+    return f"tcp://{format_host_port(host, port)}"
