@@ -34,7 +34,10 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
                 "zmq"
             ),
-            "gllm.fleet": "gllm.messages gllm.runtime msgspec",
+            "gllm.fleet": (
+                "gllm gllm.config gllm.engine.interface gllm.messages gllm.models gllm.runtime "
+                "gllm.scheduler msgspec zmq"
+            ),
             "gllm.runtime.security": "gllm.config zmq",
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.fleet_control": "gllm.scheduler msgspec",

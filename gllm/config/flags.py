@@ -206,6 +206,11 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def parse_list(text: str) -> tuple[str, ...]:
+    """Return the parts of a list such as a:1,b:2, without empty ones."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def parse_url(text: str) -> str:
     """Return the URL of a server. Raises ValueError unless it has http or https and a host."""
     try:

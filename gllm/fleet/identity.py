@@ -4,7 +4,6 @@ import os
 import secrets
 import socket
 
-
 MAX_NAME_LENGTH = 200
 """Most characters of the name of an engine or router."""
 
