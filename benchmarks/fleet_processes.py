@@ -1,0 +1,96 @@
+"""Router and engine processes on this machine, for benchmarks."""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.cpu.watch import cpu_seconds, tree
+
+START_SECONDS = 120.0
+"""Maximum time until a process is ready."""
+
+
+class FleetProcess:
+    """A process with an HTTP port."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, log: Path) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = process
+        self._log = log
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds of the process and its descendants."""
+        return cpu_seconds(tree(self._process.pid))
+
+    @property
+    def own_cpu_seconds(self) -> float:
+        """CPU seconds of the process alone."""
+        return cpu_seconds([self._process.pid])
+
+    async def wait_until(
+        self, session: aiohttp.ClientSession, path: str, num_rows: int = 0
+    ) -> None:
+        """Poll a path until it answers 200, and has so many engines.
+
+        Raises:
+            RuntimeError: the process has exited; the message is the end of its log.
+            TimeoutError: START_SECONDS are over.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.returncode is not None:
+                raise RuntimeError(self._log.read_text()[-2000:])
+            try:
+                async with session.get(self.url + path) as response:
+                    if response.status == 200 and (
+                        not num_rows or len((await response.json())["engines"]) >= num_rows
+                    ):
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
+        raise TimeoutError(f"{self.url}{path}: {self._log.read_text()[-2000:]}")
+
+    async def stop(self) -> None:
+        """End the process and its descendants."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), 20)
+            except TimeoutError:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                await self._process.wait()
+
+
+@asynccontextmanager
+async def started(module: str, port: int, arguments: Sequence[str]) -> AsyncIterator[FleetProcess]:
+    """Start `python -m MODULE demo --port PORT ...`; stop it at the end."""
+    command = [sys.executable, "-m", module, "demo", "--port", str(port), "--log-level", "warning"]
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, *arguments, stdout=log, stderr=log, start_new_session=True
+        )
+        running = FleetProcess(process, port, Path(log.name))
+        try:
+            yield running
+        finally:
+            await running.stop()
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Return a session for any number of requests at once."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        headers={"Content-Type": "application/json"},
+    )
