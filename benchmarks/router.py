@@ -3,7 +3,7 @@
 Four parts: one engine asked by its own frontend and through a router, in turns; a router with 100
 idle engines; the same with 100 busy ones; one decision of each policy. The 100 engines are fake:
 they speak the fleet's messages and compute nothing. Run as `python -m benchmarks.router`; it prints
-the figures and writes them to docs/benchmarks/router.md.
+the figures and writes them to a page of docs/benchmarks.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from gllm.sim.workload import WorkloadRequest, to_scheduler_requests
 
 
 class EngineRun(NamedTuple):
-    """What one engine of a fleet has done."""
+    """Requests and steps of one engine of a fleet, and its statistics at the end."""
 
     record: RunRecord
     stats: SchedulerStats
