@@ -11,6 +11,9 @@ import secrets
 
 import uvloop
 import zmq
+
+from gllm import __version__
+from gllm.messages.codec import AnyMessage, decode_for_engine
 from gllm.messages.fleet import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -19,14 +22,11 @@ from gllm.messages.fleet import (
     GreetEngine,
     RefuseEngine,
 )
-from gllm.models.identity import hash_model, hash_numerics
-from gllm.runtime.spoke import Spoke
-
-from gllm import __version__
-from gllm.messages.codec import AnyMessage, decode_for_engine
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
+from gllm.models.identity import hash_model, hash_numerics
+from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from gllm.scheduler.step_cost import StepCostCoefficients
 
