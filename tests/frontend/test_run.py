@@ -46,7 +46,7 @@ class Engine:
         self.requests = []
         self.metrics = Metrics(fake)
 
-    async def submit(self, prompts, params, *, priority, cache_salt, request_id):
+    async def submit(self, prompts, params, **_):
         self.requests = [ByHand(prompt) for prompt in prompts]
         return self.requests
 
