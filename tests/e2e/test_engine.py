@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq.asyncio
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
+from gllm.config.kv_events import KvEventsConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine, EngineError
 from gllm.engine.interface import EmbeddingError, EngineUnavailableError, OutputDelta
 from gllm.engine.llm import LLM
+from gllm.runtime.kv_publisher import short_hash
 from gllm.runtime.local_node import LocalNode
+from tests.runtime.kv_driver import KvFollower
+from tests.runtime.kv_subscriber import Subscriber, request_replay
 
 POISON = 300
 """A token whose embedding is not a number."""
@@ -180,7 +185,23 @@ def kill_worker(engine: Engine, stage: int, how: int = signal.SIGKILL) -> None:
     os.kill(worker.process.pid, how)
 
 
-async def test_requests_survive_deaths_and_a_worker_that_freezes(tiny_model: Path) -> None:
+async def check_kv_events(engine: Engine, replays: str) -> None:
+    """A subscriber that reads all published events knows what the engine has cached now."""
+    follower, context = KvFollower(), zmq.asyncio.Context()
+    engine._supervisor.kv_events.subscribe(follower)
+    subscriber = Subscriber(context, "", 16)
+    for number, payload in await request_replay(replays, bytes(8)):
+        subscriber.apply(number, payload)
+    context.destroy(linger=0)
+    assert subscriber.numbers == list(range(len(subscriber.numbers)))
+    assert subscriber.num_cleared >= engine.status().generation
+    assert subscriber.blocks.keys() == {short_hash(digest) for digest in follower.digests} != set()
+    assert {tokens[0] for _, tokens in subscriber.prefixes()} == {5}
+
+
+async def test_requests_survive_deaths_and_a_worker_that_freezes(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """A standby worker takes the first place; the next one may still import its modules."""
     long = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=300, ignore_eos=True)
 
@@ -197,6 +218,9 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(tiny_model: Pat
         kv_cache_memory=2**24,
         standby_workers=1,
         freeze_timeout=1.0,
+        kv_events_config=KvEventsConfig(
+            True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replays"
+        ),
     )
     faults = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
     async with Engine(config) as engine:
@@ -218,6 +242,7 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(tiny_model: Pat
         assert status.recoveries == {"killed": 2, "frozen": 1}
         assert status.num_resumed_requests == 12
         assert len(status.recovery_seconds) == 3
+        await check_kv_events(engine, f"ipc://{tmp_path}/replays")
 
 
 async def abandon(engine: Engine) -> None:

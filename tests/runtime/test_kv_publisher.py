@@ -1,13 +1,11 @@
-"""Published KV cache events, read by a subscriber that was written from the format alone."""
+"""Published KV cache events: a subscriber rebuilds the cache, lost batches are replayed."""
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -17,86 +15,9 @@ from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.kv_publisher import KvEventPublisher
 from gllm.scheduler.block_pool import chain_hash, root_hash
 from tests.runtime.kv_driver import BLOCK_SIZE, TOKEN, KvDriver
+from tests.runtime.kv_subscriber import Subscriber, request_replay
 
 TOPIC = "kv@127.0.0.1:8000@demo"
-
-
-class Subscriber:
-    """The blocks of an engine by its events: parent, tokens and salt of each hash."""
-
-    def __init__(self, context: zmq.asyncio.Context) -> None:
-        self.blocks: dict[int, tuple[int | None, list[int], str]] = {}
-        self.numbers: list[int] = []
-        self._socket = context.socket(zmq.SUB)
-        self._socket.subscribe(b"kv@")
-
-    def connect(self, address: str) -> None:
-        """Subscribe at an engine."""
-        self._socket.connect(address)
-
-    def bind(self) -> str:
-        """Wait for engines that connect; return the address."""
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        return f"tcp://127.0.0.1:{port}"
-
-    async def read(self) -> None:
-        """Read one batch."""
-        topic, number, payload = await self._socket.recv_multipart()
-        assert topic.decode() == TOPIC
-        assert len(number) == 8
-        self.apply(int.from_bytes(number, "big"), payload)
-
-    def apply(self, number: int, payload: bytes) -> None:
-        """Apply a batch."""
-        self.numbers.append(number)
-        timestamp, events, rank = msgspec.msgpack.decode(payload)
-        assert abs(timestamp - time.time()) < 60
-        assert rank == 0
-        handlers: dict[str, Callable[..., None]] = {
-            "BlockStored": self._store,
-            "BlockRemoved": self._remove,
-            "AllBlocksCleared": self.blocks.clear,
-        }
-        for name, *fields in events:
-            handlers[name](*fields)
-
-    def _store(
-        self,
-        hashes: list[int],
-        parent: int | None,
-        token_ids: list[int],
-        block_size: int,
-        lora_id: object,
-        medium: str,
-        lora_name: object,
-        extra_keys: list[list[str] | None],
-    ) -> None:
-        assert (block_size, lora_id, medium, lora_name) == (BLOCK_SIZE, None, "GPU", None)
-        assert len(token_ids) == block_size * len(hashes)
-        assert len(extra_keys) == len(hashes)
-        for index, digest in enumerate(hashes):
-            assert 0 <= digest < 2**64
-            tokens = token_ids[index * block_size : (index + 1) * block_size]
-            keys = extra_keys[index]
-            assert keys is None or parent is None
-            self.blocks[digest] = parent, tokens, keys[0] if keys else ""
-            parent = digest
-
-    def _remove(self, hashes: list[int], medium: str) -> None:
-        assert medium == "GPU"
-        for digest in hashes:
-            del self.blocks[digest]
-
-    def prefixes(self) -> set[tuple[str, tuple[int, ...]]]:
-        """Salt and tokens of each chain, from the beginning of a prompt to each block."""
-        return {self._prefix(digest) for digest in self.blocks}
-
-    def _prefix(self, digest: int) -> tuple[str, tuple[int, ...]]:
-        parent, tokens, salt = self.blocks[digest]
-        if parent is None:
-            return salt, tuple(tokens)
-        salt, before = self._prefix(parent)
-        return salt, (*before, *tokens)
 
 
 class Engine:
@@ -149,7 +70,7 @@ async def engines() -> AsyncIterator[list[Engine]]:
 @pytest.fixture
 async def subscriber() -> AsyncIterator[Subscriber]:
     context = zmq.asyncio.Context()
-    yield Subscriber(context)
+    yield Subscriber(context, TOPIC, BLOCK_SIZE)
     context.destroy(linger=0)
 
 
@@ -167,26 +88,6 @@ async def catch_up(subscriber: Subscriber, engine: Engine) -> None:
     async with asyncio.timeout(20):
         while subscriber.numbers[-1] != engine.publisher.num_batches - 1:
             await subscriber.read()
-
-
-async def request_replay(address: str, *frames: bytes) -> list[tuple[int, bytes]]:
-    """Return numbers and payloads of a replay, without its end."""
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.connect(address)
-    batches: list[tuple[int, bytes]] = []
-    try:
-        await socket.send_multipart([b"", *frames])
-        async with asyncio.timeout(20):
-            while True:
-                empty, number, payload = await socket.recv_multipart()
-                assert not empty
-                if int.from_bytes(number, "big", signed=True) == -1:
-                    assert not payload
-                    return batches
-                batches.append((int.from_bytes(number, "big"), payload))
-    finally:
-        context.destroy(linger=0)
 
 
 async def test_a_subscriber_rebuilds_the_cache(
