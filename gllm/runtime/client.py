@@ -67,8 +67,11 @@ class EngineClient(RequestClient):
         stats = self._totals.stats
         if self._send is not None and not self._is_isolating:
             return stats
-        num_parked = sum(len(each.alive) for each in self._streams if each.entry.is_parked)
-        return stats._replace(waiting=stats.waiting + num_parked)
+        parked = [each.entry for each in self._streams if each.entry.is_parked]
+        return stats._replace(
+            waiting=stats.waiting + sum(len(entry.alive) for entry in parked),
+            waiting_tokens=stats.waiting_tokens + sum(each.num_prefill_tokens for each in parked),
+        )
 
     @property
     def stage_loads(self) -> dict[int, StageUtilization]:

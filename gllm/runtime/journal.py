@@ -110,6 +110,11 @@ class JournalEntry:
         """True if no scheduler has the request."""
         return not self.seqs
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that the next scheduler has to prefill; the choices share the prompt."""
+        return len(self.prompt) + sum(len(self.outputs[choice]) for choice in self.alive)
+
     def pack_prompt(self) -> None:
         """Store the prompt with four bytes per token, if it consists of token ids.
 

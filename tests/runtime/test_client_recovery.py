@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gllm.messages.reports import BubbleReport, StageUtilization
+from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
 from gllm.messages.requests import (
     AbortSequences,
     EngineOutputs,
@@ -16,6 +16,7 @@ from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenL
 from gllm.runtime.client import EngineClient
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
+from gllm.scheduler.step_cost import StepCostCoefficients
 
 SAMPLING = SequenceSamplingParams()
 BUSY = SchedulerStats(running=1, in_flight=1)
@@ -203,12 +204,16 @@ def test_totals_continue_over_generations(rig: Rig) -> None:
     rig.report((0, 1), stats=SchedulerStats(3, 2, 0.5, 1, steps=7, prefix_hits=4))
     client.on_report(StageUtilization(0, 7, 1.5))
     client.on_report(BubbleReport([0.5, 0.25], 2.0))
+    client.on_report(StepCostReport(StepCostCoefficients(token=2.0)))
     rig.submit(1, n=3)
     rig.die()
     late = SchedulerStats(steps=9)
     rig.report(stats=late)
     client.on_report(StageUtilization(0, 9, 2.5))
-    assert client.stats == SchedulerStats(waiting=3, steps=7, prefix_hits=4)
+    client.on_report(StepCostReport(StepCostCoefficients(token=9.0)))
+    parked = SchedulerStats(waiting=3, steps=7, prefix_hits=4, waiting_tokens=1)
+    assert client.stats == parked
+    assert client.coefficients == StepCostCoefficients(token=2.0), "a new driver has none yet"
     assert client.stage_loads == {0: StageUtilization(0, 7, 1.5)}
     rig.attach()
     rig.report(stats=SchedulerStats(running=3, steps=1))
