@@ -132,6 +132,18 @@ PANELS = [
         "Means.",
     ),
     Panel(
+        "Objectives met",
+        "percentunit",
+        [
+            Query(
+                f'sum by (objective) (rate(gllm:slo_choices_total{{{CHOSEN}, met="true"}}{WINDOW}))'
+                f" / {rate('slo_choices_total', 'objective')}",
+                "{{objective}}",
+            )
+        ],
+        "Share of the choices with an objective (SLO) that met it.",
+    ),
+    Panel(
         "KV cache in use",
         "percentunit",
         [Query(f"gllm:kv_cache_usage_perc{{{CHOSEN}}}", "{{instance}}")],

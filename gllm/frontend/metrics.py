@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -14,10 +14,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gllm.engine.interface import EngineInterface, EngineStatus, OutputDelta
+from gllm.engine.interface import EngineInterface, EngineStatus
 from gllm.frontend.metric_aliases import AliasCollector
 from gllm.frontend.router_metrics import RouterCollector
-from gllm.observability.latency import RequestTimeline
 
 PREFIX = "gllm:"
 """Prefix of all metric names."""
@@ -49,6 +48,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 """Values of the label `finished_reason`."""
 LABELS = ("model_name",)
 """Labels of all metrics."""
+OBJECTIVES = ("ttft", "tpot")
+"""Values of the label `objective`."""
 RECOVERY_CAUSES = ("killed", "failed", "frozen", "lost")
 """Values of the label `cause` of recoveries."""
 SPAN_DROP_REASONS = ("queue_full", "export_failed")
@@ -267,6 +268,14 @@ class Metrics:
         )
         for reason in SPAN_DROP_REASONS:
             self._dropped_spans.labels(model, reason)
+        self._objectives = Counter(
+            PREFIX + "slo_choices",
+            "Choices that ended by themselves, by the objective that they had and if it was met",
+            (*LABELS, "objective", "met"),
+            registry=self.registry,
+        )
+        for objective, met in product(OBJECTIVES, ("true", "false")):
+            self._objectives.labels(model, objective, met)
         self.ttft = histogram("time_to_first_token_seconds", "Time to first token", SLOW_BUCKETS)
         self.tpot = histogram(
             "time_per_output_token_seconds", "Mean time per output token", FAST_BUCKETS
@@ -295,6 +304,10 @@ class Metrics:
         """Count a finished choice by its finish reason."""
         self._success.labels(self._model, reason).inc()
 
+    def count_objective(self, objective: str, is_met: bool) -> None:
+        """Count a choice with an objective, which is one of OBJECTIVES."""
+        self._objectives.labels(self._model, objective, "true" if is_met else "false").inc()
+
     def count_dropped_spans(self, reason: str, spans: int) -> None:
         """Count dropped spans; `reason` is one of SPAN_DROP_REASONS. Thread-safe."""
         self._dropped_spans.labels(self._model, reason).inc(spans)
@@ -302,65 +315,3 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format, also under vLLM's names."""
         return b"".join(map(generate_latest, self._registries))
-
-
-class RequestMetrics:
-    """Latencies and finish reasons of one prompt's choices, added to the metrics."""
-
-    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int) -> None:
-        self._metrics = metrics
-        self._num_prompt_tokens = prompt_tokens
-        self._lines = [RequestTimeline(arrival) for _ in range(choices)]
-        self.queue_seconds: float | None = None
-        """Time from arrival to the first micro-batch; None before the first token."""
-        self.finish_reasons = [""] * choices
-        """Finish reason of each choice; empty while it runs."""
-        metrics.prompt_tokens.inc(prompt_tokens)
-
-    def on_delta(self, delta: OutputDelta) -> None:
-        """Record a delta."""
-        if count := len(delta.token_ids):
-            line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
-            output.num_tokens += count
-            if line.times:
-                output.observe_gap(now - line.times[-1])
-            line.record_output(now, count)
-            if self.queue_seconds is None:
-                self._record_first_token(delta)
-        if delta.finish_reason is not None:
-            self._end(delta.index, delta.finish_reason)
-
-    def _record_first_token(self, delta: OutputDelta) -> None:
-        """Record the latencies up to the prompt's first token."""
-        ttft = self._lines[delta.index].ttft
-        assert ttft is not None, "there is output"
-        self.queue_seconds = delta.queue_seconds
-        self._metrics.ttft.observe(ttft)
-        self._metrics.queue.observe(delta.queue_seconds)
-        self._metrics.prefill.observe(max(0.0, ttft - delta.queue_seconds))
-
-    @property
-    def ttft(self) -> float | None:
-        """Time to the first token of any choice; None without one."""
-        return min((line.ttft for line in self._lines if line.ttft is not None), default=None)
-
-    def close(self) -> None:
-        """Count choices that have not finished as aborted."""
-        for index, reason in enumerate(self.finish_reasons):
-            if not reason:
-                self._end(index, "abort")
-
-    def _end(self, index: int, reason: str) -> None:
-        if not any(self.finish_reasons):
-            self._metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
-        self.finish_reasons[index] = reason
-        self._metrics.count_finished(reason)
-        line = self._lines[index]
-        self._metrics.request_generation_tokens.observe(line.num_tokens)
-        if line.e2el is None or line.ttft is None:
-            return
-        self._metrics.e2el.observe(line.e2el)
-        self._metrics.decode.observe(line.e2el - line.ttft)
-        self._metrics.inference.observe(max(0.0, line.e2el - (self.queue_seconds or 0.0)))
-        if line.tpot is not None:
-            self._metrics.tpot.observe(line.tpot)

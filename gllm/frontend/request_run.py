@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
 from gllm.frontend.fields.generation import BaseCompletionFields
-from gllm.frontend.metrics import Metrics, RequestMetrics
+from gllm.frontend.metrics import Metrics
+from gllm.frontend.request_metrics import RequestMetrics
 from gllm.frontend.routing_hints import NO_HINTS, RoutingHints
 from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
 from gllm.text.output.reasoning import ReasoningTokenCounter
@@ -58,7 +59,7 @@ class RequestRun:
         self._hints = hints
         n = request.params.n
         self.prompt_metrics = [
-            RequestMetrics(metrics, arrival, len(ids), n) for ids in request.prompts
+            RequestMetrics(metrics, arrival, len(ids), n, hints.slo) for ids in request.prompts
         ]
         """Metrics of each prompt."""
         self._handles: Sequence[RequestHandle] = []

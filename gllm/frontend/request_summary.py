@@ -6,7 +6,7 @@ from aiohttp import web
 
 from gllm.config.sampling import SamplingParams
 from gllm.frontend.choices import UsageCounter
-from gllm.frontend.metrics import RequestMetrics
+from gllm.frontend.request_metrics import RequestMetrics
 
 
 @dataclass

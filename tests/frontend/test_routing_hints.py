@@ -6,6 +6,7 @@ from gllm.config.slo import Slo
 from gllm.engine.interface import EngineUnavailableError, OverloadedError
 from tests.frontend.conftest import serving
 from tests.frontend.examples import EXAMPLES
+from tests.frontend.test_conventions import scrape
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
@@ -86,3 +87,26 @@ async def test_refused_requests_say_why_and_when_to_come_back(server, path, erro
     assert (answer.status, answer.headers["Retry-After"]) == (status, "7")
     assert answer.headers.get("x-llm-d-request-dropped-reason") == dropped
     assert answer.error["message"] == error.message
+
+
+async def objectives(server):
+    """Return the counts of choices by objective and by whether it was met, without zeros."""
+    families = await scrape(server)
+    return {
+        (sample.labels["objective"], sample.labels["met"]): sample.value
+        for sample in families["gllm:slo_choices"].samples
+        if sample.name.endswith("_total") and sample.value
+    }
+
+
+async def test_met_and_missed_objectives_are_counted(server):
+    await server.complete()
+    assert await objectives(server) == {}
+    await server.complete(slo_ttft=60, slo_tpot=1e-9, n=2)
+    assert await objectives(server) == {("ttft", "true"): 2, ("tpot", "false"): 2}
+    await server.complete(slo_ttft=1e-9, max_tokens=1, slo_tpot=60)
+    expected = {("ttft", "true"): 2, ("ttft", "false"): 1, ("tpot", "false"): 2}
+    assert await objectives(server) == expected
+    server.engine.fail_after = 0
+    await server.complete(slo_ttft=60)
+    assert await objectives(server) == {**expected, ("ttft", "false"): 2}

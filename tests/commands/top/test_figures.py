@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from gllm.commands.top.figures import ScrapeHistory, histogram, metrics_between, quantile
 from gllm.commands.top.scrape import MetricsScrape, parse_metrics
 from gllm.engine.interface import OutputDelta
-from gllm.frontend.metrics import Metrics, RequestMetrics
+from gllm.frontend.metrics import Metrics
+from gllm.frontend.request_metrics import RequestMetrics
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer

@@ -1,0 +1,88 @@
+"""Latencies, sizes and ends of one prompt's choices, on their way into the server's metrics."""
+
+import time
+
+from gllm.config.slo import NO_SLO, Slo
+from gllm.engine.interface import OutputDelta
+from gllm.frontend.metrics import Metrics
+from gllm.observability.latency import RequestTimeline
+
+
+class RequestMetrics:
+    """Latencies and finish reasons of one prompt's choices, added to the metrics."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        arrival: float,
+        prompt_tokens: int,
+        choices: int,
+        slo: Slo | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._slo = slo or NO_SLO
+        self._num_prompt_tokens = prompt_tokens
+        self._lines = [RequestTimeline(arrival) for _ in range(choices)]
+        self.queue_seconds: float | None = None
+        """Time from arrival to the first micro-batch; None before the first token."""
+        self.finish_reasons = [""] * choices
+        """Finish reason of each choice; empty while it runs."""
+        metrics.prompt_tokens.inc(prompt_tokens)
+
+    def on_delta(self, delta: OutputDelta) -> None:
+        """Record a delta."""
+        if count := len(delta.token_ids):
+            line, output, now = self._lines[delta.index], self._metrics.output, time.monotonic()
+            output.num_tokens += count
+            if line.times:
+                output.observe_gap(now - line.times[-1])
+            line.record_output(now, count)
+            if self.queue_seconds is None:
+                self._record_first_token(delta)
+        if delta.finish_reason is not None:
+            self._end(delta.index, delta.finish_reason)
+
+    def _record_first_token(self, delta: OutputDelta) -> None:
+        """Record the latencies up to the prompt's first token."""
+        ttft = self._lines[delta.index].ttft
+        assert ttft is not None, "there is output"
+        self.queue_seconds = delta.queue_seconds
+        self._metrics.ttft.observe(ttft)
+        self._metrics.queue.observe(delta.queue_seconds)
+        self._metrics.prefill.observe(max(0.0, ttft - delta.queue_seconds))
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token of any choice; None without one."""
+        return min((line.ttft for line in self._lines if line.ttft is not None), default=None)
+
+    def close(self) -> None:
+        """Count choices that have not finished as aborted."""
+        for index, reason in enumerate(self.finish_reasons):
+            if not reason:
+                self._end(index, "abort")
+
+    def _end(self, index: int, reason: str) -> None:
+        if not any(self.finish_reasons):
+            self._metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
+        self.finish_reasons[index] = reason
+        self._metrics.count_finished(reason)
+        line = self._lines[index]
+        self._metrics.request_generation_tokens.observe(line.num_tokens)
+        if reason != "abort":
+            self._count_objectives(line)
+        if line.e2el is None or line.ttft is None:
+            return
+        self._metrics.e2el.observe(line.e2el)
+        self._metrics.decode.observe(line.e2el - line.ttft)
+        self._metrics.inference.observe(max(0.0, line.e2el - (self.queue_seconds or 0.0)))
+        if line.tpot is not None:
+            self._metrics.tpot.observe(line.tpot)
+
+    def _count_objectives(self, line: RequestTimeline) -> None:
+        """Count which objectives a choice has met; one without output has missed that of TTFT."""
+        ttft, tpot = self._slo
+        if ttft is not None:
+            self._metrics.count_objective("ttft", line.ttft is not None and line.ttft <= ttft)
+        if tpot is not None and line.tpot is not None:
+            self._metrics.count_objective("tpot", line.tpot <= tpot)
