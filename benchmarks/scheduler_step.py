@@ -19,7 +19,9 @@ def answer(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, sampled)
 
 
-def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
+def measure(
+    policy: str, running: int, stages: int, steps: int, is_watched: bool = False
+) -> list[float]:
     """Return the seconds of each schedule + commit while requests decode and new ones arrive.
 
     Args:
@@ -27,9 +29,13 @@ def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
         running: Number of decoding requests.
         stages: Number of pipeline stages.
         steps: Number of measured steps.
+        is_watched: Record the changes of the prefix cache with token ids and fetch them after each
+            step.
     """
     config = SchedulerConfig(policy=policy, max_num_seqs=running)
     scheduler = Scheduler(config.resolve(stages, 20_000, 4096))
+    if is_watched:
+        scheduler.kv_cache.watch(with_token_ids=True)
     in_flight: list[StepPlan] = []
     times: list[float] = []
     seq = 0
@@ -46,6 +52,7 @@ def measure(policy: str, running: int, stages: int, steps: int) -> list[float]:
             result = answer(in_flight.pop(0))
             begin = time.perf_counter()
             scheduler.commit(result)
+            scheduler.kv_cache.pop_events()
             times.append(spent + time.perf_counter() - begin)
     return sorted(times[200:])
 
@@ -56,10 +63,11 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--watch", action="store_true", help="record KV cache events")
     options = parser.parse_args()
     print("| policy | median us | p99 us |\n| --- | --- | --- |")
     for policy in ("throttle", "sarathi", "prefill-first"):
-        times = measure(policy, options.running, options.stages, options.steps)
+        times = measure(policy, options.running, options.stages, options.steps, options.watch)
         p99 = times[int(len(times) * 0.99)]
         print(f"| {policy} | {statistics.median(times) * 1e6:.0f} | {p99 * 1e6:.0f} |")
 
