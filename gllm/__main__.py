@@ -11,6 +11,7 @@ from gllm import __version__
 
 COMMANDS = {
     "serve": ("gllm.serve:main", "serve a model over HTTP"),
+    "router": ("gllm.router:main", "serve many engines over HTTP as if they were one"),
     "profile": ("gllm.experiments.profile:main", "measure a model on this machine"),
     "simulate": (
         "gllm.commands.simulate:main",

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         plan_model(engine_config)
         node = LocalNode(engine_config.pipeline_parallel_size)
     except (ValueError, OSError) as error:
-        return _report_error(error, 2, logs)
+        return report_error(error, 2, logs)
     try:
         return _serve(engine_config, server_config, node, logs)
     finally:
@@ -90,12 +90,13 @@ def _serve(engine: EngineConfig, server: ServerConfig, node: LocalNode, logs: Lo
         served = Engine(engine, server.served_model_name, logs, shows_progress, node)
         return uvloop.run(Server(served, server).run())
     except (ValueError, OSError) as error:
-        return _report_error(error, 2, logs)
+        return report_error(error, 2, logs)
     except EngineError as error:
-        return _report_error(error, 1, logs)
+        return report_error(error, 1, logs)
 
 
-def _report_error(error: Exception, status: int, logs: LogConfig) -> int:
+def report_error(error: Exception, status: int, logs: LogConfig) -> int:
+    """Report why the program ends, in the format of its log; return the exit status."""
     if logs.format == "json":
         log.critical("%s", error)
     else:

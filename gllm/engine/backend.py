@@ -1,17 +1,19 @@
 """Interface of what computes the requests of an engine: its own pipeline, or a fleet."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from gllm.config.slo import Slo
 from gllm.engine.interface import EngineStatus
-from gllm.runtime.client import EngineClient
+from gllm.runtime.request_client import RequestClient
 
 
 class Backend(Protocol):
     """Computes requests of token ids for a `TextEngine`."""
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> RequestClient:
         """Running requests."""
 
     @property
@@ -33,6 +35,27 @@ class Backend(Protocol):
 
     def check_ready(self) -> None:
         """Raise EngineUnavailableError unless requests run."""
+
+    def check_admission(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        priority: int,
+        cache_salt: str,
+        slo: Slo | None,
+    ) -> None:
+        """Refuse a new request that is not likely to meet its objectives, if that is configured.
+
+        Args:
+            prompts: token ids of each prompt.
+            max_tokens: most tokens to generate for each; None for as many as fit.
+            priority: requests of lower values run first.
+            cache_salt: cached prefixes are shared within one salt.
+            slo: objectives; None for none.
+
+        Raises:
+            OverloadedError: the request is refused.
+        """
 
     async def start(self) -> None:
         """Wait until requests can run. Raises EngineError."""

@@ -1,6 +1,7 @@
 """Backend of an engine whose requests run on one pipeline of worker processes of its own."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
+from gllm.config.slo import Slo
 from gllm.engine.interface import EngineStatus, EngineUnavailableError
 from gllm.engine.status import read_status
 from gllm.messages.control import StartProfile, StopProfile
@@ -98,6 +100,16 @@ class PipelineBackend:
             raise EngineUnavailableError(state, cause, RECOVERY_RETRY_SECONDS)
         if state != "ready":
             raise EngineUnavailableError(state, cause or f"the engine is {state}")
+
+    def check_admission(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        priority: int,
+        cache_salt: str,
+        slo: Slo | None,
+    ) -> None:
+        """Accept every request; a router refuses some."""
 
     async def start(self) -> None:
         """Start the workers and wait until a warm-up step has run on all of them.

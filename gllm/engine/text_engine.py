@@ -181,9 +181,12 @@ class TextEngine:
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
         self._backend.check_accepting()
+        self._backend.check_admission(prompts, params.max_tokens, priority, cache_salt, slo)
         grammar = await self._grammar(params, request_id)
         self._backend.check_accepting()
-        send = partial(self._send, params, priority, cache_salt, request_id, words, grammar or "")
+        send = partial(
+            self._send, params, priority, cache_salt, request_id, words, grammar or "", slo, session
+        )
         streams: list[RequestStream] = []
         try:
             for prompt in prompts:
@@ -345,6 +348,8 @@ class TextEngine:
         request_id: str,
         bad_words: BadWords,
         grammar: str,
+        slo: Slo | None,
+        session: str,
         prompt: list[int],
     ) -> RequestStream:
         num_free = self.model.max_model_len - len(prompt)
@@ -360,4 +365,6 @@ class TextEngine:
             priority,
             cache_salt,
             request_id,
+            session,
+            slo,
         )

@@ -78,11 +78,13 @@ def stages(pid: int) -> dict[int, int]:
 class Server:
     """`python -m gllm.serve MODEL FLAGS` on a free port; `certificate`: the one to trust."""
 
+    module = "gllm.serve"
+
     def __init__(self, model: str, *flags: str, certificate: str | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "gllm.serve", model, "--port", str(self.port), *flags]
+        command = [sys.executable, "-m", self.module, model, "--port", str(self.port), *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.url = f"http{'s' if certificate else ''}://127.0.0.1:{self.port}"
         self._tls = ssl.create_default_context(cafile=certificate) if certificate else None

@@ -1,0 +1,115 @@
+"""Configuration of a router: its model, the engines behind it, and how it divides requests."""
+
+from dataclasses import dataclass, field
+
+from gllm.config.field_types import convert_fields
+from gllm.config.flags import input_file, parse_list
+from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.routing.health import HealthConfig
+from gllm.routing.policy_registry import POLICIES
+
+POLICY_ALIASES = {
+    "cache_aware": "prefix-aware",
+    "consistent_hashing": "session",
+    "kvaware": "prefix-aware",
+    "least_load": "least-requests",
+    "power_of_two": "power-of-two",
+    "prefixaware": "prefix-aware",
+    "round_robin": "round-robin",
+    "roundrobin": "round-robin",
+}
+"""Names that other routers give to policies."""
+
+
+def parse_policy(text: str) -> str:
+    """Return the name of a routing policy, also for a name of another router."""
+    return POLICY_ALIASES.get(text, text)
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Configuration of a router."""
+
+    model: str = option(
+        "demo",
+        "a Hugging Face folder, a hub name, or demo for the shipped model; only its configuration "
+        "and tokenizer are loaded",
+        flags=("--model", "--model-path"),
+    )
+    chat_template: str | None = option(
+        None, "Jinja file with the chat template; default: the model's own", parse=input_file
+    )
+    max_model_len: int | None = option(
+        None,
+        "maximum tokens of prompt plus output; default: the model's context length. Engines with "
+        "less are refused",
+        ge=1,
+        le=INT32_MAX,
+    )
+    seed: int | None = option(
+        None,
+        "seed from which requests without their own seed get one, in order of arrival; default: "
+        "random",
+        ge=0,
+        le=INT64_MAX,
+    )
+    hub: str = option(
+        "29700",
+        "PORT or HOST:PORT at which engines started with --router attach; a port alone is one of "
+        "this machine only, or with --node-secret-file one of all its addresses; off for none",
+    )
+    engines: tuple[str, ...] = option(
+        (),
+        "hub addresses of engines started with --hub, which the router dials: a:29701,b:29701, or "
+        "dns:NAME:PORT for all addresses of a name",
+        parse=parse_list,
+    )
+    node_secret_file: str | None = option(
+        None,
+        "file of `gllm node --new-secret` that encrypts the connections with the engines; needed "
+        "off this machine",
+    )
+    max_engines: int = option(256, "maximum number of engines", ge=1, le=INT32_MAX)
+    policy: str = option(
+        "predict",
+        "choice of an engine for each request",
+        choices=tuple(POLICIES),
+        flags=("--policy", "--routing-logic"),
+        parse=parse_policy,
+    )
+    shed: bool = option(
+        False, "refuse requests with 429 whose --slo-ttft or --slo-tpot no engine is likely to meet"
+    )
+    engine_timeout: float = option(
+        5.0,
+        "seconds of silence after which an engine is lost and its requests run elsewhere",
+        ge=1,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    recovery_patience: float = option(
+        5.0,
+        "seconds for which requests wait while their engine restarts workers, until they run "
+        "elsewhere",
+        ge=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    park_timeout: float = option(
+        60.0,
+        "seconds for which requests wait while no engine can run them, until they get 503",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    migration_limit: int = option(
+        3,
+        "engines that may be lost one after the other while they compute a request, until it ends "
+        "with an error",
+        ge=2,
+        le=INT32_MAX,
+    )
+    health: HealthConfig = field(default_factory=HealthConfig)
+
+    def __post_init__(self) -> None:
+        """Convert and check the fields. Raises ValueError that names the field and the fix."""
+        convert_fields(self)
+        if self.hub == "off" and not self.engines:
+            raise ValueError("hub is off and engines is empty: the router needs one of both")

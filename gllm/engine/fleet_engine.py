@@ -1,0 +1,48 @@
+"""Engine of a router: text of requests that a fleet of engines computes."""
+
+from gllm.config.router import RouterConfig
+from gllm.engine.fleet_control import FleetControl
+from gllm.engine.text_engine import TextEngine
+from gllm.fleet.fleet import Fleet
+from gllm.models.config import read_config
+from gllm.models.hub import resolve_model
+from gllm.models.identity import hash_model
+
+
+class FleetEngine(TextEngine):
+    """Engine whose requests run on the engines that are attached to a router.
+
+    Args:
+        config: Model, addresses and policy of the router.
+        served_model_name: Public name of the model; by default `config.model`.
+
+    Raises:
+        ModelError: The model cannot be served.
+        ValueError: The configuration does not fit the model or the network.
+    """
+
+    def __init__(self, config: RouterConfig, served_model_name: str | None = None) -> None:
+        folder = resolve_model(config.model)
+        model = read_config(folder)
+        context_length = model.model.context_length
+        max_model_len = config.max_model_len or context_length
+        if max_model_len > context_length:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model's context is {context_length} "
+                "tokens"
+            )
+        self._fleet = Fleet(config, hash_model(folder), max_model_len)
+        super().__init__(
+            self._fleet,
+            served_model_name or config.model,
+            folder,
+            model,
+            max_model_len,
+            config.chat_template,
+            config.seed,
+        )
+
+    @property
+    def fleet(self) -> FleetControl:
+        """Control of the engines."""
+        return self._fleet

@@ -1,0 +1,143 @@
+"""Decisions of a router about its requests: which engine gets one, and which one is refused.
+
+Pure apart from the clock that it is given, so the simulation runs the same object.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from gllm.config.slo import Slo
+from gllm.fleet.engine_record import EngineRecord
+from gllm.routing.health import FleetHealth
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.predict import predict_all
+from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
+from gllm.routing.shedding import retry_after_seconds, shed
+from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.runtime.journal import JournalEntry
+from gllm.runtime.request_stream import RequestStream
+
+EXPECTED_OUTPUT_TOKENS = 256
+"""Expected number of output tokens of a request."""
+
+
+class Dispatcher:
+    """The attached engines with their load, and the choice among them."""
+
+    def __init__(
+        self, policy: RoutingPolicy, health: FleetHealth, clock: Callable[[], float]
+    ) -> None:
+        """Create a dispatcher without engines.
+
+        Args:
+            policy: chooses among the engines that may get a request.
+            health: knows which engines are ejected or start slowly.
+            clock: returns the time in seconds.
+        """
+        self.records: dict[str, EngineRecord] = {}
+        """Attached engines by name."""
+        self.prefixes = PrefixIndex()
+        self.num_shed: Counter[str] = Counter()
+        """Requests refused because of their SLO, by reason."""
+        self.policy = policy
+        self.health = health
+        self._clock = clock
+
+    @property
+    def has_ready_engine(self) -> bool:
+        """True if an engine takes requests."""
+        return any(record.accepts_requests for record in self.records.values())
+
+    def choose(self, stream: RequestStream, names: Collection[str]) -> str | None:
+        """Return the engine that gets a request.
+
+        Args:
+            stream: the request.
+            names: engines that may get it.
+
+        Returns:
+            None if none of them takes requests at present, or the request has to wait because
+            others were refused too.
+        """
+        now = self._clock()
+        engines = self._candidates(names, now)
+        if not engines:
+            return None
+        request = _routing_request(stream.entry, engines[0].block_size)
+        name = self.policy.choose(request, engines, self.prefixes, now)
+        if name is None or not self._may_submit(stream.entry, now):
+            return None
+        record = self.records[name]
+        num_cached = 0
+        if self.policy.uses_prefixes:
+            cached = self.prefixes.cached_blocks(request.block_hashes)
+            num_cached = cached.get(name, 0) * record.announce.block_size
+        record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
+        return name
+
+    def reason_to_shed(
+        self, prompt: Sequence[int], max_tokens: int, priority: int, cache_salt: str, slo: Slo
+    ) -> tuple[str, int] | None:
+        """Decide whether a new request is refused because no engine can meet its SLO.
+
+        Args:
+            prompt: token ids.
+            max_tokens: most tokens to generate.
+            priority: requests of lower values run first.
+            cache_salt: as in SubmitRequest.
+            slo: objectives of the request.
+
+        Returns:
+            The reason and the seconds after which a client may try again; None to accept it.
+        """
+        engines = self._candidates(self.records, self._clock())
+        if not engines:
+            return None
+        request = RoutingRequest(
+            num_prompt_tokens=len(prompt),
+            block_hashes=PromptBlockHashes(prompt, engines[0].block_size, cache_salt),
+            num_output_tokens=min(EXPECTED_OUTPUT_TOKENS, max_tokens),
+            max_tokens=max_tokens,
+            priority=priority,
+            slo=slo,
+        )
+        predictions = predict_all(request, engines, self.prefixes)
+        reason = shed(request, predictions)
+        if reason is None:
+            return None
+        self.num_shed[reason] += 1
+        return reason, retry_after_seconds(request, predictions.values())
+
+    def _may_submit(self, entry: JournalEntry, now: float) -> bool:
+        """Return False for a request that an engine has refused while no retry is left."""
+        if entry.num_refusals and not self.health.may_retry(now):
+            return False
+        entry.num_refusals = 0
+        return True
+
+    def _candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
+        """Return the engines that take requests; ejected ones only if there are no others."""
+        ready = [
+            record
+            for name in names
+            if (record := self.records.get(name)) is not None and record.accepts_requests
+        ]
+        weights = [self.health.weight(record.name, now) for record in ready]
+        if not any(weights):
+            return [record.snapshot() for record in ready]
+        pairs = zip(ready, weights, strict=True)
+        return [record.snapshot(weight) for record, weight in pairs if weight]
+
+
+def _routing_request(entry: JournalEntry, block_size: int) -> RoutingRequest:
+    num_generated = [len(entry.outputs[choice]) for choice in entry.alive]
+    num_left = entry.max_tokens - min(num_generated, default=0)
+    return RoutingRequest(
+        num_prompt_tokens=len(entry.prompt) + sum(num_generated),
+        block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
+        num_output_tokens=min(EXPECTED_OUTPUT_TOKENS, num_left),
+        max_tokens=num_left,
+        priority=entry.priority,
+        session=entry.session,
+        slo=entry.slo,
+    )

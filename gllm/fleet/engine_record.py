@@ -1,0 +1,101 @@
+"""A router's knowledge of one engine: its reports, and the requests sent since the last one."""
+
+from gllm.messages.fleet import AnnounceEngine, EngineReport
+from gllm.messages.requests import EngineOutputs, SubmitRequest
+from gllm.routing.sent_requests import SentRequests
+from gllm.routing.state import EngineSnapshot
+from gllm.scheduler.plan import SchedulerStats
+
+
+class EngineRecord:
+    """State and load of an attached engine. Pure: time is an argument."""
+
+    def __init__(self, announce: AnnounceEngine, report: EngineReport, now: float) -> None:
+        self.announce = announce
+        self.report = report
+        self.attached_at = now
+        self.is_drain_requested = False
+        """True from a drain by this router until the engine reports that it drains."""
+        self.not_ready_since: float | None = None
+        """Time since which the engine reports another state than ready."""
+        self.num_next_tokens = 0
+        """Uncached prompt tokens of the request that is sent next."""
+        self._stats = report.stats
+        self._sent = SentRequests()
+        self._snapshot: EngineSnapshot | None = None
+        """None if it is not current."""
+        self.on_report(report, now)
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self.announce.name
+
+    @property
+    def accepts_requests(self) -> bool:
+        """True if the engine takes new requests."""
+        return self.report.state == "ready" and not self.is_drain_requested
+
+    @property
+    def state(self) -> str:
+        """Present state, as the engine or an operator of this router says."""
+        return "draining" if self.is_drain_requested else self.report.state
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's latest counters."""
+        return self._stats
+
+    def on_report(self, report: EngineReport, now: float) -> None:
+        """Store a report."""
+        self.report = report
+        if report.state == "draining":
+            self.is_drain_requested = False
+        if report.state == "ready":
+            self.not_ready_since = None
+        elif self.not_ready_since is None:
+            self.not_ready_since = now
+        self._on_stats(report.stats, now)
+
+    def on_outputs(self, message: EngineOutputs, now: float) -> None:
+        """Store the counters that come with the output of a step."""
+        for first in message.outcome.first_tokens:
+            self._sent.on_output(first.seq)
+        for end in message.outcome.finished:
+            self._sent.on_output(end.seq)
+        self._on_stats(message.stats, now)
+
+    def on_submitted(self, message: SubmitRequest, now: float) -> None:
+        """Count a request that is sent to the engine."""
+        self._sent.on_sent(message.seq, self.num_next_tokens, now)
+        self._snapshot = None
+
+    def snapshot(self, weight: float = 1.0) -> EngineSnapshot:
+        """Return the engine's load for the routing policy.
+
+        Args:
+            weight: share of its normal load that the engine should get.
+        """
+        if self._snapshot is None or self._snapshot.weight != weight:
+            announce = self.announce
+            self._snapshot = EngineSnapshot(
+                name=announce.name,
+                role=announce.role,
+                state=self.state,
+                stats=self._stats,
+                coefficients=self.report.coefficients,
+                num_blocks=announce.num_blocks,
+                block_size=announce.block_size,
+                num_stages=announce.num_stages,
+                num_sent=self._sent.num_sent,
+                num_sent_tokens=self._sent.num_sent_tokens,
+                weight=weight,
+                max_num_seqs=announce.max_num_seqs,
+                max_num_batched_tokens=announce.max_num_batched_tokens,
+            )
+        return self._snapshot
+
+    def _on_stats(self, stats: SchedulerStats, now: float) -> None:
+        self._stats = stats
+        self._sent.on_stats(now)
+        self._snapshot = None

@@ -1,0 +1,399 @@
+"""Backend of a router: the engines that are attached, and the requests divided among them."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+
+from gllm.config.router import RouterConfig
+from gllm.config.slo import Slo
+from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
+from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
+from gllm.fleet.client import FleetClient
+from gllm.fleet.dispatcher import Dispatcher
+from gllm.fleet.engine_commands import EngineCommands
+from gllm.fleet.engine_link import EngineLink
+from gllm.fleet.engine_record import EngineRecord
+from gllm.fleet.fleet_links import FleetLinks
+from gllm.fleet.fleet_status import FleetStats, engine_row
+from gllm.fleet.link_config import FleetLinkConfig
+from gllm.messages.codec import AnyMessage
+from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.fleet import DrainEngine, EngineReport
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.routing.health import FleetHealth
+from gllm.routing.policy_registry import make_policy
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""Interval at which deadlines are checked."""
+RETRY_SECONDS = 5
+"""Time after which a client may try again while no engine takes requests."""
+
+
+class Fleet:
+    """Engines of one model behind a router. Implements `Backend` and `FleetControl`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        model_hash: str,
+        max_model_len: int,
+        create_links: type[FleetLinks] = FleetLinks,
+    ) -> None:
+        """Create the fleet; `start` begins to listen and to dial.
+
+        Args:
+            config: of the router.
+            model_hash: of the router's model; engines of another one are refused.
+            max_model_len: most tokens of prompt and output; engines with less are refused.
+            create_links: class of the sessions with the engines.
+
+        Raises:
+            ValueError: an address or the secret cannot be used.
+        """
+        self.name = f"router-{secrets.token_hex(4)}"
+        """Name of the router in the logs of its engines."""
+        self.died = asyncio.Event()
+        self._config = config
+        self._model_hash = model_hash
+        self._max_model_len = max_model_len
+        self._dispatcher = Dispatcher(
+            make_policy(config.policy, Random()), FleetHealth(config.health), time.monotonic
+        )
+        self.client = FleetClient(self._dispatcher.choose, config.migration_limit)
+        self._links = create_links(
+            FleetLinkConfig(
+                hub=None if config.hub == "off" else config.hub,
+                dial=config.engines,
+                node_secret_file=config.node_secret_file,
+                peer_timeout=config.engine_timeout,
+                max_guests=config.max_engines,
+            ),
+            self.name,
+            self._on_attached,
+            self._on_lost,
+            self._on_message,
+        )
+        self._commands = EngineCommands()
+        self._stats = FleetStats()
+        self._num_lost: Counter[str] = Counter()
+        self._num_refused = 0
+        self._unready_since: float | None = time.monotonic()
+        """Time since which no engine takes requests; None while one does."""
+        self._is_draining = False
+        self._is_sleeping = False
+        self._ticks: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> str:
+        """See Backend; `recovering` while no engine takes requests."""
+        if self.died.is_set():
+            return "dead"
+        if self._is_draining:
+            return "draining"
+        if self._unready_since is not None:
+            return "recovering"
+        return "sleeping" if self._is_sleeping else "ready"
+
+    def status(self) -> EngineStatus:
+        """See Backend. Counters are sums over the engines, departed ones included."""
+        records = self._dispatcher.records.values()
+        now = time.monotonic()
+        return EngineStatus(
+            state=self.state,
+            cause_of_death="the router was stopped" if self.died.is_set() else "",
+            is_healthy=not self.died.is_set(),
+            num_requests=self.client.num_requests,
+            stats=self._stats.total(self._dispatcher.records, self.client.num_parked, now),
+            num_kv_blocks=sum(record.announce.num_blocks for record in records),
+            block_size=max((record.announce.block_size for record in records), default=0),
+            generation=1,
+            recovering_since=None if self._is_draining else self._unready_since,
+            recovery_cause=self._unready_cause() if self._unready_since is not None else "",
+            is_recovery_overdue=self._is_overdue(),
+            num_resumed_requests=self.client.num_resumed_requests,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """See Backend."""
+        return {
+            "state": self.state,
+            "router": self.name,
+            "engines": [msgspec.to_builtins(row) for row in self.engines()],
+            "config": msgspec.to_builtins(self._config),
+        }
+
+    def engines(self) -> list[EngineRow]:
+        """See FleetControl."""
+        now = time.monotonic()
+        ejected = self._dispatcher.health.ejected(now)
+        return [
+            engine_row(
+                record,
+                self._links.links[name],
+                weight=self._dispatcher.health.weight(name, now),
+                ejection_cause=ejected.get(name, ""),
+                num_requests=self.client.num_running(name),
+                num_dispatched=self.client.num_dispatched[name],
+                now=now,
+            )
+            for name, record in sorted(self._dispatcher.records.items())
+        ]
+
+    def totals(self) -> RouterTotals:
+        """See FleetControl."""
+        return RouterTotals(
+            policy=self._config.policy,
+            num_parked=self.client.num_parked,
+            migrations=dict(self.client.num_migrations),
+            lost_engines=dict(self._num_lost),
+            refused_engines=self._num_refused,
+            shed_requests=dict(self._dispatcher.num_shed),
+            stale_outputs=self.client.num_stale_tokens,
+        )
+
+    def check_accepting(self) -> None:
+        """See Backend."""
+        if self.state == "recovering" and not self._is_overdue():
+            return
+        self.check_ready()
+
+    def check_ready(self) -> None:
+        """See Backend."""
+        match self.state:
+            case "ready":
+                return
+            case "recovering":
+                raise EngineUnavailableError(
+                    "no_engines", self._unready_cause(), RETRY_SECONDS, "rejected-no-endpoints"
+                )
+            case state:
+                raise EngineUnavailableError(state, f"the router is {state}")
+
+    def check_admission(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        priority: int,
+        cache_salt: str,
+        slo: Slo | None,
+    ) -> None:
+        """See Backend."""
+        self._dispatcher.health.on_request(time.monotonic())
+        if not self._config.shed or slo is None:
+            return
+        for prompt in prompts:
+            num_tokens = min(max_tokens or self._max_model_len, self._max_model_len - len(prompt))
+            refusal = self._dispatcher.reason_to_shed(
+                prompt, num_tokens, priority, cache_salt, slo
+            )
+            if refusal is not None:
+                reason, retry_after = refusal
+                raise OverloadedError(
+                    "no engine is likely to meet the request's SLO at present", reason, retry_after
+                )
+
+    def drain_engine(self, name: str, migrates: bool) -> int:
+        """See FleetControl."""
+        record = self._find(name)
+        record.is_drain_requested = True
+        self._links.links[name].send(DrainEngine(True))
+        if migrates:
+            self.client.migrate(name)
+        self._on_engines_changed()
+        return self.client.num_running(name)
+
+    def undrain_engine(self, name: str) -> None:
+        """See FleetControl."""
+        record = self._find(name)
+        record.is_drain_requested = False
+        self._links.links[name].send(DrainEngine(False))
+        self._on_engines_changed()
+
+    async def start(self) -> None:
+        """Listen for engines and dial them; returns before one is attached."""
+        await self._links.start()
+        if address := self._links.hub_address:
+            log.info(
+                "listening for engines on %s; start them with gllm serve %s --router HOST:%s",
+                address, self._config.model, address.rpartition(":")[2],
+            )  # fmt: skip
+        self._ticks = asyncio.create_task(self._tick_forever())
+
+    async def drain(self, seconds: float) -> None:
+        """See Backend."""
+        self._is_draining = True
+        deadline = time.monotonic() + seconds
+        while self.client.num_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """See Backend."""
+        if self.died.is_set():
+            return
+        self.died.set()
+        if self._ticks is not None:
+            self._ticks.cancel()
+        self._commands.fail_all("the router was stopped")
+        self.client.fail_all("the router was stopped")
+        await self._links.stop()
+
+    def set_sleeping(self, is_on: bool) -> None:
+        """See Backend; the engines stay awake, because other routers may use them."""
+        self._is_sleeping = is_on
+
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix caches of all engines; return the first error, empty on success."""
+        return await self._commands.run(ResetPrefixCache, list(self._links.links.values()))
+
+    async def start_profile(self, folder: str) -> str:
+        """Refuse: profiles are written on the machines of the engines."""
+        return "a router has no stages: start the profile at one of its engines"
+
+    async def stop_profile(self) -> str:
+        """Refuse, as `start_profile` does."""
+        return await self.start_profile("")
+
+    def _on_attached(self, link: EngineLink) -> None:
+        announce, name, now = link.announce, link.name, time.monotonic()
+        if cause := self._refusal(link):
+            self._num_refused += 1
+            link.refuse(cause)
+            return
+        record = EngineRecord(announce, link.report, now)
+        self._dispatcher.records[name] = record
+        self._dispatcher.health.on_attached(name, now)
+        if self._dispatcher.policy.uses_prefixes:
+            link.send(WatchKvCache(True))
+
+        def send(message: SubmitRequest | AbortSequences) -> None:
+            link.send(message)
+            if isinstance(message, SubmitRequest):
+                record.on_submitted(message, time.monotonic())
+
+        self._on_engines_changed()
+        self.client.attach(name, announce.numerics, send)
+
+    def _refusal(self, link: EngineLink) -> str:
+        """Return why an engine cannot serve this router's requests; empty if it can."""
+        announce = link.announce
+        if announce.model_hash != self._model_hash:
+            return (
+                f"it serves {announce.model}, whose files differ from those of the router's model "
+                f"{self._config.model}"
+            )
+        if announce.max_model_len < self._max_model_len:
+            return (
+                f"its maximum length is {announce.max_model_len} tokens, that of the router is "
+                f"{self._max_model_len}: start the router with --max-model-len"
+            )
+        return ""
+
+    def _on_lost(self, link: EngineLink, cause: str) -> None:
+        name, is_planned = link.name, link.is_leaving
+        record = self._dispatcher.records.pop(name, None)
+        if record is None:
+            return
+        if num_running := self.client.num_running(name):
+            log.info("the %d requests of engine %s go on elsewhere", num_running, name)
+        self._num_lost["drained" if is_planned else "lost"] += 1
+        self._stats.on_lost(record)
+        self._dispatcher.prefixes.forget(name)
+        self._dispatcher.health.on_lost(name, time.monotonic(), is_planned)
+        self._commands.on_lost(name, cause)
+        self._on_engines_changed()
+        self.client.detach(name, cause, is_planned)
+
+    def _on_message(self, link: EngineLink, message: AnyMessage) -> None:
+        record = self._dispatcher.records.get(link.name)
+        if record is None:
+            return
+        now = time.monotonic()
+        match message:
+            case EngineOutputs():
+                record.on_outputs(message, now)
+                if message.outcome.seqs:
+                    self._dispatcher.health.on_outputs(link.name, message.outcome.seqs, now)
+                self.client.on_outputs(link.name, message)
+            case EngineReport():
+                self._on_report(link, record, message, now)
+            case KvCacheEvents():
+                self._on_kv_events(link, message)
+            case CommandDone():
+                self._commands.on_done(link.name, message)
+
+    def _on_report(
+        self, link: EngineLink, record: EngineRecord, report: EngineReport, now: float
+    ) -> None:
+        previous = record.state
+        record.announce = link.announce
+        record.on_report(report, now)
+        self._dispatcher.health.on_report(record.snapshot(), now)
+        if record.state != previous:
+            why = f": {report.cause}" if report.cause else ""
+            log.info("engine %s is %s%s", record.name, record.state, why)
+            self._on_engines_changed()
+            self.client.dispatch_parked()
+
+    def _on_kv_events(self, link: EngineLink, events: KvCacheEvents) -> None:
+        stored = [digest for blocks in events.stored for digest in blocks.digests]
+        is_current = self._dispatcher.prefixes.on_events(
+            link.name, events.number, stored, events.removed, events.is_cleared
+        )
+        if not is_current:
+            link.send(WatchKvCache(True))
+
+    def _on_engines_changed(self) -> None:
+        """Note whether an engine takes requests."""
+        if self._dispatcher.has_ready_engine:
+            self._unready_since = None
+        elif self._unready_since is None:
+            self._unready_since = time.monotonic()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                self._tick()
+            except Exception:
+                # The next tick may succeed; without ticks parked requests would wait forever.
+                log.exception("deadlines could not be checked")
+
+    def _tick(self) -> None:
+        """Act on deadlines: slow recoveries, parked requests, ends of ejections."""
+        now = time.monotonic()
+        for name, record in list(self._dispatcher.records.items()):
+            since = record.not_ready_since
+            if record.state != "recovering" or since is None:
+                continue
+            if now - since > self._config.recovery_patience and self.client.num_running(name):
+                self.client.migrate(name, is_planned=False)
+        if self.client.num_parked:
+            self.client.dispatch_parked()
+            self.client.reject_parked(self._unready_cause(), self._config.park_timeout)
+
+    def _is_overdue(self) -> bool:
+        since = self._unready_since
+        return since is not None and time.monotonic() - since > self._config.park_timeout
+
+    def _unready_cause(self) -> str:
+        """Describe why no engine takes requests."""
+        records = sorted(self._dispatcher.records.values(), key=lambda record: record.name)
+        if not records:
+            return "no engine is attached to the router"
+        states = ", ".join(f"{record.name} is {record.state}" for record in records)
+        return f"no engine takes requests: {states}"
+
+    def _find(self, name: str) -> EngineRecord:
+        if name not in self._dispatcher.records:
+            raise UnknownEngineError(f"no engine is named {name!r}")
+        return self._dispatcher.records[name]

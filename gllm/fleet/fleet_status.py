@@ -1,0 +1,110 @@
+"""Snapshots of a fleet for metrics and probes: sums over its engines, and one row per engine."""
+
+from collections.abc import Mapping
+
+from gllm.engine.fleet_control import EngineRow
+from gllm.fleet.engine_link import EngineLink
+from gllm.fleet.engine_record import EngineRecord
+from gllm.scheduler.plan import SchedulerStats
+
+COUNTERS = (
+    "steps",
+    "preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "prefill_tokens",
+    "decode_tokens",
+)
+"""Fields of SchedulerStats that count up."""
+MAX_AGE_SECONDS = 0.1
+"""Age up to which a sum is returned again: each request reads it."""
+
+
+class FleetStats:
+    """Sums of the schedulers' statistics, which never count down when an engine leaves."""
+
+    def __init__(self) -> None:
+        self._departed = SchedulerStats()
+        """Counters of engines that have left."""
+        self._total = SchedulerStats()
+        self._summed_at: float | None = None
+
+    def on_lost(self, record: EngineRecord) -> None:
+        """Keep the counters of an engine that leaves."""
+        self._departed = _add_counters(self._departed, record.stats)
+        self._summed_at = None
+
+    def total(
+        self, records: Mapping[str, EngineRecord], num_parked: int, now: float
+    ) -> SchedulerStats:
+        """Return the sum over all engines; `kv_usage` is the share of all engines' blocks in use.
+
+        Args:
+            records: engines by name.
+            num_parked: requests that wait for an engine.
+            now: time in seconds.
+        """
+        if self._summed_at is None or now - self._summed_at > MAX_AGE_SECONDS:
+            self._total, self._summed_at = self._sum(records), now
+        return self._total._replace(waiting=self._total.waiting + num_parked)
+
+    def _sum(self, records: Mapping[str, EngineRecord]) -> SchedulerStats:
+        total, used, num_blocks = self._departed, 0.0, 0
+        for record in records.values():
+            stats, blocks = record.stats, record.announce.num_blocks
+            total = _add_counters(total, stats)._replace(
+                running=total.running + stats.running,
+                waiting=total.waiting + stats.waiting,
+                in_flight=total.in_flight + stats.in_flight,
+                waiting_tokens=total.waiting_tokens + stats.waiting_tokens,
+                decode_context_tokens=total.decode_context_tokens + stats.decode_context_tokens,
+            )
+            used += stats.kv_usage * blocks
+            num_blocks += blocks
+        return total._replace(kv_usage=used / max(1, num_blocks))
+
+
+def engine_row(
+    record: EngineRecord,
+    link: EngineLink,
+    weight: float,
+    ejection_cause: str,
+    num_requests: int,
+    num_dispatched: int,
+    now: float,
+) -> EngineRow:
+    """Return an engine's row.
+
+    Args:
+        record: of the engine.
+        link: of the engine.
+        weight: share of its usual load that it gets.
+        ejection_cause: why it is ejected; empty if it is not.
+        num_requests: requests of this router that it runs.
+        num_dispatched: requests that this router has sent to it.
+        now: time in seconds.
+    """
+    announce, report = record.announce, record.report
+    return EngineRow(
+        name=announce.name,
+        role=announce.role,
+        state="ejected" if ejection_cause and record.state == "ready" else record.state,
+        cause=report.cause or ejection_cause,
+        address=link.address,
+        version=announce.version,
+        attached_seconds=now - record.attached_at,
+        silent_seconds=max(0.0, now - link.last_heard),
+        stats=record.stats,
+        num_kv_blocks=announce.num_blocks,
+        block_size=announce.block_size,
+        num_stages=announce.num_stages,
+        num_requests=num_requests,
+        num_dispatched=num_dispatched,
+        weight=weight,
+    )
+
+
+def _add_counters(total: SchedulerStats, stats: SchedulerStats) -> SchedulerStats:
+    return total._replace(
+        **{name: getattr(total, name) + getattr(stats, name) for name in COUNTERS}
+    )

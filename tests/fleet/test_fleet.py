@@ -1,0 +1,250 @@
+"""A fleet: engines come, drain, recover and die; requests go where they can run."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from gllm.config.router import RouterConfig
+from gllm.config.slo import Slo
+from gllm.engine.fleet_control import UnknownEngineError
+from gllm.engine.interface import EngineUnavailableError, OverloadedError
+from gllm.fleet.fleet import Fleet
+from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.fleet import DrainEngine, EngineReport
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.runtime.request_stream import RequestStream
+from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.step_cost import StepCostCoefficients
+from tests.fleet.scripted_links import ANNOUNCE, ScriptedLink, ScriptedLinks
+
+GREEDY = SequenceSamplingParams(temperature=0)
+AGES = 1e9
+"""A time limit that a test never reaches."""
+
+
+class Rig:
+    """A fleet and the test's end of its links."""
+
+    def __init__(self, **options: Any) -> None:
+        links: Any = ScriptedLinks
+        self.fleet = Fleet(RouterConfig(**{"policy": "round-robin", **options}), "hash", 64, links)
+        self.links: Any = self.fleet._links
+
+    def attach(self, name: str, state: str = "ready", **facts: Any) -> ScriptedLink:
+        link: ScriptedLink = self.links.attach(
+            msgspec.structs.replace(ANNOUNCE, name=name, **facts), state
+        )
+        return link
+
+    def submit(self, *prompt: int) -> RequestStream:
+        return self.fleet.client.submit(list(prompt or (1, 2, 3)), GREEDY, 8, [])
+
+
+def read(stream: RequestStream) -> list[int]:
+    """Tokens of a request's only choice since the last call."""
+    return [token for delta in stream.pop_deltas().values() for token in delta.tokens]
+
+
+def error_kind(stream: RequestStream) -> str:
+    """Kind of the error with which a request's only choice has ended."""
+    (delta,) = stream.pop_deltas().values()
+    assert delta.end is not None
+    return delta.error_kind
+
+
+def test_a_request_goes_on_where_the_tokens_are_left() -> None:
+    rig = Rig()
+    a = rig.attach("a")
+    stream = rig.submit(1, 2, 3)
+    a.answer(a.requests[0], 10, 11)
+    assert read(stream) == [10, 11]
+    b = rig.attach("b")
+    assert rig.fleet.state == "ready"
+    a.leave()
+    (request,) = b.requests
+    assert (request.prompt, request.outputs) == ([1, 2, 3], [[10, 11]])
+    b.answer(request, 12, reason="length")
+    assert read(stream) == [12]
+    totals = rig.fleet.totals()
+    assert (totals.migrations, totals.lost_engines) == ({"lost": 1}, {"lost": 1})
+
+
+def test_requests_park_while_no_engine_takes_them() -> None:
+    rig = Rig(park_timeout=AGES)
+    assert rig.fleet.state == "recovering"
+    rig.fleet.check_accepting()
+    with pytest.raises(EngineUnavailableError, match="no engine is attached"):
+        rig.fleet.check_ready()
+    stream = rig.submit()
+    assert (rig.fleet.totals().num_parked, rig.fleet.status().stats.waiting) == (1, 1)
+    a = rig.attach("a", "loading")
+    assert not a.requests
+    with pytest.raises(EngineUnavailableError, match="a is loading"):
+        rig.fleet.check_ready()
+    a.change("ready")
+    assert rig.fleet.state == "ready"
+    a.answer(a.requests[0], 5, reason="stop")
+    assert read(stream) == [5]
+
+
+def test_requests_that_park_too_long_end() -> None:
+    rig = Rig(park_timeout=1e-9)
+    stream = rig.submit()
+    rig.fleet._tick()
+    assert error_kind(stream) == "unavailable"
+    with pytest.raises(EngineUnavailableError) as refused:
+        rig.fleet.check_accepting()
+    assert refused.value.dropped_reason == "rejected-no-endpoints"
+    assert refused.value.retry_after >= 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [({"model_hash": "other"}, "files differ"), ({"max_model_len": 32}, "--max-model-len")],
+)
+def test_engines_that_do_not_fit_are_refused(facts: dict[str, Any], cause: str) -> None:
+    rig = Rig()
+    link = rig.attach("a", **facts)
+    assert cause in link.refusal
+    assert rig.fleet.engines() == []
+    assert rig.fleet.totals().refused_engines == 1
+    # Messages that were under way.
+    rig.links.on_message(link, EngineReport("ready", "", SchedulerStats()))
+    rig.submit()
+    assert not link.requests
+
+
+def test_a_drained_engine_gets_nothing_new() -> None:
+    rig = Rig()
+    a, b = rig.attach("a"), rig.attach("b")
+    streams = [rig.submit() for _ in range(2)]
+    assert (len(a.requests), len(b.requests)) == (1, 1)
+    assert rig.fleet.drain_engine("a", migrates=False) == 1
+    assert a.sent[-1] == DrainEngine(True)
+    rig.submit()
+    rig.submit()
+    assert (len(a.requests), len(b.requests)) == (1, 3)
+    a.change("draining")
+    a.answer(a.requests[0], 7, reason="stop")
+    assert [read(stream) for stream in streams] == [[7], []]
+    a.leave("it has ended")
+    assert rig.fleet.totals().lost_engines == {"drained": 1}
+    with pytest.raises(UnknownEngineError):
+        rig.fleet.drain_engine("a", migrates=False)
+
+
+def test_drain_with_migration_and_undrain() -> None:
+    rig = Rig()
+    a, b = rig.attach("a"), rig.attach("b")
+    rig.submit()
+    (request,) = a.requests
+    a.answer(request, 7)
+    assert rig.fleet.drain_engine("a", migrates=True) == 0
+    assert a.aborted == [request.seq]
+    assert b.requests[-1].outputs == [[7]]
+    a.change("draining")
+    rig.fleet.undrain_engine("a")
+    assert a.sent[-1] == DrainEngine(False)
+    a.change("ready")
+    rig.submit()
+    rig.submit()
+    assert len(a.requests) == 2
+
+
+@pytest.mark.parametrize(("patience", "num_moved"), [(0.0, 1), (AGES, 0)])
+def test_a_long_recovery_is_not_waited_for(patience: float, num_moved: int) -> None:
+    rig = Rig(recovery_patience=patience)
+    a = rig.attach("a")
+    rig.submit()
+    b = rig.attach("b")
+    a.change("recovering", "killed")
+    rig.fleet._tick()
+    assert len(b.requests) == num_moved
+    assert rig.fleet.engines()[0].cause == "killed"
+
+
+def test_every_engine_recovers() -> None:
+    """Requests stay where they are, because nobody else is better."""
+    rig = Rig(recovery_patience=0.0)
+    a = rig.attach("a")
+    rig.submit()
+    a.change("recovering", "killed")
+    assert rig.fleet.state == "recovering"
+    assert "a is recovering" in rig.fleet.status().recovery_cause
+    rig.fleet._tick()
+    assert not a.aborted
+    a.change("ready")
+    assert rig.fleet.state == "ready"
+
+
+def test_counters_never_count_down() -> None:
+    rig = Rig()
+    a, b = rig.attach("a"), rig.attach("b")
+    for link, num_tokens in ((a, 5), (b, 7)):
+        link.report = EngineReport("ready", "", SchedulerStats(running=1, decode_tokens=num_tokens))
+        rig.links.on_message(link, link.report)
+    rig.fleet._stats._summed_at = None
+    assert rig.fleet.status().stats[:2] == (2, 0)
+    a.leave()
+    stats = rig.fleet.status().stats
+    assert (stats.decode_tokens, stats.running) == (12, 1)
+
+
+def test_a_gap_in_cache_events_asks_for_a_snapshot() -> None:
+    rig = Rig(policy="predict")
+    a = rig.attach("a")
+    assert a.sent == [WatchKvCache(True)]
+    rig.links.on_message(a, KvCacheEvents(0, [], [], is_cleared=True))
+    rig.links.on_message(a, KvCacheEvents(1, [], [], is_cleared=False))
+    assert len(a.sent) == 1
+    rig.links.on_message(a, KvCacheEvents(3, [], [], is_cleared=False))
+    assert a.sent == [WatchKvCache(True)] * 2
+
+
+def test_what_no_engine_can_meet_is_shed() -> None:
+    rig = Rig(policy="predict", shed=True)
+    a = rig.attach("a")
+    a.report = EngineReport("ready", "", SchedulerStats(), StepCostCoefficients(1.0, 1.0))
+    rig.links.on_message(a, a.report)
+    prompts = [[1, 2, 3]]
+    rig.fleet.check_admission(prompts, 8, 0, "", None)
+    rig.fleet.check_admission(prompts, 8, 0, "", Slo(ttft_seconds=AGES))
+    with pytest.raises(OverloadedError) as refused:
+        rig.fleet.check_admission(prompts, 8, 0, "", Slo(ttft_seconds=0.5))
+    assert refused.value.retry_after >= 1
+    assert sum(rig.fleet.totals().shed_requests.values()) == 1
+
+
+async def test_the_prefix_caches_of_all_engines_are_reset() -> None:
+    rig = Rig()
+    a, b = rig.attach("a"), rig.attach("b")
+    reset = asyncio.create_task(rig.fleet.reset_prefix_cache())
+    await asyncio.sleep(0)
+    for link in (a, b):
+        assert isinstance(link.sent[-1], ResetPrefixCache)
+        assert not reset.done()
+        rig.links.on_message(link, CommandDone(link.sent[-1].command_id, 0))
+    assert await reset == ""
+    reset = asyncio.create_task(rig.fleet.reset_prefix_cache())
+    await asyncio.sleep(0)
+    a.leave("killed")
+    rig.links.on_message(b, CommandDone(1, 0, "busy"))
+    assert "killed" in await reset
+
+
+async def test_stopping_ends_all_requests() -> None:
+    rig = Rig()
+    await rig.fleet.start()
+    a = rig.attach("a")
+    stream = rig.submit()
+    await rig.fleet.drain(0.0)
+    assert rig.fleet.state == "draining"
+    with pytest.raises(EngineUnavailableError):
+        rig.fleet.check_accepting()
+    await rig.fleet.stop()
+    assert rig.fleet.state == "dead"
+    assert stream.pop_deltas()[0].end is not None
+    assert a.requests
