@@ -17,9 +17,7 @@ class EngineCommands:
         self._waiting: dict[int, dict[str, asyncio.Future[str]]] = {}
         """Errors to come, by command id and engine."""
 
-    async def run(
-        self, create: Callable[[int], WireMessage], links: Sequence[EngineLink]
-    ) -> str:
+    async def run(self, create: Callable[[int], WireMessage], links: Sequence[EngineLink]) -> str:
         """Send a command, created with an id, to engines; return the first error, empty if none."""
         command_id = next(self._ids)
         command = create(command_id)
@@ -29,7 +27,9 @@ class EngineCommands:
         try:
             for link in links:
                 link.send(command)
-            errors = [f"engine {name}: {error}" for name in futures if (error := await futures[name])]
+            errors = [
+                f"engine {name}: {error}" for name in futures if (error := await futures[name])
+            ]
         finally:
             del self._waiting[command_id]
         return next(iter(errors), "")

@@ -193,9 +193,7 @@ class Fleet:
             return
         for prompt in prompts:
             num_tokens = min(max_tokens or self._max_model_len, self._max_model_len - len(prompt))
-            refusal = self._dispatcher.reason_to_shed(
-                prompt, num_tokens, priority, cache_salt, slo
-            )
+            refusal = self._dispatcher.reason_to_shed(prompt, num_tokens, priority, cache_salt, slo)
             if refusal is not None:
                 reason, retry_after = refusal
                 raise OverloadedError(
