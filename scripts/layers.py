@@ -35,8 +35,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "zmq"
             ),
             "gllm.fleet": (
-                "gllm gllm.config gllm.engine.interface gllm.messages gllm.models gllm.runtime "
-                "gllm.scheduler msgspec zmq"
+                "gllm gllm.config gllm.engine.fleet_control gllm.engine.interface gllm.messages "
+                "gllm.models gllm.routing gllm.runtime gllm.scheduler msgspec zmq"
             ),
             "gllm.runtime.security": "gllm.config zmq",
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
@@ -48,7 +48,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.engine.chat": "gllm.config gllm.engine.interface gllm.text",
             "gllm.engine": (
                 "gllm.config gllm.engine.chat gllm.engine.fleet_control gllm.engine.interface "
-                "gllm.grammar gllm.messages gllm.models gllm.observability gllm.runtime "
+                "gllm.fleet gllm.grammar gllm.messages gllm.models gllm.observability gllm.runtime "
                 "gllm.scheduler gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
@@ -60,6 +60,10 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.serve": (
                 "gllm gllm.config gllm.engine gllm.frontend gllm.observability "
                 "gllm.runtime setproctitle uvloop"
+            ),
+            "gllm.router": (
+                "gllm gllm.config gllm.engine gllm.frontend gllm.observability gllm.serve "
+                "setproctitle uvloop"
             ),
             "gllm.sim": (
                 "gllm.config gllm.observability.bubbles gllm.observability "
