@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 import setproctitle
 
 from gllm import __version__
+from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, add_flags, config_from_flags
 from gllm.config.server import ServerConfig, check_api_key
@@ -35,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_config_flag()
     add_flags(parser, EngineConfig)
+    add_flags(parser, AttachmentConfig)
     add_flags(parser, ServerConfig)
     return parser
 
@@ -50,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
         engine_config = config_from_flags(EngineConfig, values)
+        attachment = config_from_flags(AttachmentConfig, values)
         server_config = config_from_flags(ServerConfig, values)
         # Before the workers start, which takes seconds and memory.
         plan_model(engine_config)
@@ -57,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
     try:
-        return _serve(engine_config, server_config, node, logs)
+        return _serve(engine_config, attachment, server_config, node, logs)
     finally:
         node.close()
 
@@ -78,7 +81,13 @@ def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
     return keys
 
 
-def _serve(engine: EngineConfig, server: ServerConfig, node: LocalNode, logs: LogConfig) -> int:
+def _serve(
+    engine: EngineConfig,
+    attachment: AttachmentConfig,
+    server: ServerConfig,
+    node: LocalNode,
+    logs: LogConfig,
+) -> int:
     # Imported after the workers have started, so that they import torch at the same time.
     import uvloop
 
@@ -87,7 +96,7 @@ def _serve(engine: EngineConfig, server: ServerConfig, node: LocalNode, logs: Lo
 
     try:
         shows_progress = logs.format == "text"
-        served = Engine(engine, server.served_model_name, logs, shows_progress, node)
+        served = Engine(engine, server.served_model_name, logs, shows_progress, node, attachment)
         return uvloop.run(Server(served, server).run())
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)

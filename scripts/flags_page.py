@@ -6,6 +6,7 @@ python -m scripts.flags_page
 import argparse
 from pathlib import Path
 
+from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, add_flags
 from gllm.config.router import RouterConfig
@@ -45,6 +46,7 @@ def page() -> str:
     """Return docs/flags.md."""
     sections = {
         "Engine and scheduler": EngineConfig,
+        "Attachment to routers": AttachmentConfig,
         "HTTP server": ServerConfig,
         "Router": RouterConfig,
     }

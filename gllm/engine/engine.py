@@ -5,11 +5,14 @@ Imports no torch: the worker processes compute.
 
 from dataclasses import replace
 
+from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
+from gllm.fleet.announcement import attach_to_routers
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
+from gllm.runtime.client import EngineClient
 from gllm.runtime.node import Node
 from gllm.runtime.supervisor import EngineError as EngineError
 
@@ -25,11 +28,14 @@ class Engine(TextEngine):
         logs: Level and format of the workers' logs.
         progress: Show a progress bar while the weights load.
         node: Node with worker processes that were started before; by default `start` creates it.
+        attachment: Routers whose requests the engine runs too; by default none.
 
     Raises:
         ModelError: The model cannot be served.
-        ValueError: The configuration does not fit the model.
+        ValueError: The configuration does not fit the model or the network.
     """
+
+    _client: EngineClient
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class Engine(TextEngine):
         logs: LogConfig = DEFAULT_LOG_CONFIG,
         progress: bool = False,
         node: Node | None = None,
+        attachment: AttachmentConfig | None = None,
     ) -> None:
         plan = plan_model(config)
         self.config = replace(config, max_model_len=plan.max_model_len)
@@ -53,3 +60,7 @@ class Engine(TextEngine):
             config.seed,
         )
         self.model = replace(self.model, root=config.model)
+        if attachment is not None and attachment.is_used:
+            backend.attachment = attach_to_routers(
+                backend.supervisor, self.model, plan.folder, self.config, attachment
+            )

@@ -1,5 +1,7 @@
 """Engine of a router: text of requests that a fleet of engines computes."""
 
+from dataclasses import replace
+
 from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.text_engine import TextEngine
@@ -41,6 +43,7 @@ class FleetEngine(TextEngine):
             config.chat_template,
             config.seed,
         )
+        self.model = replace(self.model, root=config.model)
 
     @property
     def fleet(self) -> FleetControl:

@@ -12,6 +12,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.slo import Slo
 from gllm.engine.interface import EngineStatus, EngineUnavailableError
 from gllm.engine.status import read_status
+from gllm.fleet.attachment import RouterAttachment
 from gllm.messages.control import StartProfile, StopProfile
 from gllm.observability.logs import LogConfig
 from gllm.runtime.client import EngineClient
@@ -47,6 +48,8 @@ class PipelineBackend:
             node: with worker processes that were started before; None to start them.
         """
         self.supervisor = Supervisor(config, layers, self._show_progress)
+        self.attachment: RouterAttachment | None = None
+        """Sessions with routers; None without."""
         self._config = config
         self._folder = folder
         self._logs = logs
@@ -123,6 +126,8 @@ class PipelineBackend:
             self._start_publisher()
             node = self._node or LocalNode(len(self.supervisor.layers))
             await self.supervisor.start(self._folder, node, self._logs)
+            if self.attachment is not None:
+                await self.attachment.start()
         except BaseException:
             await self._stop_publisher()
             raise
@@ -132,10 +137,15 @@ class PipelineBackend:
 
     async def drain(self, seconds: float) -> None:
         """See Backend."""
+        if self.attachment is not None:
+            await self.attachment.drain()
         await self.supervisor.drain(seconds)
 
     async def stop(self) -> None:
         """See Backend."""
+        # First, so that routers continue the remaining requests elsewhere.
+        if self.attachment is not None:
+            await self.attachment.stop()
         await self.supervisor.stop()
         await self._stop_publisher()
 

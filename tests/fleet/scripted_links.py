@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gllm.fleet.engine_link import EngineLink
-from gllm.messages.fleet import AnnounceEngine, EngineReport
-
 from gllm.messages.base import WireMessage
+from gllm.messages.fleet import AnnounceEngine, EngineReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from gllm.messages.fleet import DrainEngine, EngineReport
-from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 
 from gllm.config.router import RouterConfig
 from gllm.config.slo import Slo
@@ -14,6 +12,8 @@ from gllm.engine.fleet_control import UnknownEngineError
 from gllm.engine.interface import EngineUnavailableError, OverloadedError
 from gllm.fleet.fleet import Fleet
 from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.fleet import DrainEngine, EngineReport
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import SchedulerStats
