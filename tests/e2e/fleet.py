@@ -28,7 +28,8 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of the engines and of the router among those of a server; some are of both."""
     parser = FlagParser()
     add_flags(parser, EngineConfig)
-    of_engine, of_router = parser._option_string_actions, build_parser()._option_string_actions
+    of_engine = parser._option_string_actions
+    of_router = {*build_parser()._option_string_actions} - {"--policy"}
     engine: list[str] = []
     router: list[str] = []
     targets: list[list[str]] = []
@@ -121,11 +122,15 @@ def serving_fleet(
     model: Path | str,
     *flags: str,
     names: Sequence[str] = ("a", "b"),
+    router_flags: Sequence[str] = (),
     certificate: str | None = None,
 ) -> Iterator[Router]:
-    """A router whose engines are ready; `flags` are those of a server, for whom they concern."""
+    """A router whose engines are ready; `flags` are those of a server, for whom they concern.
+
+    `router_flags` are of the router alone: --policy means another thing to an engine.
+    """
     of_engines, of_router = split_flags(flags)
-    router = Router(str(model), *of_router, certificate=certificate)
+    router = Router(str(model), *of_router, *router_flags, certificate=certificate)
     try:
         for name in names:
             router.start_engine(name, *of_engines)

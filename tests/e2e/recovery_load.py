@@ -182,6 +182,10 @@ class Load:
         """True until all answers have ended."""
         return not all(answer.has_ended for answer in self.answers.values())
 
+    def wait_for_events(self, number: int) -> None:
+        """Wait until the clients have got that many events."""
+        wait_until(lambda: self.num_events >= number)
+
     def wait(self) -> dict[str, Answer]:
         """Wait for the end of all answers."""
         wait_until(lambda: not self.is_running)
