@@ -21,7 +21,7 @@ from gllm.scheduler.step_cost import StepCostCoefficients
 from tests.fleet.scripted_links import ANNOUNCE, ScriptedLink, ScriptedLinks
 
 GREEDY = SequenceSamplingParams(temperature=0)
-AGES = 1e9
+AGES = 1e7
 """A time limit that a test never reaches."""
 
 
