@@ -1,5 +1,6 @@
 """The prefix cache of an engine as a router knows it, by events over a real session."""
 
+from functools import partial
 from random import Random
 
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
@@ -30,6 +31,9 @@ class IndexedRouter:
         hashes = PromptBlockHashes(prompt, BLOCK_SIZE, cache_salt)
         return self.index.cached_blocks(hashes).get("one", 0)
 
+    def has_one_block(self, prompt: list[int]) -> bool:
+        return self.num_cached_blocks(prompt) == 1
+
 
 async def test_a_router_knows_how_much_of_a_prompt_is_cached(links: Links) -> None:
     router, engine, _ = await links.pair()
@@ -56,7 +60,7 @@ async def test_a_router_knows_how_much_of_a_prompt_is_cached(links: Links) -> No
         # A block that is stored last tells that all events have arrived.
         mark = [100 + turn] * BLOCK_SIZE
         driver.run([*mark, 0])
-        await until(lambda mark=mark: indexed.num_cached_blocks(mark) == 1)
+        await until(partial(indexed.has_one_block, mark))
         for prompt in prompts:
             for salt in salts:
                 hashes = PromptBlockHashes(prompt, BLOCK_SIZE, salt)
