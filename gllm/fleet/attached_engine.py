@@ -20,7 +20,7 @@ class AttachedEngine(Protocol):
 
     @property
     def state(self) -> str:
-        """loading, ready, recovering, draining or dead."""
+        """loading, ready, recovering, sleeping, draining or dead."""
 
     @property
     def state_cause(self) -> str:

@@ -211,6 +211,7 @@ class FleetLinks:
         if previous.announce.run != announce.run:
             superseded.add(previous.announce.run)
             cause = f"a later engine has attached with the name {announce.name}"
+        superseded.discard(announce.run)
         self._refuse_link(previous, cause)
         if superseded:
             self._superseded[announce.name] = superseded

@@ -78,7 +78,7 @@ class EngineReport(WireMessage, frozen=True):
 
     is_fenced: ClassVar[bool] = False
     state: str
-    """ready, recovering, draining or dead."""
+    """ready, recovering, sleeping, draining or dead."""
     cause: str
     """Reason of a recovery or of the death; otherwise empty."""
     stats: SchedulerStats
