@@ -39,6 +39,10 @@ class ServerContext:
         match status.state:
             case "ready":
                 return
+            case "recovering" if self.engine.fleet is not None:
+                raise EngineUnavailableError(
+                    "no_engines", status.recovery_cause, RETRY_AFTER_SECONDS
+                )
             case "recovering":
                 why = f"the engine is recovering: {status.recovery_cause}"
                 raise EngineUnavailableError("recovering", why, RETRY_AFTER_SECONDS)

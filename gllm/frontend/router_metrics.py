@@ -11,7 +11,7 @@ PREFIX = "gllm:router_"
 """Prefix of the names of these metrics."""
 LABELS = ("model_name",)
 """Labels of all of these metrics."""
-ENGINE_STATES = ("loading", "ready", "recovering", "draining", "ejected", "dead")
+ENGINE_STATES = ("loading", "ready", "recovering", "sleeping", "draining", "ejected", "dead")
 """Values of the label `state`."""
 MIGRATION_CAUSES = ("lost", "drained", "recovering", "unavailable")
 """Values of the label `cause` of migrations."""

@@ -105,3 +105,16 @@ async def test_metrics_of_a_router(engine, fleet):
         f"gllm:router_stale_outputs_total{{{model}}} 9.0",
     ):
         assert line in lines
+
+
+async def test_a_router_without_engines_is_not_ready_and_says_why(engine, fleet):
+    engine.state, engine.recovery_cause = "recovering", "no engine is attached"
+    engine.recovering_since, engine.is_recovery_overdue = 0.0, True
+    async with serving(engine) as server:
+        assert (await get(server, "/health"))[0] == 200
+        status, body = await get(server, "/ready")
+        assert (status, body["error"]["code"]) == (503, "engine_no_engines")
+        assert body["error"]["message"] == "no engine is attached"
+        answer = await server.complete()
+        dropped = answer.headers["x-llm-d-request-dropped-reason"]
+        assert (answer.status, dropped) == (503, "rejected-no-endpoints")

@@ -74,8 +74,8 @@ def _router_part(router: RouterFigures) -> list[str]:
         _labeled_line("parked", f"{router.parked:.0f}"),
         _labeled_line(
             "migrations",
-            f"{router.migrations:.0f}, {router.lost_engines:.0f} engines left, "
-            f"{router.shed:.0f} requests shed",
+            f"{router.migrations:.0f}; engines lost: {router.lost_engines:.0f}; "
+            f"requests shed: {router.shed:.0f}",
         ),
         _labeled_line("engines", states or "none"),
         "",

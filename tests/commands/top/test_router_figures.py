@@ -92,7 +92,7 @@ def test_the_view_of_a_router() -> None:
     history.add(scrape(10.0, 100, engines))
     figures = history.add(scrape(12.0, 300, engines))
     lines = render(figures, history.rates, URL, 80)
-    assert "migrations     3, 1 engines left, 0 requests shed" in lines
+    assert "migrations     3; engines lost: 1; requests shed: 0" in lines
     assert "engines        1 ready, 1 recovering" in lines
     title, alpha, other = lines[-3:]
     assert title.split() == [
