@@ -14,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from gllm.config.server import ServerConfig
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
+from gllm.router import build_parser as build_router_parser
 from gllm.runtime.local_node import STOP_SECONDS
+from gllm.runtime.security import SecretFile, create_secret_file
 from gllm.serve import build_parser
 from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard
@@ -138,3 +140,54 @@ def test_systemd_leaves_the_stages_to_the_frontend_and_waits_long_enough() -> No
     service = unit["Service"]
     assert service["KillMode"] == "mixed"
     assert float(service["TimeoutStopSec"]) > time_to_stop(shlex.split(service["ExecStart"]))
+
+
+def manifests(name: str) -> dict[tuple[str, str], Any]:
+    """Objects of a manifest by kind and name."""
+    found = yaml.safe_load_all((DEPLOY / name).read_text())
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def test_kubernetes_routers_and_engines_find_each_other() -> None:
+    found = manifests("kubernetes-router.yaml")
+    pods = {
+        name: found["Deployment", name]["spec"]["template"]
+        for name in ("gllm-router", "gllm-engine")
+    }
+    (router,), (engine,) = (pod["spec"]["containers"] for pod in pods.values())
+    assert router["args"][:2] == ["gllm", "router"]
+    router_values = build_router_parser().parse_args(router["args"][2:])
+    port = {each["name"]: each["containerPort"] for each in router["ports"]}["hub"]
+    assert router_values.hub == f"0.0.0.0:{port}"
+    assert engine["args"][:2] == ["gllm", "serve"]
+    engine_values = build_parser().parse_args(engine["args"][2:])
+    hub = found["Service", "gllm-router-hub"]["spec"]
+    assert engine_values.router == (f"dns:gllm-router-hub:{hub['ports'][0]['port']}",)
+    # A router becomes ready by its engines, which have to find it before.
+    assert hub["publishNotReadyAddresses"] is True
+    assert hub["clusterIP"] == "None"
+    for service in ("gllm", "gllm-router-hub"):
+        assert (
+            found["Service", service]["spec"]["selector"]
+            == pods["gllm-router"]["metadata"]["labels"]
+        )
+    for name, pod in pods.items():
+        assert (
+            found["PodDisruptionBudget", name]["spec"]["selector"]["matchLabels"]
+            == pod["metadata"]["labels"]
+        )
+
+
+def test_kubernetes_mounts_the_node_secret_so_that_it_is_accepted(tmp_path: Path) -> None:
+    found = manifests("kubernetes-router.yaml")
+    for name in ("gllm-router", "gllm-engine"):
+        pod = found["Deployment", name]["spec"]["template"]["spec"]
+        (container,), (volume,) = pod["containers"], pod["volumes"]
+        (mount,) = container["volumeMounts"]
+        path = container["args"][container["args"].index("--node-secret-file") + 1]
+        assert path == f"{mount['mountPath']}/secret"
+        assert mount["name"] == volume["name"]
+        secret = tmp_path / name
+        create_secret_file(secret)
+        secret.chmod(volume["secret"]["defaultMode"])
+        SecretFile(secret)
