@@ -175,7 +175,9 @@ async def measure_many_engines(options: argparse.Namespace) -> dict[str, Any]:
     async with open_session() as session:
         for _ in range(options.rounds):
             hub = free_port()
-            async with started("gllm.router", free_port(), ["--hub", str(hub)]) as router:
+            # The host that `one_connection` names.
+            flags = ["--hub", str(hub), "--allowed-hosts", "x"]
+            async with started("gllm.router", free_port(), flags) as router:
                 await router.wait_until(session, "/health")
                 async with fake_engines(hub, options.engines):
                     await router.wait_until(session, "/engines", options.engines)
