@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import conventions
 from tests.e2e.fleet import Router, serving_fleet
 from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
 from tests.e2e.server import wait_until
@@ -52,6 +53,12 @@ def test_requests_are_divided(router: Router, undisturbed: dict[str, Answer]) ->
     assert sorted(rows) == ["a", "b"]
     assert all(row["num_dispatched"] >= len(REQUESTS) // 2 for row in rows.values())
     assert all(row["num_requests"] == 0 for row in rows.values())
+
+
+def test_routers_of_other_projects_can_use_it(router: Router) -> None:
+    conventions.check_rendered_requests(router)
+    conventions.check_loads(router)
+    conventions.check_sleep(router)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
