@@ -132,6 +132,8 @@ class FleetClient(RequestClient):
         # A suspect that has the engine for itself stays until it has a token.
         if attached is None or (is_planned and self._reserved == engine):
             return 0
+        for stream in attached.streams:
+            self._pin_numerics(attached, stream)
         chosen = {each: self._find_engine(each, avoid=engine) for each in attached.streams}
         moved = [stream for stream, target in chosen.items() if target is not None]
         seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
@@ -244,14 +246,18 @@ class FleetClient(RequestClient):
             del engine.choices[seq]
         entry.seqs.clear()
         submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
-        if num_tokens:
-            entry.numerics = engine.numerics
+        self._pin_numerics(engine, stream)
         since = time.monotonic()
         if num_tokens > submitted.num_output_tokens:
             entry.num_refusals = 0
         elif cause == "unavailable":
             since = submitted.waits_since
         self._parked[stream] = Parked(since, cause)
+
+    def _pin_numerics(self, engine: DispatchTarget, stream: RequestStream) -> None:
+        """Let a request with tokens leave its engine only for those that continue them."""
+        if stream.entry.num_output_tokens:
+            stream.entry.numerics = engine.numerics
 
     def _index_names(self) -> None:
         """Update the names after an engine has come or gone."""

@@ -147,6 +147,20 @@ def test_tokens_are_continued_only_with_equal_numerics() -> None:
     assert rig.submitted("a") == [1]
 
 
+def test_a_migration_of_tokens_needs_equal_numerics_too() -> None:
+    rig = Rig()
+    rig.attach("b", "x")
+    with_token, without = rig.submit(1), rig.submit(2)
+    rig.report("b", (0, 7))
+    rig.attach("a", "y")
+    assert rig.client.migrate("b") == 1
+    assert rig.submitted("a") == [2]
+    rig.attach("c", "x")
+    assert rig.client.migrate("b") == 1
+    assert rig.submitted("c") == [1]
+    assert (with_token.entry.numerics, without.entry.numerics) == ("x", "")
+
+
 def test_parked_requests_are_dispatched_in_order_of_arrival() -> None:
     rig = Rig("a")
     for name in (1, 2, 3):

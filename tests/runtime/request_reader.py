@@ -57,13 +57,18 @@ class RequestReader:
 
         Any of them before the first token.
         """
-        fitting = [
-            texts
-            for texts in self.possible
-            if all(text[: len(t)] == t for text, t in zip(texts, self.tokens, strict=True))
-        ]
+        fitting = self.fitting()
         assert fitting, f"{self.tokens} is not the beginning of any of {self.possible}"
-        return fitting[0]
+        return self.possible[fitting[0]]
+
+    def fitting(self) -> list[int]:
+        """Return the indices of the numerics that give the journal's tokens."""
+        outputs = self.stream.entry.outputs
+        return [
+            index
+            for index, texts in enumerate(self.possible)
+            if all(texts[choice][: len(tokens)] == tokens for choice, tokens in outputs.items())
+        ]
 
     def check(self) -> None:
         """Check that all that was read is exact so far."""
