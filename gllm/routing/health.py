@@ -79,7 +79,7 @@ class _EngineHealth:
     """In a row."""
     num_ejections: int = 0
     num_losses: int = 0
-    """Unplanned losses."""
+    """Unplanned losses since the last planned one."""
     changed_at: float = 0.0
     """Time of the last ejection or loss."""
     ejected_until: float = 0.0
@@ -119,7 +119,7 @@ class FleetHealth:
         """Record that an engine is gone, by plan or not."""
         health = self._engines.setdefault(engine, _EngineHealth())
         health.attached_at = None
-        health.num_losses += not is_planned
+        health.num_losses = 0 if is_planned else health.num_losses + 1
         health.changed_at = now
         self._forget_old(now)
 

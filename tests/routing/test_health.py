@@ -226,9 +226,10 @@ def test_engine_that_is_lost_again_and_again_waits_longer() -> None:
             now += 1
         waits.append(now - begin)
     assert waits == [0, 30, 60, 90]
-    for _ in range(3):
-        health.on_lost("b", now + 1, is_planned=True)
-    assert health.weight("a", now) == 1
+    # An operator restarts it: whatever was wrong is mended.
+    health.on_lost("b", now, is_planned=True)
+    health.on_attached("b", now + 1)
+    assert health.weight("b", now + 1) == MIN_WEIGHT
 
 
 def test_outlier_factor_zero_never_ejects() -> None:
