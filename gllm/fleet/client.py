@@ -36,13 +36,20 @@ _POISON_ERROR = (
 class FleetClient(RequestClient):
     """Running requests of a router, and the engines that compute them."""
 
-    def __init__(self, choose: ChooseEngine, migration_limit: int = MIGRATION_LIMIT) -> None:
+    def __init__(
+        self,
+        choose: ChooseEngine,
+        migration_limit: int = MIGRATION_LIMIT,
+        on_output_length: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Create a client without engines.
 
         Args:
             choose: chooses the engine of a request. It must not call the client.
             migration_limit: unplanned deaths of engines in a row after which a request is ended;
                 at least 2. Before its last trial it has an engine for itself.
+            on_output_length: called with max_tokens and the length in tokens of each output that
+                an engine has finished.
         """
         if migration_limit < 2:
             raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
@@ -56,6 +63,7 @@ class FleetClient(RequestClient):
         self.num_stale_tokens = 0
         """Tokens that arrived from an engine which no longer had their request."""
         self._choose = choose
+        self._on_output_length = on_output_length
         self._engines: dict[str, DispatchTarget] = {}
         self._names: dict[str, frozenset[str]] = {}
         """Names of engines by numerics; all under the empty string."""
@@ -196,10 +204,19 @@ class FleetClient(RequestClient):
                 if target := attached.choices.get(seq):
                     self._suspects.clear(target.stream)
         for stream, choice, _ in ended:
+            self._record_length(stream, choice)
             self._remove(stream, [choice])
         self._move_refused(attached, refused)
         self._end_isolation(avoid=attached.name if refused else "")
         self._notify()
+
+    def _record_length(self, stream: RequestStream, choice: int) -> None:
+        """Report the length of an output that has ended, unless it failed or was aborted."""
+        end = stream.delta(choice).end
+        is_complete = end is not None and end.finish_reason in ("stop", "length")
+        if self._on_output_length is not None and is_complete:
+            entry = stream.entry
+            self._on_output_length(entry.max_tokens, len(entry.outputs[choice]))
 
     # Dispatch.
 

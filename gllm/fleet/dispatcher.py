@@ -16,9 +16,10 @@ from gllm.routing.shedding import retry_after_seconds, shed
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_stream import RequestStream
+from gllm.scheduler.output_lengths import OutputLengthPredictor
 
 EXPECTED_OUTPUT_TOKENS = 256
-"""Expected number of output tokens of a request."""
+"""Expected number of output tokens of a request before similar ones have finished."""
 
 
 class Dispatcher:
@@ -39,6 +40,7 @@ class Dispatcher:
         self.prefixes = PrefixIndex()
         self.num_shed: Counter[str] = Counter()
         """Requests refused because of their SLO, by reason."""
+        self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
         self.policy = policy
         self.health = health
         self._clock = clock
@@ -63,7 +65,7 @@ class Dispatcher:
         engines = self._candidates(names, now)
         if not engines:
             return None
-        request = _routing_request(stream.entry, engines[0].block_size)
+        request = self._routing_request(stream.entry, engines[0].block_size)
         name = self.policy.choose(request, engines, self.prefixes, now)
         if name is None or not self._may_submit(stream.entry, now):
             return None
@@ -96,7 +98,7 @@ class Dispatcher:
         request = RoutingRequest(
             num_prompt_tokens=len(prompt),
             block_hashes=PromptBlockHashes(prompt, engines[0].block_size, cache_salt),
-            num_output_tokens=min(EXPECTED_OUTPUT_TOKENS, max_tokens),
+            num_output_tokens=self.output_lengths.predict(max_tokens, 0),
             max_tokens=max_tokens,
             priority=priority,
             slo=slo,
@@ -128,16 +130,15 @@ class Dispatcher:
         pairs = zip(ready, weights, strict=True)
         return [record.snapshot(weight) for record, weight in pairs if weight]
 
-
-def _routing_request(entry: JournalEntry, block_size: int) -> RoutingRequest:
-    num_generated = [len(entry.outputs[choice]) for choice in entry.alive]
-    num_left = entry.max_tokens - min(num_generated, default=0)
-    return RoutingRequest(
-        num_prompt_tokens=len(entry.prompt) + sum(num_generated),
-        block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
-        num_output_tokens=min(EXPECTED_OUTPUT_TOKENS, num_left),
-        max_tokens=num_left,
-        priority=entry.priority,
-        session=entry.session,
-        slo=entry.slo,
-    )
+    def _routing_request(self, entry: JournalEntry, block_size: int) -> RoutingRequest:
+        num_generated = [len(entry.outputs[choice]) for choice in entry.alive]
+        least = min(num_generated, default=0)
+        return RoutingRequest(
+            num_prompt_tokens=len(entry.prompt) + sum(num_generated),
+            block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
+            num_output_tokens=self.output_lengths.predict(entry.max_tokens, least) - least,
+            max_tokens=entry.max_tokens - least,
+            priority=entry.priority,
+            session=entry.session,
+            slo=entry.slo,
+        )

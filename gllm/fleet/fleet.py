@@ -69,7 +69,8 @@ class Fleet:
         self._dispatcher = Dispatcher(
             make_policy(config.policy, Random()), FleetHealth(config.health), time.monotonic
         )
-        self.client = FleetClient(self._dispatcher.choose, config.migration_limit)
+        record_length = self._dispatcher.output_lengths.record
+        self.client = FleetClient(self._dispatcher.choose, config.migration_limit, record_length)
         self._links = create_links(
             FleetLinkConfig(
                 hub=None if config.hub == "off" else config.hub,

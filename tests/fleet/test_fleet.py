@@ -72,6 +72,22 @@ def test_a_request_goes_on_where_the_tokens_are_left() -> None:
     assert (totals.migrations, totals.lost_engines) == ({"lost": 1}, {"lost": 1})
 
 
+def test_expected_lengths_are_learned_from_outputs_that_engines_finish() -> None:
+    rig = Rig()
+    a = rig.attach("a")
+    lengths = rig.fleet._dispatcher.output_lengths
+    assert lengths.predict(8, 0) == 8
+    moved, failed = rig.submit(), rig.submit()
+    a.answer(a.requests[0], 10, 11)
+    a.answer(a.requests[1], 5, reason="error")
+    b = rig.attach("b")
+    a.leave()
+    b.answer(b.requests[-1], 12, reason="length")
+    assert read(moved) == [10, 11, 12]
+    assert failed.alive == set()
+    assert lengths.predict(8, 0) == 3
+
+
 def test_requests_park_while_no_engine_takes_them() -> None:
     rig = Rig(park_timeout=AGES)
     assert rig.fleet.state == "recovering"
