@@ -49,7 +49,10 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     loads = LOADS[1:2] if options.quick else LOADS
     found: dict[str, RunComparison] = {}
     for number in stages:
-        config = EngineConfig.from_options("demo", pipeline_parallel_size=number)
+        # Threads of one stage wait for each other, which takes several times as long on a machine
+        # that does other work too, and a quick run shows no figures anybody relies on.
+        threads = 1 if options.quick else None
+        config = EngineConfig.from_options("demo", pipeline_parallel_size=number, threads=threads)
         most = capacity(config, count)
         profile, runs = asyncio.run(_in_turns(config, loads, count, rounds, most))
         for (name, _, _), events in zip(loads, runs, strict=True):
