@@ -119,10 +119,11 @@ class Dispatcher:
 
     def _candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
         """Return the engines that take requests; ejected ones only if there are no others."""
+        # In the order of attachment: that of a set of names differs from run to run.
         ready = [
             record
-            for name in names
-            if (record := self.records.get(name)) is not None and record.accepts_requests
+            for name, record in self.records.items()
+            if name in names and record.accepts_requests
         ]
         weights = [self.health.weight(record.name, now) for record in ready]
         if not any(weights):
