@@ -52,7 +52,8 @@ class RoundRobinPolicy:
         if not engines:
             return None
         credits = {each.name: self._credits.get(each.name, 0.0) + each.weight for each in engines}
-        chosen = max(credits, key=credits.__getitem__)
+        # In the order of names, whatever the order of the engines.
+        chosen = max(sorted(credits), key=credits.__getitem__)
         credits[chosen] -= sum(each.weight for each in engines)
         self._credits = credits
         return chosen
