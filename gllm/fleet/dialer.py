@@ -98,8 +98,10 @@ class Dialer:
         return connection, cause, is_refused
 
     def _log_failure(self, cause: str) -> None:
-        """Log that there is no session, at most once a minute."""
+        """Log that there is no session, at most once a minute above the level of debugging."""
         now = time.monotonic()
+        level = logging.DEBUG
         if now - self._last_log >= LOG_SECONDS:
             self._last_log = now
-            log.warning("no session with %s: %s; trying again", self._address, cause)
+            level = logging.WARNING
+        log.log(level, "no session with %s: %s; trying again", self._address, cause)
