@@ -3,15 +3,12 @@
 docs/router.md has the table. The values are those of gllm's metrics at the same scrape.
 """
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
-
-from gllm.engine.interface import EngineInterface
 
 PREFIX = "vllm:"
 OWN_PREFIX = "gllm:"
@@ -51,36 +48,39 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 """Names after vLLM's prefix by the name after gllm's."""
 
 
-class AliasCollector(Collector):
-    """Collector that repeats the metrics of another registry under vLLM's names."""
+_BLOCK = re.compile(r"^# HELP gllm:(\w+) .*\n(?:(?!# HELP ).*\n)*", re.MULTILINE)
+"""A metric in Prometheus's text format: its comments and its samples."""
 
-    def __init__(self, registry: CollectorRegistry, engine: EngineInterface) -> None:
-        self._registry = registry
-        self._engine = engine
+
+def repeat_with_aliases(text: str) -> str:
+    """Return those metrics of a text in Prometheus's format that have vLLM's names, with these.
+
+    Works on the text, because writing the samples again takes as long as writing all of them.
+    """
+    parts = []
+    for block in _BLOCK.finditer(text):
+        name = block[1] if block[1] in ALIASES else block[1].removesuffix("_total")
+        for alias in ALIASES.get(name, ()):
+            # Label values may contain anything, so only the beginnings of lines are changed.
+            pattern = rf"^(# (?:HELP|TYPE) )?{OWN_PREFIX}{name}"
+            parts.append(re.sub(pattern, rf"\g<1>{PREFIX}{alias}", block[0], flags=re.MULTILINE))
+    return "".join(parts)
+
+
+class AdapterCollector(Collector):
+    """Collector of the metric by which llm-d selects servers with a LoRA adapter: there are none.
+
+    Args:
+        model: Name of the served model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
-        for family in self._registry.collect():
-            name = family.name.removeprefix(OWN_PREFIX)
-            for alias in ALIASES.get(name, ()):
-                yield _renamed(family, PREFIX + alias)
-        yield self._adapters()
-
-    def _adapters(self) -> Metric:
-        """Return the metric by which llm-d selects servers with a LoRA adapter: there are none."""
+        """Yield the metric."""
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "model_name")
         text = "LoRA adapters in use; the value is the time of the scrape"
         gauge = GaugeMetricFamily(f"{PREFIX}lora_requests_info", text, labels=labels)
-        gauge.add_metric(["0", "", "", self._engine.model.name], time.time())
-        return gauge
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    """Return a copy of a metric with another name, without the times of its creation."""
-    renamed = Metric(name, family.documentation, family.type)
-    renamed.samples = [
-        Sample(name + sample.name.removeprefix(family.name), *sample[1:])
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    ]
-    return renamed
+        gauge.add_metric(["0", "", "", self._model], time.time())
+        yield gauge

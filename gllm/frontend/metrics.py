@@ -15,7 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus
-from gllm.frontend.metric_aliases import AliasCollector
+from gllm.frontend.metric_aliases import AdapterCollector, repeat_with_aliases
 from gllm.frontend.router_metrics import RouterCollector
 
 PREFIX = "gllm:"
@@ -234,6 +234,7 @@ class Metrics:
     def __init__(self, engine: EngineInterface) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
+        self.registry.register(AdapterCollector(engine.model.name))
         if engine.fleet is not None:
             self.registry.register(RouterCollector(engine.fleet, engine.model.name))
         model = engine.model.name
@@ -245,9 +246,6 @@ class Metrics:
             family = Histogram(PREFIX + name, text, LABELS, registry=self.registry, buckets=buckets)
             return family.labels(model)
 
-        aliases = CollectorRegistry()
-        aliases.register(AliasCollector(self.registry, engine))
-        self._registries = (self.registry, aliases)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests")
         self.output = TokenCounters(model)
         self.registry.register(self.output)
@@ -314,4 +312,5 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format, also under vLLM's names."""
-        return b"".join(map(generate_latest, self._registries))
+        text = generate_latest(self.registry).decode()
+        return (text + repeat_with_aliases(text)).encode()

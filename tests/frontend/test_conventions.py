@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gllm.frontend.metric_aliases import ALIASES, PREFIX
+from gllm.frontend.metric_aliases import ALIASES, PREFIX, repeat_with_aliases
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.examples import EXAMPLES
 from tests.frontend.test_plain_routes import get
@@ -157,6 +157,24 @@ async def test_metrics_have_the_values_of_their_own_names(server):
     prompts = {key[0]: value for key, value in values("vllm:request_prompt_tokens").items()}
     assert prompts["_count"] == 2
     assert prompts["_sum"] == sum(len(call.prompt) for call in server.engine.calls)
+
+
+def test_only_names_of_metrics_are_replaced():
+    text = (
+        "# HELP gllm:prompt_tokens_total Like gllm:prompt_tokens\n"
+        "# TYPE gllm:prompt_tokens_total counter\n"
+        'gllm:prompt_tokens_total{model_name="gllm:prompt_tokens"} 7.0\n'
+        "# HELP gllm:prompt_tokens_created When\n"
+        "# TYPE gllm:prompt_tokens_created gauge\n"
+        'gllm:prompt_tokens_created{model_name="m"} 1.7e9\n'
+        "# HELP gllm:generation Not vLLM's\n"
+        "gllm:generation 1.0\n"
+    )
+    assert repeat_with_aliases(text) == (
+        "# HELP vllm:prompt_tokens_total Like gllm:prompt_tokens\n"
+        "# TYPE vllm:prompt_tokens_total counter\n"
+        'vllm:prompt_tokens_total{model_name="gllm:prompt_tokens"} 7.0\n'
+    )
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS["POST"] if path in EXAMPLES])
