@@ -1,0 +1,72 @@
+"""Deterministic simulation of a fleet's whole life under faults.
+
+The real backend of routers with its client, dispatcher and links, and the real engines from their
+attachment down to the scheduler, run on a virtual clock. Only sockets, processes and the model are
+simulated.
+"""
+
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import num_examples
+from tests.simulation.fleet_scenario import FleetLimits, FleetScenario
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    """Keep thousands of lost engines out of the log."""
+    logging.getLogger("gllm").setLevel(logging.CRITICAL)
+
+
+def ends(scenario: FleetScenario) -> set[str]:
+    return {end for reader in scenario.readers for end, _ in reader.ends.values()}
+
+
+@settings(max_examples=num_examples(5, 1000), deadline=None)
+@given(SEEDS, st.integers(0, 10))
+def test_requests_outlive_every_engine(seed: int, num_faults: int) -> None:
+    FleetScenario(seed, FleetLimits(num_faults=num_faults)).play()
+
+
+def test_without_faults_everything_ends_without_an_error() -> None:
+    scenario = FleetScenario(1, FleetLimits(num_faults=0, has_bad_requests=False))
+    scenario.play()
+    assert not scenario.faults
+    assert ends(scenario) <= {"stop", "length", "abort"}
+
+
+def test_a_rolling_restart_of_the_fleet_costs_no_request() -> None:
+    limits = FleetLimits(
+        num_requests=120, num_engines=3, has_bad_requests=False, is_rolling_restart=True
+    )
+    scenario = FleetScenario(2, limits)
+    scenario.play()
+    assert scenario.faults == {"restarted": 3}
+    assert len(scenario.starts) == 6
+    assert ends(scenario) <= {"stop", "length", "abort"}
+    assert len(scenario.readers) > limits.num_requests / 2
+    migrations = [router.fleet.client.num_migrations for router in scenario.routers]
+    assert any(each["drained"] for each in migrations)
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    first, second = (FleetScenario(7, FleetLimits(num_requests=10, num_faults=6)) for _ in range(2))
+    first.play()
+    second.play()
+    assert first.faults == second.faults
+    assert first.loop.num_events == second.loop.num_events
+    assert [r.tokens for r in first.readers] == [r.tokens for r in second.readers]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_long_lives(seed: int) -> None:
+    """At least 10^5 events each."""
+    scenario = FleetScenario(seed, FleetLimits(num_requests=3000, seconds=1500.0, num_faults=120))
+    scenario.play()
+    assert scenario.loop.num_events >= 10**5
