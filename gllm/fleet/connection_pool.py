@@ -66,6 +66,9 @@ class ConnectionPool:
         self._secret = None if path is None else SecretFile(path)
         self._bind_address = self._check_hub()
         self._discoveries = [make_discovery(entry, resolve) for entry in config.dial]
+        for discovery in self._discoveries:
+            # Each address is checked again once it is known.
+            check_dialed_address(f"tcp://{discovery.target}", self._secret is not None)
         self._rng = Random(secrets.randbits(64))
         self._beat_seconds = min(MAX_BEAT_SECONDS, config.peer_timeout / BEATS_PER_TIMEOUT)
         self.hub_address = ""

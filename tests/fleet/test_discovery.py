@@ -96,7 +96,7 @@ async def test_peers_of_a_name_come_and_go(links: Links, monkeypatch: pytest.Mon
         _, attachment = await links.engine(announcement(name), hub="127.0.0.1:0")
         hubs[name] = attachment.hub_address.removeprefix("tcp://")
     names = Names(hubs["a"])
-    router = await links.router(dial=("dns:engines:1",), resolve=names.resolve)
+    router = await links.router(dial=("dns:localhost:1",), resolve=names.resolve)
     await until(lambda: router.attached == ["a"])
     names.addresses = [hubs["b"]]
     await until(lambda: router.attached == ["a", "b"])

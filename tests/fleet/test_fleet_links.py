@@ -50,9 +50,19 @@ async def test_members_with_the_secret(links: Links, tmp_path: Path) -> None:
     assert router.attached == ["one"]
 
 
-async def test_a_member_may_not_listen_off_loopback_without_a_secret() -> None:
-    with pytest.raises(ValueError, match="secret"):
-        RouterAttachment(FakeEngine(), announcement, FleetLinkConfig(hub="0.0.0.0:0"))
+@pytest.mark.parametrize(
+    "config",
+    [
+        FleetLinkConfig(hub="0.0.0.0:0"),
+        FleetLinkConfig(dial=("10.0.0.1:29700",)),
+        FleetLinkConfig(dial=("router.example:29700",)),
+        FleetLinkConfig(dial=("127.0.0.1:1", "dns:routers.example:29700")),
+    ],
+    ids=str,
+)
+def test_nothing_leaves_this_machine_without_a_secret(config: FleetLinkConfig) -> None:
+    with pytest.raises(ValueError, match="needs a node secret"):
+        RouterAttachment(FakeEngine(), announcement, config)
 
 
 async def test_several_engines_and_routers(links: Links) -> None:

@@ -14,6 +14,10 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 class Discovery(Protocol):
     """Addresses to dial."""
 
+    @property
+    def target(self) -> str:
+        """HOST:PORT of the entry, before its host is resolved."""
+
     async def watch(self, on_change: Callable[[frozenset[str]], None]) -> None:
         """Report the addresses, HOST:PORT, as soon as they are known and when they change.
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from gllm.fleet.discovery.base import Resolve
-from gllm.fleet.link_config import parse_host_port
+from gllm.fleet.link_config import format_host_port, parse_host_port
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ class DnsDiscovery:
             interval: seconds between two resolutions; None for RESOLVE_SECONDS.
         """
         self._host, self._port = parse_host_port(entry)
+        self.target = format_host_port(self._host, self._port)
         self._resolve = resolve
         self._interval = RESOLVE_SECONDS if interval is None else interval
 

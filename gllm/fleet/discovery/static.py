@@ -11,8 +11,8 @@ class StaticDiscovery:
 
     def __init__(self, entry: str, resolve: Resolve) -> None:
         """Create the discovery of HOST:PORT. Raises ValueError."""
-        self._address = format_host_port(*parse_host_port(entry))
+        self.target = format_host_port(*parse_host_port(entry))
 
     async def watch(self, on_change: Callable[[frozenset[str]], None]) -> None:
         """See Discovery."""
-        on_change(frozenset((self._address,)))
+        on_change(frozenset((self.target,)))
