@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from gllm.fleet.attachment import RouterAttachment
 from gllm.fleet.connection import PeerConnection
+from gllm.fleet.link_config import FleetLinkConfig
 from gllm.fleet.router_session import RouterSession
 from gllm.messages import codec
 from gllm.messages.base import WireMessage
@@ -103,6 +105,18 @@ async def test_no_session_without_the_secret(
     assert "secret" in caplog.text
     assert router.attached == []
     assert attachment.routers == []
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:29700", "[2001:db8::1]:29700", "router:29700"])
+def test_nobody_dials_another_machine_without_a_secret(address: str, tmp_path: Path) -> None:
+    create_secret_file(tmp_path / "secret")
+    for secret in (None, str(tmp_path / "secret")):
+        config = FleetLinkConfig(dial=(address,), node_secret_file=secret)
+        if secret is None:
+            with pytest.raises(ValueError, match=r"is not on this machine.*--new-secret"):
+                RouterAttachment(FakeEngine(), announcement, config)
+        else:
+            RouterAttachment(FakeEngine(), announcement, config)
 
 
 def tags_of(decode: Any) -> set[str]:
