@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,8 @@ class Router(Server):
         self.model = model
         self.hub = hub or free_port()
         self.engines: dict[str, EngineProcess] = {}
+        keys = dict(zip(flags, flags[1:], strict=False))
+        self._headers = {"x-api-key": keys["--api-key"]} if "--api-key" in keys else {}
         super().__init__(model, "--hub", str(self.hub), *flags, certificate=certificate)
 
     def start_engine(self, name: str, *flags: str, routers: str = "") -> EngineProcess:
@@ -93,7 +96,7 @@ class Router(Server):
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """The rows of /engines by name."""
-        with self.open("/engines", None) as answer:
+        with self.open("/engines", None, **self._headers) as answer:
             return {row["name"]: row for row in json.load(answer)["engines"]}
 
     def wait_until_ready(self, *names: str) -> None:
@@ -103,7 +106,9 @@ class Router(Server):
             assert self.process.poll() is None, self.end()[1]
             for engine in self.engines.values():
                 assert engine.name not in names or engine.process.poll() is None, engine.name
-            rows = self.rows() if self.status("/version") == 200 else {}
+            # Each look is a line in the log, and nobody reads it before the end.
+            time.sleep(0.1)
+            rows = self.rows()
             return all(rows.get(name, {}).get("state") == "ready" for name in names)
 
         wait_until(is_ready)

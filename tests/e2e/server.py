@@ -137,9 +137,20 @@ class Server:
         return self.process.returncode, errors
 
 
+FLEET_VARIABLE = "GLLM_TEST_FLEET"
+"""Environment variable with the number of engines behind a router that is used as the server."""
+
+
 @contextmanager
 def serving(model: Path | str, *flags: str, certificate: str | None = None) -> Iterator[Server]:
     """A server that is ready; killed at the end if it still runs."""
+    if num_engines := int(os.environ.get(FLEET_VARIABLE, 0)):
+        from tests.e2e.fleet import serving_fleet
+
+        names = [f"engine-{number}" for number in range(num_engines)]
+        with serving_fleet(model, *flags, names=names, certificate=certificate) as router:
+            yield router
+        return
     server = Server(str(model), *flags, certificate=certificate)
     try:
         wait_until(lambda: server.status("/ready") == 200 or server.process.poll() is not None)

@@ -17,12 +17,13 @@ from tests.e2e.server import wait_until
 
 EXACT = ["--dtype", "float32", "--threads", "1"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
+ROUTER = ["--policy", "round-robin", "--engine-timeout", "2", "--ejection-seconds", "0.1"]
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[Router]:
-    with serving_fleet("demo", *EXACT, router_flags=("--policy", "round-robin")) as started:
+    with serving_fleet("demo", *EXACT, router_flags=ROUTER) as started:
         yield started
 
 
