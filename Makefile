@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test test-long test-installed test-cpus test-triton-3.6 check mutants format browser
+.PHONY: setup serve lint test test-long test-router test-installed test-cpus test-triton-3.6 check mutants format browser
 
 setup: $(STAMP)
 
@@ -31,6 +31,13 @@ test: lint
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e --cov --cov-report=term:skip-covered
 	$(BIN)/python -m pytest -q -rs -n 2 --dist loadscope -m "not long and not alone" tests/e2e
 	$(BIN)/python -m pytest -q -rs -m "alone and not long" tests/e2e
+
+# The tests of servers over HTTP with a router and two engines as the server. What they leave out looks at a pipeline's
+# own processes and profiles.
+ROUTER_TESTS := tests/clients/test_demo_server.py $(addprefix tests/e2e/test_,chat.py control.py doors.py operations.py sampling.py serving.py structured.py tools.py)
+test-router: $(STAMP)
+	GLLM_TEST_FLEET=2 $(BIN)/python -m pytest -q -rs -n 2 --dist loadscope -m "not long and not alone" $(ROUTER_TESTS) \
+		-k "not bubbles and not profile and not server_info and not top_and_json and not compiling_process and not kept_connections"
 
 # Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile.
 test-long: $(STAMP)

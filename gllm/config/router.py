@@ -83,7 +83,7 @@ class RouterConfig:
     engine_timeout: float = option(
         5.0,
         "seconds of silence after which an engine is lost and its requests run elsewhere",
-        ge=1,
+        ge=2,
         le=MAX_TIMEOUT_SECONDS,
     )
     recovery_patience: float = option(

@@ -50,6 +50,8 @@ class RouterTotals(msgspec.Struct, frozen=True):
     """Ends of engines' connections, by kind: drained or lost."""
     refused_engines: int
     """Engines that were refused, such as those of another model."""
+    refused_peers: int
+    """Connections refused before they announced an engine, such as those without the secret."""
     shed_requests: dict[str, int]
     """Requests refused because no engine was likely to meet their SLO, by reason."""
     stale_outputs: int

@@ -17,6 +17,7 @@ from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineErro
 from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
 from gllm.fleet.client import FleetClient
 from gllm.fleet.dispatcher import Dispatcher
+from gllm.fleet.engine_checks import unfit_reason
 from gllm.fleet.engine_commands import EngineCommands
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 """Interval at which deadlines are checked."""
+MAX_NAMES = 1000
+"""Most engines whose counters are kept: by default each start of an engine has another name."""
 RETRY_SECONDS = 5
 """Time after which a client may try again while no engine takes requests."""
 
@@ -158,6 +161,7 @@ class Fleet:
             migrations=dict(self.client.num_migrations),
             lost_engines=dict(self._num_lost),
             refused_engines=self._num_refused,
+            refused_peers=self._links.num_refused_peers,
             shed_requests=dict(self._dispatcher.num_shed),
             stale_outputs=self.client.num_stale_tokens,
         )
@@ -264,10 +268,12 @@ class Fleet:
 
     def _on_attached(self, link: EngineLink) -> None:
         announce, name, now = link.announce, link.name, time.monotonic()
-        if cause := self._refusal(link):
+        cause = unfit_reason(announce, self._config.model, self._model_hash, self._max_model_len)
+        if cause:
             self._num_refused += 1
             link.refuse(cause)
             return
+        log.info("engine %s (%s) is attached, %s", name, link.address, link.report.state)
         record = EngineRecord(announce, link.report, now)
         self._dispatcher.records[name] = record
         self._dispatcher.health.on_attached(name, now)
@@ -282,28 +288,17 @@ class Fleet:
         self._on_engines_changed()
         self.client.attach(name, announce.numerics, send)
 
-    def _refusal(self, link: EngineLink) -> str:
-        """Return why an engine cannot serve this router's requests; empty if it can."""
-        announce = link.announce
-        if announce.model_hash != self._model_hash:
-            return (
-                f"it serves {announce.model}, whose files differ from those of the router's model "
-                f"{self._config.model}"
-            )
-        if announce.max_model_len < self._max_model_len:
-            return (
-                f"its maximum length is {announce.max_model_len} tokens, that of the router is "
-                f"{self._max_model_len}: start the router with --max-model-len"
-            )
-        return ""
-
     def _on_lost(self, link: EngineLink, cause: str) -> None:
         name, is_planned = link.name, link.is_leaving
         record = self._dispatcher.records.pop(name, None)
         if record is None:
             return
-        if num_running := self.client.num_running(name):
-            log.info("the %d requests of engine %s go on elsewhere", num_running, name)
+        log.log(
+            logging.INFO if is_planned else logging.WARNING,
+            "engine %s (%s) %s: %s; requests that go on elsewhere: %d",
+            name, link.address, "has left" if is_planned else "is lost", cause,
+            self.client.num_running(name),
+        )  # fmt: skip
         self._num_lost["drained" if is_planned else "lost"] += 1
         self._stats.on_lost(record)
         self._dispatcher.prefixes.forget(name)
@@ -311,6 +306,10 @@ class Fleet:
         self._commands.on_lost(name, cause)
         self._on_engines_changed()
         self.client.detach(name, cause, is_planned)
+        counts = self.client.num_dispatched
+        gone = [each for each in counts if each not in self._dispatcher.records]
+        for each in gone[: max(0, len(counts) - MAX_NAMES)]:
+            del counts[each]
 
     def _on_message(self, link: EngineLink, message: AnyMessage) -> None:
         record = self._dispatcher.records.get(link.name)

@@ -114,6 +114,8 @@ class RouterCollector(Collector):
         for name, text, count in (
             ("refused_engines", "Engines refused, such as those of another model",
              totals.refused_engines),
+            ("refused_connections", "Connections refused, such as those without the node secret",
+             totals.refused_peers),
             ("stale_outputs", "Tokens that arrived after their request had been taken elsewhere",
              totals.stale_outputs),
         ):  # fmt: skip

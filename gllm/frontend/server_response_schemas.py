@@ -122,6 +122,7 @@ class RouterTotalsResponse(ResponseSchema):
     migrations: dict[str, int]
     lost_engines: dict[str, int]
     refused_engines: int
+    refused_peers: int
     shed_requests: dict[str, int]
     stale_outputs: int
 

@@ -1,5 +1,6 @@
 """A router with engines in processes of their own, as a user starts them."""
 
+import itertools
 import json
 import os
 import signal
@@ -84,7 +85,7 @@ class Router(Server):
         self.model = model
         self.hub = hub or free_port()
         self.engines: dict[str, EngineProcess] = {}
-        keys = dict(zip(flags, flags[1:], strict=False))
+        keys = dict(itertools.pairwise(flags))
         self._headers = {"x-api-key": keys["--api-key"]} if "--api-key" in keys else {}
         super().__init__(model, "--hub", str(self.hub), *flags, certificate=certificate)
 

@@ -85,6 +85,7 @@ class ScriptedLinks:
     """Stands for FleetLinks."""
 
     hub_address = ""
+    num_refused_peers = 0
 
     def __init__(
         self,
