@@ -165,7 +165,14 @@ def check_order(played: Played, link: float) -> None:
 
 
 JOBS = st.lists(
-    st.builds(WorkloadRequest, st.floats(0, 8), st.integers(1, 48), st.integers(1, LONGEST - 48)),
+    st.builds(
+        WorkloadRequest,
+        st.floats(0, 8),
+        st.integers(1, 48),
+        st.integers(1, LONGEST - 48),
+        st.just(()),
+        st.just(""),
+    ),
     min_size=1,
     max_size=14,
 )

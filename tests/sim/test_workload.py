@@ -267,7 +267,18 @@ def test_bad_input_is_refused_with_the_fix(options: dict[str, Any], message: str
 # Requests.
 
 
-@given(st.lists(st.builds(WorkloadRequest, st.floats(0, 9), st.integers(1, 70), st.integers(1, 9))))
+@given(
+    st.lists(
+        st.builds(
+            WorkloadRequest,
+            st.floats(0, 9),
+            st.integers(1, 70),
+            st.integers(1, 9),
+            st.just(()),
+            st.just(""),
+        )
+    )
+)
 def test_requests_are_the_jobs_and_their_prompts_share_no_token(
     jobs: list[WorkloadRequest],
 ) -> None:
