@@ -3,6 +3,7 @@
 Pure apart from the clock that it is given, so the simulation runs the same object.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -17,6 +18,8 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.output_lengths import OutputLengthPredictor
+
+log = logging.getLogger(__name__)
 
 EXPECTED_OUTPUT_TOKENS = 256
 """Expected number of output tokens of a request before similar ones have finished."""
@@ -66,7 +69,7 @@ class Dispatcher:
         if not engines:
             return None
         request = self._routing_request(stream.entry, engines[0].block_size)
-        name = self.policy.choose(request, engines, self.prefixes, now)
+        name = self._apply_policy(request, engines, now)
         if name is None or not self._may_submit(stream.entry, now):
             return None
         record = self.records[name]
@@ -109,6 +112,24 @@ class Dispatcher:
             return None
         self.num_shed[reason] += 1
         return reason, retry_after_seconds(request, predictions.values())
+
+    def _apply_policy(
+        self, request: RoutingRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> str | None:
+        """Return the policy's choice; that of the fewest requests if the policy fails.
+
+        An engine may report figures that no policy expects, and no request is lost for that.
+        """
+        try:
+            return self.policy.choose(request, engines, self.prefixes, now)
+        except Exception:
+            # A warning, because equal ones are written once a minute.
+            log.warning(
+                "the routing policy failed; the engine with the fewest requests is taken",
+                exc_info=True,
+            )
+            least = min(engines, key=lambda each: each.stats.unfinished + each.num_sent)
+            return least.name
 
     def _may_submit(self, entry: JournalEntry, now: float) -> bool:
         """Return False for a request that an engine has refused while no retry is left."""

@@ -6,11 +6,15 @@ in requests and outputs are the router's. Fields are only ever appended, so that
 of neighbouring versions understand each other.
 """
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from gllm.messages.base import WireMessage
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
+
+PositiveInt = Annotated[int, Meta(ge=1)]
 
 PROTOCOL = 1
 """Version of the messages between routers and engines that this version speaks."""
@@ -59,17 +63,17 @@ class AnnounceEngine(WireMessage, frozen=True):
     on engines of equal numerics."""
     version: str
     """Version of gllm."""
-    max_model_len: int
+    max_model_len: PositiveInt
     """Maximum number of tokens of prompt and output together."""
-    vocab_size: int
-    block_size: int
+    vocab_size: PositiveInt
+    block_size: PositiveInt
     """Tokens per KV block."""
-    num_blocks: int
+    num_blocks: Annotated[int, Meta(ge=0)]
     """KV blocks of each stage."""
-    num_stages: int
-    max_num_seqs: int = 256
+    num_stages: PositiveInt
+    max_num_seqs: PositiveInt = 256
     """Most sequences of a step."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Annotated[int, Meta(ge=0)] = 2048
     """Most tokens of a step."""
 
 

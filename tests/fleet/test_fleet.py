@@ -48,6 +48,27 @@ class Rig:
         return self.fleet.client.submit(list(prompt or (1, 2, 3)), GREEDY, 8, [])
 
 
+def test_a_policy_that_fails_loses_no_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(policy="predict")
+    busy, idle = rig.attach("busy"), rig.attach("idle")
+    costs = StepCostCoefficients(*[0.001] * len(StepCostCoefficients._fields))
+    odd = SchedulerStats(running=3, waiting_tokens=-(2**63), kv_usage=float("nan"))
+    rig.links.on_message(busy, EngineReport("ready", "", odd, costs))
+
+    def fail(*_: object) -> str:
+        raise ZeroDivisionError("figures that nobody expects")
+
+    monkeypatch.setattr(rig.fleet._dispatcher.policy, "choose", fail)
+    stream = rig.submit(1, 2)
+    assert stream.alive
+    assert [message.prompt for message in idle.sent if isinstance(message, SubmitRequest)] == [
+        [1, 2]
+    ]
+    assert "the routing policy failed" in caplog.text
+
+
 def read(stream: RequestStream) -> list[int]:
     """Tokens of a request's only choice since the last call."""
     return [token for delta in stream.pop_deltas().values() for token in delta.tokens]

@@ -137,6 +137,15 @@ def test_each_role_may_send_its_own_messages_only() -> None:
     assert tags_of(codec.decode_for_engine) == TO_ENGINE
 
 
+@pytest.mark.parametrize(
+    "field", ["block_size", "num_stages", "max_model_len", "vocab_size", "max_num_seqs"]
+)
+def test_an_engine_has_sizes_of_at_least_one(field: str) -> None:
+    payload = encode(msgspec.structs.replace(announcement(), **{field: 0}))
+    with pytest.raises(msgspec.ValidationError, match=">= 1"):
+        codec.decode_for_router(payload)
+
+
 def mutated(payload: bytes, rng: random.Random) -> bytes:
     """A message with some bytes replaced, inserted, removed or repeated."""
     data = bytearray(payload)
