@@ -146,6 +146,7 @@ def test_without_engines_requests_wait_and_a_second_router_takes_over(router: Ro
         assert second.status("/health") == 200
         with pytest.raises(urllib.error.HTTPError) as failure:
             second.open(COMPLETIONS, json.dumps(BODY).encode())
+        failure.value.close()
         assert failure.value.code == 503
         assert int(failure.value.headers["Retry-After"]) >= 1
 
@@ -161,6 +162,7 @@ def test_without_engines_requests_wait_and_a_second_router_takes_over(router: Ro
         next(events)
         wait_until(lambda: router.rows()["c"]["stats"]["running"] == 1)
         os.kill(second.pid, signal.SIGKILL)
+        assert not any(event["choices"][0]["finish_reason"] for event in events)
         wait_until(lambda: router.rows()["c"]["stats"]["running"] == 0)
         assert router.post(COMPLETIONS, BODY)[0] == 200
     finally:
