@@ -44,7 +44,7 @@ def test_a_rolling_restart_of_the_fleet_costs_no_request() -> None:
     limits = FleetLimits(
         num_requests=120, num_engines=3, has_bad_requests=False, is_rolling_restart=True
     )
-    scenario = FleetScenario(2, limits)
+    scenario = FleetScenario(6, limits)
     scenario.play()
     assert scenario.faults == {"restarted": 3}
     assert len(scenario.starts) == 6
