@@ -11,19 +11,13 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from gllm.fleet.dispatch_target import DispatchTarget, Parked, Submitted
+from gllm.fleet.dispatch_target import ChooseEngine, DispatchTarget, Parked, Submitted
+from gllm.fleet.numerics import PATIENCE_SECONDS, NumericsIndex
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.runtime.delivery import SubmittedChoice, deliver
 from gllm.runtime.request_client import RequestClient, SendFunction
 from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.suspects import SuspectTracker
-
-ChooseEngine = Callable[[RequestStream, frozenset[str]], str | None]
-"""Function that chooses one of the named engines for a request; None: none, the request is parked.
-
-The names are never empty. A request in parts of whose output an engine has had a share is offered
-only to engines with equal numerics.
-"""
 
 MIGRATION_LIMIT = 3
 """Unplanned deaths of engines in a row after which the request that they computed is ended."""
@@ -41,6 +35,7 @@ class FleetClient(RequestClient):
         choose: ChooseEngine,
         migration_limit: int = MIGRATION_LIMIT,
         on_output_length: Callable[[int, int], None] | None = None,
+        numerics_patience: float = PATIENCE_SECONDS,
     ) -> None:
         """Create a client without engines.
 
@@ -50,6 +45,8 @@ class FleetClient(RequestClient):
                 at least 2. Before its last trial it has an engine for itself.
             on_output_length: called with max_tokens and the length in tokens of each output that
                 an engine has finished.
+            numerics_patience: seconds for which a request with tokens waits for an engine with
+                equal numerics; then another one may continue it, with another text.
         """
         if migration_limit < 2:
             raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
@@ -65,12 +62,16 @@ class FleetClient(RequestClient):
         self._choose = choose
         self._on_output_length = on_output_length
         self._engines: dict[str, DispatchTarget] = {}
-        self._names: dict[str, frozenset[str]] = {}
-        """Names of engines by numerics; all under the empty string."""
+        self._numerics = NumericsIndex(numerics_patience)
         self._parked: dict[RequestStream, Parked] = {}
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
         self._reserved = ""
         """Engine that a suspect has for itself."""
+
+    @property
+    def num_inexact_migrations(self) -> int:
+        """Requests that an engine with other numerics continued."""
+        return self._numerics.num_inexact_migrations
 
     @property
     def num_parked(self) -> int:
@@ -97,7 +98,7 @@ class FleetClient(RequestClient):
         """
         self.detach(engine, "another session took its place", is_planned=False)
         self._engines[engine] = DispatchTarget(engine, numerics, send)
-        self._index_names()
+        self._numerics.update(self._engines.values())
         self.dispatch_parked()
 
     def detach(self, engine: str, cause: str, is_planned: bool) -> None:
@@ -112,7 +113,7 @@ class FleetClient(RequestClient):
         attached = self._engines.pop(engine, None)
         if attached is None:
             return
-        self._index_names()
+        self._numerics.update(self._engines.values())
         owners = {seq: choice.stream for seq, choice in attached.choices.items()}
         for stream in list(attached.streams):
             self._take_back(attached, stream, "drained" if is_planned else "lost")
@@ -218,8 +219,6 @@ class FleetClient(RequestClient):
             entry = stream.entry
             self._on_output_length(entry.max_tokens, len(entry.outputs[choice]))
 
-    # Dispatch.
-
     def _dispatch(self, stream: RequestStream) -> None:
         target = self._find_engine(stream)
         if target is not None:
@@ -230,10 +229,16 @@ class FleetClient(RequestClient):
 
     def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
         """Return the engine that is chosen for a request, other than `avoid`, if one is."""
-        names = self._names.get(stream.entry.numerics, frozenset())
-        if avoid or self._reserved:
-            names -= {avoid, self._reserved}
-        return self._choose_among(stream, names)
+        for names in self._eligible(stream):
+            if target := self._choose_among(stream, names - {avoid, self._reserved}):
+                return target
+        return None
+
+    def _eligible(self, stream: RequestStream) -> list[frozenset[str]]:
+        """Return the engines that may get a request, in the order of preference."""
+        parked = self._parked.get(stream)
+        waited = time.monotonic() - parked.since if parked is not None else 0.0
+        return self._numerics.eligible(stream.entry, waited, self._reserved)
 
     def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> DispatchTarget | None:
         name = self._choose(stream, names) if names else None
@@ -248,6 +253,7 @@ class FleetClient(RequestClient):
 
     def _submit_to(self, engine: DispatchTarget, stream: RequestStream) -> None:
         """Submit a new or parked request to an engine."""
+        self._numerics.on_submission(stream.entry, engine)
         self._submit(stream, engine.send, engine.choices)
         stream.entry.engine = engine.name
         self.num_dispatched[engine.name] += 1
@@ -275,14 +281,6 @@ class FleetClient(RequestClient):
         """Let a request with tokens leave its engine only for those that continue them."""
         if stream.entry.num_output_tokens:
             stream.entry.numerics = engine.numerics
-
-    def _index_names(self) -> None:
-        """Update the names after an engine has come or gone."""
-        self._names = {"": frozenset(self._engines)}
-        for numerics in {engine.numerics for engine in self._engines.values()}:
-            self._names[numerics] = frozenset(
-                name for name, engine in self._engines.items() if engine.numerics == numerics
-            )
 
     # Requests that kill engines.
 
@@ -312,10 +310,14 @@ class FleetClient(RequestClient):
 
     def _find_engine_alone(self, suspect: RequestStream, avoid: str) -> DispatchTarget | None:
         """Return an engine for a suspect: one of those with the fewest requests, if possible."""
-        names = self._names.get(suspect.entry.numerics, frozenset()) - {avoid}
-        fewest = min((len(self._engines[name].streams) for name in names), default=0)
-        least = frozenset(name for name in names if len(self._engines[name].streams) == fewest)
-        return self._choose_among(suspect, least) or self._choose_among(suspect, names - least)
+        for eligible in self._eligible(suspect):
+            names = eligible - {avoid}
+            fewest = min((len(self._engines[name].streams) for name in names), default=0)
+            least = frozenset(name for name in names if len(self._engines[name].streams) == fewest)
+            target = self._choose_among(suspect, least)
+            if target := target or self._choose_among(suspect, names - least):
+                return target
+        return None
 
     def _isolate(self, suspect: RequestStream, engine: DispatchTarget) -> None:
         """Run a suspect on an engine whose other requests go elsewhere."""
@@ -332,8 +334,6 @@ class FleetClient(RequestClient):
         """Let other requests use the engine of a suspect that has a token or has ended."""
         if self._reserved and self._suspects.isolated is None:
             self.dispatch_parked(avoid)
-
-    # Output.
 
     def _drop_stale(self, engine: DispatchTarget, message: EngineOutputs) -> None:
         """Count tokens of requests that the engine should not have, and abort those."""
@@ -380,8 +380,6 @@ class FleetClient(RequestClient):
         # Others wait for the next `dispatch_parked`, so that engines do not pass them around.
         first = [stream for stream in streams if stream.entry.num_refusals == 1]
         self._submit_each(first, avoid=engine.name)
-
-    # Hooks.
 
     def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
         return self._engines[stream.entry.engine].choices

@@ -1,11 +1,19 @@
 """Place of a request of a router: at an engine, or parked."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gllm.runtime.delivery import SubmittedChoice
 from gllm.runtime.request_client import SendFunction
 from gllm.runtime.request_stream import RequestStream
+
+ChooseEngine = Callable[[RequestStream, frozenset[str]], str | None]
+"""Function that chooses one of the named engines for a request; None: none, the request is parked.
+
+The names are never empty. For a request with tokens they are those of engines with equal numerics;
+others only if none of these was chosen for some time.
+"""
 
 
 @dataclass(slots=True, eq=False)

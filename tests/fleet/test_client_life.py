@@ -24,7 +24,7 @@ class FleetLife:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.client = FleetClient(self.choose, MIGRATION_LIMIT)
+        self.client = FleetClient(self.choose, MIGRATION_LIMIT, numerics_patience=float("inf"))
         self.engines: dict[str, FakeEngine] = {}
         self.closed: set[str] = set()
         """Engines that are not chosen."""

@@ -147,6 +147,47 @@ def test_tokens_are_continued_only_with_equal_numerics() -> None:
     assert rig.submitted("a") == [1]
 
 
+def test_other_numerics_continue_a_request_that_has_waited_for_equal_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rig = Rig("a")
+    rig.attach("b", "y")
+    rig.attach("c", "y")
+    stream = rig.submit(1)
+    rig.report("a", (0, 7))
+    now = 104.0
+    rig.lose("a")
+    now = 108.9
+    rig.client.dispatch_parked()
+    assert rig.client.num_parked == 1
+    now = 109.0
+    rig.client.dispatch_parked()
+    assert rig.submitted("b") == [1]
+    assert (rig.client.num_inexact_migrations, stream.entry.numerics) == (1, "y")
+    rig.lose("b")
+    assert rig.submitted("c") == [1], "its numerics are those of the engine that had it last"
+    assert rig.client.num_inexact_migrations == 1
+
+
+def test_equal_numerics_are_preferred_after_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rig = Rig("c")
+    rig.closed = {"a", "b"}
+    rig.attach("a", "y")
+    rig.attach("b", "x")
+    rig.submit(1)
+    rig.report("c", (0, 7))
+    rig.lose("c")
+    now = 200.0
+    rig.closed.clear()
+    rig.client.dispatch_parked()
+    assert (rig.submitted("a"), rig.submitted("b")) == ([], [1])
+    assert rig.client.num_inexact_migrations == 0
+
+
 def test_a_migration_of_tokens_needs_equal_numerics_too() -> None:
     rig = Rig()
     rig.attach("b", "x")

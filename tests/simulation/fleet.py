@@ -9,10 +9,12 @@ from typing import Any
 
 from gllm.config.router import RouterConfig
 from gllm.fleet.attachment import RouterAttachment
+from gllm.fleet.dispatch_target import DispatchTarget
 from gllm.fleet.fleet import Fleet
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
+from gllm.runtime.journal import JournalEntry
 from gllm.runtime.supervisor import EngineError
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.head import HEAD, create_supervisor
@@ -158,6 +160,8 @@ class SimulatedRouter:
         self.process = Process(network.loop, name)
         self.readers: list[Reader] = []
         self.fleet = Fleet(RouterConfig(model="demo", **options), MODEL_HASH, MAX_MODEL_LEN)
+        self._count_submission = self.fleet.client._numerics.on_submission
+        self.fleet.client._numerics.on_submission = self._on_submission  # type: ignore[method-assign]
         self._context = Context(network, self.process)
         self._task = network.loop.create_task(self._start())
         self._cleanup: asyncio.Task[None] | None = None
@@ -184,6 +188,14 @@ class SimulatedRouter:
         await self._stop()
         self.network.unbind(self.process)
         self.process.end(is_killed=False)
+
+    def _on_submission(self, entry: JournalEntry, target: DispatchTarget) -> None:
+        """Check that other numerics continue tokens only where no equal ones could."""
+        if entry.numerics not in ("", target.numerics):
+            records = self.fleet._dispatcher.records.values()
+            equal = [each for each in records if each.announce.numerics == entry.numerics]
+            assert not any(each.accepts_requests for each in equal)
+        self._count_submission(entry, target)
 
     async def _start(self) -> None:
         LINKS.set(self._context)

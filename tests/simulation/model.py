@@ -48,6 +48,18 @@ def generate(
     return output, "length"
 
 
+def next_tokens(prompt: list[int], choice: int, output: list[int], num_stages: int) -> list[int]:
+    """Return, for each token of an output, the one that follows the tokens before it."""
+    values = [0] * num_stages
+    tokens: list[int] = []
+    for position, value in enumerate(prompt + output):
+        if position >= len(prompt):
+            tokens.append(sample(values[-1], choice, output[: position - len(prompt)]))
+        for stage in range(num_stages):
+            value = values[stage] = mix(values[stage], value)
+    return tokens
+
+
 @dataclass
 class KnownSequence:
     """What the last stage knows of a sequence."""
