@@ -189,13 +189,13 @@ class SimulatedRouter:
         self.network.unbind(self.process)
         self.process.end(is_killed=False)
 
-    def _on_submission(self, entry: JournalEntry, target: DispatchTarget) -> None:
+    def _on_submission(self, entry: JournalEntry, engine: DispatchTarget) -> None:
         """Check that other numerics continue tokens only where no equal ones could."""
-        if entry.numerics not in ("", target.numerics):
+        if entry.numerics not in ("", engine.numerics):
             records = self.fleet._dispatcher.records.values()
             equal = [each for each in records if each.announce.numerics == entry.numerics]
             assert not any(each.accepts_requests for each in equal)
-        self._count_submission(entry, target)
+        self._count_submission(entry, engine)
 
     async def _start(self) -> None:
         LINKS.set(self._context)
