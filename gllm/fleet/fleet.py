@@ -73,12 +73,7 @@ class Fleet:
             make_policy(config.policy, Random()), FleetHealth(config.health), time.monotonic
         )
         record_length = self._dispatcher.output_lengths.record
-        self.client = FleetClient(
-            self._dispatcher.choose,
-            config.migration_limit,
-            record_length,
-            config.recovery_patience,
-        )
+        self.client = FleetClient(self._dispatcher.choose, config.migration_limit, record_length)
         self._links = create_links(
             FleetLinkConfig(
                 hub=None if config.hub == "off" else config.hub,
