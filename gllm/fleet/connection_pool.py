@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 RUN = 0
 """Run in the headers of the frames: greetings and announcements carry the peers' own."""
+MAX_SOCKETS = 8192
+"""Most sockets of ZeroMQ; its default is enough for about 300 dialled peers."""
 MAX_BEAT_SECONDS = 1.0
 """Longest time between two heartbeats."""
 BEATS_PER_TIMEOUT = 5
@@ -97,6 +99,8 @@ class ConnectionPool:
         """
         # One I/O thread, so that events of connections arrive in order.
         self._context = zmq.Context(1)
+        # A session has three: its own and two for the events of its connection.
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         if self._bind_address:
             authenticator = None
             if self._secret is not None:
@@ -205,10 +209,12 @@ class ConnectionPool:
         self._found[index] = found
         addresses = frozenset().union(*self._found)
         # A session of an address that is gone goes on: heartbeats decide who is lost, not names.
-        for address, dialer in self._dialers.items():
+        for address, dialer in list(self._dialers.items()):
             dialer.is_wanted = address in addresses
+            if dialer.has_ended:
+                del self._dialers[address]
         for address in addresses:
-            if address not in self._dialers or self._dialers[address].has_ended:
+            if address not in self._dialers:
                 dialer = Dialer(address, self._dial, self._resolve, self._rng)
                 self._dialers[address] = dialer
                 dialer.start()
@@ -225,12 +231,17 @@ class ConnectionPool:
 
         Raises:
             ValueError: the address or the secret cannot be used.
+            OSError: there is no socket for it.
         """
         assert self._context is not None
         target = f"tcp://{address}"
         check_dialed_address(target, self._secret is not None)
         keys = None if self._secret is None else self._secret.dial_keys(num_failures)
-        spoke = Spoke(self._context, RUN, secrets.randbits(62), target, self._decode, keys)
+        try:
+            spoke = Spoke(self._context, RUN, secrets.randbits(62), target, self._decode, keys)
+        except zmq.ZMQError as error:
+            # Such as too many open files, which is no reason to dial no more.
+            raise OSError(error.errno, error.strerror) from error
 
         def close(cause: str, is_refused: bool) -> None:
             spoke.close()

@@ -82,7 +82,12 @@ class Spoke(BusSocket):
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.maxmsgsize = MAX_ENCRYPTED_BYTES
             self._hint = ", so the hub probably has another node secret"
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            self._socket.linger = 0
+            super().close()
+            raise
         self.send(Hello(sender))
 
     @property

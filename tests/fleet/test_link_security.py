@@ -1,6 +1,7 @@
 """Links between routers and engines: node secrets, roles, and peers that break the protocol."""
 
 import asyncio
+import errno
 import random
 import shutil
 import struct
@@ -9,7 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
+from gllm.fleet import connection_pool
 from gllm.fleet.attachment import RouterAttachment
 from gllm.fleet.connection import PeerConnection
 from gllm.fleet.link_config import FleetLinkConfig
@@ -23,6 +26,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime import authenticator
 from gllm.runtime.security import add_secret, create_secret_file, drop_secret
 from gllm.runtime.session import SessionError, SessionReceiver, SessionSender
+from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 from tests.fleet.links import FakeEngine, Links, announcement, request, until
 from tests.runtime.fake_driver import text_of
@@ -290,3 +294,40 @@ def test_headers_of_frames_have_fixed_size() -> None:
     for length in range(struct.calcsize("<QIQI")):
         with pytest.raises(SessionError, match="has no header"):
             SessionReceiver(0, codec.decode_for_router).receive(bytes(length))
+
+
+async def test_dialling_goes_on_after_a_lack_of_sockets(
+    links: Links, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_errors = 0
+
+    def create(*arguments: Any) -> Spoke:
+        nonlocal num_errors
+        num_errors += 1
+        if num_errors == 1:
+            raise zmq.ZMQError(errno.EMFILE)
+        return Spoke(*arguments)
+
+    monkeypatch.setattr(connection_pool, "Spoke", create)
+    router = await links.router(hub=HUB)
+    await links.engine(dial=(router.address,))
+    await until(lambda: router.attached)
+    assert "Too many open files" in caplog.text
+
+
+async def test_addresses_that_are_gone_leave_nothing_behind(links: Links) -> None:
+    _, attachment = await links.engine()
+    pool = attachment._pool
+    pool._found = [frozenset()]
+    for number in range(5):
+        pool._on_found(0, frozenset({f"127.0.0.{number + 1}:1"}))
+    await until(lambda: sum(each.has_ended for each in pool._dialers.values()) == 4)
+    pool._on_found(0, frozenset({"127.0.0.5:1"}))
+    assert list(pool._dialers) == ["127.0.0.5:1"]
+
+
+def test_a_spoke_whose_address_is_none_leaves_no_socket() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with pytest.raises(zmq.ZMQError):
+        Spoke(context, 0, 1, "tcp://no address", codec.decode_for_engine)
+    context.term()
