@@ -18,6 +18,7 @@ LEFT_OUT = {
     "request_inference_time_seconds": "prefill and decode together; the panel has each",
     "request_prompt_tokens": "sizes of requests; of use to autoscalers",
     "request_generation_tokens": "sizes of requests; of use to autoscalers",
+    "router_inexact_migrations": "an alert rather than a panel",
     "router_refused_connections": "an alert rather than a panel",
     "router_engine_up": "in the number of engines by state",
     "router_engine_state": "in the number of engines by state",

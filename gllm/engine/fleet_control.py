@@ -54,6 +54,9 @@ class RouterTotals(msgspec.Struct, frozen=True):
     """Connections refused before they announced an engine, such as those without the secret."""
     shed_requests: dict[str, int]
     """Requests refused because no engine was likely to meet their SLO, by reason."""
+    inexact_migrations: int
+    """Requests with tokens that went on at an engine of other numerics, because no equal one was
+    attached; the rest of their text may differ."""
     stale_outputs: int
     """Tokens that arrived from an engine after their request had been taken elsewhere."""
 

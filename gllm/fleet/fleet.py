@@ -22,7 +22,7 @@ from gllm.fleet.engine_commands import EngineCommands
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
 from gllm.fleet.fleet_links import FleetLinks
-from gllm.fleet.fleet_status import FleetStats, engine_row
+from gllm.fleet.fleet_status import FleetStats, engine_row, forget_departed
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 """Interval at which deadlines are checked."""
-MAX_NAMES = 1000
-"""Most engines whose counters are kept: by default each start of an engine has another name."""
 RETRY_SECONDS = 5
 """Time after which a client may try again while no engine takes requests."""
 
@@ -72,8 +70,12 @@ class Fleet:
         self._dispatcher = Dispatcher(
             make_policy(config.policy, Random()), FleetHealth(config.health), time.monotonic
         )
-        record_length = self._dispatcher.output_lengths.record
-        self.client = FleetClient(self._dispatcher.choose, config.migration_limit, record_length)
+        self.client = FleetClient(
+            self._dispatcher.choose,
+            config.migration_limit,
+            self._dispatcher.output_lengths.record,
+            config.recovery_patience,
+        )
         self._links = create_links(
             FleetLinkConfig(
                 hub=None if config.hub == "off" else config.hub,
@@ -163,6 +165,7 @@ class Fleet:
             refused_engines=self._num_refused,
             refused_peers=self._links.num_refused_peers,
             shed_requests=dict(self._dispatcher.num_shed),
+            inexact_migrations=self.client.num_inexact_migrations,
             stale_outputs=self.client.num_stale_tokens,
         )
 
@@ -306,10 +309,7 @@ class Fleet:
         self._commands.on_lost(name, cause)
         self._on_engines_changed()
         self.client.detach(name, cause, is_planned)
-        counts = self.client.num_dispatched
-        gone = [each for each in counts if each not in self._dispatcher.records]
-        for each in gone[: max(0, len(counts) - MAX_NAMES)]:
-            del counts[each]
+        forget_departed(self.client.num_dispatched, self._dispatcher.records)
 
     def _on_message(self, link: EngineLink, message: AnyMessage) -> None:
         record = self._dispatcher.records.get(link.name)

@@ -1,6 +1,6 @@
 """Snapshots of a fleet for metrics and probes: sums over its engines, and one row per engine."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from gllm.engine.fleet_control import EngineRow
 from gllm.fleet.engine_link import EngineLink
@@ -16,6 +16,8 @@ COUNTERS = (
     "decode_tokens",
 )
 """Fields of SchedulerStats that count up."""
+MAX_NAMES = 1000
+"""Most engines whose counters are kept: by default each start of an engine has another name."""
 MAX_AGE_SECONDS = 0.1
 """Age up to which a sum is returned again: each request reads it."""
 
@@ -102,6 +104,18 @@ def engine_row(
         num_dispatched=num_dispatched,
         weight=weight,
     )
+
+
+def forget_departed(counts: dict[str, int], attached: Container[str]) -> None:
+    """Drop the oldest counts of engines that are not attached, above MAX_NAMES.
+
+    Args:
+        counts: by engine.
+        attached: names of the attached engines.
+    """
+    departed = [name for name in counts if name not in attached]
+    for name in departed[: max(0, len(counts) - MAX_NAMES)]:
+        del counts[name]
 
 
 def _add_counters(total: SchedulerStats, stats: SchedulerStats) -> SchedulerStats:

@@ -116,6 +116,8 @@ class RouterCollector(Collector):
              totals.refused_engines),
             ("refused_connections", "Connections refused, such as those without the node secret",
              totals.refused_peers),
+            ("inexact_migrations", "Requests that went on at an engine of other numerics",
+             totals.inexact_migrations),
             ("stale_outputs", "Tokens that arrived after their request had been taken elsewhere",
              totals.stale_outputs),
         ):  # fmt: skip

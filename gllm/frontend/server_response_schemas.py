@@ -124,6 +124,7 @@ class RouterTotalsResponse(ResponseSchema):
     refused_engines: int
     refused_peers: int
     shed_requests: dict[str, int]
+    inexact_migrations: int
     stale_outputs: int
 
 

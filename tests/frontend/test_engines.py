@@ -31,7 +31,7 @@ class ScriptedFleet:
         return [row("a"), row("b", "draining")]
 
     def totals(self) -> RouterTotals:
-        return RouterTotals("predict", 4, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 9)
+        return RouterTotals("predict", 4, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
 
     def drain_engine(self, name: str, migrates: bool) -> int:
         if name not in ("a", "b"):
