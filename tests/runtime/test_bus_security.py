@@ -14,7 +14,7 @@ import zmq
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
 from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFailed, StageReady
 from gllm.runtime import authenticator as authenticator_module
-from gllm.runtime import bus_socket
+from gllm.runtime import bus, bus_socket
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import CLOSED
@@ -391,3 +391,18 @@ async def test_hub_that_is_not_there(plain: Fleet) -> None:
     dialer = plain.dial(1, None, f"tcp://127.0.0.1:{port}")
     await until(lambda: dialer.lost)
     assert dialer.lost == [UNREACHABLE]
+
+
+async def test_a_peer_that_receives_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus, "MAX_QUEUED_FRAMES", 10)
+    fleet = Fleet(None)
+    with fleet.outside.socket(zmq.DEALER) as lazy:
+        lazy.linger, lazy.reconnect_ivl, lazy.rcvhwm = 0, -1, 1
+        lazy.connect(fleet.address)
+        lazy.send(HEADER.pack(0, 0, 0, 0) + encode(Hello(1)))
+        await until(lambda: fleet.has(1))
+        while not fleet.lost:
+            fleet.hub.send(1, StageFailed(0, "x" * 500_000))
+            await asyncio.sleep(0)
+    assert fleet.lost == [(1, CLOSED)]
+    fleet.close()
