@@ -4,7 +4,9 @@ The choice is made when Triton and the kernels are imported, whichever test does
 """
 
 import os
+from zlib import crc32
 
+import pytest
 from hypothesis import settings
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
@@ -16,3 +18,27 @@ if BUILD_VARIABLE not in os.environ and select_build().name != OFF:
     os.environ[BUILD_VARIABLE] = select_build().name
 
 settings.register_profile(LONG_PROFILE)
+
+TRACED_SHARE = 3
+"""Of the cases of a test in EXPENSIVE, one of this number is traced for coverage."""
+EXPENSIVE = (
+    "experiments/test_experiments",
+    "runtime/test_device_",
+    "runtime/test_resume",
+    "sim/test_restarts",
+    "triton/",
+)
+"""Tests whose cases take twice the time if they are traced, and reach the same lines."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of expensive parametrized tests out of the coverage, chosen by their names.
+
+    Tests without parameters are always traced.
+    """
+    for item in items:
+        path = item.nodeid.removeprefix("tests/")
+        if not path.startswith(EXPENSIVE) or not hasattr(item, "callspec"):
+            continue
+        if crc32(path.encode()) % TRACED_SHARE:
+            item.add_marker(pytest.mark.no_cover)
