@@ -159,6 +159,9 @@ class Context:
         self.network = network
         self.process = process
 
+    def set(self, option: int, value: int) -> None:
+        """Accept an option of ZeroMQ's, of which the network has none."""
+
     def term(self) -> None:
         """Nothing is left to do."""
 
