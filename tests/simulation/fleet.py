@@ -30,6 +30,12 @@ LINKS: ContextVar[Context] = ContextVar("LINKS")
 MODEL_HASH = "hash"
 
 
+def raise_error(task: "asyncio.Task[None]") -> None:
+    """Raise the unexpected error of a task, which ends the simulation."""
+    if not task.cancelled():
+        task.result()
+
+
 class SimulatedEngine:
     """One start of an engine: head process, workers, and its sessions with routers."""
 
@@ -75,6 +81,7 @@ class SimulatedEngine:
         self._head_context = Context(inner, self.process)
         self._link_context = Context(network, self.process)
         self._task = loop.create_task(self._serve())
+        self._task.add_done_callback(raise_error)
         self.has_ended = asyncio.Event()
 
     @property
@@ -164,6 +171,7 @@ class SimulatedRouter:
         self.fleet.client._numerics.on_submission = self._on_submission  # type: ignore[method-assign]
         self._context = Context(network, self.process)
         self._task = network.loop.create_task(self._start())
+        self._task.add_done_callback(raise_error)
         self._cleanup: asyncio.Task[None] | None = None
 
     @property

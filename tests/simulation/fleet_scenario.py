@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 
+import zmq
+
 from gllm.engine.interface import EngineUnavailableError
 from gllm.fleet import connection_pool
 from gllm.fleet import fleet as fleet_module
@@ -22,6 +24,9 @@ from tests.simulation.process import Process
 from tests.simulation.requests import Reader, draw_request
 from tests.simulation.workers import BOMB_TOKEN, POISON_TOKEN
 
+SIMULATED_ZMQ = SimpleNamespace(
+    Context=lambda _: LINKS.get(), ZMQError=OSError, MAX_SOCKETS=zmq.MAX_SOCKETS
+)
 LAST_WAIT_SECONDS = 1200.0
 """Time after the last fault in which everything has to end."""
 
@@ -100,8 +105,7 @@ class FleetScenario:
             AssertionError: an invariant does not hold.
         """
         with patched_runtime(self.loop, self.rng) as patch:
-            zmq = SimpleNamespace(Context=lambda _: LINKS.get(), ZMQError=OSError)
-            patch.setattr(connection_pool, "zmq", zmq)
+            patch.setattr(connection_pool, "zmq", SIMULATED_ZMQ)
             patch.setattr(connection_pool, "Hub", Hub)
             patch.setattr(connection_pool, "Spoke", Spoke)
             patch.setattr(fleet_module, "Random", lambda: Random(self.rng.random()))
@@ -148,6 +152,8 @@ class FleetScenario:
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = self.loop.time() + LAST_WAIT_SECONDS
         while not condition():
+            if self.loop.errors:
+                raise self.loop.errors[0]
             assert self.loop.time() < deadline, self._describe()
             await asyncio.sleep(0.5)
 
