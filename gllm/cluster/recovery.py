@@ -160,7 +160,7 @@ class Recovery:
         return actions
 
     def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
-        """Handle a generation that no worker was told of: it is assigned again after a delay."""
+        """Assign a generation again after a delay, because no worker has got the assignment."""
         if generation != self.generation or self.state is not RecoveryState.LOADING:
             return []
         self.state = RecoveryState.FORMING

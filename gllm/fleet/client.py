@@ -191,7 +191,7 @@ class FleetClient(RequestClient):
         """Deliver output of an engine.
 
         Requests that it gives back with kind `unavailable` go on elsewhere. Output of requests
-        that it should not have is dropped, and the engine is told to abort them.
+        that it should not have is dropped, and the engine has to abort them.
         """
         attached = self._engines.get(engine)
         if attached is None:

@@ -1,4 +1,4 @@
-"""What routers of other projects do with a server: render, generate, read loads, put to sleep."""
+"""Requests of other projects' routers: render, generate, read loads, sleep, wake up."""
 
 import json
 import threading

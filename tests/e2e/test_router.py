@@ -102,7 +102,7 @@ def test_drain_with_migration(router: Router, undisturbed: dict[str, Answer]) ->
 
 
 class Stream:
-    """Short requests one after the other, until told to end."""
+    """Short requests one after the other, until `stop`."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

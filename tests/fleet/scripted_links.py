@@ -56,7 +56,7 @@ class ScriptedLink:
 
     @property
     def aborted(self) -> list[int]:
-        """Wire ids that it was told to abort."""
+        """Wire ids that the engine has to abort."""
         aborts = [message for message in self.sent if isinstance(message, AbortSequences)]
         return [seq for abort in aborts for seq in abort.seqs]
 

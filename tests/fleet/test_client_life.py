@@ -31,7 +31,7 @@ class FleetLife:
         self.readers: list[RequestReader] = []
         self.poisons: list[RequestReader] = []
         self.late: list[tuple[str, EngineOutputs]] = []
-        """What engines sent in sessions that have ended."""
+        """Messages that engines sent in sessions that have ended."""
         self.num_deaths = 0
         for name, numerics in zip(NAMES, "xxy", strict=False):
             self.attach(name, numerics)

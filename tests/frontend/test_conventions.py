@@ -1,4 +1,4 @@
-"""What other projects' routers, gateways and autoscalers expect of an engine, field by field.
+"""Fields that routers, gateways and autoscalers of other projects expect of an engine.
 
 The tables name what they read, and who does. The values come from a server that has answered.
 """

@@ -18,7 +18,7 @@ from gllm.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 TOKEN = 7
-"""What is sampled always."""
+"""Token that every step samples."""
 
 
 class KvDriver:
