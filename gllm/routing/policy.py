@@ -3,19 +3,26 @@
 A policy is one class and one line of policy_registry.py.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from random import Random
+from typing import ClassVar
 
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
-class RoutingPolicy(Protocol):
+class RoutingPolicy(ABC):
     """Rule that chooses the engine of a request."""
 
-    uses_prefixes: bool
+    uses_prefixes: ClassVar[bool] = False
     """True if `choose` reads the prefix index. The index stays empty otherwise."""
 
+    def __init__(self, rng: Random) -> None:
+        """Create the policy; `rng` breaks ties, so that a seed repeats a run."""
+        self._rng = rng
+
+    @abstractmethod
     def choose(
         self,
         request: RoutingRequest,

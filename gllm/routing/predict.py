@@ -7,9 +7,9 @@ may differ in their devices, stages and load.
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from random import Random
 from typing import NamedTuple
 
+from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_aware import count_cached_tokens
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
@@ -91,7 +91,7 @@ def predict_all(
     }
 
 
-class PredictPolicy:
+class PredictPolicy(RoutingPolicy):
     """The engine with the earliest predicted first token, of those that meet the TPOT objective.
 
     Source: shortest expected delay, as in Winston, "Optimality of the Shortest Line Discipline"
@@ -99,9 +99,6 @@ class PredictPolicy:
     """
 
     uses_prefixes = True
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,

@@ -5,8 +5,8 @@ have, so that a cached prefix outweighs as many waiting tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from random import Random
 
+from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.simple_policies import choose_least
 from gllm.routing.state import EngineSnapshot, RoutingRequest
@@ -31,7 +31,7 @@ def count_cached_tokens(
     }
 
 
-class PrefixAwarePolicy:
+class PrefixAwarePolicy(RoutingPolicy):
     """The engine with the fewest tokens to compute until the request has its first token.
 
     Source: the cost of NVIDIA Dynamo's KV router, with running requests instead of their blocks:
@@ -39,9 +39,6 @@ class PrefixAwarePolicy:
     """
 
     uses_prefixes = True
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,

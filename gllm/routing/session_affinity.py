@@ -8,8 +8,8 @@ Source of the limit: Mirrokni et al., "Consistent Hashing with Bounded Loads" (a
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
-from random import Random
 
+from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.simple_policies import choose_least, weighted_requests
 from gllm.routing.state import EngineSnapshot, RoutingRequest
@@ -20,17 +20,12 @@ MAX_EXTRA_REQUESTS = 4
 """Requests above that limit, so that few running requests do not move sessions."""
 
 
-class SessionAffinityPolicy:
+class SessionAffinityPolicy(RoutingPolicy):
     """The engine to which a session hashes, or the next one if that engine is overloaded.
 
     An engine that comes or goes moves only the sessions that are its own. Requests without a
     session go to the engine with the fewest requests.
     """
-
-    uses_prefixes = False
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,

@@ -7,6 +7,7 @@ counts like an engine of weight 1 with two.
 from collections.abc import Callable, Sequence
 from random import Random
 
+from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
@@ -30,15 +31,14 @@ def choose_least(
     return rng.choice([each.name for each, x in zip(engines, loads, strict=True) if x == least])
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(RoutingPolicy):
     """Every engine in turn, as often as its weight says.
 
     Source: smooth weighted round-robin of nginx (src/http/ngx_http_upstream_round_robin.c).
     """
 
-    uses_prefixes = False
-
     def __init__(self, rng: Random) -> None:
+        super().__init__(rng)
         self._credits: dict[str, float] = {}
 
     def choose(
@@ -59,13 +59,8 @@ class RoundRobinPolicy:
         return chosen
 
 
-class RandomPolicy:
+class RandomPolicy(RoutingPolicy):
     """A random engine."""
-
-    uses_prefixes = False
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,
@@ -81,13 +76,8 @@ class RandomPolicy:
         return self._rng.choices(engines, weights)[0].name
 
 
-class LeastRequestsPolicy:
+class LeastRequestsPolicy(RoutingPolicy):
     """The engine with the fewest unfinished requests."""
-
-    uses_prefixes = False
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,
@@ -100,16 +90,11 @@ class LeastRequestsPolicy:
         return choose_least(engines, weighted_requests, self._rng)
 
 
-class LeastTokensPolicy:
+class LeastTokensPolicy(RoutingPolicy):
     """Join the shortest queue, by tokens: those to prefill and those that decodes attend to.
 
     Source: JSQ of "Splitwise" (ISCA'24, arXiv 2311.18677).
     """
-
-    uses_prefixes = False
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,
@@ -127,16 +112,11 @@ class LeastTokensPolicy:
         return choose_least(engines, weighted_tokens, self._rng)
 
 
-class PowerOfTwoPolicy:
+class PowerOfTwoPolicy(RoutingPolicy):
     """The better of two random engines, which several routers with old statistics share well.
 
     Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001).
     """
-
-    uses_prefixes = False
-
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
 
     def choose(
         self,

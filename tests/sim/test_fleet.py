@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.routing import simulate, simulated_capacity, simulated_pool
+from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.predict import Prediction, predict_all
 from gllm.routing.prefix_index import PrefixIndex
@@ -69,12 +70,13 @@ def test_prefixes_are_found_where_they_were_computed() -> None:
     assert min(hits["prefix-aware"], hits["predict"], hits["session"]) > 1.1 * hits["round-robin"]
 
 
-class Recorder:
+class Recorder(RoutingPolicy):
     """A policy that keeps the predictions for the engines that another one chooses."""
 
     uses_prefixes = True
 
     def __init__(self) -> None:
+        super().__init__(Random(0))
         self.predictions: list[Prediction] = []
         self._policy = make_policy("predict", Random(0))
 
