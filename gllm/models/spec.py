@@ -13,6 +13,21 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The runs of a stored dimension that one tensor parallel rank holds."""
+
+    size: int
+    """Elements of the whole dimension."""
+    runs: tuple[tuple[int, int], ...]
+    """Each [begin, end), ascending, in the order in which they are stacked."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the runs."""
+        return sum(end - begin for begin, end in self.runs)
+
+
+@dataclass(frozen=True)
 class NormSpec:
     """Normalization of a vector, with a learned scale."""
 
@@ -23,6 +38,8 @@ class NormSpec:
     has_bias: bool = False
     offset: float = 0.0
     """Added to the stored scale."""
+    heads: Cut | None = None
+    """Heads of this rank, if the scale is [heads, head_dim]; None for all."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,12 @@ class LinearSpec:
     has_bias: bool = False
     is_transposed: bool = False
     """True if the weight is stored as [inputs, outputs]."""
+    rows: tuple[Cut, ...] = ()
+    """Outputs of this rank, for each name; empty for all outputs."""
+    columns: Cut | None = None
+    """Inputs of this rank; None for all."""
+    is_summed: bool = False
+    """True if the output is a partial sum: the result is the sum of all ranks, then the bias."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,11 @@ class AttentionSpec:
     """True if query_norm and key_norm have a separate scale for each head."""
     is_grouped_by_kv_head: bool = False
     """True if qkv_proj is stored KV head by KV head: its queries, its key, its value."""
+    first_head: int = 0
+    """Index of this rank's first query head, for ALiBi: its slopes are those of heads
+    [first_head, first_head + num_heads) of all_heads."""
+    all_heads: int | None = None
+    """Query heads of all ranks; None if this rank has all."""
 
     @property
     def kv_entry(self) -> KVEntrySpec:
@@ -196,6 +224,9 @@ class ExpertsSpec:
     """Block that every token passes."""
     shared_expert_gate: LinearSpec | None = None
     """Its sigmoid scales the output of the shared expert."""
+    is_summed: bool = False
+    """True if the block's output, the shared expert's included, is a partial sum: the result is the
+    sum of all ranks. The down projections inside are not summed on their own."""
 
     def weights_per_token(self, hidden_size: int) -> int:
         """Return the number of weights read for one token."""
@@ -240,6 +271,8 @@ class EmbeddingSpec:
     """Multiplies the embedding."""
     positions: PositionEmbeddingSpec | None = None
     norm: NormSpec | None = None
+    rows: Cut | None = None
+    """Tokens of the vocabulary whose embeddings this rank holds; None for all."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +291,8 @@ class HeadSpec:
     """Cap c of the logits: l becomes c * tanh(l / c)."""
     has_normalized_rows: bool = False
     """True if the rows of the weight are scaled to length 1."""
+    rows: Cut | None = None
+    """Tokens of the vocabulary whose logits this rank computes; None for all."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +307,11 @@ class QuantizationSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Decoder-only model."""
+    """Decoder-only model, or the shard of one tensor parallel rank.
+
+    In a shard the sizes within layers, such as numbers of heads, are those of the rank; vocab_size
+    and hidden_size are those of the whole model.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -295,6 +334,10 @@ class ModelSpec:
     """Differences from the results of transformers, for the log."""
     quantization: QuantizationSpec | None = None
     """Format of the checkpoint's quantized weights, if it has any."""
+    rank: int = 0
+    """Tensor parallel rank, from 0."""
+    ranks: int = 1
+    """Number of tensor parallel ranks."""
 
     @property
     def num_layers(self) -> int:
