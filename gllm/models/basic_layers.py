@@ -12,6 +12,9 @@ from gllm.kernels.weight_format import UNQUANTIZED, Weight
 from gllm.models.loader import Weights
 from gllm.models.spec import LinearSpec, NormSpec
 
+SLAB_ROWS = 1024
+"""Rows of a weight whose magnitudes are computed at once."""
+
 
 def read_projections(
     spec: LinearSpec, weights: Weights, outputs: Sequence[int], inputs: int
@@ -40,6 +43,32 @@ def read_matrices(
         return read_projections(spec, weights, outputs, inputs)
     rows = [sum(outputs)] if len(spec.names) == 1 else outputs
     return weights.read_matrices(spec.names, rows, inputs)
+
+
+def read_row_magnitudes(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Tensor:
+    """Read the largest magnitude of each output's weights, of all ranks' inputs together.
+
+    Formats with one scale per output need it to quantize the inputs of one rank as they quantize
+    all. The whole tensors are read.
+
+    Args:
+        spec: a linear layer whose inputs are cut.
+        weights: weights of the layer.
+        outputs: number of outputs of each projection.
+
+    Returns:
+        [sum of outputs] float32.
+    """
+    assert spec.columns is not None, "the rows of other layers are whole"
+    inputs = spec.columns.size
+    rows = [sum(outputs)] if len(spec.names) == 1 else outputs
+    if spec.is_transposed:
+        parts = [weights.read_whole(f"{spec.names[0]}.weight", inputs, rows[0]).t()]
+    else:
+        pairs = zip(spec.names, rows, strict=True)
+        parts = [weights.read_whole(f"{name}.weight", count, inputs) for name, count in pairs]
+    slabs = [slab for part in parts for slab in part.split(SLAB_ROWS)]
+    return torch.cat([slab.abs().amax(dim=1).to(torch.float32) for slab in slabs])
 
 
 def read_bias(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Tensor | None:

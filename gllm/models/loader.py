@@ -1,7 +1,8 @@
 """Loader of one stage's weights from a Hugging Face folder.
 
-Tensors are read from memory-mapped safetensors, only those that the stage requests. Every tensor of
-the stage has to be requested: one that is left over may change the results.
+Tensors are read from memory-mapped safetensors, only those that the stage requests, and of a
+tensor parallel rank only its runs of them. Every tensor of the stage has to be requested: one that
+is left over may change the results.
 """
 
 import logging
@@ -17,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
+from gllm.models.block_cuts import TensorCuts, cut_scales, select, widen_cuts
 from gllm.models.errors import ModelError
 from gllm.models.spec import ModelSpec
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts
+from gllm.models.tensor_cuts import tensor_cuts
 from gllm.models.tensor_names import TensorNames
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
 
@@ -48,7 +51,7 @@ class Checkpoint:
         Args:
             folder: Hugging Face model folder.
             dtype: of the tensors returned.
-            model: the whole model.
+            model: the whole model, or the shard of one rank, whose runs of tensors are read.
             layers: layers of the stage.
             device: of the tensors returned.
             keep_quantized: whether `read_matrices` keeps the checkpoint's format; default: on GPUs.
@@ -66,6 +69,8 @@ class Checkpoint:
         )
         self.weight_bytes = 0
         """Bytes in memory of the tensors read so far."""
+        self.read_bytes = 0
+        """Bytes of the elements that were read from the files."""
         self._progress: Progress = lambda done, total: None
         self._done = 0
         self._files = ExitStack()
@@ -79,7 +84,8 @@ class Checkpoint:
             name: home for name, home in homes.items() if self._names.is_read(name, layers)
         }
         self._unread = set(self._homes)
-        self._total = sum(home.nbytes for home in self._homes.values())
+        self._cuts = tensor_cuts(self.model, layers)
+        self._total = sum(map(self._expected_bytes, self._homes))
 
     def __enter__(self) -> Self:
         """Return the checkpoint."""
@@ -129,6 +135,15 @@ class Checkpoint:
         self.weight_bytes += sum(weight.nbytes for weight in weights)
         return weights
 
+    def read_whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of which the model has a cut, whole; the caller frees it.
+
+        Args:
+            name: of the tensor.
+            shape: of the whole tensor.
+        """
+        return dequantize_weight(self._tensor(name, shape, self.dtype, ()))
+
     def check_all_read(self) -> None:
         """Raise ModelError if a tensor of the stage was not read."""
         self._refuse(sorted(self._unread))
@@ -164,6 +179,7 @@ class Checkpoint:
             return model
         if embedding not in homes:
             homes[embedding] = homes[own]
+        self.read_bytes += homes[own].nbytes + homes[embedding].nbytes
         if _are_equal(homes[own], homes[embedding]):
             del homes[own]
             return model
@@ -179,7 +195,10 @@ class Checkpoint:
         dtype: torch.dtype | None,
     ) -> list[Weight]:
         pairs = zip(names, shapes, strict=True)
-        return [self._tensor(name, shape, dtype or self.dtype) for name, shape in pairs]
+        return [
+            self._tensor(name, shape, dtype or self.dtype, self._cuts.get(name, ()))
+            for name, shape in pairs
+        ]
 
     def _is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored in the format of quantization_config."""
@@ -190,15 +209,14 @@ class Checkpoint:
             and (home.dtype == self._format.stored_dtype)
         )
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-        tensor = self._read_stored(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"{self.folder}: tensor {name!r} has shape {tuple(tensor.shape)}, but by "
-                f"config.json it has to be {shape}"
-            )
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cuts: TensorCuts
+    ) -> Weight:
+        """Return a tensor, or the cuts of it, of this shape."""
+        self._check_shape(name, shape, cuts)
         if self._is_quantized(name):
-            return self._load_quantized(name, tensor, dtype)
+            return self._load_quantized(name, cuts, dtype)
+        tensor = self._read_stored(name, cuts)
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
                 f"{self.folder}: tensor {name!r} is of type {tensor.dtype}; of quantized "
@@ -207,33 +225,69 @@ class Checkpoint:
             )
         return tensor.to(self._device, dtype)
 
-    def _load_quantized(self, name: str, codes: Tensor, dtype: torch.dtype) -> Weight:
-        """Return the weight whose codes are the tensor `name`. Raises ModelError."""
+    def _check_shape(self, name: str, shape: tuple[int, ...], cuts: TensorCuts) -> None:
+        """Raise ModelError if the stored tensor does not have the shape of which cuts are read."""
+        expected = list(shape)
+        for dimension, cut in enumerate(cuts):
+            if cut is not None:
+                assert shape[dimension] == cut.num_elements, f"{name} is read as it is cut"
+                expected[dimension] = cut.size
+        stored = self._home(name).shape
+        if stored != tuple(expected):
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} has shape {stored}, but by config.json it has to "
+                f"be {tuple(expected)}"
+            )
+
+    def _load_quantized(self, name: str, cuts: TensorCuts, dtype: torch.dtype) -> Weight:
+        """Return the weight whose codes are the tensor `name`.
+
+        It stays in the checkpoint's format unless a cut ends within a block of it.
+
+        Raises:
+            ModelError: scales are missing or do not fit.
+        """
         assert self._format is not None, "the model has quantized weights"
         assert self._stored is not None, "the model has quantized weights"
-        stem = name.removesuffix("weight")
+        stem, block = name.removesuffix("weight"), self._stored.block
+        wide = widen_cuts(cuts, block)
 
         def read(last_part: str) -> Tensor | None:
             sibling = stem + last_part
-            return self._read_stored(sibling).to(self._device) if sibling in self._homes else None
+            if sibling not in self._homes:
+                return None
+            scale_cuts = cut_scales(wide, self._homes[sibling].shape, block)
+            return self._read_stored(sibling, scale_cuts).to(self._device)
 
+        codes = self._read_stored(name, wide).to(self._device)
         try:
-            weight: Weight = self._format.load(
-                codes.to(self._device), read, self._stored.block, dtype
-            )
+            weight: Weight = self._format.load(codes, read, block, dtype)
         except ValueError as error:
             raise ModelError(f"{self.folder}: tensor {name!r} {error}") from error
-        return weight
+        return weight if wide == cuts else select(dequantize_weight(weight), wide, cuts)
 
-    def _read_stored(self, name: str) -> Tensor:
-        """Return a tensor as it is stored, and mark it as read."""
+    def _read_stored(self, name: str, cuts: TensorCuts) -> Tensor:
+        """Return a tensor or its cuts as they are stored, and mark it as read."""
+        tensor = self._home(name).read(cuts)
+        self.read_bytes += tensor.nbytes
+        if name in self._unread:
+            self._unread.remove(name)
+            self._done += self._expected_bytes(name)
+            self._progress(self._done, self._total)
+        return tensor
+
+    def _home(self, name: str) -> StoredTensor:
+        """Return where a tensor is. Raises ModelError if it is missing."""
         if name not in self._homes:
             raise ModelError(f"{self.folder} lacks the tensor {name!r}")
-        tensor = self._homes[name].read()
-        self._unread.discard(name)
-        self._done += tensor.nbytes
-        self._progress(self._done, self._total)
-        return tensor
+        return self._homes[name]
+
+    def _expected_bytes(self, name: str) -> int:
+        """Return the stored bytes of a tensor's cuts, for the progress."""
+        size = self._homes[name].nbytes
+        for cut in self._cuts.get(name, ()):
+            size = size if cut is None else size * cut.num_elements // cut.size
+        return size
 
     def _open(self, prefix: str) -> StoredTensors:
         """Open the files of the folder; return their tensors by their full names."""
@@ -304,6 +358,10 @@ class Weights:
         """
         full = [f"{self._prefix}{name}.weight" for name in names]
         return self._checkpoint.read_matrices(full, [(count, inputs) for count in rows])
+
+    def read_whole(self, name: str, *shape: int) -> Tensor:
+        """Read one tensor of this whole shape, although a rank holds only a part of it."""
+        return self._checkpoint.read_whole(self._prefix + name, shape)
 
 
 def _head_names(model: ModelSpec) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gllm.models import spec
+from gllm.models.block_cuts import TensorCuts
 from gllm.models.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -58,9 +59,15 @@ class StoredTensor:
             size *= length
         return size
 
-    def read(self) -> Tensor:
-        """Return the tensor on the CPU; it may be the file's memory."""
+    def read(self, cuts: TensorCuts = ()) -> Tensor:
+        """Return the tensor or its runs on the CPU; it may be the file's memory.
+
+        Args:
+            cuts: runs of the dimensions that are read, stacked; empty for the whole tensor.
+        """
         with CPU:  # whatever the default is meanwhile
+            if cuts:
+                return self._read_runs(self.handle.get_slice(self.name), self.shape, cuts, ())
             if self.expert is None:
                 whole: Tensor = self.handle.get_tensor(self.name)
                 return whole
@@ -69,6 +76,28 @@ class StoredTensor:
             rows = slice(self.rows.start, self.rows.stop)
             part: Tensor = stack[self.expert] if is_vector else stack[self.expert, rows]
             return part
+
+    def _read_runs(
+        self, file: Any, shape: tuple[int, ...], cuts: TensorCuts, chosen: tuple[slice, ...]
+    ) -> Tensor:
+        """Return the runs of the dimensions after those of which a range is chosen."""
+        dimension = len(chosen)
+        if dimension == len(cuts):
+            part: Tensor = file[self._locate(chosen)]
+            return part
+        cut = cuts[dimension]
+        runs = ((0, shape[dimension]),) if cut is None else cut.runs
+        parts = [
+            self._read_runs(file, shape, cuts, (*chosen, slice(begin, end))) for begin, end in runs
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dimension)
+
+    def _locate(self, chosen: tuple[slice, ...]) -> tuple[int | slice, ...]:
+        """Return the place in the file of ranges of this tensor's dimensions."""
+        if self.expert is None:
+            return chosen
+        first = slice(self.rows.start + chosen[0].start, self.rows.start + chosen[0].stop)
+        return self.expert, first, *chosen[1:]
 
     def read_rows(self, rows: slice) -> Tensor:
         """Return rows of a whole tensor."""
@@ -95,7 +124,9 @@ def _split_layer(
     tensors: StoredTensors, experts: spec.ExpertsSpec, model: spec.ModelSpec, layer: str
 ) -> None:
     up, down = experts.expert.up_proj.names, experts.expert.down_proj.names
-    inner, hidden = experts.expert.intermediate_size, model.hidden_size
+    # In the file are the inner sizes of all ranks.
+    cut, hidden = experts.expert.down_proj.columns, model.hidden_size
+    inner = experts.expert.intermediate_size if cut is None else cut.size
     folder = up[0].partition(".{}")[0]
     _rename_block(tensors, layer, folder.rpartition(".")[0])
     for stack, names, outputs, inputs in (
