@@ -102,18 +102,20 @@ def to_baichuan(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
     return own_config, made
 
 
-def baichuan13() -> Any:
+def baichuan13(heads: int = 6) -> Any:
     """Baichuan 2's larger size from its description: linear biases, a head of rows of length 1.
 
     Written plainly: full matrices, no cache. Press et al., "Train Short, Test Long" (2022), gives
-    the slopes of 6 heads: those of 4, then every other one of 8.
+    the slopes of 8 heads, and those of 6: those of 4, then every other one of 8.
     """
     import torch
     from torch import Tensor, nn
     from torch.nn import functional
 
-    hidden, inner, heads, layers, vocabulary = 48, 80, 6, 4, 131
-    slopes = [2.0 ** (-2 * k) for k in (1, 2, 3, 4)] + [2.0**-1, 2.0**-3]
+    hidden, inner, layers, vocabulary = 8 * heads, 80, 4, 131
+    slopes = [2.0**-k for k in range(1, 9)]
+    if heads == 6:
+        slopes = [2.0 ** (-2 * k) for k in (1, 2, 3, 4)] + [2.0**-1, 2.0**-3]
 
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -82,8 +82,8 @@ class Family:
         Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None
     ) = None
     """Configuration and tensors in the family's own format, where transformers writes another."""
-    reference: Callable[[], Any] | None = None
-    """A model of ours, where transformers has none."""
+    reference: Callable[[int], Any] | None = None
+    """A model of ours of 6 or 8 heads, where transformers has none."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -174,19 +174,36 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+EIGHT_HEADS = {
+    ("hidden_size", "n_embd", "word_embed_proj_dim"): {48: 64},
+    ("num_attention_heads", "n_head", "num_key_value_heads", "num_kv_heads"): {6: 8, 3: 4},
+}
+"""Values of keys with 6 heads, and those with 8, which 2, 4 and 8 ranks can divide."""
+
+
+def sizes(row: Family, heads: int = 6) -> dict[str, Any]:
+    """The configuration of a row, with 6 or 8 heads."""
+    options = (SMALL if row.base is None else row.base) | row.options
+    if heads == 6:
+        return options
+    assert heads == 8, "the tiny models have 6 or 8 heads"
+    for keys, values in EIGHT_HEADS.items():
+        options |= {key: values.get(options[key], options[key]) for key in keys if key in options}
+    return options
+
+
 @cache
-def reference(family: str, seed: int = 0) -> Any:
-    """The model of a family that ours is held against, float32, evaluating."""
+def reference(family: str, seed: int = 0, heads: int = 6) -> Any:
+    """The model of a family that ours is held against, float32, evaluating; of 6 or 8 heads."""
     import torch
     import transformers
 
     row = FAMILIES[family]
     torch.manual_seed(seed)
     if row.reference is not None:
-        model = row.reference()
+        model = row.reference(heads)
     else:
-        base = SMALL if row.base is None else row.base
-        config = getattr(transformers, row.name + "Config")(**base | row.options)
+        config = getattr(transformers, row.name + "Config")(**sizes(row, heads))
         name = row.model if row.model != "ForCausalLM" else row.name + row.model
         made = getattr(transformers, name, None) or _hidden(name)
         model = made(config).eval()
@@ -208,12 +225,14 @@ def _hidden(name: str) -> Any:
     return getattr(modeling_gpt2, name)
 
 
-def save(family: str, folder: Path, seed: int = 0, shard: str = "1GB") -> Path:
-    """Write the family's checkpoint; the folder."""
+def save(
+    family: str, folder: Path, seed: int = 0, shard: str = "1GB", heads: int = 6
+) -> Path:
+    """Write the family's checkpoint, of 6 or 8 heads; the folder."""
     from safetensors.torch import load_file, save_file
 
     row = FAMILIES[family]
-    reference(family, seed).save_pretrained(folder, max_shard_size=shard)
+    reference(family, seed, heads).save_pretrained(folder, max_shard_size=shard)
     if row.rewrite is not None:
         config = json.loads((folder / "config.json").read_text())
         config, tensors = row.rewrite(config, load_file(folder / "model.safetensors"))

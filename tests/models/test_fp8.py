@@ -72,10 +72,10 @@ def quantize(weight: Tensor, block: tuple[int, int] | None, by_row: bool) -> tup
     return codes, scales if block or by_row else scales.reshape(())
 
 
-def save_both(family: str, style: str, root: Path) -> tuple[Path, Path]:
+def save_both(family: str, style: str, root: Path, heads: int = 6) -> tuple[Path, Path]:
     """A checkpoint in 8-bit floats, and one of the floats that it stands for."""
     config, block, name, by_row = STYLES[style]
-    plain, made = save(family, root / "plain"), save(family, root / "fp8")
+    plain, made = (save(family, root / name, heads=heads) for name in ("plain", "fp8"))
     content = load_file(made / "model.safetensors")
     stored, floats = dict(content), dict(content)
     for key, weight in content.items():

@@ -1,0 +1,359 @@
+"""Shards of checkpoints: all ranks together read every tensor once, and no rank more than its part.
+
+Tensors that all ranks hold are named.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
+from gllm.models.basic_layers import read_row_magnitudes
+from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, select, widen_cuts
+from gllm.models.config import read_config
+from gllm.models.errors import ModelError
+from gllm.models.loader import Checkpoint, Weights
+from gllm.models.shard import shard
+from gllm.models.spec import AttentionSpec, Cut, ExpertsSpec, MLPSpec, ModelSpec
+from gllm.models.stored_tensor import StoredTensor
+from gllm.models.tensor_cuts import tensor_cuts
+from tests.models.test_fp8 import STYLES, quantize, save_both
+from tests.models.test_stacked_experts import save_quantized
+from tests.tiny_models import FAMILIES, reference, save
+
+WHOLE = (
+    # Norms, but those with a scale for each head.
+    r".*(norm|layernorm|ln_\w+|layer_norm)\.(weight|bias)",
+    # Biases of output and down projections, added to the sum.
+    r".*(o_proj|out_proj|down_proj|dense|c_proj|fc2|dense_4h_to_h)\.bias",
+    # Routers and the gate of the shared expert.
+    r".*mlp\.gate\.(weight|e_score_correction_bias)",
+    r".*(block_sparse_moe\.gate|shared_expert_gate)\.weight",
+    # Compressions of latent attention.
+    r".*(q_a_proj|kv_a_proj_with_mqa)\.weight",
+    # Learned positions.
+    r".*(wpe|embed_positions)\.weight",
+)
+"""Patterns of tensors that all ranks hold."""
+KEYS = r".*\.(k_proj|v_proj|k_norm)\.(weight|bias)"
+"""Pattern of tensors that several ranks hold where there are fewer KV heads than ranks."""
+SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
+
+
+def read_tensors(
+    folder: Path, model: ModelSpec, keep_quantized: bool = False
+) -> tuple[dict[str, Tensor], Checkpoint]:
+    """Everything that a rank holds, by name and dequantized, and the checkpoint, which is closed."""
+    every, tensors = range(model.num_layers), {}
+    device = torch.device("cpu")
+    with Checkpoint(folder, torch.float32, model, every, device, keep_quantized) as checkpoint:
+        cuts = tensor_cuts(model, every)
+        for name, home in checkpoint._homes.items():
+            if name.rpartition(".")[2] not in SCALES:
+                shape = list(home.shape)
+                for at, cut in enumerate(cuts.get(name, ())):
+                    shape[at] = shape[at] if cut is None else cut.num_elements
+                if keep_quantized and len(shape) == 2:
+                    (weight,) = checkpoint.read_matrices([name], [(shape[0], shape[1])])
+                    tensors[name] = weight if isinstance(weight, Tensor) else dequantize(weight)
+                else:
+                    tensors[name] = checkpoint.read([name], [tuple(shape)])
+        checkpoint.check_all_read()
+    return tensors, checkpoint
+
+
+def indices(cuts: TensorCuts, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """The indices that a rank holds, of each dimension."""
+    result = []
+    for at, size in enumerate(shape):
+        cut = cuts[at] if at < len(cuts) else None
+        runs = ((0, size),) if cut is None else cut.runs
+        result.append(torch.tensor([index for run in runs for index in range(*run)]))
+    return tuple(result)
+
+
+def check_ranks(folder: Path, ranks: int, keep_quantized: bool = False) -> list[Checkpoint]:
+    """Every rank has the right part of each tensor, and all of them together have all of it."""
+    model = read_config(folder).model
+    whole, _ = read_tensors(folder, model)
+    counts = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
+    checkpoints = []
+    for rank in range(ranks):
+        part = shard(model, rank, ranks)
+        tensors, checkpoint = read_tensors(folder, part, keep_quantized)
+        cuts = tensor_cuts(part, range(model.num_layers))
+        assert tensors.keys() == whole.keys()
+        for name, tensor in tensors.items():
+            place = torch.meshgrid(*indices(cuts.get(name, ()), whole[name].shape), indexing="ij")
+            assert torch.equal(tensor, whole[name][place])
+            counts[name][place] += 1
+        checkpoints.append(checkpoint)
+    attention = model.layers[0].attention
+    kv_heads = attention.num_kv_heads if isinstance(attention, AttentionSpec) else ranks
+    copies = max(ranks // kv_heads, 1)
+    is_fused = isinstance(attention, AttentionSpec) and len(attention.qkv_proj.names) == 1
+    for name, count in counts.items():
+        if any(re.fullmatch(pattern, name) for pattern in WHOLE) and "k_norm" not in name:
+            is_per_head = isinstance(attention, AttentionSpec) and attention.has_norm_per_head
+            expected = {1} if is_per_head and "q_norm" in name else {ranks}
+        elif re.fullmatch(KEYS, name):
+            is_shared = "norm" in name and count.dim() == 1
+            expected = {ranks if is_shared else copies}
+        elif is_fused and re.search(r"qkv|query_key_value|W_pack|c_attn", name):
+            expected = {1, copies}
+        else:
+            expected = {1}
+        assert set(count.unique().tolist()) == expected, name
+    return checkpoints
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_have_every_tensor_once(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path, heads=8)
+    for ranks in (2, 4):
+        check_ranks(folder, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_reads_only_its_part(ranks: int, tmp_path: Path) -> None:
+    folder = save("llama2", tmp_path, heads=8)
+    model = read_config(folder).model
+    stored = load_file(folder / "model.safetensors")
+    for rank in range(ranks):
+        part = shard(model, rank, ranks)
+        cuts = tensor_cuts(part, range(model.num_layers))
+        tensors, checkpoint = read_tensors(folder, part)
+        shared = sum(tensor.nbytes for name, tensor in stored.items() if name not in cuts)
+        whole = sum(tensor.nbytes for tensor in stored.values())
+        assert checkpoint.read_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert checkpoint.read_bytes == checkpoint.weight_bytes
+        # The vocabulary does not divide.
+        row = stored["lm_head.weight"][0].nbytes
+        assert abs(checkpoint.read_bytes - shared - (whole - shared) // ranks) <= 2 * row
+        assert shared < 0.02 * whole
+
+
+def test_progress_of_a_rank_reaches_its_end(tmp_path: Path) -> None:
+    folder = save("qwen2-moe", tmp_path, heads=8)
+    model = shard(read_config(folder).model, 1, 4)
+    seen: list[tuple[int, int]] = []
+    every = range(model.num_layers)
+    with Checkpoint(folder, torch.float32, model, every) as checkpoint:
+        checkpoint.report_to(lambda done, total: seen.append((done, total)))
+        cuts = tensor_cuts(model, every)
+        for name, home in checkpoint._homes.items():
+            pairs = zip(cuts.get(name, (None,) * len(home.shape)), home.shape, strict=False)
+            shape = [size if cut is None else cut.num_elements for cut, size in pairs]
+            checkpoint.read([name], [(*shape, *home.shape[len(shape) :])])
+    assert seen[0][0] == 0
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (checkpoint.read_bytes, checkpoint.read_bytes)
+
+
+@pytest.mark.parametrize("keep_quantized", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("family", ["llama2", "qwen3-moe", "deepseek-v3", "phi3"])
+def test_weights_in_8_bits(
+    family: str, style: str, keep_quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where parts would end within blocks, which start-up refuses: then floats are cut."""
+    made, _ = save_both(family, style, tmp_path, heads=8)
+    monkeypatch.setattr("gllm.models.shard.is_aligned", lambda cut, length: True)
+    for ranks in (2, 4):
+        check_ranks(made, ranks, keep_quantized)
+
+
+def test_codes_and_scales_that_stay_in_8_bits(tmp_path: Path) -> None:
+    """A rank reads the codes and scales of its part, each of one byte and of four."""
+    made, _ = save_both("llama2", "blocks", tmp_path, heads=8)
+    model = read_config(made).model
+    name = "model.layers.0.self_attn.o_proj.weight"
+    part = replace(model, layers=shard(replace(model, quantization=None), 1, 2).layers, ranks=2)
+    device = torch.device("cpu")
+    with Checkpoint(made, torch.float32, part, range(4), device, True) as checkpoint:
+        (matrix,) = checkpoint.read_matrices([name], [(64, 32)])
+    assert not isinstance(matrix, Tensor)
+    # Blocks of 16 x 32.
+    assert checkpoint.read_bytes == 64 * 32 + 4 * 4
+    assert matrix.nbytes == checkpoint.read_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_stacked_experts(family: str, tmp_path: Path) -> None:
+    model = type(reference(family)).from_pretrained(save(family, tmp_path / "plain", heads=8))
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    for ranks in (2, 4):
+        check_ranks(tmp_path / "stacked", ranks)
+
+
+def test_stacked_experts_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = save_quantized("qwen3-moe", tmp_path, monkeypatch, False, weight_block_size=(4, 4))
+    names = load_file(folder / "model.safetensors").keys()
+    assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in names)
+    for keep_quantized in (False, True):
+        check_ranks(folder, 2, keep_quantized)
+
+
+def test_a_head_in_8_bits(tmp_path: Path) -> None:
+    """Its rows are divided whatever its blocks are."""
+    made, _ = save_both("llama2", "blocks", tmp_path, heads=8)
+    path = made / "model.safetensors"
+    stored = load_file(path)
+    codes, scales = quantize(stored["lm_head.weight"], (16, 32), False)
+    save_file(stored | {"lm_head.weight": codes, "lm_head.weight_scale_inv": scales}, path)
+    model = read_config(made).model
+    model = replace(model, layers=model.layers[:0])
+    whole = dequantize(prepare_fp8(codes, scales, (16, 32), torch.float32))
+    parts = []
+    for rank in range(2):
+        rows = Cut(131, ((0, 66),) if rank == 0 else ((66, 131),))
+        part = replace(model, head=replace(model.head, rows=rows), ranks=2, rank=rank)
+        with Checkpoint(made, torch.float32, read_config(made).model, range(4)) as checkpoint:
+            checkpoint._cuts = tensor_cuts(part, range(0))
+            parts.append(checkpoint.read(["lm_head.weight"], [(rows.num_elements, 64)]))
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("family", ["llama2", "gpt2", "qwen3-moe"])
+def test_magnitudes_of_whole_rows(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path, heads=8)
+    model = read_config(folder).model
+    part = shard(model, 1, 4)
+    tensors, _ = read_tensors(folder, model)
+    index = model.num_layers - 1
+    prefix = model.layer_name_format.format(index)
+    layer = part.layers[index]
+    mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
+    assert isinstance(mlp, MLPSpec)
+    with Checkpoint(folder, torch.float32, part, range(model.num_layers)) as checkpoint:
+        weights = Weights(checkpoint).at(prefix)
+        for spec in (layer.attention.out_proj, mlp.down_proj):
+            names = tuple(name.format(3) for name in spec.names)
+            result = read_row_magnitudes(replace(spec, names=names), weights, [64])
+            whole = tensors[f"{prefix}.{names[0]}.weight"]
+            whole = whole.t() if spec.is_transposed else whole
+            assert result.dtype == torch.float32
+            assert torch.equal(result, whole.abs().amax(dim=1))
+    assert checkpoint.weight_bytes == 0
+
+
+def test_wrong_shapes_are_named(tmp_path: Path) -> None:
+    """Of the whole tensor, whose part would have the right shape."""
+    folder = save("llama2", tmp_path, heads=8)
+    path = folder / "model.safetensors"
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(load_file(path) | {name: torch.ones(64, 79)}, path)
+    model = shard(read_config(folder).model, 0, 2)
+    with (
+        Checkpoint(folder, torch.float32, model, range(4)) as checkpoint,
+        pytest.raises(ModelError, match=r"down_proj\.weight.*\(64, 79\).*has to be \(64, 80\)"),
+    ):
+        checkpoint.read([name], [(64, 40)])
+
+
+@pytest.mark.parametrize(
+    ("style", "scales", "message"),
+    [
+        ("blocks", torch.ones(9, 2), r"up_proj.*has 9 scales along 80 elements.*16 elements"),
+        ("blocks", torch.ones(5, 9), r"up_proj.*has scales of shape \(3, 9\)"),
+        ("blocks", torch.ones(80), r"up_proj.*has scales of shape \(80,\)"),
+        ("compressed channels", torch.ones(79), r"up_proj.*has 79 scales, but 1 or 80"),
+    ],
+)
+def test_wrong_scales_are_named(style: str, scales: Tensor, message: str, tmp_path: Path) -> None:
+    made, _ = save_both("llama2", style, tmp_path, heads=8)
+    path = made / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj."
+    kind = STYLES[style][2]
+    save_file(load_file(path) | {name + kind: scales}, path)
+    model = read_config(made).model
+    layers = shard(replace(model, quantization=None), 0, 2).layers
+    part = replace(model, layers=layers, ranks=2)
+    with (
+        Checkpoint(made, torch.float32, part, range(4)) as checkpoint,
+        pytest.raises(ModelError, match=message),
+    ):
+        checkpoint.read([name + "weight"], [(40, 64)])
+
+
+@st.composite
+def cut(draw: st.DrawFn, size: int) -> Cut | None:
+    """Up to three runs of a dimension, or all of it."""
+    borders = sorted(draw(st.sets(st.integers(0, size), max_size=6)))
+    runs = tuple(zip(borders[::2], borders[1::2], strict=False))
+    return Cut(size, runs) if runs else None
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int] | None, TensorCuts]:
+    """Shape of a weight, shape of its blocks, and cuts."""
+    shape = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    block = draw(st.none() | st.tuples(st.integers(1, 12), st.integers(1, 12)))
+    return shape, block, (draw(cut(shape[0])), draw(cut(shape[1])))
+
+
+@given(matrices(), st.booleans(), st.integers(0, 99))
+def test_any_cut_of_a_quantized_weight(
+    matrix: tuple[tuple[int, int], tuple[int, int] | None, TensorCuts], by_row: bool, seed: int
+) -> None:
+    """The floats of the blocks that hold it are those of the whole weight."""
+    shape, block, cuts = matrix
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    codes, scales = quantize(weight, block, by_row)
+    whole = dequantize(prepare_fp8(codes, scales, block, torch.float32))
+
+    def at(tensor: Tensor, cuts: TensorCuts) -> Tensor:
+        return tensor[torch.meshgrid(*indices(cuts, tensor.shape), indexing="ij")]
+
+    wide = widen_cuts(cuts, block)
+    scale_cuts = cut_scales(wide, tuple(scales.shape), block) if any(cuts) else ()
+    part_codes = at(codes.view(torch.uint8), wide).view(codes.dtype)
+    part_scales = at(scales, scale_cuts) if scale_cuts else scales
+    part = dequantize(prepare_fp8(part_codes, part_scales, block, torch.float32))
+    assert torch.equal(select(part, wide, cuts), at(whole, cuts))
+    if block is not None:
+        for own, length in zip(wide, block, strict=True):
+            assert own is None or is_aligned(own, length)
+
+
+@given(st.data())
+def test_any_cut_of_a_stored_tensor(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Of a whole tensor, and of an expert's part of a stack."""
+    folder = tmp_path_factory.getbasetemp()
+    shape = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12)))
+    stack = torch.arange(prod(shape)).view(shape).to(torch.float32)
+    path = folder / "any_cut.safetensors"
+    save_file({"stack": stack, "matrix": stack[0].contiguous()}, path)
+    expert = data.draw(st.integers(0, shape[0] - 1))
+    first = data.draw(st.integers(0, shape[1] - 1))
+    rows = range(first, data.draw(st.integers(first + 1, shape[1])))
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as handle:
+        for home, whole in (
+            (StoredTensor(handle, "matrix"), stack[0]),
+            (StoredTensor(handle, "stack", expert, rows), stack[expert, rows.start : rows.stop]),
+        ):
+            cuts = data.draw(cut(whole.shape[0])), data.draw(cut(whole.shape[1]))
+            place = torch.meshgrid(*indices(cuts, whole.shape), indexing="ij")
+            assert torch.equal(home.read(cuts), whole[place])
+
+
+def test_the_shard_of_a_config_is_not_the_whole_model_s(tmp_path: Path) -> None:
+    """Sizes of a folder that does not divide are refused before its weights are read."""
+    folder = save("llama2", tmp_path, heads=8)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 81}))
+    with pytest.raises(ValueError, match="intermediate_size is 81"):
+        shard(read_config(folder).model, 0, 2)
