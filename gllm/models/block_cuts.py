@@ -4,8 +4,6 @@ Only whole blocks are read. A cut that ends within blocks is widened to their bo
 from the floats.
 """
 
-from torch import Tensor
-
 from gllm.models.spec import Cut
 
 TensorCuts = tuple[Cut | None, ...]
@@ -61,17 +59,6 @@ def cut_scales(
     if len(shape) != 2:
         raise ValueError(f"has scales of shape {shape}, but one for each block of {block} weights")
     return _cut_blocks(rows, shape[0], block[0]), _cut_blocks(columns, shape[1], block[1])
-
-
-def select(tensor: Tensor, outer: TensorCuts, inner: TensorCuts) -> Tensor:
-    """Return the elements of cuts from a tensor that holds the cuts `outer`, which contain them."""
-    for dimension, (whole, part) in enumerate(zip(outer, inner, strict=True)):
-        if whole is not None and part is not None and whole != part:
-            held = [index for run in whole.runs for index in range(*run)]
-            position = {index: at for at, index in enumerate(held)}
-            wanted = [position[index] for run in part.runs for index in range(*run)]
-            tensor = tensor.index_select(dimension, tensor.new_tensor(wanted).long())
-    return tensor
 
 
 def _cut_blocks(cut: Cut | None, count: int, length: int) -> Cut | None:

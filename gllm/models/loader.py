@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
-from gllm.models.block_cuts import TensorCuts, cut_scales, select, widen_cuts
+from gllm.models.block_cuts import TensorCuts, cut_scales, widen_cuts
 from gllm.models.errors import ModelError
 from gllm.models.spec import ModelSpec
-from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, split_experts
+from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, select, split_experts
 from gllm.models.tensor_cuts import tensor_cuts
 from gllm.models.tensor_names import TensorNames
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error

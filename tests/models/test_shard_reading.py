@@ -20,13 +20,13 @@ from torch import Tensor
 
 from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
 from gllm.models.basic_layers import read_row_magnitudes
-from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, select, widen_cuts
+from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, widen_cuts
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard
 from gllm.models.spec import AttentionSpec, Cut, ExpertsSpec, MLPSpec, ModelSpec
-from gllm.models.stored_tensor import StoredTensor
+from gllm.models.stored_tensor import StoredTensor, select
 from gllm.models.tensor_cuts import tensor_cuts
 from tests.models.test_fp8 import STYLES, quantize, save_both
 from tests.models.test_stacked_experts import save_quantized
