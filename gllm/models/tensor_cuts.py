@@ -27,9 +27,10 @@ def tensor_cuts(model: ModelSpec, layers: range) -> dict[str, TensorCuts]:
     cuts: dict[str, TensorCuts] = {}
     if model.ranks == 1:
         return cuts
-    for part in (model.embedding, model.head):
-        cuts[f"{part.name}.weight"] = part.rows, None
-        cuts[f"{part.name}.bias"] = (part.rows,)
+    embedding, head = model.embedding, model.head
+    for name, rows in ((embedding.name, embedding.rows), (head.name, head.rows)):
+        cuts[f"{name}.weight"] = rows, None
+        cuts[f"{name}.bias"] = (rows,)
     for index in layers:
         layer, prefix = model.layers[index], model.layer_name_format.format(index)
         for linear in _linears(layer):
