@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -338,8 +339,6 @@ def test_any_cut_of_a_stored_tensor(data: st.DataObject, tmp_path_factory: Any) 
     expert = data.draw(st.integers(0, shape[0] - 1))
     first = data.draw(st.integers(0, shape[1] - 1))
     rows = range(first, data.draw(st.integers(first + 1, shape[1])))
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as handle:
         for home, whole in (
             (StoredTensor(handle, "matrix"), stack[0]),
