@@ -225,9 +225,7 @@ def _hidden(name: str) -> Any:
     return getattr(modeling_gpt2, name)
 
 
-def save(
-    family: str, folder: Path, seed: int = 0, shard: str = "1GB", heads: int = 6
-) -> Path:
+def save(family: str, folder: Path, seed: int = 0, shard: str = "1GB", heads: int = 6) -> Path:
     """Write the family's checkpoint, of 6 or 8 heads; the folder."""
     from safetensors.torch import load_file, save_file
 

@@ -108,7 +108,7 @@ def test_a_rank_has_the_rows_of_its_heads(shape: tuple[int, int, int, int, str])
     )
     model = replace(model, layers=(replace(model.layers[0], attention=whole),))
     rows = stored_rows(layout, heads, kv_heads)
-    queries = []
+    queries: list[int] = []
     for rank in range(ranks):
         part = grouped(shard(model, rank, ranks))
         own = range(part.first_head, part.first_head + part.num_heads)
@@ -144,8 +144,12 @@ def cuts_of(spec: MLPSpec) -> tuple[list[list[int]], list[int]]:
 def test_gate_and_up_have_the_inputs_of_down(
     share: int, ranks: int, is_gated: bool, is_fused: bool
 ) -> None:
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 72}
-    model = build(**heads, intermediate_size=share * ranks)
+    model = build(
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        hidden_size=72,
+        intermediate_size=share * ranks,
+    )
     mlp = model.layers[0].mlp
     assert isinstance(mlp, MLPSpec)
     if is_fused or not is_gated:
@@ -185,7 +189,7 @@ def test_the_vocabulary_is_divided(size: int, ranks: int) -> None:
     cuts = [part.embedding.rows for part in parts]
     assert cuts == [part.head.rows for part in parts]
     indices = [held(cut) for cut in cuts if cut is not None]
-    assert sum(indices, []) == list(range(size))
+    assert [index for part in indices for index in part] == list(range(size))
     assert {len(part) for part in indices[:-1]} <= {-(-size // ranks)}
     assert all(part.vocab_size == size for part in parts)
 
@@ -288,7 +292,7 @@ def test_refusals_name_the_size_and_what_would_do(
     ],
 )
 def test_blocks_with_one_scale_are_not_split(
-    changes: dict[str, int], block: tuple[int, int], ranks: int, named: str
+    changes: dict[str, Any], block: tuple[int, int], ranks: int, named: str
 ) -> None:
     model = replace(build(**changes), quantization=QuantizationSpec("fp8", block))
     message = refusal(model, ranks)

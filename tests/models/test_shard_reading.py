@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
+from gllm.kernels.weight_format import dequantize_weight
 from gllm.models.basic_layers import read_row_magnitudes
 from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, widen_cuts
 from gllm.models.config import read_config
@@ -55,7 +56,7 @@ SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
 def read_tensors(
     folder: Path, model: ModelSpec, keep_quantized: bool = False
 ) -> tuple[dict[str, Tensor], Checkpoint]:
-    """Everything that a rank holds, by name and dequantized, and the checkpoint, which is closed."""
+    """Everything that a rank holds, by name and dequantized, and the closed checkpoint."""
     every, tensors = range(model.num_layers), {}
     device = torch.device("cpu")
     with Checkpoint(folder, torch.float32, model, every, device, keep_quantized) as checkpoint:
@@ -67,7 +68,7 @@ def read_tensors(
                     shape[at] = shape[at] if cut is None else cut.num_elements
                 if keep_quantized and len(shape) == 2:
                     (weight,) = checkpoint.read_matrices([name], [(shape[0], shape[1])])
-                    tensors[name] = weight if isinstance(weight, Tensor) else dequantize(weight)
+                    tensors[name] = dequantize_weight(weight)
                 else:
                     tensors[name] = checkpoint.read([name], [tuple(shape)])
         checkpoint.check_all_read()
@@ -328,7 +329,7 @@ def test_any_cut_of_a_quantized_weight(
             assert own is None or is_aligned(own, length)
 
 
-@given(st.data())
+@given(data=st.data())
 def test_any_cut_of_a_stored_tensor(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Of a whole tensor, and of an expert's part of a stack."""
     folder = tmp_path_factory.getbasetemp()
