@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         server_config = config_from_flags(ServerConfig, values)
         # Before the workers start, which takes seconds and memory.
         plan_model(engine_config)
-        node = LocalNode(engine_config.pipeline_parallel_size)
+        node = LocalNode(engine_config.num_workers)
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
     try:

@@ -78,10 +78,10 @@ class _StageLoop:
     def __init__(self, config: EngineConfig, folder: Path, stage: int) -> None:
         # Imported here because the parent process needs no torch.
         from gllm.runtime.cpu.executor import CpuExecutor
-        from gllm.runtime.device import set_num_threads, threads_per_stage
+        from gllm.runtime.device import set_num_threads, threads_per_worker
 
         stages = config.pipeline_parallel_size
-        set_num_threads(threads_per_stage(config.threads, stages))
+        set_num_threads(threads_per_worker(config.threads, stages))
         model_config = read_config(folder)
         layers = split_layers(model_config.model, stages, config.layers)[stage]
         self._executor = CpuExecutor(model_config, config, stage, stages, layers)

@@ -10,8 +10,8 @@ class SpawnWorker:
     """Start a worker process; an attempt that fails is reported by `on_exit`."""
 
     sender: int
-    stage: int | None
-    """Place for which the worker is started; None for a standby worker."""
+    place: int | None
+    """Index of the place for which the worker is started; None for a standby worker."""
 
 
 @dataclass(frozen=True, slots=True)

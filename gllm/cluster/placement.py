@@ -1,16 +1,35 @@
 """Placement: the workers that hold an engine's layers during one generation.
 
 An engine's life is a row of generations. Each has one placement and one scheduler; every change of
-the workers is the next generation.
+the workers is the next generation. A stage has one worker per rank: the ranks of a stage compute
+its layers together (tensor parallelism).
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
 LOCAL_NODE = "local"
 """Name of the node that runs the head."""
+
+
+class PlaceName(NamedTuple):
+    """Name of a place for people: `stage 1`, or `stage 1 rank 0` where the stage has several."""
+
+    stage: int
+    rank: int = 0
+    num_ranks: int = 1
+
+    def __str__(self) -> str:
+        """Return the name in words."""
+        return f"stage {self.stage}" + (f" rank {self.rank}" if self.num_ranks > 1 else "")
+
+    @property
+    def label(self) -> str:
+        """The short name, for titles of processes and names of files: `1`, or `1.0`."""
+        return f"{self.stage}" + (f".{self.rank}" if self.num_ranks > 1 else "")
 
 
 class WorkerPlacement(msgspec.Struct, frozen=True):
@@ -28,7 +47,7 @@ class WorkerPlacement(msgspec.Struct, frozen=True):
 
 
 class EdgeSpec(msgspec.Struct, frozen=True):
-    """Edge between two neighbouring stages, before its files exist."""
+    """Edge between workers of two neighbouring stages, before its files exist."""
 
     number: int
     """Index of the edge within the generation."""
@@ -36,6 +55,10 @@ class EdgeSpec(msgspec.Struct, frozen=True):
     """Stage that sends."""
     target: int
     """Stage that receives."""
+    source_rank: int = 0
+    """Rank that sends."""
+    target_rank: int = 0
+    """Rank that receives."""
     transport: str = "auto"
     """Name of a transport, or auto: the two workers choose by their devices."""
 
@@ -51,23 +74,30 @@ class Placement(msgspec.Struct, frozen=True):
     layers: list[tuple[int, int]]
     """First layer of each stage and first layer after it."""
     workers: list[WorkerPlacement]
-    """In the order of their stages."""
+    """In the order of their places: by stage, then by rank."""
     edges: list[EdgeSpec]
+    """In the order of their targets."""
 
     def __post_init__(self) -> None:
-        """Check that each stage has one worker, layers without gaps and edges to its neighbours."""
-        stages = list(range(len(self.layers)))
+        """Check that each stage has ranks on one node, layers without gaps and its edges."""
         if self.generation < 1:
             raise ValueError(f"generation {self.generation} is not positive")
-        if [worker.stage for worker in self.workers] != stages:
-            raise ValueError(f"the workers do not hold the stages {stages}, one each")
+        degrees = self.degrees
+        places = [(stage, rank) for stage, size in enumerate(degrees) for rank in range(size)]
+        if not all(degrees) or [(each.stage, each.rank) for each in self.workers] != places:
+            raise ValueError(
+                f"the workers do not hold the places of {self.num_stages} stages, one each, in order"
+            )
         if len({worker.sender for worker in self.workers}) != len(self.workers):
             raise ValueError("a worker holds two places")
+        if len({(worker.stage, worker.node) for worker in self.workers}) != self.num_stages:
+            raise ValueError("the ranks of a stage are on several nodes")
         if any(end <= start for start, end in self.layers):
             raise ValueError(f"a stage has no layer: {self.layers}")
         if any(left[1] != right[0] for left, right in pairwise(self.layers)):
             raise ValueError(f"the layers have gaps or overlap: {self.layers}")
-        if [(edge.source, edge.target) for edge in self.edges] != list(pairwise(stages)):
+        ends = [(edge.source, edge.source_rank, edge.target, edge.target_rank) for edge in self.edges]
+        if ends != edge_ends(degrees):
             raise ValueError("the edges do not connect each stage to the next one")
 
     @property
@@ -76,17 +106,43 @@ class Placement(msgspec.Struct, frozen=True):
         return len(self.layers)
 
     @property
+    def degrees(self) -> list[int]:
+        """Number of ranks of each stage."""
+        stages = [worker.stage for worker in self.workers]
+        return [stages.count(stage) for stage in range(self.num_stages)]
+
+    @property
     def senders(self) -> list[int]:
-        """Senders of the workers, in the order of their stages."""
+        """Senders of the workers, in the order of their places."""
         return [worker.sender for worker in self.workers]
 
-    def worker_of(self, stage: int) -> WorkerPlacement:
-        """Return the worker of a stage."""
-        return self.workers[stage]
+    def workers_of(self, stage: int) -> list[WorkerPlacement]:
+        """Return the workers of a stage, in the order of their ranks."""
+        return [worker for worker in self.workers if worker.stage == stage]
+
+    def worker_of(self, stage: int, rank: int = 0) -> WorkerPlacement:
+        """Return the worker of a rank of a stage."""
+        return self.workers_of(stage)[rank]
+
+    def workers_on(self, node: str) -> list[WorkerPlacement]:
+        """Return the workers of a node, which share its cores and memory, in order."""
+        return [worker for worker in self.workers if worker.node == node]
+
+    def place_of(self, sender: int) -> WorkerPlacement | None:
+        """Return the place of a worker; None if the worker has none."""
+        return next((worker for worker in self.workers if worker.sender == sender), None)
 
     def stage_of(self, sender: int) -> int | None:
         """Return the stage of a worker; None if the worker has no place."""
-        return next((worker.stage for worker in self.workers if worker.sender == sender), None)
+        place = self.place_of(sender)
+        return None if place is None else place.stage
+
+    def name_of(self, sender: int) -> PlaceName | None:
+        """Return the name of a worker's place; None if the worker has no place."""
+        place = self.place_of(sender)
+        if place is None:
+            return None
+        return PlaceName(place.stage, place.rank, len(self.workers_of(place.stage)))
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -97,22 +153,62 @@ class Slot(msgspec.Struct, frozen=True):
     threads: int | None = None
 
 
+def place_names(degrees: Sequence[int]) -> list[PlaceName]:
+    """Return the names of all places in order.
+
+    degrees: number of ranks of each stage.
+    """
+    return [
+        PlaceName(stage, rank, num_ranks)
+        for stage, num_ranks in enumerate(degrees)
+        for rank in range(num_ranks)
+    ]
+
+
+def edge_ends(degrees: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Return the ends of all edges: source stage and rank, target stage and rank.
+
+    All ranks of a stage have the same activations, so each rank of the next stage receives them
+    from one of them: rank r from rank r modulo the number of ranks that send.
+
+    degrees: number of ranks of each stage.
+    """
+    return [
+        (target - 1, rank % degrees[target - 1], target, rank)
+        for target in range(1, len(degrees))
+        for rank in range(degrees[target])
+    ]
+
+
 def make_placement(
-    generation: int, layers: Sequence[tuple[int, int]], slots: Sequence[Slot]
+    generation: int,
+    layers: Sequence[tuple[int, int]],
+    slots: Sequence[Slot],
+    degrees: Sequence[int] | None = None,
 ) -> Placement:
-    """Return the placement of the layers on one worker per stage.
+    """Return the placement of the layers on workers.
 
     Args:
         generation: number of the generation, from 1.
         layers: first layer of each stage and first layer after it.
-        slots: worker of each stage.
+        slots: worker of each place, by stage, then by rank.
+        degrees: number of ranks of each stage; None for one each.
 
     Raises:
-        ValueError: the layers have gaps, or their number is not that of the slots.
+        ValueError: the layers have gaps, or the numbers of layers, degrees and slots do not fit.
     """
+    degrees = [1] * len(layers) if degrees is None else degrees
+    names = place_names(degrees)
+    if len(degrees) != len(layers) or len(names) != len(slots):
+        raise ValueError(
+            f"{len(slots)} workers cannot hold {len(layers)} stages with {list(degrees)} ranks"
+        )
     workers = [
-        WorkerPlacement(slot.sender, slot.node, stage, threads=slot.threads)
-        for stage, slot in enumerate(slots)
+        WorkerPlacement(slot.sender, slot.node, name.stage, name.rank, slot.threads)
+        for name, slot in zip(names, slots, strict=True)
     ]
-    edges = [EdgeSpec(stage, stage, stage + 1) for stage in range(len(layers) - 1)]
+    edges = [
+        EdgeSpec(number, source, target, source_rank, target_rank)
+        for number, (source, source_rank, target, target_rank) in enumerate(edge_ends(degrees))
+    ]
     return Placement(generation, list(layers), workers, edges)

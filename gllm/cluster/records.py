@@ -62,8 +62,8 @@ class WorkerRecord:
     """A process that has not exited."""
 
     sender: int
-    stage: int | None
-    """None for a standby worker."""
+    place: int | None
+    """Index of its place in the placement; None for a standby worker."""
     activity: Activity = Activity.IDLE
     has_finished_phase: bool = False
     """True if it has answered to the current phase."""
@@ -92,7 +92,7 @@ class WorkerRecord:
 
 @dataclass(slots=True)
 class PlaceRecord:
-    """A stage, and the history of its workers."""
+    """A place for one worker, a rank of a stage, and the history of its workers."""
 
     sender: int | None = None
     """Process that holds the place, until it is reaped."""

@@ -7,39 +7,38 @@ instance, assign the next generation, initialize the caches, warm up, attach the
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import count
 from random import Random
 
 from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
-    CloseInstances,
     DetachClient,
     GiveUp,
     InitializeCaches,
-    KillWorker,
     RejectParked,
-    SpawnWorker,
     WarmUp,
 )
-from gllm.cluster.placement import Placement, Slot, make_placement
+from gllm.cluster.placement import PlaceName, Placement, Slot, make_placement, place_names
 from gllm.cluster.records import (
     Activity,
-    PlaceRecord,
     RecoveryLimits,
     RecoveryState,
     RetryRecord,
     WorkerRecord,
-    backoff_seconds,
 )
+from gllm.cluster.worker_pool import WorkerPool
 
 
 class Recovery:
     """Decides which processes an engine has, and when it gives up."""
 
     def __init__(
-        self, layers: Sequence[tuple[int, int]], limits: RecoveryLimits, jitter: Random
+        self,
+        layers: Sequence[tuple[int, int]],
+        limits: RecoveryLimits,
+        jitter: Random,
+        degrees: Sequence[int] | None = None,
     ) -> None:
         """Create the state of an engine that has not started.
 
@@ -47,6 +46,7 @@ class Recovery:
             layers: first layer of each stage and first layer after it.
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
+            degrees: number of ranks of each stage; None for one each.
         """
         self.state = RecoveryState.NEW
         self.placement: Placement | None = None
@@ -60,18 +60,13 @@ class Recovery:
         self.generation = 0
         """Number of the current generation; 0 before the first."""
         self._layers = list(layers)
+        self._degrees = [1] * len(self._layers) if degrees is None else list(degrees)
+        self._names = place_names(self._degrees)
         self._limits = limits
         self._jitter = jitter
-        self._senders = count(1)
-        self._places = [PlaceRecord() for _ in self._layers]
-        self._workers: dict[int, WorkerRecord] = {}
-        """Processes that have not exited, by sender."""
-        self._standbys = RetryRecord()
-        """Deaths of standby workers since one was used."""
+        self._pool = WorkerPool(len(self._names), limits, jitter)
         self._assignments = RetryRecord()
         """Generations that could not be assigned since the engine was ready."""
-        self._has_deaths = False
-        """True if a place has died since the last committed step."""
 
     @property
     def is_over(self) -> bool:
@@ -85,20 +80,19 @@ class Recovery:
             return math.inf
         return min(self._deadlines(), default=math.inf)
 
-    def stage_of(self, sender: int) -> int | None:
-        """Return the place of a worker that has not exited; None for a standby worker."""
-        worker = self._workers.get(sender)
-        return None if worker is None else worker.stage
-
     @property
     def senders(self) -> list[int]:
         """Processes that have not exited, standby workers included."""
-        return list(self._workers)
+        return list(self._pool.workers)
+
+    def name_of(self, sender: int) -> PlaceName | None:
+        """Return the place of a worker that has not exited; None for a standby worker."""
+        worker = self._pool.workers.get(sender)
+        return None if worker is None or worker.place is None else self._names[worker.place]
 
     def is_exiting(self, sender: int) -> bool:
         """Return True if a process has exited or was killed."""
-        worker = self._workers.get(sender)
-        return worker is None or worker.activity is Activity.EXITING
+        return self._pool.running(sender) is None
 
     def start(self, now: float) -> list[Action]:
         """Start the engine."""
@@ -120,16 +114,15 @@ class Recovery:
             now: time in seconds.
             is_poison: True if a request is known to have caused the death; it uses up no restart.
         """
-        worker = self._workers.pop(sender, None)
+        worker = self._pool.remove(sender)
         if worker is None or self.is_over:
             return []
-        if worker.stage is None:
-            self._standbys.on_failure(now, self._jitter)
+        if worker.place is None:
+            self._pool.on_standby_exit(now)
             return self._advance(now)
-        self._places[worker.stage].sender = None
         actions: list[Action] = []
         if worker.activity is not Activity.EXITING:
-            actions += self._count_death(worker.stage, cause, now, is_poison)
+            actions += self._count_death(worker.place, cause, now, is_poison)
             actions += self._leave(cause, now)
         return [*actions, *self._advance(now)]
 
@@ -141,21 +134,21 @@ class Recovery:
         During the first start the engine gives up, because the failure would occur again: the
         model cannot be read, for example.
         """
-        worker = self._workers.get(sender)
-        if worker is None or worker.activity is Activity.EXITING:
+        worker = self._pool.running(sender)
+        if worker is None:
             return []
-        if not (self.has_been_ready or self.is_over or worker.stage is None):
+        if not (self.has_been_ready or self.is_over or worker.place is None):
             return self._give_up(cause)
         return self.on_lost(sender, cause, now, is_poison)
 
     def on_lost(self, sender: int, cause: str, now: float, is_poison: bool = False) -> list[Action]:
         """Handle a worker that is frozen or cannot be reached: it is killed and replaced."""
-        worker = self._workers.get(sender)
-        if worker is None or self.is_over or worker.activity is Activity.EXITING:
+        worker = self._pool.running(sender)
+        if worker is None or self.is_over:
             return []
-        actions = self._kill(worker, cause)
-        if worker.stage is not None:
-            actions += self._count_death(worker.stage, cause, now, is_poison)
+        actions: list[Action] = [self._pool.kill(worker, cause)]
+        if worker.place is not None:
+            actions += self._count_death(worker.place, cause, now, is_poison)
             actions += self._leave(cause, now)
         return actions
 
@@ -164,7 +157,7 @@ class Recovery:
         if generation != self.generation or self.state is not RecoveryState.LOADING:
             return []
         self.state = RecoveryState.FORMING
-        for worker in self._placed_workers:
+        for worker in self._pool.placed:
             worker.rest()
         # Not tried again at once, because the obstacle is still there.
         self._assignments.on_failure(now, self._jitter, num_earlier=1)
@@ -174,7 +167,7 @@ class Recovery:
 
     def on_connected(self, sender: int, now: float) -> None:
         """Handle the first message of a process: from now on it has to answer in time."""
-        worker = self._workers.get(sender)
+        worker = self._pool.workers.get(sender)
         if worker is None or worker.has_connected:
             return
         worker.has_connected = True
@@ -183,7 +176,7 @@ class Recovery:
 
     def on_progress(self, sender: int, now: float) -> None:
         """Handle progress of loading, which extends the worker's time."""
-        worker = self._workers.get(sender)
+        worker = self._pool.workers.get(sender)
         if worker is not None and worker.activity is Activity.ASSIGNED:
             worker.deadline = now + self._limits.phase_seconds
 
@@ -203,7 +196,7 @@ class Recovery:
 
     def on_closed(self, sender: int, now: float) -> list[Action]:
         """Handle the report that a survivor has closed its instance."""
-        worker = self._workers.get(sender)
+        worker = self._pool.workers.get(sender)
         if worker is None or worker.activity is not Activity.CLOSING:
             return []
         worker.rest()
@@ -217,23 +210,21 @@ class Recovery:
         self.has_been_ready = True
         self.recovering_since, self.is_overdue = None, False
         self._assignments = RetryRecord()
-        for worker in self._placed_workers:
+        for worker in self._pool.placed:
             worker.deadline = math.inf
         return [AttachClient(self.generation), *self._advance(now)]
 
     def on_step_committed(self) -> None:
         """Handle a committed step of requests: earlier deaths no longer count."""
-        if self._has_deaths and self.state is RecoveryState.READY:
-            self._has_deaths = False
-            for place in self._places:
-                place.num_deaths = 0
+        if self.state is RecoveryState.READY:
+            self._pool.forget_deaths()
 
     def on_timer(self, now: float) -> list[Action]:
         """Handle the passing of time: deadlines, backoffs and the recovery timeout."""
         if self.state is RecoveryState.NEW or self.is_over:
             return []
         actions: list[Action] = []
-        for worker in list(self._workers.values()):
+        for worker in list(self._pool.workers.values()):
             # The first late worker may have given the others another deadline.
             if worker.deadline <= now:
                 actions += self._on_late(worker, now)
@@ -254,123 +245,65 @@ class Recovery:
 
     def _deadlines(self) -> Iterator[float]:
         yield self._rejection_time
-        yield from (worker.deadline for worker in self._workers.values())
+        yield from self._pool.deadlines
         if self.state is RecoveryState.FORMING:
-            yield from (place.respawn_at for place in self._places if place.sender is None)
-            if self._is_formed:
+            yield from self._pool.respawn_times
+            if self._pool.is_formed:
                 yield self._assignments.retry_at
-        if self.state is RecoveryState.READY and self._num_missing_standbys:
-            yield self._standbys.retry_at
+        if self.state is RecoveryState.READY:
+            yield self._pool.standby_time
 
     def _on_late(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Kill a worker that has missed its deadline."""
         if worker.activity is Activity.CLOSING:
             # Another place has died and was counted, so this is no death of its own.
             seconds = self._limits.close_seconds
-            return self._kill(worker, f"it did not close its stage within {seconds:g} seconds")
+            cause = f"it did not close its stage within {seconds:g} seconds"
+            return [self._pool.kill(worker, cause)]
         cause = f"{self.state} took longer than {self._limits.phase_seconds:g} seconds"
         return self.on_lost(worker.sender, cause, now)
 
     def _finish_phase(self, sender: int, state: RecoveryState) -> WorkerRecord | None:
-        """Note a worker's answer to the current phase; return None if it was not expected."""
-        worker = self._workers.get(sender)
-        if self.state is not state or worker is None or worker.activity is not Activity.ASSIGNED:
-            return None
-        worker.has_finished_phase, worker.deadline = True, math.inf
-        return worker
+        """Note a worker's answer to a phase; return None if it was not expected."""
+        return self._pool.finish_phase(sender) if self.state is state else None
 
     def _advance(self, now: float) -> list[Action]:
         """Do everything that the current state permits; return the actions."""
         actions: list[Action] = []
         if self.state is RecoveryState.FORMING:
-            actions += self._fill_places(now)
-            if self._is_formed and self._assignments.retry_at <= now:
+            actions += self._pool.fill_places(now)
+            if self._pool.is_formed and self._assignments.retry_at <= now:
                 actions.append(self._assign(now))
-        elif self.state is RecoveryState.LOADING and self._is_phase_finished:
+        elif self.state is RecoveryState.LOADING and self._pool.is_phase_finished:
             actions.append(InitializeCaches(self.generation))
             self._begin_phase(RecoveryState.INITIALIZING, now)
-        elif self.state is RecoveryState.INITIALIZING and self._is_phase_finished:
+        elif self.state is RecoveryState.INITIALIZING and self._pool.is_phase_finished:
             actions.append(WarmUp(self.generation))
             self._begin_phase(RecoveryState.WARMING, now)
-        elif self.state is RecoveryState.READY and self._standbys.retry_at <= now:
+        elif self.state is RecoveryState.READY:
             # Only now, because the imports of a standby worker would slow down a recovery.
-            actions += [self._spawn(None) for _ in range(self._num_missing_standbys)]
+            actions += self._pool.fill_standbys(now)
         return actions
-
-    @property
-    def _placed_workers(self) -> list[WorkerRecord]:
-        """Workers that hold a place, in the order of their stages."""
-        senders = (place.sender for place in self._places)
-        return [self._workers[sender] for sender in senders if sender is not None]
-
-    @property
-    def _is_formed(self) -> bool:
-        """True if every place has a worker without an instance."""
-        num_idle = sum(worker.activity is Activity.IDLE for worker in self._placed_workers)
-        return num_idle == len(self._places)
-
-    @property
-    def _is_phase_finished(self) -> bool:
-        return all(worker.has_finished_phase for worker in self._placed_workers)
-
-    @property
-    def _num_missing_standbys(self) -> int:
-        alive = sum(worker.stage is None for worker in self._workers.values())
-        return max(0, self._limits.num_standbys - alive)
 
     def _begin_phase(self, state: RecoveryState, now: float) -> None:
         self.state = state
-        for worker in self._placed_workers:
-            worker.begin_phase(now, self._limits)
-
-    def _fill_places(self, now: float) -> list[Action]:
-        """Give each empty place a standby worker or a new one, once its backoff is over."""
-        actions: list[Action] = []
-        for stage, place in enumerate(self._places):
-            if place.sender is not None or place.respawn_at > now:
-                continue
-            standby = next(self._idle_standbys(), None)
-            if standby is None:
-                actions.append(self._spawn(stage))
-                continue
-            standby.stage, place.sender = stage, standby.sender
-            self._standbys = RetryRecord()
-        return actions
-
-    def _idle_standbys(self) -> Iterator[WorkerRecord]:
-        standbys = (worker for worker in self._workers.values() if worker.stage is None)
-        return (worker for worker in standbys if worker.activity is Activity.IDLE)
+        self._pool.begin_phase(now)
 
     def _assign(self, now: float) -> Action:
         """Begin the next generation; every place has a worker without an instance."""
         self.generation += 1
-        slots = [Slot(worker.sender) for worker in self._placed_workers]
-        self.placement = make_placement(self.generation, self._layers, slots)
+        slots = [Slot(worker.sender) for worker in self._pool.placed]
+        self.placement = make_placement(self.generation, self._layers, slots, self._degrees)
         self._begin_phase(RecoveryState.LOADING, now)
         return AssignGeneration(self.placement)
 
-    def _spawn(self, stage: int | None) -> Action:
-        sender = next(self._senders)
-        self._workers[sender] = WorkerRecord(sender, stage)
-        if stage is not None:
-            self._places[stage].sender = sender
-        return SpawnWorker(sender, stage)
-
-    def _kill(self, worker: WorkerRecord, cause: str) -> list[Action]:
-        worker.activity, worker.deadline = Activity.EXITING, math.inf
-        return [KillWorker(worker.sender, cause)]
-
-    def _count_death(self, stage: int, cause: str, now: float, is_poison: bool) -> list[Action]:
+    def _count_death(self, place: int, cause: str, now: float, is_poison: bool) -> list[Action]:
         """Count the death of a place, and give up if that was one too many."""
-        place = self._places[stage]
-        if not is_poison:
-            self._has_deaths = True
-            place.num_deaths += 1
+        if not is_poison and not self._pool.count_death(place):
             if num_restarts := self._limits.max_restarts:
                 cause += f"; restarts without a finished step before: {num_restarts}"
-            if place.num_deaths > num_restarts:
-                return self._give_up(cause)
-        place.respawn_at = now + backoff_seconds(place.num_deaths, self._jitter)
+            return self._give_up(cause)
+        self._pool.delay_respawn(place, now)
         return []
 
     def _leave(self, cause: str, now: float) -> list[Action]:
@@ -382,18 +315,7 @@ class Recovery:
             self.recovering_since = now
             actions.append(DetachClient(cause))
         self.state = RecoveryState.FORMING
-        closing: list[int] = []
-        for worker in self._placed_workers:
-            if worker.activity is not Activity.ASSIGNED:
-                continue
-            if worker.keeps_weights:
-                worker.begin_closing(now, self._limits)
-                closing.append(worker.sender)
-            else:
-                actions += self._kill(worker, "its memory is freed for the next generation")
-        if closing:
-            actions.append(CloseInstances(self.generation, closing))
-        return actions
+        return [*actions, *self._pool.close_instances(self.generation, now)]
 
     def _give_up(self, cause: str) -> list[Action]:
         self.state = RecoveryState.DEAD

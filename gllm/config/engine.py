@@ -5,11 +5,12 @@ Declares defaults and ranges. Values that depend on the model or the device are 
 """
 
 import dataclasses
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.config.field_types import convert_fields
-from gllm.config.flags import input_file, output_file, output_folder, parse_bytes, parse_layers
+from gllm.config.flags import input_file, output_file, output_folder, parse_bytes, parse_counts
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
@@ -23,6 +24,8 @@ DEVICES = ("auto", "cpu", "cuda")
 """Values of --device."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 """Values of --kv-cache-dtype."""
+MAX_RANKS = 64
+"""Most workers of one stage; a worker gets an edge to each worker of the next stage."""
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
 """Values of --attention-backend."""
 
@@ -39,12 +42,21 @@ class EngineConfig:
     pipeline_parallel_size: int = option(
         1, "pipeline stages", ge=1, le=1024, flags=("--pipeline-parallel-size", "--pp")
     )
+    tensor_parallel_size: tuple[int, ...] = option(
+        (1,),
+        "workers that compute each stage together (tensor parallelism): one number, or one for each "
+        "stage, such as 2,1; default: 1",
+        ge=1,
+        le=MAX_RANKS,
+        parse=parse_counts,
+        flags=("--tensor-parallel-size", "--tp", "-tp"),
+    )
     layers: tuple[int, ...] | None = option(
         None,
         "number of layers per stage, such as 10,14; default: balanced by cost",
         ge=1,
         le=INT32_MAX,
-        parse=parse_layers,
+        parse=parse_counts,
     )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
@@ -87,7 +99,10 @@ class EngineConfig:
         parse=parse_bytes,
     )
     threads: int | None = option(
-        None, "compute threads per stage; default: cores / stages", ge=1, le=1024
+        None,
+        "compute threads of each worker; default: an equal share of its machine's cores",
+        ge=1,
+        le=1024,
     )
     seed: int | None = option(
         None,
@@ -162,8 +177,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
+        degrees: Any = self.tensor_parallel_size
+        if isinstance(degrees, numbers.Integral) and not isinstance(degrees, bool):
+            object.__setattr__(self, "tensor_parallel_size", (degrees,))
         convert_fields(self)
         stages = self.pipeline_parallel_size
+        if len(self.tensor_parallel_size) not in (1, stages):
+            raise ValueError(
+                f"tensor_parallel_size {self.tensor_parallel_size} has to be one number for all "
+                f"stages, or one for each of the {stages} stages (pipeline_parallel_size)"
+            )
         if self.layers is not None and len(self.layers) != stages:
             raise ValueError(
                 f"layers {self.layers} has to give at least one layer to each of the "
@@ -175,6 +198,17 @@ class EngineConfig:
                 f"kv_events_config publishes token ids on {address}, where other hosts can read "
                 "them: use a loopback address, or set trusted_network if all of them may"
             )
+
+    @property
+    def stage_degrees(self) -> tuple[int, ...]:
+        """Number of workers of each stage."""
+        degrees = self.tensor_parallel_size
+        return degrees * self.pipeline_parallel_size if len(degrees) == 1 else degrees
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of all stages."""
+        return sum(self.stage_degrees)
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":

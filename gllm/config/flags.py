@@ -201,8 +201,8 @@ def parse_bytes(text: str) -> int:
     return int(lowered)
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Return the layers of each stage from '10,14'. Raises ValueError."""
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return one number per stage from '10,14'. Raises ValueError."""
     return tuple(int(part) for part in text.split(","))
 
 

@@ -124,7 +124,7 @@ class PipelineBackend:
             open(self._config.step_log, "wb").close()
         try:
             self._start_publisher()
-            node = self._node or LocalNode(len(self.supervisor.layers))
+            node = self._node or LocalNode(self._config.num_workers)
             await self.supervisor.start(self._folder, node, self._logs)
             if self.attachment is not None:
                 await self.attachment.start()
@@ -159,13 +159,11 @@ class PipelineBackend:
 
     async def start_profile(self, folder: str) -> str:
         """See Backend."""
-        return await self.supervisor.run_command(
-            lambda number: StartProfile(number, folder), len(self.supervisor.layers)
-        )
+        return await self.supervisor.run_command(lambda number: StartProfile(number, folder))
 
     async def stop_profile(self) -> str:
         """See Backend."""
-        return await self.supervisor.run_command(StopProfile, len(self.supervisor.layers))
+        return await self.supervisor.run_command(StopProfile)
 
     def _start_publisher(self) -> None:
         """Publish KV cache events, if that is configured. Raises ValueError for a bad address."""

@@ -40,19 +40,23 @@ DEFAULT_LOG_CONFIG = LogConfig()
 """Configuration of an engine that is embedded in a program."""
 
 
-def configure_logging(config: LogConfig, stage: int | None = None) -> None:
-    """Make this process log to stderr; `stage` is the worker's stage, None in the frontend.
+def configure_logging(config: LogConfig, place: str | None = None) -> None:
+    """Make this process log to stderr.
 
-    A worker calls this again when its stage changes.
+    A worker calls this again when its place changes.
+
+    Args:
+        config: level and format.
+        place: the worker's place, such as `stage 1`; None in the frontend.
     """
     handler = DeduplicatingHandler()
-    if stage is not None:
+    if place is not None:
         logging.getLogger().handlers.clear()
     if config.format == "json":
-        handler.setFormatter(JsonFormatter("frontend" if stage is None else f"stage {stage}"))
+        handler.setFormatter(JsonFormatter("frontend" if place is None else place))
         _redirect_other_output()
     else:
-        where = "" if stage is None else f" stage {stage}:"
+        where = "" if place is None else f" {place}:"
         handler.setFormatter(TextFormatter(f"%(levelname)s{where} %(message)s"))
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
 

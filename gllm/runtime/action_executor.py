@@ -103,9 +103,9 @@ class ActionExecutor:
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present generation's workers, by sender."""
         self.num_blocks = 0
-        """KV blocks of each stage."""
+        """KV blocks of each worker."""
         self.kv_bytes = 0
-        """Bytes of the KV cache over all stages."""
+        """Bytes of the KV cache over all workers."""
         self._config = config
         self._recovery = recovery
         self._client = client
@@ -223,20 +223,21 @@ class ActionExecutor:
         head.hub.advance(placement.generation)
 
     def _initialize_caches(self) -> None:
-        """Divide the memory for KV blocks: every stage gets the same number."""
-        max_model_len = self._config.max_model_len
+        """Divide the memory for KV blocks: every worker gets the same number."""
+        max_model_len, placement = self._config.max_model_len, self._recovery.placement
         assert max_model_len is not None
+        assert placement is not None
         loaded = self.loaded.values()
         scheduler = self._config.scheduler
         max_blocks = scheduler.max_num_seqs * -(-max_model_len // scheduler.block_size)
-        stages = [(stage.block_bytes, stage.available_bytes) for stage in loaded]
-        has_own_memory = any(available is not None for _, available in stages)
+        workers = [(worker.block_bytes, worker.available_bytes) for worker in loaded]
+        has_own_memory = any(available is not None for _, available in workers)
         if not self.num_blocks or has_own_memory:
-            num_blocks = count_kv_blocks(self._config.kv_cache_memory, stages)
+            num_blocks = count_kv_blocks(self._config.kv_cache_memory, workers)
             # Requests were accepted by the size of the first cache, so a later one is not larger.
             self.num_blocks = min(num_blocks, self.num_blocks or max_blocks, max_blocks)
-        self.kv_bytes = self.num_blocks * sum(stage.block_bytes for stage in loaded)
-        scheduler.resolve(len(loaded), self.num_blocks, max_model_len)
+        self.kv_bytes = self.num_blocks * sum(worker.block_bytes for worker in loaded)
+        scheduler.resolve(placement.num_stages, self.num_blocks, max_model_len)
         for sender in self.loaded:
             self.connections.hub.send(sender, InitializeCache(self.num_blocks))
 

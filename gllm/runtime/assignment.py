@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gllm.cluster.placement import Placement, WorkerPlacement
+from gllm.cluster.placement import PlaceName, Placement, WorkerPlacement
 from gllm.config.engine import EngineConfig
 from gllm.observability.logs import LogConfig
 from gllm.transport.edge import Edge
+from gllm.transport.region import Region
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
@@ -39,9 +40,11 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     driver_address: str
     """Address that the driver of the generation binds."""
     incoming: Edge | None = None
-    """Edge from the previous stage; None on the first."""
-    outgoing: Edge | None = None
-    """Edge to the next stage; None on the last."""
+    """Edge from a worker of the previous stage; None on the first."""
+    outgoing: list[Edge] = []
+    """Edges to workers of the next stage, by their ranks."""
+    region: Region | None = None
+    """Memory that the ranks of the stage share; None where the stage has one rank."""
     plan_record: int | None = None
     """Descriptor of the file in which the driver records the plans in flight; None elsewhere."""
     restart_cause: str = ""
@@ -62,6 +65,36 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         return self.place.stage
 
     @property
+    def rank(self) -> int:
+        """Index among the workers of the stage."""
+        return self.place.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of workers of the stage."""
+        return len(self.placement.workers_of(self.stage))
+
+    @property
+    def name(self) -> PlaceName:
+        """Name of the place."""
+        return PlaceName(self.stage, self.rank, self.num_ranks)
+
+    @property
+    def has_driver(self) -> bool:
+        """True if the driver of the generation runs in this worker, the first rank of stage 0."""
+        return (self.stage, self.rank) == (0, 0)
+
+    @property
+    def local_index(self) -> int:
+        """Index among the workers of the same machine."""
+        return self.placement.workers_on(self.place.node).index(self.place)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Number of workers of the same machine, which share its cores, memory and GPUs."""
+        return len(self.placement.workers_on(self.place.node))
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.placement.num_stages
@@ -78,10 +111,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """All descriptors: of both edges, then of the plan record."""
-        edges = [edge for edge in (self.incoming, self.outgoing) if edge is not None]
+        """All descriptors: of the edges, of the region, then of the plan record."""
+        incoming = [] if self.incoming is None else [self.incoming]
+        region = [] if self.region is None else [self.region]
         own = [] if self.plan_record is None else [self.plan_record]
-        return [*(each for edge in edges for each in edge.descriptors), *own]
+        shared = [*incoming, *self.outgoing, *region]
+        return [*(each for files in shared for each in files.descriptors), *own]
 
     def close_descriptors(self) -> None:
         """Close all descriptors in this process."""
@@ -113,15 +148,15 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
     if isinstance(message, WorkerIdentity):
         return message
 
-    def replace_edge(edge: Edge | None) -> Edge | None:
-        if edge is None:
-            return None
-        own = [received[each] for each in edge.descriptors]
-        return msgspec.structs.replace(edge, descriptors=own)
+    def receive(descriptors: list[int]) -> list[int]:
+        return [received[each] for each in descriptors]
 
-    return msgspec.structs.replace(
+    replace = msgspec.structs.replace
+    incoming, region, record = message.incoming, message.region, message.plan_record
+    return replace(
         message,
-        incoming=replace_edge(message.incoming),
-        outgoing=replace_edge(message.outgoing),
-        plan_record=None if message.plan_record is None else received[message.plan_record],
+        incoming=incoming and replace(incoming, descriptors=receive(incoming.descriptors)),
+        outgoing=[replace(e, descriptors=receive(e.descriptors)) for e in message.outgoing],
+        region=region and replace(region, descriptors=receive(region.descriptors)),
+        plan_record=None if record is None else received[record],
     )

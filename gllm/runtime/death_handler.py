@@ -48,7 +48,13 @@ class DeathHandler:
 
     def on_failed(self, sender: int, cause: str) -> None:
         """Handle a worker's own report that it fails."""
-        self._on_death(sender, "failed", cause, self._recovery.on_failed)
+        place = self._recovery.name_of(sender) or "a standby worker"
+        self._on_death(sender, "failed", f"{place} failed: {cause}", self._recovery.on_failed)
+
+    def on_warm_up_failed(self, driver: int, error: str) -> None:
+        """Handle the error of a generation's first step, which its driver has reported."""
+        cause = f"the warm-up step failed: {error}"
+        self._on_death(driver, "failed", cause, self._recovery.on_failed)
 
     def on_frozen(self, sender: int, cause: str) -> None:
         """Replace a frozen worker."""
@@ -56,8 +62,8 @@ class DeathHandler:
 
     def on_session_lost(self, sender: int, cause: str) -> None:
         """Wait for the exit of a worker whose session has ended; if there is none, replace it."""
-        stage = self._recovery.stage_of(sender)
-        cause = f"the connection to the worker of stage {stage} was lost: {cause}"
+        place = self._recovery.name_of(sender)
+        cause = f"the connection to the worker of {place} was lost: {cause}"
         asyncio.get_running_loop().call_later(
             LOST_SECONDS, self._on_death, sender, "lost", cause, self._recovery.on_lost
         )
@@ -72,16 +78,16 @@ class DeathHandler:
 
     def _on_reaped(self, sender: int, description: str, stacks: str, now: float) -> None:
         """Handle the exit of a process whose last messages have arrived."""
-        stage = self._recovery.stage_of(sender)
+        place = self._recovery.name_of(sender)
         self._executor.connections.hub.forget(sender)
         self._executor.connections.socket.on_connected(sender)
-        if stage is None or self._recovery.is_exiting(sender):
+        if place is None or self._recovery.is_exiting(sender):
             if not self._recovery.is_exiting(sender) and not self._recovery.is_over:
                 log.warning("a standby worker has ended: %s", description)
             self._deaths.heartbeats.pop(sender, None)
             self._execute(self._recovery.on_exit(sender, description, now))
             return
-        cause = f"the worker of stage {stage} ({description})"
+        cause = f"the worker of {place} ({description})"
         self._on_death(sender, "killed", cause, self._recovery.on_exit, stacks, now)
 
     def _on_death(
@@ -106,8 +112,8 @@ class DeathHandler:
         if self._recovery.is_over or self._recovery.is_exiting(sender):
             return
         now = time.monotonic() if now is None else now
-        stage = self._recovery.stage_of(sender)
-        if stage is None:
+        place = self._recovery.name_of(sender)
+        if place is None:
             log.warning("a standby worker has died: %s", cause)
             self._execute(report(sender, cause, now, False))
             return
@@ -116,7 +122,7 @@ class DeathHandler:
         suspects = self._executor.read_suspects() if was_ready else set()
         is_poison = was_ready and self._client.on_death(suspects)
         stacks = stacks or self._executor.connections.node.read_stacks(sender)
-        death = WorkerDeath(sender, stage, kind, cause, now, stacks)
+        death = WorkerDeath(sender, place, kind, cause, now, stacks)
         actions = report(sender, cause, now, is_poison)
         if was_ready and not any(isinstance(action, GiveUp) for action in actions):
             self._deaths.begin_recovery(death)

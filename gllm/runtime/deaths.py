@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from gllm.cluster.placement import PlaceName
 from gllm.messages.lifecycle import Heartbeat
 from gllm.runtime.crash_folder import CrashFolder, read_memory_kills
 
@@ -18,11 +19,11 @@ class WorkerDeath:
     """An unplanned death of a worker that held a place."""
 
     sender: int
-    stage: int
+    place: PlaceName
     kind: str
     """killed, failed, frozen or lost."""
     cause: str
-    """Complete description, which names the stage."""
+    """Complete description, which names the place."""
     time: float
     """Time at which it was noticed; time.monotonic()."""
     stacks: str = ""
@@ -74,7 +75,7 @@ class DeathLog:
             "Stacks": death.stacks,
             "Kernel log": read_memory_kills(),
         }
-        return self._crashes.record(f"stage-{death.stage}", sections)
+        return self._crashes.record(f"stage-{death.place.label}", sections)
 
     def close(self, has_given_up: bool) -> None:
         """Remove the evidence, unless a folder was configured for it or the engine gave up."""

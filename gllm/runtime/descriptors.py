@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 MAX_PART_BYTES = 2**16
 """Bytes of one part of a message; the kernel sends a part as a whole or not at all."""
-MAX_DESCRIPTORS = 64
-"""Descriptors per message; the kernel's limit is 253."""
+MAX_DESCRIPTORS = 253
+"""Descriptors per message; the kernel permits no more."""
 
 _HEADER = struct.Struct("<I")
 """Number of parts that follow."""

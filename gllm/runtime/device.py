@@ -53,7 +53,7 @@ def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def kv_cache_bytes(requested_bytes: int | None) -> int:
-    """Return the bytes for the KV cache of all stages.
+    """Return the bytes for the KV cache of all workers of this machine.
 
     requested_bytes: None for KV_SHARE of the available memory; call it with the weights loaded.
     """
@@ -62,23 +62,30 @@ def kv_cache_bytes(requested_bytes: int | None) -> int:
     return requested_bytes
 
 
-def count_kv_blocks(requested_bytes: int | None, stages: Sequence[tuple[int, int | None]]) -> int:
-    """Return the number of KV blocks, which is the same on every stage.
+def count_kv_blocks(requested_bytes: int | None, workers: Sequence[tuple[int, int | None]]) -> int:
+    """Return the number of KV blocks, which is the same for every worker.
+
+    Each block is in all workers: each has the keys and values of its layers and heads.
 
     Args:
-        requested_bytes: for all stages; None for all available memory.
-        stages: for each stage, the bytes of a block and the available bytes of its own memory, None
-            for a stage in the host's memory.
+        requested_bytes: for all workers; None for all available memory.
+        workers: for each worker, the bytes of its part of a block and the available bytes of its
+            own memory, None for a worker in the memory of this machine.
     """
-    counts = [available // block for block, available in stages if available is not None]
+    counts = [available // block for block, available in workers if available is not None]
     if requested_bytes is not None or not counts:
-        counts.append(kv_cache_bytes(requested_bytes) // sum(block for block, _ in stages))
+        counts.append(kv_cache_bytes(requested_bytes) // sum(block for block, _ in workers))
     return min(counts)
 
 
-def threads_per_stage(requested: int | None, num_stages: int) -> int:
-    """Return the compute threads of a stage if all stages share this machine."""
-    return requested or max(1, count_cores() // num_stages)
+def threads_per_worker(requested: int | None, num_workers: int) -> int:
+    """Return the compute threads of a worker.
+
+    Args:
+        requested: by the configuration; None for an equal share of this machine's cores.
+        num_workers: workers that share this machine.
+    """
+    return requested or max(1, count_cores() // num_workers)
 
 
 def set_num_threads(count: int) -> None:

@@ -69,8 +69,8 @@ class LivenessWatch:
         for sender, cause in causes.items():
             if not self._recovery.is_exiting(sender):
                 self._node.dump_stacks(sender)
-                stage = self._placement.stage_of(sender)
-                cause = f"the worker of stage {stage} is frozen: {cause}"
+                place = self._placement.name_of(sender)
+                cause = f"the worker of {place} is frozen: {cause}"
                 self._loop.call_later(DUMP_SECONDS, self._report, sender, cause)
 
     def _report(self, sender: int, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""Interface of a node, the machine that runs workers, and the edges and sockets between them.
+"""Interface of a node, the machine that runs workers, and the files and sockets between them.
 
 The supervisor decides which workers there are and which stages they run; a node carries that out.
 This module imports no torch.
@@ -8,13 +8,15 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from gllm.cluster.liveness import ProcessSample
-from gllm.cluster.placement import Placement
+from gllm.cluster.placement import EdgeSpec, Placement, WorkerPlacement
 from gllm.config.engine import EngineConfig
 from gllm.runtime.assignment import StageAssignment, WorkerIdentity
 from gllm.transport.edge import Edge, create_edge
+from gllm.transport.region import Region, create_region
 
 OnExit = Callable[[int, str], None]
 """Called with the sender of a worker that has exited and been reaped, and a description."""
@@ -78,7 +80,7 @@ class Node(ABC):
         num_resumed_requests: int = 0,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
-        """Send each worker of a placement its stage, with new edges and a new driver's address.
+        """Send each worker of a placement its stage, with new files and a new driver's address.
 
         Args:
             placement: of the next generation.
@@ -94,14 +96,10 @@ class Node(ABC):
         """
         self.on_generation_ready()
         self._driver_folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-driver-"))
-        incoming: dict[int, Edge] = {}
-        outgoing: dict[int, Edge] = {}
-        try:
-            for spec in placement.edges:
-                edge = create_edge(f"{self._name}-edge-{spec.number}", spec.transport)
-                incoming[spec.target] = outgoing[spec.source] = edge
+        with ExitStack() as files:
+            edges, regions = self._create_files(placement, files)
             for worker in placement.workers:
-                stage = worker.stage
+                has_driver = (worker.stage, worker.rank) == (0, 0)
                 self._send(
                     StageAssignment(
                         placement,
@@ -109,20 +107,50 @@ class Node(ABC):
                         config,
                         str(folder),
                         f"ipc://{self._driver_folder}/driver",
-                        incoming.get(stage),
-                        outgoing.get(stage),
-                        plan_record if stage == 0 else None,
+                        next((edge for spec, edge in edges if _is_target(worker, spec)), None),
+                        [edge for spec, edge in edges if _is_source(worker, spec)],
+                        regions.get(worker.stage),
+                        plan_record if has_driver else None,
                         restart_cause,
                         num_resumed_requests,
-                        output_lengths or {} if stage == 0 else {},
+                        output_lengths or {} if has_driver else {},
                     )
                 )
-        finally:
-            for edge in incoming.values():
-                edge.close()
+
+    def _create_files(
+        self, placement: Placement, files: ExitStack
+    ) -> tuple[list[tuple[EdgeSpec, Edge]], dict[int, Region]]:
+        """Return new edges, and a new region for each stage with several ranks.
+
+        Args:
+            placement: of the next generation.
+            files: closes the descriptors in this process.
+
+        Raises:
+            OSError: a file cannot be created.
+        """
+        edges: list[tuple[EdgeSpec, Edge]] = []
+        for spec in placement.edges:
+            edge = create_edge(f"{self._name}-edge-{spec.number}", spec.transport)
+            files.callback(edge.close)
+            edges.append((spec, edge))
+        regions: dict[int, Region] = {}
+        for stage, num_ranks in enumerate(placement.degrees):
+            if num_ranks > 1:
+                regions[stage] = create_region(f"{self._name}-region-{stage}")
+                files.callback(regions[stage].close)
+        return edges, regions
 
     def on_generation_ready(self) -> None:
         """Remove the driver's address: all workers have connected, and nothing else may."""
         if self._driver_folder is not None:
             shutil.rmtree(self._driver_folder, ignore_errors=True)
             self._driver_folder = None
+
+
+def _is_target(worker: WorkerPlacement, edge: EdgeSpec) -> bool:
+    return (worker.stage, worker.rank) == (edge.target, edge.target_rank)
+
+
+def _is_source(worker: WorkerPlacement, edge: EdgeSpec) -> bool:
+    return (worker.stage, worker.rank) == (edge.source, edge.source_rank)

@@ -1,6 +1,6 @@
-"""Profile of a stage: a recording of torch's profiler as a Chrome trace.
+"""Profile of a worker: a recording of torch's profiler as a Chrome trace.
 
-It starts and stops on threads of its own, beside the stage's steps.
+It starts and stops on threads of its own, beside the worker's steps.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gllm.cluster.placement import PlaceName
 from gllm.messages.control import CommandDone, StartProfile, StopProfile
 from gllm.runtime.spoke import Spoke
 
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 class TorchProfiler:
     """Recorder of all threads of this process; it reports each finished command."""
 
-    def __init__(self, stage: int, frontend: Spoke) -> None:
-        self._stage = stage
+    def __init__(self, place: PlaceName, frontend: Spoke) -> None:
+        self._place = place
         self._frontend = frontend
         self._profile: profile | None = None
         self._folder = ""
@@ -47,7 +48,7 @@ class TorchProfiler:
         except Exception as failure:
             log.exception("the profile failed")
             error = f"{type(failure).__name__}: {failure}"
-        self._frontend.send(CommandDone(command.command_id, self._stage, error))
+        self._frontend.send(CommandDone(command.command_id, self._place.stage, error))
 
     def _start(self, folder: str) -> None:
         """Start recording; the file goes to `folder`."""
@@ -69,6 +70,6 @@ class TorchProfiler:
             raise RuntimeError("no profile is being recorded")
         recording.stop()
         timestamp = time.strftime("%Y%m%d-%H%M%S")
-        path = Path(self._folder, f"stage-{self._stage}-{timestamp}.json")
+        path = Path(self._folder, f"stage-{self._place.label}-{timestamp}.json")
         recording.export_chrome_trace(str(path))
         log.info("profile written to %s", path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from gllm.models.config import ModelConfig, read_config
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import DeviceBackend
-from gllm.runtime.device import count_gpus, set_num_threads, threads_per_stage
+from gllm.runtime.device import count_gpus, set_num_threads, threads_per_worker
 from gllm.runtime.executor import Executor
 
 
@@ -88,7 +88,7 @@ class StageLoader:
         assignment, place = self._assignment, self._assignment.place
         folder, config = Path(assignment.model_folder), assignment.config
         previous = self._wait_for_previous()
-        num_threads = threads_per_stage(config.threads, assignment.num_stages)
+        num_threads = threads_per_worker(config.threads, assignment.num_local_workers)
         set_num_threads(place.threads or num_threads)
         backend = create_backend(assignment, read_config(folder), count_gpus(config.device))
         backend.executor.load(folder, self._report_progress, previous)

@@ -161,7 +161,7 @@ class StageResources:
         )
         return open_edges(
             self._assignment.incoming,
-            self._assignment.outgoing,
+            next(iter(self._assignment.outgoing), None),
             backend.transport,
             shape,
             executor.dtype,

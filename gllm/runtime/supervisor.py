@@ -88,7 +88,7 @@ class Supervisor:
             config.standby_workers if config.max_restarts else 0,
         )
         bounds = [(each.start, each.stop) for each in layers]
-        self._recovery = Recovery(bounds, limits, Random())
+        self._recovery = Recovery(bounds, limits, Random(), config.stage_degrees)
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self.kv_events = self._executor.kv_events
         self._death_handler = DeathHandler(
@@ -153,18 +153,18 @@ class Supervisor:
 
     @property
     def senders(self) -> list[int]:
-        """Workers of the present generation, in the order of their stages."""
+        """Workers of the present generation, by stage, then by rank."""
         placement = self._recovery.placement
         return [] if placement is None else placement.senders
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of each stage; 0 before the weights are loaded."""
+        """KV blocks of each worker; 0 before the weights are loaded."""
         return self._executor.num_blocks
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache over all stages."""
+        """Bytes of the KV cache over all workers."""
         return self._executor.kv_bytes
 
     @property
@@ -244,11 +244,13 @@ class Supervisor:
         """Empty the prefix cache; return the error, empty on success."""
         return await self.run_command(ResetPrefixCache, 1)
 
-    async def run_command(self, create: Callable[[int], WireMessage], num_stages: int) -> str:
-        """Send a command with a new id to the first stages; return the first error, or nothing."""
+    async def run_command(
+        self, create: Callable[[int], WireMessage], num_workers: int | None = None
+    ) -> str:
+        """Send a command to the first workers, by default to all; return the first error."""
         if self._recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
-        receivers = self.senders[:num_stages]
+        receivers = self.senders[:num_workers]
         return await self._executor.commands.run(create, self._head.hub, receivers)
 
     def _execute(self, actions: list[Action]) -> None:
@@ -339,8 +341,8 @@ class Supervisor:
                 self._execute(self._recovery.on_ready(sender, now))
             case GenerationClosed():
                 self._execute(self._recovery.on_closed(sender, now))
-            case StageFailed(stage, cause):
-                self._death_handler.on_failed(sender, f"stage {stage} failed: {cause}")
+            case StageFailed(cause=cause):
+                self._death_handler.on_failed(sender, cause)
 
     def on_assignment_failed(self, generation: int, cause: str) -> None:
         """See ActionListener."""
@@ -352,7 +354,7 @@ class Supervisor:
         if generation != self.generation or self._recovery.state is not RecoveryState.WARMING:
             return
         if error:
-            self._death_handler.on_failed(self.senders[0], f"the warm-up step failed: {error}")
+            self._death_handler.on_warm_up_failed(self.senders[0], error)
             return
         since, num_resumed = self.recovering_since, self.client.num_resumed_requests
         self._execute(self._recovery.on_warm(time.monotonic()))
@@ -393,7 +395,6 @@ class Supervisor:
         actions = self._recovery.on_timer(time.monotonic())
         for action in actions:
             if isinstance(action, KillWorker):
-                stage = self._recovery.stage_of(action.sender)
-                text = "the worker of stage %s is killed: %s"
-                log.warning(text, stage, action.cause, extra={"about": action.sender})
+                name, about = self._recovery.name_of(action.sender), {"about": action.sender}
+                log.warning("the worker of %s is killed: %s", name, action.cause, extra=about)
         self._execute(actions)

@@ -15,6 +15,7 @@ import uvloop
 import zmq
 
 from gllm.cluster.liveness import CHECK_SECONDS
+from gllm.cluster.placement import PlaceName
 from gllm.config.field_types import FieldError
 from gllm.messages.codec import AnyMessage, decode_for_worker
 from gllm.messages.control import StartProfile, StopProfile
@@ -46,13 +47,13 @@ class Worker:
     """Event loop side of a worker process."""
 
     def __init__(
-        self, identity: WorkerIdentity, on_assigned: Callable[[int], None] = lambda stage: None
+        self, identity: WorkerIdentity, on_assigned: Callable[[PlaceName], None] = lambda _: None
     ) -> None:
         """Connect to the parent.
 
         Args:
             identity: of the worker.
-            on_assigned: called with the stage of each assignment.
+            on_assigned: called with the place of each assignment.
         """
         self.done = asyncio.Event()
         """Set when the process has to end."""
@@ -61,8 +62,8 @@ class Worker:
         """Instance of the current generation, or the closed one of the last generation."""
         self._identity = identity
         self._on_assigned = on_assigned
-        self._stage = 0
-        """Stage of the last assignment."""
+        self._place = PlaceName(0)
+        """Place of the last assignment."""
         self._is_assigned = False
         """True if `instance` is not closed."""
         self._closing: asyncio.Task[None] | None = None
@@ -94,10 +95,10 @@ class Worker:
         if self._is_assigned or self._closing is not None:
             self.fail(RuntimeError("a stage was assigned before the last one was closed"))
             return
-        self._stage, self._is_assigned = assignment.stage, True
-        self._on_assigned(self._stage)
+        self._place, self._is_assigned = assignment.name, True
+        self._on_assigned(self._place)
         self._head.advance(assignment.placement.generation)
-        self._profiler = self._profiler or TorchProfiler(self._stage, self._head)
+        self._profiler = self._profiler or TorchProfiler(self._place, self._head)
         self.instance = StageInstance(
             assignment, self._context, self._identity.run, self._head, self.fail, self.instance
         )
@@ -109,7 +110,7 @@ class Worker:
             return
         if not isinstance(error, ModelError | FieldError):
             log.error("the stage failed", exc_info=error)
-        self._head.send(StageFailed(self._stage, format_error(error)))
+        self._head.send(StageFailed(self._place.stage, format_error(error)))
         self.has_failed = True
         self.done.set()
 
@@ -194,7 +195,7 @@ class ParentChannel:
 
 
 async def serve(
-    identity: WorkerIdentity, channel: DescriptorChannel, on_assigned: Callable[[int], None]
+    identity: WorkerIdentity, channel: DescriptorChannel, on_assigned: Callable[[PlaceName], None]
 ) -> bool:
     """Run a worker until it is shut down; return True if it did not fail."""
     worker = Worker(identity, on_assigned)
@@ -224,9 +225,9 @@ def run_worker(descriptor: int, kernel_ratios: int) -> None:
     assert isinstance(identity, WorkerIdentity), "the first message is the identity"
     logs = identity.logs
 
-    def on_assigned(stage: int) -> None:
-        setproctitle.setproctitle(f"gllm-stage-{stage}")
-        configure_logging(logs, stage)
+    def on_assigned(place: PlaceName) -> None:
+        setproctitle.setproctitle(f"gllm-stage-{place.label}")
+        configure_logging(logs, str(place))
 
     is_success = uvloop.run(serve(identity, channel, on_assigned))
     # Threads that wait for steps are daemons; nothing is left to clean up.

@@ -1,5 +1,6 @@
 """Properties of Recovery over random rows of events, and its rules one by one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def report_stale_events(world: World, sender: int) -> None:
 
 @settings(max_examples=num_examples(300, 5000), deadline=None)
 @given(
-    num_stages=st.integers(1, 4),
+    degrees=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     max_restarts=st.integers(0, 4),
     num_standbys=st.integers(0, 2),
     seed=st.integers(0, 99),
@@ -104,14 +105,14 @@ def report_stale_events(world: World, sender: int) -> None:
     ),
 )
 def test_random_events_end_in_a_ready_or_a_dead_engine(
-    num_stages: int,
+    degrees: list[int],
     max_restarts: int,
     num_standbys: int,
     seed: int,
     rows: list[tuple[str, int, float]],
 ) -> None:
     limits = RecoveryLimits(max_restarts, num_standbys=num_standbys)
-    world = World(num_stages, limits, seed)
+    world = World(degrees, limits, seed)
     world.start()
     for event, pick, seconds in rows:
         happen(world, event, pick, seconds)
@@ -126,13 +127,13 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
         for sender in sorted(world.killed & world.alive):
             world.exit(sender)
         world.wait(MAX_BACKOFF_SECONDS)
-        held = [world.stage[sender] for sender in world.alive]
-        assert sorted(s for s in held if s is not None) == list(range(num_stages))
+        held = [world.place[sender] for sender in world.alive]
+        assert sorted(s for s in held if s is not None) == list(range(sum(degrees)))
         assert held.count(None) == num_standbys
 
 
-def ready_world(num_stages: int = 2, **limits: Any) -> World:
-    world = World(num_stages, RecoveryLimits(**limits))
+def ready_world(num_stages: int = 2, degrees: Sequence[int] = (), **limits: Any) -> World:
+    world = World(degrees or [1] * num_stages, RecoveryLimits(**limits))
     world.start()
     world.settle()
     world.log.clear()
@@ -143,9 +144,9 @@ def actions_of(world: World, kind: type) -> list[Any]:
     return [action for _, action in world.log if isinstance(action, kind)]
 
 
-def sender_of(world: World, stage: int) -> int:
+def sender_of(world: World, stage: int, rank: int = 0) -> int:
     assert world.recovery.placement is not None
-    return world.recovery.placement.worker_of(stage).sender
+    return world.recovery.placement.worker_of(stage, rank).sender
 
 
 def test_a_death_restarts_its_place_and_survivors_keep_their_processes() -> None:
@@ -159,6 +160,31 @@ def test_a_death_restarts_its_place_and_survivors_keep_their_processes() -> None
     assert sender_of(world, 1) not in (victim, *survivors)
     assert world.generation == 2
     assert world.recovery.recovering_since is None
+
+
+def test_a_dead_rank_ends_the_generation_and_is_replaced_in_its_place() -> None:
+    world = ready_world(degrees=[2, 1])
+    victim, survivors = sender_of(world, 0, 1), [sender_of(world, 0), sender_of(world, 1)]
+    assert str(world.recovery.name_of(victim)) == "stage 0 rank 1"
+    assert str(world.recovery.name_of(survivors[1])) == "stage 1"
+    world.exit(victim)
+    (closing,) = actions_of(world, CloseInstances)
+    assert closing.senders == survivors
+    (spawn,) = actions_of(world, SpawnWorker)
+    assert spawn.place == 1
+    world.settle()
+    assert [sender_of(world, 0), sender_of(world, 1)] == survivors
+    assert sender_of(world, 0, 1) == spawn.sender
+
+
+def test_deaths_are_counted_by_rank() -> None:
+    world = ready_world(degrees=[3], max_restarts=1)
+    for rank in range(3):
+        world.exit(sender_of(world, 0, rank))
+        world.settle()
+    assert not world.given_up
+    world.exit(sender_of(world, 0, 1))
+    assert "died" in world.given_up
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 3])
@@ -230,7 +256,7 @@ def test_assignments_that_fail_are_tried_again_until_the_limit() -> None:
 
 
 def test_assignments_of_the_first_start_are_tried_again() -> None:
-    world = World(2, RecoveryLimits())
+    world = World([1, 1], RecoveryLimits())
     world.num_impossible = 2
     world.start()
     world.settle()
@@ -263,7 +289,7 @@ def test_a_survivor_that_does_not_close_is_killed_and_does_not_count() -> None:
 
 
 def test_a_worker_that_still_starts_has_more_time_to_close() -> None:
-    world = World(2, RecoveryLimits())
+    world = World([1, 1], RecoveryLimits())
     world.start()
     starting = sender_of(world, 0)
     world.exit(sender_of(world, 1))
@@ -277,7 +303,7 @@ def test_a_worker_that_still_starts_has_more_time_to_close() -> None:
 
 
 def test_survivors_that_cannot_free_their_memory_are_killed() -> None:
-    world = World(2, RecoveryLimits())
+    world = World([1, 1], RecoveryLimits())
     world.start()
     for sender in sorted(world.pending["loaded"]):
         world.answer("loaded", sender, keeps_weights=False)
@@ -292,19 +318,19 @@ def test_survivors_that_cannot_free_their_memory_are_killed() -> None:
 
 def test_a_standby_worker_takes_the_place_and_is_replaced_when_the_engine_is_ready() -> None:
     world = ready_world(2, num_standbys=1)
-    (standby,) = [sender for sender in world.alive if world.stage[sender] is None]
+    (standby,) = [sender for sender in world.alive if world.place[sender] is None]
     world.exit(sender_of(world, 1))
     assert actions_of(world, SpawnWorker) == []
     world.settle()
     assert sender_of(world, 1) == standby
     (spawn,) = actions_of(world, SpawnWorker)
-    assert spawn.stage is None
+    assert spawn.place is None
     assert isinstance(world.log[-2][1], AttachClient), "imports must not slow down the recovery"
 
 
 def test_a_standby_worker_that_was_killed_takes_no_place() -> None:
     world = ready_world(1, num_standbys=1)
-    (standby,) = [sender for sender in world.alive if world.stage[sender] is None]
+    (standby,) = [sender for sender in world.alive if world.place[sender] is None]
     world.lose(standby, is_report=False)
     assert world.is_attached
     world.exit(sender_of(world, 0))
@@ -317,7 +343,7 @@ def test_standby_workers_that_die_at_once_back_off() -> None:
     world.spawn_times.clear()
     begin = world.now
     for _ in range(12):
-        (standby,) = [sender for sender in world.alive if world.stage[sender] is None]
+        (standby,) = [sender for sender in world.alive if world.place[sender] is None]
         world.exit(standby)
         if world.recovery.next_deadline < float("inf"):
             world.wait(world.recovery.next_deadline - world.now)
@@ -339,7 +365,7 @@ def test_the_timeout_rejects_parked_requests_once_and_the_recovery_goes_on() -> 
 
 
 def test_a_worker_that_does_not_load_is_killed_and_progress_extends_its_time() -> None:
-    world = World(2, RecoveryLimits(phase_seconds=50.0))
+    world = World([1, 1], RecoveryLimits(phase_seconds=50.0))
     world.start()
     slow, stuck = sender_of(world, 0), sender_of(world, 1)
     world.wait(40.0)
@@ -352,14 +378,14 @@ def test_a_worker_that_does_not_load_is_killed_and_progress_extends_its_time() -
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_reported_failure_of_the_first_start_is_final(stage: int) -> None:
-    world = World(2, RecoveryLimits())
+    world = World([1, 1], RecoveryLimits())
     world.start()
     world.lose(sender_of(world, stage), is_report=True)
     assert "fails" in world.given_up
 
 
 def test_a_death_during_the_first_start_is_recovered() -> None:
-    world = World(2, RecoveryLimits())
+    world = World([1, 1], RecoveryLimits())
     world.start()
     world.exit(sender_of(world, 1))
     assert world.recovery.recovering_since is None, "it has not been ready before"

@@ -1,5 +1,6 @@
 """A world of worker processes that executes the actions of Recovery and checks each of them."""
 
+from collections.abc import Sequence
 from random import Random
 
 from gllm.cluster.actions import (
@@ -15,6 +16,7 @@ from gllm.cluster.actions import (
     SpawnWorker,
     WarmUp,
 )
+from gllm.cluster.placement import place_names
 from gllm.cluster.records import RecoveryLimits, RecoveryState
 from gllm.cluster.recovery import Recovery
 
@@ -25,15 +27,16 @@ class World:
     The world counts deaths on its own, so that a wrong count of the recovery shows.
     """
 
-    def __init__(self, num_stages: int, limits: RecoveryLimits, seed: int = 0) -> None:
+    def __init__(self, degrees: Sequence[int], limits: RecoveryLimits, seed: int = 0) -> None:
         self.limits = limits
-        self.layers = [(2 * stage, 2 * stage + 2) for stage in range(num_stages)]
-        self.recovery = Recovery(self.layers, limits, Random(seed))
+        self.layers = [(2 * stage, 2 * stage + 2) for stage in range(len(degrees))]
+        self.names = place_names(degrees)
+        self.recovery = Recovery(self.layers, limits, Random(seed), degrees)
         self.now = 100.0
         self.alive: set[int] = set()
         """Processes that have not been reaped."""
         self.killed: set[int] = set()
-        self.stage: dict[int, int | None] = {}
+        self.place: dict[int, int | None] = {}
         """Place of each process that was ever spawned; None while it is a standby worker."""
         self.instances: dict[int, int] = {}
         """Generation of the open instance, by sender."""
@@ -47,7 +50,7 @@ class World:
         self.has_been_ready = False
         self.has_rejected = False
         self.given_up = ""
-        self.num_deaths = [0] * num_stages
+        self.num_deaths = [0] * len(self.names)
         self.num_impossible = 0
         """Assignments that are still to fail."""
         self.num_failed_assignments = 0
@@ -71,8 +74,8 @@ class World:
             self.run(self.recovery.on_assignment_failed(self.generation, "no space", self.now))
             self._check_count()
         if self.recovery.state is not RecoveryState.DEAD:
-            placed = [stage for sender, stage in self.stage.items() if sender in self.alive]
-            assert len(placed) - placed.count(None) <= len(self.layers)
+            placed = [place for sender, place in self.place.items() if sender in self.alive]
+            assert len(placed) - placed.count(None) <= len(self.names)
             self.check_waiting()
         assert (self.recovery.state is RecoveryState.READY) == self.is_attached or self.given_up
 
@@ -84,14 +87,14 @@ class World:
 
     def _execute(self, action: Action) -> None:
         match action:
-            case SpawnWorker(sender, stage):
-                assert sender not in {0, *self.stage}
-                held = [s for s in self.alive if self.stage[s] == stage and stage is not None]
+            case SpawnWorker(sender, place):
+                assert sender not in {0, *self.place}
+                held = [s for s in self.alive if self.place[s] == place and place is not None]
                 assert not held, "the old process has not been reaped"
                 self.alive.add(sender)
-                self.stage[sender] = stage
-                self.spawn_times.append((self.now, stage))
-                standbys = [s for s in self.alive if self.stage[s] is None]
+                self.place[sender] = place
+                self.spawn_times.append((self.now, place))
+                standbys = [s for s in self.alive if self.place[s] is None]
                 assert len(standbys) <= self.limits.num_standbys
             case KillWorker(sender):
                 assert sender in self.alive - self.killed
@@ -141,9 +144,12 @@ class World:
             self.num_failed_assignments += 1
             self.has_failed_assignment = True
             return
-        for worker in placement.workers:
-            assert self.stage[worker.sender] in (None, worker.stage)
-            self.stage[worker.sender] = worker.stage
+        assert [(each.stage, each.rank) for each in self.names] == [
+            (worker.stage, worker.rank) for worker in placement.workers
+        ]
+        for place, worker in enumerate(placement.workers):
+            assert self.place[worker.sender] in (None, place)
+            self.place[worker.sender] = place
             self.instances[worker.sender] = self.generation
         self.pending["loaded"] = set(placement.senders)
 
@@ -165,7 +171,7 @@ class World:
 
     def lose(self, sender: int, is_report: bool, is_poison: bool = False) -> None:
         """Let a worker fail or freeze."""
-        is_placed = self.recovery.stage_of(sender) is not None and sender not in self.killed
+        is_placed = self.recovery.name_of(sender) is not None and sender not in self.killed
         ends = is_report and not self.has_been_ready and is_placed
         if not ends:
             self._count(sender, is_poison)
@@ -180,10 +186,10 @@ class World:
             self._check_count()
 
     def _count(self, sender: int, is_poison: bool) -> None:
-        stage = self.recovery.stage_of(sender)
-        if stage is None or sender not in self.alive - self.killed or self.given_up:
+        name = self.recovery.name_of(sender)
+        if name is None or sender not in self.alive - self.killed or self.given_up:
             return
-        self.num_deaths[stage] += not is_poison
+        self.num_deaths[self.names.index(name)] += not is_poison
 
     def _check_count(self) -> None:
         is_over = max(*self.num_deaths, self.num_failed_assignments) > self.limits.max_restarts
@@ -193,7 +199,7 @@ class World:
         self.killed.discard(sender)
         self.instances.pop(sender, None)
         self.closing.discard(sender)
-        if self.stage.get(sender) is not None:
+        if self.place.get(sender) is not None:
             for waiting in self.pending.values():
                 waiting.clear()
 
@@ -225,7 +231,7 @@ class World:
     def commit(self) -> None:
         """Let a step commit."""
         if self.is_attached:
-            self.num_deaths = [0] * len(self.layers)
+            self.num_deaths = [0] * len(self.names)
         self.recovery.on_step_committed()
 
     def wait(self, seconds: float) -> None:
@@ -247,12 +253,12 @@ class World:
         """Fire the timer; workers with an instance that it kills count as deaths."""
         actions = self.recovery.on_timer(self.now)
         for action in actions:
-            stage = self.stage[action.sender] if isinstance(action, KillWorker) else None
+            place = self.place[action.sender] if isinstance(action, KillWorker) else None
             if isinstance(action, KillWorker) and action.sender in assigned:
-                assert stage is not None
+                assert place is not None
                 # Killed because the next generation needs its memory: no death of its own.
                 if "memory" not in action.cause:
-                    self.num_deaths[stage] += 1
+                    self.num_deaths[place] += 1
                 for waiting in self.pending.values():
                     waiting.clear()
         self.run(actions)

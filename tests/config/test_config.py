@@ -4,6 +4,7 @@ import argparse
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gllm.config.engine import EngineConfig
@@ -56,6 +57,30 @@ def test_flat_keywords_find_their_place() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "degrees"),
+    [
+        ("", (1,)),
+        ("--pp 3", (1, 1, 1)),
+        ("--tp 2", (2,)),
+        ("-tp 2 --pp 2", (2, 2)),
+        ("--tensor-parallel-size 2,1 --pp 2", (2, 1)),
+        ("--tp=1,3,2 --pp 3", (1, 3, 2)),
+    ],
+)
+def test_ranks_of_each_stage(line: str, degrees: tuple[int, ...]) -> None:
+    config, _ = parse(line)
+    assert config.stage_degrees == degrees
+    assert config.num_workers == sum(degrees)
+
+
+@pytest.mark.parametrize("degrees", [2, (2,), [2], np.int64(2), np.array([2])], ids=repr)
+def test_a_degree_may_be_a_number(degrees: Any) -> None:
+    config = EngineConfig.from_options("m", tensor_parallel_size=degrees)
+    assert config == EngineConfig.from_options("m", tensor_parallel_size=(2,))
+    assert [type(each) for each in config.tensor_parallel_size] == [int]
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("7", 7), ("512MiB", 2**29), ("2GiB", 2**31), ("1.5GB", 15 * 10**8), ("3 kb", 3000)],
 )
@@ -67,6 +92,12 @@ def test_bytes(text: str, value: int) -> None:
     "options",
     [
         {"pipeline_parallel_size": 0},
+        {"tensor_parallel_size": 0},
+        {"tensor_parallel_size": (2, 1)},
+        {"tensor_parallel_size": ()},
+        {"tensor_parallel_size": (65,)},
+        {"tensor_parallel_size": True},
+        {"tensor_parallel_size": 2.0},
         {"layers": (1, 2)},
         {"layers": (0,)},
         {"max_model_len": 0},

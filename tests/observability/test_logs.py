@@ -59,7 +59,7 @@ def test_a_json_line_has_fields_the_request_and_the_exception() -> None:
 PROCESS = """
 import logging, sys, threading, warnings
 from gllm.observability.logs import LogConfig, configure_logging
-configure_logging(LogConfig("info", sys.argv[1]), stage=1)
+configure_logging(LogConfig("info", sys.argv[1]), "stage 1")
 logging.getLogger("gllm").info("two\\nlines")
 logging.getLogger("gllm").debug("not told")
 warnings.warn("beware")

@@ -72,8 +72,8 @@ def test_this_machine_has_cores_and_memory() -> None:
 
 def test_shares() -> None:
     assert device.kv_cache_bytes(1000) == 1000
-    assert device.threads_per_stage(3, 2) == 3
-    assert device.threads_per_stage(None, 1000) == 1
+    assert device.threads_per_worker(3, 2) == 3
+    assert device.threads_per_worker(None, 1000) == 1
 
 
 def test_blocks_fit_the_stage_with_the_least_room() -> None:

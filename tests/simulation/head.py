@@ -62,7 +62,7 @@ def create_supervisor(rng: Random, num_stages: int, **options: Any) -> Superviso
     )
     layers = [range(stage, stage + 1) for stage in range(num_stages)]
     supervisor = Supervisor(config, layers, lambda done, total: None)
-    supervisor._recovery._jitter = Random(rng.random())
+    supervisor._recovery._jitter.seed(rng.random())
     return supervisor
 
 

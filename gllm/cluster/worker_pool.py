@@ -1,0 +1,179 @@
+"""Worker processes of an engine by place, standby workers, and their deadlines.
+
+`Recovery` decides when something happens to them; the pool does the bookkeeping. A process holds
+its place until it is reaped.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+
+from gllm.cluster.actions import CloseInstances, KillWorker, SpawnWorker
+from gllm.cluster.records import (
+    Activity,
+    PlaceRecord,
+    RecoveryLimits,
+    RetryRecord,
+    WorkerRecord,
+    backoff_seconds,
+)
+
+
+class WorkerPool:
+    """The workers that have not exited, and the places that they hold."""
+
+    def __init__(self, num_places: int, limits: RecoveryLimits, jitter: Random) -> None:
+        """Create a pool without workers.
+
+        Args:
+            num_places: workers that a generation needs.
+            limits: limits of a recovery.
+            jitter: source of the random part of backoffs.
+        """
+        self.workers: dict[int, WorkerRecord] = {}
+        """Processes that have not exited, by sender."""
+        self.places = [PlaceRecord() for _ in range(num_places)]
+        self._limits = limits
+        self._jitter = jitter
+        self._senders = count(1)
+        self._standbys = RetryRecord()
+        """Deaths of standby workers since one was used."""
+        self._has_deaths = False
+        """True if a place has died since the last committed step."""
+
+    @property
+    def placed(self) -> list[WorkerRecord]:
+        """Workers that hold a place, in the order of their places."""
+        senders = (place.sender for place in self.places)
+        return [self.workers[sender] for sender in senders if sender is not None]
+
+    @property
+    def is_formed(self) -> bool:
+        """True if every place has a worker without an instance."""
+        num_idle = sum(worker.activity is Activity.IDLE for worker in self.placed)
+        return num_idle == len(self.places)
+
+    @property
+    def is_phase_finished(self) -> bool:
+        """True if every worker with a place has answered to the current phase."""
+        return all(worker.has_finished_phase for worker in self.placed)
+
+    def running(self, sender: int) -> WorkerRecord | None:
+        """Return a worker; None if it has exited or was killed."""
+        worker = self.workers.get(sender)
+        return None if worker is None or worker.activity is Activity.EXITING else worker
+
+    def remove(self, sender: int) -> WorkerRecord | None:
+        """Remove a process that is reaped; its place becomes free."""
+        worker = self.workers.pop(sender, None)
+        if worker is not None and worker.place is not None:
+            self.places[worker.place].sender = None
+        return worker
+
+    def begin_phase(self, now: float) -> None:
+        """Note that all workers with a place have to answer to a new phase."""
+        for worker in self.placed:
+            worker.begin_phase(now, self._limits)
+
+    def finish_phase(self, sender: int) -> WorkerRecord | None:
+        """Note a worker's answer to the current phase; return None if it has no part in it."""
+        worker = self.workers.get(sender)
+        if worker is None or worker.activity is not Activity.ASSIGNED:
+            return None
+        worker.has_finished_phase, worker.deadline = True, math.inf
+        return worker
+
+    def close_instances(self, generation: int, now: float) -> list[KillWorker | CloseInstances]:
+        """Let the workers close their instances; kill those that would lose their weights by it."""
+        actions: list[KillWorker | CloseInstances] = []
+        closing: list[int] = []
+        for worker in self.placed:
+            if worker.activity is not Activity.ASSIGNED:
+                continue
+            if worker.keeps_weights:
+                worker.begin_closing(now, self._limits)
+                closing.append(worker.sender)
+            else:
+                actions.append(self.kill(worker, "its memory is freed for the next generation"))
+        if closing:
+            actions.append(CloseInstances(generation, closing))
+        return actions
+
+    def kill(self, worker: WorkerRecord, cause: str) -> KillWorker:
+        """Kill a worker; it holds its place until it is reaped."""
+        worker.activity, worker.deadline = Activity.EXITING, math.inf
+        return KillWorker(worker.sender, cause)
+
+    def fill_places(self, now: float) -> list[SpawnWorker]:
+        """Give each empty place a standby worker or a new one, once its backoff is over."""
+        actions: list[SpawnWorker] = []
+        for index, place in enumerate(self.places):
+            if place.sender is not None or place.respawn_at > now:
+                continue
+            standby = next(self._idle_standbys(), None)
+            if standby is None:
+                actions.append(self._spawn(index))
+                continue
+            standby.place, place.sender = index, standby.sender
+            self._standbys = RetryRecord()
+        return actions
+
+    def fill_standbys(self, now: float) -> list[SpawnWorker]:
+        """Start the missing standby workers, once their backoff is over."""
+        if self._standbys.retry_at > now:
+            return []
+        return [self._spawn(None) for _ in range(self._num_missing_standbys)]
+
+    def on_standby_exit(self, now: float) -> None:
+        """Count the death of a standby worker, which delays the next one."""
+        self._standbys.on_failure(now, self._jitter)
+
+    def count_death(self, place: int) -> bool:
+        """Count the death of a place; return False if that was one too many."""
+        self._has_deaths = True
+        self.places[place].num_deaths += 1
+        return self.places[place].num_deaths <= self._limits.max_restarts
+
+    def delay_respawn(self, place: int, now: float) -> None:
+        """Set the earliest time of a place's next worker by the number of its deaths."""
+        record = self.places[place]
+        record.respawn_at = now + backoff_seconds(record.num_deaths, self._jitter)
+
+    def forget_deaths(self) -> None:
+        """Forget the deaths of all places, because a step has committed."""
+        if self._has_deaths:
+            self._has_deaths = False
+            for place in self.places:
+                place.num_deaths = 0
+
+    @property
+    def deadlines(self) -> Iterator[float]:
+        """Times at which workers have to have answered."""
+        return (worker.deadline for worker in self.workers.values())
+
+    @property
+    def respawn_times(self) -> Iterator[float]:
+        """Times at which empty places may get a worker."""
+        return (place.respawn_at for place in self.places if place.sender is None)
+
+    @property
+    def standby_time(self) -> float:
+        """Time at which missing standby workers may be started; infinity if none is missing."""
+        return self._standbys.retry_at if self._num_missing_standbys else math.inf
+
+    @property
+    def _num_missing_standbys(self) -> int:
+        alive = sum(worker.place is None for worker in self.workers.values())
+        return max(0, self._limits.num_standbys - alive)
+
+    def _idle_standbys(self) -> Iterator[WorkerRecord]:
+        standbys = (worker for worker in self.workers.values() if worker.place is None)
+        return (worker for worker in standbys if worker.activity is Activity.IDLE)
+
+    def _spawn(self, place: int | None) -> SpawnWorker:
+        sender = next(self._senders)
+        self.workers[sender] = WorkerRecord(sender, place)
+        if place is not None:
+            self.places[place].sender = sender
+        return SpawnWorker(sender, place)

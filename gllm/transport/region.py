@@ -1,0 +1,43 @@
+"""Memory shared by the ranks of a stage, which the parent creates anew for each generation.
+
+The workers of a stage get its descriptors with their assignments. This module imports no torch: the
+parent creates regions before the workers open them (`gllm.transport.groups`).
+"""
+
+import os
+
+import msgspec
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Shared memory of a stage's ranks, before any of them has opened it."""
+
+    transport: str
+    """A name of `gllm.transport.groups.GROUPS`, or AUTO: by the devices of the ranks."""
+    descriptors: list[int]
+    """An anonymous file for the ranks' parts, and an anonymous file at which the ends of a process
+    group find each other."""
+
+    def close(self) -> None:
+        """Close the descriptors in this process."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class RegionLayout(msgspec.Struct, frozen=True):
+    """Capacity of a region."""
+
+    max_tokens: int
+    """Largest number of tokens per step."""
+    hidden_size: int
+    vocab_rows: int
+    """Largest part of the vocabulary that one rank has; 0 where the stage has no head."""
+
+
+def create_region(name: str, transport: str = "auto") -> Region:
+    """Create a region for the ranks of one stage on this host.
+
+    Its files have no path. They are sent to the workers and vanish with the last process that
+    holds them.
+    """
+    return Region(transport, [os.memfd_create(name), os.memfd_create(f"{name}-meeting")])
