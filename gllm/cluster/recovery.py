@@ -67,6 +67,8 @@ class Recovery:
         self._pool = WorkerPool(len(self._names), limits, jitter)
         self._assignments = RetryRecord()
         """Generations that could not be assigned since the engine was ready."""
+        self._was_poisoned = False
+        """True if a request ended the last generation."""
 
     @property
     def is_over(self) -> bool:
@@ -122,8 +124,7 @@ class Recovery:
             return self._advance(now)
         actions: list[Action] = []
         if worker.activity is not Activity.EXITING:
-            actions += self._count_death(worker.place, cause, now, is_poison)
-            actions += self._leave(cause, now)
+            actions += self._on_death(worker.place, worker.activity, cause, now, is_poison)
         return [*actions, *self._advance(now)]
 
     def on_failed(
@@ -146,10 +147,10 @@ class Recovery:
         worker = self._pool.running(sender)
         if worker is None or self.is_over:
             return []
+        activity = worker.activity
         actions: list[Action] = [self._pool.kill(worker, cause)]
         if worker.place is not None:
-            actions += self._count_death(worker.place, cause, now, is_poison)
-            actions += self._leave(cause, now)
+            actions += self._on_death(worker.place, activity, cause, now, is_poison)
         return actions
 
     def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
@@ -297,19 +298,33 @@ class Recovery:
         self._begin_phase(RecoveryState.LOADING, now)
         return AssignGeneration(self.placement)
 
-    def _count_death(self, place: int, cause: str, now: float, is_poison: bool) -> list[Action]:
-        """Count the death of a place, and give up if that was one too many."""
+    def _on_death(
+        self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
+    ) -> list[Action]:
+        """Count the death of a place and leave the generation, or give up if it was one too many.
+
+        Args:
+            place: index of the place.
+            activity: of its worker before the death.
+            cause: description of the death.
+            now: time in seconds.
+            is_poison: True if a request has caused it.
+        """
+        if activity is Activity.CLOSING:
+            # The ranks of a stage compute a request together, so it may kill several of them.
+            is_poison = is_poison or self._was_poisoned
         if not is_poison and not self._pool.count_death(place):
             if num_restarts := self._limits.max_restarts:
                 cause += f"; restarts without a finished step before: {num_restarts}"
             return self._give_up(cause)
         self._pool.delay_respawn(place, now)
-        return []
+        if self.state is RecoveryState.FORMING:
+            return []
+        self._was_poisoned = is_poison
+        return self._leave(cause, now)
 
     def _leave(self, cause: str, now: float) -> list[Action]:
-        """End the current generation after the death of one of its workers."""
-        if self.state in (RecoveryState.FORMING, RecoveryState.DEAD):
-            return []
+        """End the current generation."""
         actions: list[Action] = []
         if self.state is RecoveryState.READY:
             self.recovering_since = now

@@ -92,7 +92,7 @@ class EngineConfig:
     )
     kv_cache_memory: int | None = option(
         None,
-        "bytes of the KV cache over all stages, such as 2GiB; default: a quarter of the free "
+        "bytes of the KV cache over all workers, such as 2GiB; default: a quarter of the free "
         "memory; on GPUs the part of --gpu-memory-utilization that weights and activations leave",
         ge=1,
         le=INT64_MAX,

@@ -72,7 +72,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     @property
     def num_ranks(self) -> int:
         """Number of workers of the stage."""
-        return len(self.placement.workers_of(self.stage))
+        return self.degrees[self.stage]
+
+    @property
+    def degrees(self) -> list[int]:
+        """Number of workers of each stage."""
+        return self.placement.degrees
 
     @property
     def name(self) -> PlaceName:

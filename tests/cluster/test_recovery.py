@@ -212,6 +212,24 @@ def test_a_committed_step_clears_the_count() -> None:
     assert not world.given_up
 
 
+def test_poison_that_kills_all_ranks_uses_up_no_restart() -> None:
+    world = ready_world(degrees=[3, 1], max_restarts=1)
+    for _ in range(3):
+        world.exit(sender_of(world, 0, 1), is_poison=True)
+        world.exit(sender_of(world, 0))
+        world.exit(sender_of(world, 0, 2))
+        world.settle()
+    assert not world.given_up
+    # A death for another reason counts, also that of a survivor.
+    for _ in range(2):
+        world.exit(sender_of(world, 0, 1))
+        world.exit(sender_of(world, 0))
+        world.settle()
+        if world.given_up:
+            break
+    assert world.given_up
+
+
 def test_poison_uses_up_no_restart() -> None:
     world = ready_world(max_restarts=1)
     for _ in range(5):

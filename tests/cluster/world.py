@@ -51,6 +51,8 @@ class World:
         self.has_rejected = False
         self.given_up = ""
         self.num_deaths = [0] * len(self.names)
+        self.was_poisoned = False
+        """True if the death that ended the last generation was caused by a request."""
         self.num_impossible = 0
         """Assignments that are still to fail."""
         self.num_failed_assignments = 0
@@ -189,6 +191,11 @@ class World:
         name = self.recovery.name_of(sender)
         if name is None or sender not in self.alive - self.killed or self.given_up:
             return
+        if sender in self.closing:
+            # Whatever killed the first worker may have killed this one too.
+            is_poison = is_poison or self.was_poisoned
+        if self.recovery.state is not RecoveryState.FORMING:
+            self.was_poisoned = is_poison
         self.num_deaths[self.names.index(name)] += not is_poison
 
     def _check_count(self) -> None:
@@ -259,6 +266,7 @@ class World:
                 # Killed because the next generation needs its memory: no death of its own.
                 if "memory" not in action.cause:
                     self.num_deaths[place] += 1
+                    self.was_poisoned = False
                 for waiting in self.pending.values():
                     waiting.clear()
         self.run(actions)
