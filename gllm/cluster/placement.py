@@ -86,7 +86,7 @@ class Placement(msgspec.Struct, frozen=True):
         places = [(stage, rank) for stage, size in enumerate(degrees) for rank in range(size)]
         if not all(degrees) or [(each.stage, each.rank) for each in self.workers] != places:
             raise ValueError(
-                f"the workers do not hold the places of {self.num_stages} stages, one each, in order"
+                f"the workers do not hold the places of {self.num_stages} stages in order, one each"
             )
         if len({worker.sender for worker in self.workers}) != len(self.workers):
             raise ValueError("a worker holds two places")
@@ -96,7 +96,9 @@ class Placement(msgspec.Struct, frozen=True):
             raise ValueError(f"a stage has no layer: {self.layers}")
         if any(left[1] != right[0] for left, right in pairwise(self.layers)):
             raise ValueError(f"the layers have gaps or overlap: {self.layers}")
-        ends = [(edge.source, edge.source_rank, edge.target, edge.target_rank) for edge in self.edges]
+        ends = [
+            (edge.source, edge.source_rank, edge.target, edge.target_rank) for edge in self.edges
+        ]
         if ends != edge_ends(degrees):
             raise ValueError("the edges do not connect each stage to the next one")
 

@@ -19,7 +19,7 @@ from gllm.cluster.actions import (
     RejectParked,
     WarmUp,
 )
-from gllm.cluster.placement import PlaceName, Placement, Slot, make_placement, place_names
+from gllm.cluster.placement import Placement, PlaceName, Slot, make_placement, place_names
 from gllm.cluster.records import (
     Activity,
     RecoveryLimits,

@@ -44,7 +44,7 @@ class EngineConfig:
     )
     tensor_parallel_size: tuple[int, ...] = option(
         (1,),
-        "workers that compute each stage together (tensor parallelism): one number, or one for each "
+        "workers that compute each stage together (tensor parallelism): one number, or one per "
         "stage, such as 2,1; default: 1",
         ge=1,
         le=MAX_RANKS,
@@ -178,7 +178,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         degrees: Any = self.tensor_parallel_size
-        if isinstance(degrees, numbers.Integral) and not isinstance(degrees, bool):
+        if not isinstance(degrees, bool) and isinstance(degrees, numbers.Integral):
             object.__setattr__(self, "tensor_parallel_size", (degrees,))
         convert_fields(self)
         stages = self.pipeline_parallel_size

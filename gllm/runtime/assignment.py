@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gllm.cluster.placement import PlaceName, Placement, WorkerPlacement
+from gllm.cluster.placement import Placement, PlaceName, WorkerPlacement
 from gllm.config.engine import EngineConfig
 from gllm.observability.logs import LogConfig
 from gllm.transport.edge import Edge
@@ -120,7 +120,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         incoming = [] if self.incoming is None else [self.incoming]
         region = [] if self.region is None else [self.region]
         own = [] if self.plan_record is None else [self.plan_record]
-        shared = [*incoming, *self.outgoing, *region]
+        shared: list[Edge | Region] = [*incoming, *self.outgoing, *region]
         return [*(each for files in shared for each in files.descriptors), *own]
 
     def close_descriptors(self) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gllm.cluster.placement import (
     EdgeSpec,
-    PlaceName,
     Placement,
+    PlaceName,
     Slot,
     WorkerPlacement,
     make_placement,

@@ -1,4 +1,4 @@
-"""Assignments of the workers of a generation: the files that they share, and nothing that is left."""
+"""Assignments of a generation: the files that its workers share, and nothing that is left."""
 
 import os
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.cluster.placement import Placement, Slot, make_placement
+from gllm.cluster.placement import Placement, PlaceName, Slot, make_placement
 from gllm.config.engine import EngineConfig
 from gllm.runtime import node as node_module
 from gllm.runtime.assignment import (
@@ -116,12 +116,12 @@ def test_workers_share_edges_and_regions_and_nothing_else(degrees: list[int]) ->
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def named_edges(placement: Placement) -> list[tuple[object, object]]:
-    senders = {(each.stage, each.rank): each.sender for each in placement.workers}
+def named_edges(placement: Placement) -> list[tuple[PlaceName, PlaceName]]:
+    ranks = placement.degrees
     return [
         (
-            placement.name_of(senders[edge.source, edge.source_rank]),
-            placement.name_of(senders[edge.target, edge.target_rank]),
+            PlaceName(edge.source, edge.source_rank, ranks[edge.source]),
+            PlaceName(edge.target, edge.target_rank, ranks[edge.target]),
         )
         for edge in placement.edges
     ]

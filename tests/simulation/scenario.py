@@ -285,7 +285,8 @@ class Scenario:
         ]
         return (
             f"{self.supervisor.state}, {recovery.state}, generation {recovery.generation}, "
-            f"{recovery._workers}, {recovery._places}, waiting: {waiting}, faults: {self.faults}"
+            f"{recovery._pool.workers}, {recovery._pool.places}, waiting: {waiting}, "
+            f"faults: {self.faults}"
         )
 
     # Setup.
