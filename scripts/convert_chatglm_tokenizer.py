@@ -89,8 +89,8 @@ def convert(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     ends = [i for i, piece in enumerate(pieces) if piece.text == "</s>"]
     ends += [len(pieces) + SPECIAL.index(token) for token in END]
-    _update(folder / "tokenizer_config.json", chat_template=CHAT_TEMPLATE, eos_token="</s>")
-    _update(folder / "generation_config.json", eos_token_id=ends)
+    update_json(folder / "tokenizer_config.json", chat_template=CHAT_TEMPLATE, eos_token="</s>")
+    update_json(folder / "generation_config.json", eos_token_id=ends)
 
 
 def parse(data: bytes) -> tuple[list[Piece], Normalization]:
@@ -196,7 +196,7 @@ def merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in halves if left in scores and right in scores]
 
 
-def _update(file: Path, **values: object) -> None:
+def update_json(file: Path, **values: object) -> None:
     """Set keys of a JSON file, which need not be there."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     file.write_text(json.dumps(found | values, ensure_ascii=False, indent=2), encoding="utf-8")

@@ -7,7 +7,7 @@ an untrained model's, so that norms, biases and attention all show in the logits
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,19 @@ class Family:
     """A model of ours of 6 or 8 heads, where transformers has none."""
 
 
+def _written(name: str) -> Any:
+    """A model of tests/reference_models.py, which imports torch."""
+    from tests import reference_models
+
+    return getattr(reference_models, name)()
+
+
 FAMILIES: dict[str, Family] = {
     "llama2": Family("Llama", {"num_key_value_heads": 6}),
     "llama3": Family("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-biased": Family("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "llama-linear": Family("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "qwen1": Family("", {}, reference=partial(_written, "Qwen1")),
     "qwen2": Family("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": Family("Qwen2", {"rope_parameters": YARN}),
     "qwen2-window": Family(
@@ -106,6 +114,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3-moe": Family(
         "Qwen3Moe", EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "decoder_sparse_step": 2}
     ),
+    "gemma": Family("Gemma", {"head_dim": 10, "tie_word_embeddings": True}),
     "gemma2": Family(
         "Gemma2", {"head_dim": 10, "sliding_window": 9, "attn_logit_softcapping": 5.0}
     ),
@@ -159,6 +168,7 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family("Cohere2", {"head_dim": 8, "sliding_window": 9, "tie_word_embeddings": True}),
     "baichuan-7b": Family("Llama", {"num_key_value_heads": 6}, rewrite=to_baichuan),
     "baichuan2-13b": Family("", {}, reference=baichuan13),
+    "deepseek-v1": Family("", {}, reference=partial(_written, "DeepseekV1")),
     "deepseek-v2": Family(
         "DeepseekV2",
         LATENT | {"n_shared_experts": 2, "q_lora_rank": 24, "topk_method": "group_limited_greedy"},

@@ -15,6 +15,7 @@ FILES = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "tokenizer.model",
+    "qwen.tiktoken",
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",

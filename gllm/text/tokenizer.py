@@ -63,10 +63,7 @@ class Tokenizer:
         template = None if chat_template is None else Path(chat_template)
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(
-                f"{folder} has no tokenizer.json: save one with the model, for instance by "
-                "save_pretrained of a fast tokenizer of transformers"
-            )
+            raise FileNotFoundError(f"{folder} has no tokenizer.json: {_how_to_convert(folder)}")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
@@ -179,6 +176,16 @@ class Tokenizer:
         return known
 
 
+def _how_to_convert(folder: str | Path) -> str:
+    """Return how to get a tokenizer.json into a folder."""
+    if (Path(folder) / "qwen.tiktoken").is_file():
+        return f"make it from qwen.tiktoken with `python -m scripts.convert_qwen_tokenizer {folder}`"
+    return (
+        "save one with the model, for instance by save_pretrained of a fast tokenizer of "
+        "transformers"
+    )
+
+
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
@@ -190,13 +197,14 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_alphabet()
+BYTE_LEVEL_ALPHABET = _byte_alphabet()
+"""Byte of each character of a byte-level vocabulary."""
 
 
 def _byte_level_bytes(token: str) -> bytes:
     """Return the bytes of a vocabulary entry; added tokens outside the alphabet are plain text."""
     try:
-        return bytes(_ALPHABET[char] for char in token)
+        return bytes(BYTE_LEVEL_ALPHABET[char] for char in token)
     except KeyError:
         return token.encode()
 

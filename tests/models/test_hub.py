@@ -71,7 +71,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
     return make
 
 
-SMALL = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+SMALL = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "qwen.tiktoken",
+    "chat_template.jinja",
+}
 COPIES = (
     "consolidated.safetensors",
     "original/consolidated.00.pth",

@@ -24,6 +24,7 @@ ROWS = (
     "qwen2-moe",
     "qwen3",
     "qwen3-moe",
+    "gemma",
     "gemma2",
     "gemma3",
     "phi3",

@@ -11,7 +11,14 @@ import transformers
 
 from gllm.models.errors import ModelError
 from gllm.models.registry import ARCHITECTURES
-from gllm.models.spec import AttentionSpec, ExpertsSpec, LatentAttentionSpec, LayerSpec, ModelSpec
+from gllm.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+)
 from gllm.models.split import layer_costs, split_layers
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from tests.models.published import PUBLISHED, Config, read
@@ -40,10 +47,12 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "llama-3.1-8b": (32, 32, 8, 128, 131072),
     "mistral-7b-v0.1": (32, 32, 8, 128, 32768),
     "mixtral-8x7b": (32, 32, 8, 128, 32768),
+    "qwen-7b-chat": (32, 32, 32, 128, 8192),
     "qwen2.5-7b": (28, 28, 4, 128, 32768),
     "qwen1.5-moe-a2.7b": (24, 16, 16, 128, 8192),
     "qwen3-4b": (36, 32, 8, 128, 40960),
     "qwen3-30b-a3b": (48, 32, 4, 128, 40960),
+    "gemma-2b": (18, 8, 1, 256, 8192),
     "gemma-2-9b": (42, 16, 8, 256, 8192),
     "gemma-3-1b-it": (26, 4, 1, 256, 32768),
     "phi-3-mini-128k": (32, 32, 32, 96, 131072),
@@ -62,6 +71,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "glm-4-9b-0414": (40, 32, 2, 128, 32768),
     "baichuan2-7b": (32, 32, 32, 128, 4096),
     "baichuan2-13b": (40, 40, 40, 128, 4096),
+    "deepseek-moe-16b": (28, 16, 16, 128, 4096),
 }
 """Layers, heads, KV heads, elements of a head, context length."""
 
@@ -69,7 +79,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int]] = {
 def test_every_architecture_and_file_is_in_the_tables() -> None:
     named = {name for raw in PUBLISHED.values() for name in raw["architectures"]}
     # Other names of families that are in the table under one.
-    assert set(ARCHITECTURES) - named == {"BaiChuanForCausalLM", "ChatGLMForConditionalGeneration"}
+    others = {"BaiChuanForCausalLM", "ChatGLMForCausalLM", "ChatGLMForConditionalGeneration"}
+    assert set(ARCHITECTURES) - named == others
     assert set(PUBLISHED) - set(SHAPES) == {"deepseek-v2-lite", "deepseek-v3"}
 
 
@@ -85,6 +96,8 @@ ROTATED: dict[str, tuple[str, int, float, bool]] = {
     "llama-2-7b": ("default", 128, 10_000.0, False),
     "llama-3.1-8b": ("llama3", 128, 500_000.0, False),
     "mixtral-8x7b": ("default", 128, 1_000_000.0, False),
+    "gemma-2b": ("default", 256, 10_000.0, False),
+    "qwen-7b-chat": ("default", 128, 10_000.0, False),
     "phi-3-mini-128k": ("longrope", 96, 10_000.0, False),
     "phi-4-mini": ("longrope", 96, 10_000.0, False),
     "command-r": ("default", 128, 8_000_000.0, True),
@@ -162,6 +175,7 @@ def test_scales_and_caps() -> None:
 
 TIED = {
     "qwen3-4b",
+    "gemma-2b",
     "gemma-2-9b",
     "gemma-3-1b-it",
     "phi-4-mini",
@@ -208,6 +222,55 @@ def test_experts() -> None:
     assert third.shared_expert is None
 
 
+def test_deepseek_before_latent_attention() -> None:
+    model = read(PUBLISHED["deepseek-moe-16b"])
+    mixture = experts(model)
+    assert mixture.shared_expert is not None
+    assert [isinstance(layer.mlp, ExpertsSpec) for layer in model.layers] == [False] + [True] * 27
+    assert (mixture.num_experts, mixture.top_k, mixture.num_groups) == (64, 6, 1)
+    assert (mixture.scoring, mixture.renormalize, mixture.scaling_factor) == ("softmax", False, 1)
+    assert (mixture.expert.intermediate_size, mixture.shared_expert.intermediate_size) == (
+        1408,
+        2816,
+    )
+    single = PUBLISHED["deepseek-moe-16b"] | {"norm_topk_prob": True}
+    assert experts(read(single)).renormalize
+    # The weight of the only expert is not divided by itself.
+    assert not experts(read(single | {"num_experts_per_tok": 1})).renormalize
+
+
+def test_gelu_of_gemma_is_its_approximation() -> None:
+    raw = PUBLISHED["gemma-2b"]
+    found = {
+        read(raw | {"hidden_act": name}).layers[0].mlp
+        for name in (None, "gelu", "gelu_pytorch_tanh")
+    }
+    (mlp,) = found
+    assert isinstance(mlp, MLPSpec)
+    assert mlp.activation == "gelu_tanh"
+    assert read(raw).embedding.scale == math.sqrt(2048)
+    norms = read(raw).norm, read(raw).layers[0].attention_norm, read(raw).layers[0].mlp_norm
+    assert [norm and norm.offset for norm in norms] == [1.0] * 3
+
+
+def test_qwen_ends_texts_where_attention_changes() -> None:
+    raw = PUBLISHED["qwen-7b-chat"]
+    model = read(raw)
+    assert model.context_length == 8192
+    assert "seq_length 8192" in model.notes[0]
+    mlp = model.layers[0].mlp
+    assert isinstance(mlp, MLPSpec)
+    # Half of intermediate_size each; the second is the gate.
+    assert (mlp.intermediate_size, mlp.up_proj.names) == (11008, ("mlp.w2", "mlp.w1"))
+    always = raw | {"use_dynamic_ntk": False, "use_logn_attn": False}
+    assert (read(always).context_length, read(always).notes) == (32768, ())
+    assert read(raw | {"use_logn_attn": False}).context_length == 8192
+    biased = read(raw | {"no_bias": False}).layers[0]
+    assert biased.attention.out_proj.has_bias
+    assert isinstance(biased.mlp, MLPSpec)
+    assert biased.mlp.down_proj.has_bias
+
+
 def test_deepseek() -> None:
     lite, large = read(PUBLISHED["deepseek-v2-lite"]), read(PUBLISHED["deepseek-v3"])
     dense = [
@@ -246,7 +309,7 @@ def test_deepseek() -> None:
     assert other.group_scoring == "best two"
 
 
-FOREIGN = {"chatglm", "baichuan"}
+FOREIGN = {"chatglm", "baichuan", "qwen", "deepseek"}
 """Formats that transformers has no class for."""
 LIBRARY = [name for name, raw in PUBLISHED.items() if raw["model_type"] not in FOREIGN]
 

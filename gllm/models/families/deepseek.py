@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3, R1 among them.
+"""DeepSeek MoE (V1), V2 and V3, R1 among them.
 
-Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2; "DeepSeek-V3 Technical Report" (2024), section
-2.1.
+Source: Dai et al., "DeepSeekMoE" (2024), section 3; DeepSeek-AI, "DeepSeek-V2" (2024), section 2;
+"DeepSeek-V3 Technical Report" (2024), section 2.1.
 """
 
 import math
@@ -9,14 +9,31 @@ from dataclasses import replace
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.rope import read_rope
-from gllm.models.spec import ExpertsSpec, LatentAttentionSpec, LinearSpec, ModelSpec
+from gllm.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LatentAttentionSpec,
+    LinearSpec,
+    ModelSpec,
+)
 from gllm.models.spec_builders import (
+    attention_spec,
     check_experts,
     decoder_model,
     gated_mlp_spec,
     pre_norm_layer,
     rms_norm,
 )
+
+
+def build_v1_spec(config: ConfigReader) -> ModelSpec:
+    """Build the spec of DeepSeek MoE: Llama's attention, softmax routing and shared experts."""
+    config.require_value("scoring_func", "softmax")
+    config.require_value("routed_scaling_factor", 1)
+    # With one expert per token its weight is not divided by itself.
+    renormalize = config.boolean("norm_topk_prob") and config.positive_int("num_experts_per_tok") > 1
+    experts = _experts(config, (1, 1), renormalize=renormalize)
+    return _model(config, attention_spec(config), experts)
 
 
 def build_v2_spec(config: ConfigReader) -> ModelSpec:
@@ -28,7 +45,7 @@ def build_v2_spec(config: ConfigReader) -> ModelSpec:
     config.require_value("norm_topk_prob", False)
     groups = config.positive_int("n_group", default=1), config.positive_int("topk_group", default=1)
     experts = _experts(config, groups if limited else (1, 1))
-    return _model(config, experts)
+    return _model(config, _latent_attention(config), experts)
 
 
 def build_v3_spec(config: ConfigReader) -> ModelSpec:
@@ -54,7 +71,8 @@ def build_v3_spec(config: ConfigReader) -> ModelSpec:
         correction_bias="mlp.gate.e_score_correction_bias",
     )
     further = config.non_negative_int("num_nextn_predict_layers", default=0)
-    return replace(_model(config, experts), num_prediction_layers=further)
+    model = _model(config, _latent_attention(config), experts)
+    return replace(model, num_prediction_layers=further)
 
 
 def _experts(config: ConfigReader, groups: tuple[int, int], **options: object) -> ExpertsSpec:
@@ -76,13 +94,13 @@ def _experts(config: ConfigReader, groups: tuple[int, int], **options: object) -
     return check_experts(experts)
 
 
-def _model(config: ConfigReader, experts: ExpertsSpec) -> ModelSpec:
+def _model(
+    config: ConfigReader, attention: AttentionSpec | LatentAttentionSpec, experts: ExpertsSpec
+) -> ModelSpec:
     config.require_value("moe_layer_freq", 1)
     config.require_value("attention_bias", False)
     config.require_value("mlp_bias", False)
-    # Heads of keys and values before the compression.
-    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
-    attention, block = _attention(config), gated_mlp_spec(config)
+    block = gated_mlp_spec(config)
     first = config.non_negative_int("first_k_dense_replace", default=0)
     layers = [
         pre_norm_layer(config, attention, block if layer < first else experts)
@@ -91,7 +109,9 @@ def _model(config: ConfigReader, experts: ExpertsSpec) -> ModelSpec:
     return decoder_model(config, layers)
 
 
-def _attention(config: ConfigReader) -> LatentAttentionSpec:
+def _latent_attention(config: ConfigReader) -> LatentAttentionSpec:
+    # Heads of keys and values before the compression.
+    config.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
     hidden = config.positive_int("hidden_size")
     plain, turned = config.positive_int("qk_nope_head_dim"), config.positive_int("qk_rope_head_dim")
     if turned % 2:

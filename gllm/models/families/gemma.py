@@ -1,6 +1,7 @@
-"""Gemma 2 and 3, text only.
+"""Gemma, Gemma 2 and 3, text only.
 
-Source: Gemma Team, "Gemma 2" (2024), section 2; "Gemma 3 Technical Report" (2025), section 2.
+Source: Gemma Team, "Gemma" (2024), section 2; "Gemma 2" (2024), section 2; "Gemma 3 Technical
+Report" (2025), section 2.
 """
 
 from dataclasses import replace
@@ -10,12 +11,29 @@ from gllm.models.config_reader import ConfigReader
 from gllm.models.rope import read_rope
 from gllm.models.spec import AttentionSpec, EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from gllm.models.spec_builders import (
+    ACTIVATIONS,
     attention_spec,
     decoder_model,
     gated_mlp_spec,
     read_layer_windows,
     rms_norm,
 )
+
+
+def build_gemma_spec(config: ConfigReader) -> ModelSpec:
+    """Build the spec of Gemma: Llama with larger heads, GELU and a scaled embedding."""
+    config.set_defaults(head_dim=256)
+    bias = config.boolean("attention_bias")
+    # The official releases say "gelu" and mean its approximation; so does transformers.
+    activation = config.choice("hidden_act", ACTIVATIONS | {"gelu": "gelu_tanh"}, "gelu")
+    config.require_value("hidden_activation", config.get("hidden_act"), "gelu_pytorch_tanh")
+    layer = LayerSpec(
+        attention=attention_spec(config, None, bias, bias),
+        mlp=replace(gated_mlp_spec(config), activation=activation),
+        attention_norm=_norm(config, "input_layernorm"),
+        mlp_norm=_norm(config, "post_attention_layernorm"),
+    )
+    return _model(config, [layer] * config.positive_int("num_hidden_layers"))
 
 
 def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
@@ -26,7 +44,7 @@ def build_gemma2_spec(config: ConfigReader) -> ModelSpec:
     slides = [layer % 2 == 0 for layer in range(config.positive_int("num_hidden_layers"))]
     windows = read_layer_windows(config, slides, required=True)
     layers = [_layer(config, replace(attention, window=window)) for window in windows]
-    return _model(config, layers, final_cap=30.0)
+    return _with_cap(config, _model(config, layers), default=30.0)
 
 
 def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
@@ -53,7 +71,7 @@ def build_gemma3_spec(config: ConfigReader) -> ModelSpec:
         _layer(config, everywhere if window is None else replace(nearby, window=window))
         for window in windows
     ]
-    return _model(config, layers, final_cap=None)
+    return _with_cap(config, _model(config, layers), default=None)
 
 
 def _local_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
@@ -85,19 +103,20 @@ def _layer(config: ConfigReader, attention: AttentionSpec) -> LayerSpec:
     )
 
 
-def _model(config: ConfigReader, layers: list[LayerSpec], final_cap: float | None) -> ModelSpec:
+def _model(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
     config.require_value("use_bidirectional_attention", False)
+    scale = config.positive_int("hidden_size") ** 0.5
+    model = decoder_model(config, layers, tied=True, norm=_norm(config, "model.norm"))
+    return replace(model, embedding=EmbeddingSpec(model.embedding.name, scale=scale))
+
+
+def _with_cap(config: ConfigReader, model: ModelSpec, default: float | None) -> ModelSpec:
+    """Add the cap of the logits, and check the further keys of Gemma 2 and 3."""
     # Older files have both keys; transformers reads hidden_activation.
     config.ignore("hidden_act", "cache_implementation")
     config.require_value("sliding_window_size", config.get("sliding_window"))
-    scale = config.positive_int("hidden_size") ** 0.5
-    model = decoder_model(config, layers, tied=True, norm=_norm(config, "model.norm"))
-    cap = config.optional_positive_float("final_logit_softcapping", default=final_cap)
-    return replace(
-        model,
-        embedding=EmbeddingSpec(model.embedding.name, scale=scale),
-        head=replace(model.head, softcap=cap),
-    )
+    cap = config.optional_positive_float("final_logit_softcapping", default=default)
+    return replace(model, head=replace(model.head, softcap=cap))
 
 
 def _norm(config: ConfigReader, name: str) -> NormSpec:
