@@ -48,7 +48,8 @@ CHAT_TEMPLATE = (
 )
 
 Ranks = Mapping[bytes, int]
-"""Byte sequences to their ids; of two neighbours whose join is one, the least id is joined first."""
+"""Byte sequences to their ids. Of neighbours that make another sequence, those that make the one of
+the least id are joined first."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

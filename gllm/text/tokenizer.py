@@ -179,7 +179,9 @@ class Tokenizer:
 def _how_to_convert(folder: str | Path) -> str:
     """Return how to get a tokenizer.json into a folder."""
     if (Path(folder) / "qwen.tiktoken").is_file():
-        return f"make it from qwen.tiktoken with `python -m scripts.convert_qwen_tokenizer {folder}`"
+        return (
+            f"make it from qwen.tiktoken with `python -m scripts.convert_qwen_tokenizer {folder}`"
+        )
     return (
         "save one with the model, for instance by save_pretrained of a fast tokenizer of "
         "transformers"

@@ -31,7 +31,9 @@ def build_v1_spec(config: ConfigReader) -> ModelSpec:
     config.require_value("scoring_func", "softmax")
     config.require_value("routed_scaling_factor", 1)
     # With one expert per token its weight is not divided by itself.
-    renormalize = config.boolean("norm_topk_prob") and config.positive_int("num_experts_per_tok") > 1
+    renormalize = (
+        config.boolean("norm_topk_prob") and config.positive_int("num_experts_per_tok") > 1
+    )
     experts = _experts(config, (1, 1), renormalize=renormalize)
     return _model(config, attention_spec(config), experts)
 
