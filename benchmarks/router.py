@@ -28,7 +28,7 @@ from benchmarks.frontend import one_connection
 from gllm.commands.bench.client import RequestResult, send
 from gllm.observability.latency import collect_latencies, percentile
 from gllm.routing.policy_registry import POLICIES, make_policy
-from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
+from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
@@ -199,11 +199,11 @@ def decision_seconds(policy: str, num_engines: int, num_decisions: int = 200) ->
     rng = Random(0)
     prompt = list(range(1000))
     chain = list(PromptBlockHashes(prompt, 16))
-    prefixes = PrefixIndex()
+    chosen = make_policy(policy, rng)
     engines = []
     for number in range(num_engines):
         name = f"e{number}"
-        prefixes.on_events(name, 0, chain[: rng.randrange(len(chain))], [], is_cleared=True)
+        chosen.prefixes.on_events(name, 0, chain[: rng.randrange(len(chain))], [], is_cleared=True)
         stats = SchedulerStats(
             running=rng.randrange(32),
             waiting=rng.randrange(4),
@@ -212,12 +212,11 @@ def decision_seconds(policy: str, num_engines: int, num_decisions: int = 200) ->
         )
         costs = StepCostCoefficients(0.02, 1e-4, 0.0, 1e-5, 1e-8)
         engines.append(EngineSnapshot(name, "mixed", "ready", stats, costs, 4096))
-    chosen = make_policy(policy, rng)
     times = []
     for _ in range(num_decisions):
         request = RoutingRequest(len(prompt), PromptBlockHashes(prompt, 16), session="s")
         begin = time.perf_counter()
-        chosen.choose(request, engines, prefixes, 0.0)
+        chosen.choose(request, engines)
         times.append(time.perf_counter() - begin)
     return median(times)
 

@@ -12,7 +12,7 @@ from gllm.fleet.engine_record import EngineRecord
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.predict import predict_all
-from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
+from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.shedding import retry_after_seconds, shed
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.journal import JournalEntry
@@ -40,7 +40,6 @@ class Dispatcher:
         """
         self.records: dict[str, EngineRecord] = {}
         """Attached engines by name."""
-        self.prefixes = PrefixIndex()
         self.num_shed: Counter[str] = Counter()
         """Requests refused because of their SLO, by reason."""
         self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
@@ -69,13 +68,13 @@ class Dispatcher:
         if not engines:
             return None
         request = self._routing_request(stream.entry, engines[0].block_size)
-        name = self._apply_policy(request, engines, now)
+        name = self._apply_policy(request, engines)
         if name is None or not self._may_submit(stream.entry, now):
             return None
         record = self.records[name]
         num_cached = 0
         if self.policy.uses_prefixes:
-            cached = self.prefixes.cached_blocks(request.block_hashes)
+            cached = self.policy.prefixes.cached_blocks(request.block_hashes)
             num_cached = cached.get(name, 0) * record.announce.block_size
         record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
         return name
@@ -106,7 +105,7 @@ class Dispatcher:
             priority=priority,
             slo=slo,
         )
-        predictions = predict_all(request, engines, self.prefixes)
+        predictions = predict_all(request, engines, self.policy.prefixes)
         reason = shed(request, predictions)
         if reason is None:
             return None
@@ -114,14 +113,14 @@ class Dispatcher:
         return reason, retry_after_seconds(request, predictions.values())
 
     def _apply_policy(
-        self, request: RoutingRequest, engines: Sequence[EngineSnapshot], now: float
+        self, request: RoutingRequest, engines: Sequence[EngineSnapshot]
     ) -> str | None:
         """Return the policy's choice; that of the fewest requests if the policy fails.
 
         An engine may report figures that no policy expects, and no request is lost for that.
         """
         try:
-            return self.policy.choose(request, engines, self.prefixes, now)
+            return self.policy.choose(request, engines)
         except Exception:
             # A warning, because equal ones are written once a minute.
             log.warning(

@@ -304,7 +304,7 @@ class Fleet:
         )  # fmt: skip
         self._num_lost["drained" if is_planned else "lost"] += 1
         self._stats.on_lost(record)
-        self._dispatcher.prefixes.forget(name)
+        self._dispatcher.policy.prefixes.forget(name)
         self._dispatcher.health.on_lost(name, time.monotonic(), is_planned)
         self._commands.on_lost(name, cause)
         self._on_engines_changed()
@@ -344,7 +344,7 @@ class Fleet:
 
     def _on_kv_events(self, link: EngineLink, events: KvCacheEvents) -> None:
         stored = [digest for blocks in events.stored for digest in blocks.digests]
-        is_current = self._dispatcher.prefixes.on_events(
+        is_current = self._dispatcher.policy.prefixes.on_events(
             link.name, events.number, stored, events.removed, events.is_cleared
         )
         if not is_current:

@@ -21,20 +21,14 @@ class RoutingPolicy(ABC):
     def __init__(self, rng: Random) -> None:
         """Create the policy; `rng` breaks ties, so that a seed repeats a run."""
         self._rng = rng
+        self.prefixes = PrefixIndex()
+        """KV blocks that the engines have cached; the router fills it if `uses_prefixes`."""
 
     @abstractmethod
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the name of the engine that serves a request; None if there is no engine.
 
         Args:
             request: the request.
             engines: engines that can run the request and may get it.
-            prefixes: KV blocks that engines have cached.
-            now: current time in seconds.
         """

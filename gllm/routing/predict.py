@@ -100,17 +100,11 @@ class PredictPolicy(RoutingPolicy):
 
     uses_prefixes = True
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the least predicted TTFT; of about equal ones the emptiest."""
         if not engines:
             return None
-        predictions = predict_all(request, engines, prefixes)
+        predictions = predict_all(request, engines, self.prefixes)
         objective = request.slo.tpot_seconds if request.slo is not None else None
         if objective is not None:
             # The fastest engines, if none meets the objective.

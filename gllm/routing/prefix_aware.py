@@ -40,15 +40,9 @@ class PrefixAwarePolicy(RoutingPolicy):
 
     uses_prefixes = True
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the fewest tokens to compute."""
-        cached = count_cached_tokens(request, engines, prefixes)
+        cached = count_cached_tokens(request, engines, self.prefixes)
 
         def num_tokens(engine: EngineSnapshot) -> float:
             own = request.num_prompt_tokens - cached[engine.name]

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.simple_policies import choose_least, weighted_requests
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
@@ -27,13 +26,7 @@ class SessionAffinityPolicy(RoutingPolicy):
     session go to the engine with the fewest requests.
     """
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the session's engine."""
         if not request.session or not engines:
             return choose_least(engines, weighted_requests, self._rng)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
@@ -41,13 +40,7 @@ class RoundRobinPolicy(RoutingPolicy):
         super().__init__(rng)
         self._credits: dict[str, float] = {}
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the most credit; every choice gives each engine its weight."""
         if not engines:
             return None
@@ -62,13 +55,7 @@ class RoundRobinPolicy(RoutingPolicy):
 class RandomPolicy(RoutingPolicy):
     """A random engine."""
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return an engine with a probability in proportion to its weight."""
         if not engines:
             return None
@@ -79,13 +66,7 @@ class RandomPolicy(RoutingPolicy):
 class LeastRequestsPolicy(RoutingPolicy):
     """The engine with the fewest unfinished requests."""
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the fewest requests."""
         return choose_least(engines, weighted_requests, self._rng)
 
@@ -96,13 +77,7 @@ class LeastTokensPolicy(RoutingPolicy):
     Source: JSQ of "Splitwise" (ISCA'24, arXiv 2311.18677).
     """
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the fewest tokens."""
 
         def weighted_tokens(engine: EngineSnapshot) -> float:
@@ -118,13 +93,7 @@ class PowerOfTwoPolicy(RoutingPolicy):
     Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001).
     """
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the one with fewer requests of two random engines."""
         pair = self._rng.sample(engines, min(2, len(engines)))
         return choose_least(pair, weighted_requests, self._rng)

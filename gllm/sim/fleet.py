@@ -122,7 +122,6 @@ class SimulatedRouter:
     def __init__(self, engines: list[SimulatedEngine], policy: RoutingPolicy) -> None:
         self._engines = {engine.name: engine for engine in engines}
         self._policy = policy
-        self._prefixes = PrefixIndex()
         self._output_lengths = OutputLengthPredictor(engines[0].config.expected_output_tokens)
 
     def arrive(self, request: SchedulerRequest, session: str, now: float) -> list[SimulationEvent]:
@@ -130,12 +129,10 @@ class SimulatedRouter:
         engines = list(self._engines.values())
         if self._policy.uses_prefixes:
             for engine in engines:
-                engine.update_index(self._prefixes)
+                engine.update_index(self._policy.prefixes)
         chosen = self._policy.choose(
             self._describe(request, session, engines[0].config.block_size),
             [engine.snapshot() for engine in engines],
-            self._prefixes,
-            now,
         )
         assert chosen is not None
         # Simulated outputs have their maximum length.

@@ -8,16 +8,16 @@ import pytest
 from gllm.config.slo import Slo
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
-from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
+from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.session_affinity import MAX_EXTRA_REQUESTS
 from gllm.routing.state import EngineSnapshot, RoutingRequest
-from tests.routing.fleet import COSTS, NO_PREFIXES, REQUEST, engine
+from tests.routing.fleet import COSTS, REQUEST, engine
 
 
 def choose(
     policy: RoutingPolicy, engines: list[EngineSnapshot], request: RoutingRequest = REQUEST
 ) -> str | None:
-    return policy.choose(request, engines, NO_PREFIXES, 0.0)
+    return policy.choose(request, engines)
 
 
 def count_choices(
@@ -132,13 +132,13 @@ def test_cached_prefix_is_weighed_against_waiting_tokens(name: str) -> None:
     assert policy.uses_prefixes
     hashes = PromptBlockHashes(range(1000), 16)
     request = RoutingRequest(1000, hashes)
-    prefixes = PrefixIndex()
+    prefixes = policy.prefixes
     prefixes.on_events("a", 0, hashes[:50], [], is_cleared=True)
     prefixes.on_events("b", 0, hashes[:10], [], is_cleared=True)
 
     def chosen(waiting_tokens: int) -> str | None:
         engines = [engine("a", waiting_tokens=waiting_tokens), engine("b"), engine("c")]
-        return policy.choose(request, engines, prefixes, 0.0)
+        return policy.choose(request, engines)
 
     assert chosen(0) == chosen(300) == "a"
     assert chosen(1500) == "b"

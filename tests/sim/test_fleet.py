@@ -79,18 +79,13 @@ class Recorder(RoutingPolicy):
         super().__init__(Random(0))
         self.predictions: list[Prediction] = []
         self._policy = make_policy("predict", Random(0))
+        self._policy.prefixes = self.prefixes
 
-    def choose(
-        self,
-        request: RoutingRequest,
-        engines: Sequence[EngineSnapshot],
-        prefixes: PrefixIndex,
-        now: float,
-    ) -> str | None:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the choice of the other policy."""
-        chosen = self._policy.choose(request, engines, prefixes, now)
+        chosen = self._policy.choose(request, engines)
         assert chosen is not None
-        self.predictions.append(predict_all(request, engines, prefixes)[chosen])
+        self.predictions.append(predict_all(request, engines, self.prefixes)[chosen])
         return chosen
 
 
