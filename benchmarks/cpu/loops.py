@@ -83,7 +83,7 @@ class _StageLoop:
         stages = config.pipeline_parallel_size
         set_num_threads(threads_per_worker(config.threads, stages))
         model_config = read_config(folder)
-        layers = split_layers(model_config.model, stages, config.layers)[stage]
+        layers = split_layers(model_config.model, stages, config.layer_counts)[stage]
         self._executor = CpuExecutor(model_config, config, stage, stages, layers)
         self._executor.load(folder, lambda done, total: None)
         self._batches: list[tuple[Any, Any]] = []

@@ -9,8 +9,17 @@ import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import input_file, output_file, output_folder, parse_bytes, parse_counts
+from gllm.config.field_types import FieldError, convert_fields
+from gllm.config.flags import (
+    LAYER_DIVISIONS,
+    input_file,
+    output_file,
+    output_folder,
+    parse_bytes,
+    parse_counts,
+    parse_factors,
+    parse_layers,
+)
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
@@ -51,12 +60,18 @@ class EngineConfig:
         parse=parse_counts,
         flags=("--tensor-parallel-size", "--tp", "-tp"),
     )
-    layers: tuple[int, ...] | None = option(
-        None,
-        "number of layers per stage, such as 10,14; default: balanced by cost",
+    layers: tuple[int, ...] | str = option(
+        "auto",
+        "number of layers per stage, such as 10,14; even: by the weights read per token; auto: by "
+        "measured times where the stages' speeds may differ, else even",
         ge=1,
         le=INT32_MAX,
-        parse=parse_counts,
+        parse=parse_layers,
+    )
+    rebalance: bool = option(
+        False,
+        "divide the layers anew while serving, with a short pause of all streams, when measured "
+        "step times show that another division is faster by more than 15 % for some time",
     )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
@@ -161,6 +176,14 @@ class EngineConfig:
         ge=0,
         le=MAX_TIMEOUT_SECONDS,
     )
+    debug_slowdown: tuple[float, ...] = option(
+        (),
+        "factor by which each stage's steps take longer, such as 1,2, by sleeping: a slower device "
+        "for tests and experiments",
+        ge=1,
+        le=1000,
+        parse=parse_factors,
+    )
     kv_events_config: KvEventsConfig | None = option(  # noqa: RUF009
         None,
         "JSON object as in vLLM: changes of the prefix cache, with token ids, are published over "
@@ -187,9 +210,10 @@ class EngineConfig:
                 f"tensor_parallel_size {self.tensor_parallel_size} has to be one number for all "
                 f"stages, or one for each of the {stages} stages (pipeline_parallel_size)"
             )
-        if self.layers is not None and len(self.layers) != stages:
+        self._check_layers(stages)
+        if self.debug_slowdown and len(self.debug_slowdown) != stages:
             raise ValueError(
-                f"layers {self.layers} has to give at least one layer to each of the "
+                f"debug_slowdown {self.debug_slowdown} has to give a factor for each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
         address = self.kv_events_config.exposed_address if self.kv_events_config else None
@@ -209,6 +233,32 @@ class EngineConfig:
     def num_workers(self) -> int:
         """Number of workers of all stages."""
         return sum(self.stage_degrees)
+
+    def _check_layers(self, stages: int) -> None:
+        """Check `layers`; None and nothing stand for auto."""
+        if not self.layers:
+            object.__setattr__(self, "layers", "auto")
+        counts = self.layer_counts
+        if counts is None and self.layers not in LAYER_DIVISIONS:
+            raise FieldError(
+                "layers",
+                f"layers is {self.layers!r}, but has to be {', '.join(LAYER_DIVISIONS)} or the "
+                "number of layers per stage",
+            )
+        if counts is not None and (len(counts) != stages or min(counts) < 1):
+            raise ValueError(
+                f"layers {counts} has to give at least one layer to each of the "
+                f"{stages} stages (pipeline_parallel_size)"
+            )
+
+    @property
+    def layer_counts(self) -> tuple[int, ...] | None:
+        """Number of layers per stage, if it is configured."""
+        return None if isinstance(self.layers, str) else self.layers
+
+    def slowdown_of(self, stage: int) -> float:
+        """Return the factor by which the steps of a stage take longer."""
+        return self.debug_slowdown[stage] if self.debug_slowdown else 1.0
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":

@@ -93,6 +93,11 @@ def to_ints(name: str, values: Any) -> tuple[int, ...]:
     return _to_tuple(to_int, name, values)
 
 
+def to_ints_or_str(name: str, value: Any) -> tuple[int, ...] | str:
+    """Return integers as a tuple, or a string. Raises FieldError."""
+    return to_str(name, value) if isinstance(value, str) else to_ints(name, value)
+
+
 def to_token_ids(name: str, values: Any) -> list[int]:
     """Return the token ids of a prompt: a list, or any iterable of integers. Raises FieldError."""
     if type(values) is list and {int}.issuperset(map(type, values)):
@@ -159,6 +164,9 @@ def _with_range(convert: Converter, kind: type, allowed: Range) -> Converter:
 
     def check(name: str, value: Any) -> Any:
         number = convert(name, value)
+        if isinstance(number, str):
+            # A word in place of numbers, which the owner of the field checks.
+            return number
         if isinstance(number, tuple):
             # The ends stand for all integers; NaN among floats has no place in an order.
             numbers = {min(number), max(number)} if number and kind is int else number
@@ -208,6 +216,7 @@ SIMPLE: dict[Any, Converter] = {
     bool: to_bool,
     str: to_str,
     tuple[int, ...]: to_ints,
+    tuple[int, ...] | str: to_ints_or_str,
     tuple[float, ...]: lambda name, values: _to_tuple(to_float, name, values),
     tuple[str, ...]: lambda name, values: _to_tuple(to_str, name, values),
     Mapping[int, float]: _to_bias,

@@ -20,6 +20,10 @@ from urllib.parse import urlsplit
 from gllm.config.options import Range, describe_range, number_type_of
 
 
+LAYER_DIVISIONS = ("auto", "even")
+"""Values of --layers besides numbers."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """Parser whose errors are one line; for an unknown flag it suggests the closest one."""
 
@@ -169,7 +173,8 @@ class FlagType:
         except (ValueError, TypeError, ArithmeticError) as error:
             why = f"has to be {rule}" if rule else f"cannot be used: {error}"
             raise argparse.ArgumentTypeError(f"{text[:100]!r} {why}") from None
-        if self.range is not None:
+        # A word in place of numbers was checked by the parser.
+        if self.range is not None and not isinstance(value, str):
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(number in self.range for number in numbers):
                 raise argparse.ArgumentTypeError(f"{text[:100]!r} has to be {rule}")
@@ -204,6 +209,16 @@ def parse_bytes(text: str) -> int:
 def parse_counts(text: str) -> tuple[int, ...]:
     """Return one number per stage from '10,14'. Raises ValueError."""
     return tuple(int(part) for part in text.split(","))
+
+
+def parse_layers(text: str) -> tuple[int, ...] | str:
+    """Return the layers of each stage from '10,14', or a word. Raises ValueError."""
+    return text if text in LAYER_DIVISIONS else parse_counts(text)
+
+
+def parse_factors(text: str) -> tuple[float, ...]:
+    """Return the factor of each stage from '1,2.5'. Raises ValueError."""
+    return tuple(float(part) for part in text.split(","))
 
 
 def parse_list(text: str) -> tuple[str, ...]:

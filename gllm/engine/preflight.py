@@ -55,7 +55,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     read = read_config(folder)
     if max(config.stage_degrees) > 1:
         raise ValueError("tensor_parallel_size > 1 is not supported yet: leave out --tp")
-    layers = split_layers(read.model, config.pipeline_parallel_size, config.layers)
+    layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length
     if length > read.model.context_length:
         raise ValueError(

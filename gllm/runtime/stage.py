@@ -52,6 +52,7 @@ class StageRunner:
         on_result: Callable[[StepDone | GrammarReady], None],
         on_error: Callable[[BaseException], None],
         min_step_seconds: float = 0.0,
+        slowdown: float = 1.0,
     ) -> None:
         """Start the threads.
 
@@ -62,6 +63,7 @@ class StageRunner:
             on_result: called on the event loop with the messages for the driver.
             on_error: called on the event loop with the error that ends the stage.
             min_step_seconds: sleep until a step has taken this long.
+            slowdown: sleep until a step has taken this many times as long as it did.
         """
         self.num_steps = 0
         """Steps computed."""
@@ -77,7 +79,7 @@ class StageRunner:
         self._on_result = on_result
         self._on_error = on_error
         self._loop = asyncio.get_running_loop()
-        self._min_step_seconds = min_step_seconds
+        self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
         self._is_closed = False
         self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str] | None]
         self._prepared = queue.SimpleQueue()
@@ -216,8 +218,8 @@ class StageRunner:
             log.exception("step %d failed", plan.step)
             self._begun.pop()
             raise StepFailedError(format_error(error)) from error
-        if self._min_step_seconds and not self._executor.is_asynchronous:
-            self._sleep_until(begin + self._min_step_seconds)
+        if not self._executor.is_asynchronous:
+            self._slow_down(begin)
         if self._sender is not None:
             self._sender.send(plan.step, output)
         if not self._executor.is_asynchronous:
@@ -226,9 +228,15 @@ class StageRunner:
         if self._sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
 
-    def _sleep_until(self, end: float) -> None:
-        """Sleep until a step has taken its minimum time."""
-        time.sleep(max(0.0, end - time.monotonic()))
+    def _slow_down(self, begin: float) -> float:
+        """Sleep as long as the step that has just ended is to take longer; return the seconds."""
+        if not self._min_step_seconds and self._slowdown == 1:
+            return 0.0
+        elapsed = time.monotonic() - begin
+        seconds = max(self._min_step_seconds, self._slowdown * elapsed) - elapsed
+        if seconds > 0:
+            time.sleep(seconds)
+        return max(seconds, 0.0)
 
     def _record_time(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
         """Count the oldest running step as computed."""
@@ -285,10 +293,8 @@ class StageRunner:
             self._receiver.check()
         end = time.monotonic()
         begin = end - device_time.elapsed
-        if self._min_step_seconds:
-            self._sleep_until(begin + self._min_step_seconds)
-            end = time.monotonic()
-        self._record_time(item.plan.step, begin, end, device_time.busy)
+        slept = self._slow_down(begin)
+        self._record_time(item.plan.step, begin, end + slept, device_time.busy + slept)
 
 
 def format_error(error: BaseException) -> str:

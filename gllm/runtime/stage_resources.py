@@ -89,9 +89,14 @@ class StageResources:
             on_error: called with the error that ends the stage.
         """
         self.executor.bind_thread()
-        min_step_seconds = self._assignment.config.debug_step_seconds
+        config = self._assignment.config
         self.runner = StageRunner(
-            self.executor, *self._edges, on_result, on_error, min_step_seconds
+            self.executor,
+            *self._edges,
+            on_result,
+            on_error,
+            config.debug_step_seconds,
+            config.slowdown_of(self._assignment.stage),
         )
         return self.runner
 

@@ -435,7 +435,7 @@ def test_kv_blocks_are_as_large_as_they_say(name: str, elements: int) -> None:
 def test_dense_first_layers_weigh_as_a_token_s_experts_do(name: str, dense: int) -> None:
     """These models were made so that a token costs alike in all layers: stages get as many."""
     model = read(PUBLISHED[name])
-    costs = layer_costs(model)
+    costs = layer_costs(model).layers
     assert costs[dense - 1] == pytest.approx(costs[dense], rel=0.03)
     counts = [len(layers) for layers in split_layers(model, 4)]
     assert max(counts) - min(counts[:-1]) <= 1

@@ -1,5 +1,7 @@
-"""How layers are cut: the least worst stage, no empty one."""
+"""How layers are cut: the least worst stage, no empty one, within the memory."""
 
+import math
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.families.llama import build_spec
+from gllm.models.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.models.spec import ModelSpec
-from gllm.models.split import balance_costs, layer_costs, split_layers
+from gllm.models.split import layer_costs, split_layers
 
 
 def model(layers: int, vocab: int = 1000, hidden: int = 64) -> ModelSpec:
@@ -25,23 +28,78 @@ def model(layers: int, vocab: int = 1000, hidden: int = 64) -> ModelSpec:
     return build_spec(ConfigReader(config))
 
 
-@given(
-    st.lists(st.integers(1, 30).map(float), min_size=1, max_size=9),
-    st.integers(1, 9),
-)
-def test_no_cut_is_better(costs: list[float], stages: int) -> None:
-    stages = min(stages, len(costs))
+WHOLE = st.integers(0, 30).map(float)
+"""Whole numbers, whose sums do not depend on the order."""
 
-    def value(ends: tuple[int, ...]) -> tuple[float, float]:
-        bounds = (0, *ends, len(costs))
-        parts = [sum(costs[a:b]) for a, b in pairwise(bounds)]
+
+@st.composite
+def stage_costs(draw: st.DrawFn, num_layers: int) -> StageCosts:
+    layers = draw(st.lists(WHOLE, min_size=num_layers, max_size=num_layers))
+    costs = StageCosts(tuple(layers), draw(WHOLE), draw(WHOLE), draw(WHOLE))
+    return costs.scale(draw(st.sampled_from([1.0, 1.0, 2.0, 5.0])))
+
+
+def all_cuts(num_layers: int, stages: int) -> list[list[range]]:
+    """All cuts into contiguous non-empty parts."""
+    ends = combinations(range(1, num_layers), stages - 1)
+    return [[range(a, b) for a, b in pairwise((0, *each, num_layers))] for each in ends]
+
+
+def brute_force(
+    costs: Sequence[StageCosts], memory: Sequence[StageMemory] | None
+) -> tuple[float, float]:
+    """Largest cost and sum of squares of the best cut."""
+
+    def value(cut: list[range]) -> tuple[float, float]:
+        parts = [each.cost_of(p.start, p.stop) for each, p in zip(costs, cut, strict=True)]
+        for each, part in zip(memory or (), cut, strict=False):
+            if each.needs.cost_of(part.start, part.stop) > each.limit_bytes:
+                return math.inf, math.inf
         return max(parts), sum(part**2 for part in parts)
 
-    found = balance_costs(costs, stages)
-    assert sum(found) == len(costs)
-    assert min(found) >= 1
-    ends = tuple(sum(found[: i + 1]) for i in range(stages - 1))
-    assert value(ends) == min(map(value, combinations(range(1, len(costs)), stages - 1)))
+    cuts = all_cuts(len(costs[0].layers), len(costs))
+    return min(map(value, cuts), default=(math.inf, math.inf))
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 6), st.booleans())
+def test_no_cut_is_better(
+    data: st.DataObject, num_layers: int, stages: int, has_limits: bool
+) -> None:
+    costs = [data.draw(stage_costs(num_layers)) for _ in range(stages)]
+    memory = None
+    if has_limits:
+        limit = st.sampled_from([30.0, 60.0, 100.0, 200.0, math.inf])
+        memory = [
+            StageMemory(data.draw(stage_costs(num_layers)), data.draw(limit)) for _ in costs
+        ]
+    best = brute_force(costs, memory)
+    if math.isinf(best[0]):
+        with pytest.raises(ValueError, match="there is no cut"):
+            cut_layers(costs, memory)
+        return
+    cut = cut_layers(costs, memory)
+    assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
+    assert cut[-1].stop == num_layers
+    assert all(cut)
+    parts = [each.cost_of(part.start, part.stop) for each, part in zip(costs, cut, strict=True)]
+    assert (max(parts), sum(part**2 for part in parts)) == best
+    assert slowest_cost(costs, cut) == best[0]
+    for each, part in zip(memory or (), cut, strict=False):
+        assert each.needs.cost_of(part.start, part.stop) <= each.limit_bytes
+
+
+def test_a_stage_of_half_the_speed_gets_half_as_many_layers() -> None:
+    costs = StageCosts((1.0,) * 24)
+    assert cut_layers([costs, costs.scale(2.0)]) == [range(16), range(16, 24)]
+    assert cut_layers([costs.scale(2.0), costs]) == [range(8), range(8, 24)]
+
+
+def test_memory_outranks_speed() -> None:
+    costs, needs = StageCosts((1.0,) * 12), StageCosts((10.0,) * 12, embedding=5.0, head=5.0)
+    memory = [StageMemory(needs, 35.0), StageMemory(needs), StageMemory(needs, 45.0)]
+    assert cut_layers([costs] * 3, memory) == [range(3), range(3, 8), range(8, 12)]
+    with pytest.raises(ValueError, match="fits the stages' memory"):
+        cut_layers([costs] * 2, memory[::2])
 
 
 def test_28_layers_on_8_stages_leave_none_empty() -> None:
@@ -52,7 +110,7 @@ def test_28_layers_on_8_stages_leave_none_empty() -> None:
 def test_lm_head_weighs_on_the_last_stage() -> None:
     """A vocabulary as heavy as six layers."""
     small = model(24)
-    vocab = int(6 * layer_costs(small)[1] / small.hidden_size)
+    vocab = int(6 * layer_costs(small).layers[1] / small.hidden_size)
     counts = [len(layers) for layers in split_layers(model(24, vocab), 4)]
     # 30 layers' worth over 4 stages: 8 at most, and evenest as 7, 7, 8 and 2 beside the head.
     assert counts[-1] == 2
