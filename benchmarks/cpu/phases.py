@@ -196,7 +196,7 @@ async def measure_round(
 
 async def measure(config: EngineConfig, setting: Setting, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each phase in each round, after one round that does not count."""
-    config = replace(config, pipeline_parallel_size=setting.stages, layers=setting.layers)
+    config = replace(config, pipeline_parallel_size=setting.stages, layers=setting.layers or "auto")
     tokenizer = Tokenizer.load(resolve_model(config.model))
     async with start_round_runner(config) as runner:
         measured = [

@@ -31,6 +31,19 @@ class CloseInstances:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureWorkers:
+    """Let workers measure their speed; `on_measured` follows for each."""
+
+    placement: Placement
+    """The next generation, with layers that are only preliminary."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChooseLayers:
+    """Divide the layers by the workers' measurements; `change_layers` follows."""
+
+
+@dataclass(frozen=True, slots=True)
 class AssignGeneration:
     """Assign a placement to its workers; `on_loaded` follows for each.
 
@@ -86,6 +99,8 @@ Action = (
     SpawnWorker
     | KillWorker
     | CloseInstances
+    | MeasureWorkers
+    | ChooseLayers
     | AssignGeneration
     | InitializeCaches
     | WarmUp

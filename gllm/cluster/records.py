@@ -18,6 +18,8 @@ class RecoveryState(StrEnum):
     """Before `start`."""
     FORMING = "forming"
     """Some places have no worker, or a worker that has not closed its old instance."""
+    MEASURING = "measuring"
+    """The workers measure their speed, by which the layers are divided."""
     LOADING = "loading"
     """The workers load the weights of the current generation."""
     INITIALIZING = "initializing"
@@ -41,8 +43,8 @@ class RecoveryLimits:
     close_seconds: float = 5.0
     """Seconds in which a survivor has to close its instance; then it is killed."""
     phase_seconds: float = 900.0
-    """Seconds in which each worker has to load, initialize or warm up; progress of loading extends
-    them. Then it is killed."""
+    """Seconds in which each worker has to measure, load, initialize or warm up; progress of loading
+    extends them. Then it is killed."""
 
 
 class Activity(StrEnum):

@@ -13,9 +13,11 @@ from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
+    ChooseLayers,
     DetachClient,
     GiveUp,
     InitializeCaches,
+    MeasureWorkers,
     RejectParked,
     WarmUp,
 )
@@ -39,6 +41,7 @@ class Recovery:
         limits: RecoveryLimits,
         jitter: Random,
         degrees: Sequence[int] | None = None,
+        should_measure: bool = False,
     ) -> None:
         """Create the state of an engine that has not started.
 
@@ -47,6 +50,8 @@ class Recovery:
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
             degrees: number of ranks of each stage; None for one each.
+            should_measure: divide the layers by measurements of the workers before the first
+                generation.
         """
         self.state = RecoveryState.NEW
         self.placement: Placement | None = None
@@ -69,6 +74,14 @@ class Recovery:
         """Generations that could not be assigned since the engine was ready."""
         self._was_poisoned = False
         """True if a request ended the last generation."""
+        self._should_measure = should_measure
+        self._has_begun_measuring = self._has_chosen_layers = False
+        """Actions of the state MEASURING that have been returned."""
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """First layer of each stage and first layer after it, from the next generation on."""
+        return list(self._layers)
 
     @property
     def is_over(self) -> bool:
@@ -166,14 +179,49 @@ class Recovery:
             return self._give_up(f"the stages could not be assigned: {cause}")
         return []
 
-    def on_connected(self, sender: int, now: float) -> None:
+    def on_connected(self, sender: int, now: float) -> list[Action]:
         """Handle the first message of a process: from now on it has to answer in time."""
         worker = self._pool.workers.get(sender)
         if worker is None or worker.has_connected:
-            return
+            return []
         worker.has_connected = True
         if worker.activity is Activity.CLOSING:
             worker.begin_closing(now, self._limits)
+        return self._advance(now)
+
+    def on_measured(self, sender: int, now: float, keeps_weights: bool = True) -> list[Action]:
+        """Handle a worker's measurement of its speed.
+
+        keeps_weights: False if the process has to end to free the memory of the measurement.
+        """
+        if worker := self._finish_phase(sender, RecoveryState.MEASURING):
+            worker.keeps_weights = keeps_weights
+        return self._advance(now)
+
+    def change_layers(
+        self, layers: Sequence[tuple[int, int]], cause: str, now: float
+    ) -> list[Action]:
+        """Divide the layers anew from the next generation on, which is begun if that is necessary.
+
+        A change while the engine serves parks the requests as a recovery does, but counts no death.
+
+        Args:
+            layers: first layer of each stage and first layer after it.
+            cause: description for logs.
+            now: time in seconds.
+        """
+        if self.is_over or len(layers) != len(self._layers):
+            return []
+        has_changed, self._layers = list(layers) != self._layers, list(layers)
+        if self.state is RecoveryState.MEASURING and self._has_chosen_layers:
+            self._should_measure = False
+            self.state = RecoveryState.FORMING
+            return [*self._pool.end_measuring(), *self._advance(now)]
+        waiting = (RecoveryState.NEW, RecoveryState.FORMING, RecoveryState.MEASURING)
+        if not has_changed or self.state in waiting:
+            return []
+        self._was_poisoned = False
+        return [*self._leave(cause, now), *self._advance(now)]
 
     def on_progress(self, sender: int, now: float) -> None:
         """Handle progress of loading, which extends the worker's time."""
@@ -274,7 +322,9 @@ class Recovery:
         if self.state is RecoveryState.FORMING:
             actions += self._pool.fill_places(now)
             if self._pool.is_formed and self._assignments.retry_at <= now:
-                actions.append(self._assign(now))
+                actions += self._measure(now) if self._should_measure else [self._assign(now)]
+        elif self.state is RecoveryState.MEASURING:
+            actions += self._measure(now)
         elif self.state is RecoveryState.LOADING and self._pool.is_phase_finished:
             actions.append(InitializeCaches(self.generation))
             self._begin_phase(RecoveryState.INITIALIZING, now)
@@ -290,11 +340,30 @@ class Recovery:
         self.state = state
         self._pool.begin_phase(now)
 
+    def _measure(self, now: float) -> list[Action]:
+        """Let all workers measure once none imports its modules any more, then divide the layers.
+
+        They measure at the same time, as they will compute.
+        """
+        if self.state is not RecoveryState.MEASURING:
+            self._begin_phase(RecoveryState.MEASURING, now)
+            self._has_begun_measuring = self._has_chosen_layers = False
+        if self._pool.is_connected and not self._has_begun_measuring:
+            self._has_begun_measuring = True
+            return [MeasureWorkers(self._make_placement(self.generation + 1))]
+        if self._pool.is_phase_finished and not self._has_chosen_layers:
+            self._has_chosen_layers = True
+            return [ChooseLayers()]
+        return []
+
+    def _make_placement(self, generation: int) -> Placement:
+        slots = [Slot(worker.sender) for worker in self._pool.placed]
+        return make_placement(generation, self._layers, slots, self._degrees)
+
     def _assign(self, now: float) -> Action:
         """Begin the next generation; every place has a worker without an instance."""
         self.generation += 1
-        slots = [Slot(worker.sender) for worker in self._pool.placed]
-        self.placement = make_placement(self.generation, self._layers, slots, self._degrees)
+        self.placement = self._make_placement(self.generation)
         self._begin_phase(RecoveryState.LOADING, now)
         return AssignGeneration(self.placement)
 
@@ -324,7 +393,7 @@ class Recovery:
         return self._leave(cause, now)
 
     def _leave(self, cause: str, now: float) -> list[Action]:
-        """End the current generation."""
+        """End the current generation after a death, or for a planned change."""
         actions: list[Action] = []
         if self.state is RecoveryState.READY:
             self.recovering_since = now

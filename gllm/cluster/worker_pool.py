@@ -55,6 +55,11 @@ class WorkerPool:
         return num_idle == len(self.places)
 
     @property
+    def is_connected(self) -> bool:
+        """True if every worker with a place has imported its modules and connected."""
+        return all(worker.has_connected for worker in self.placed)
+
+    @property
     def is_phase_finished(self) -> bool:
         """True if every worker with a place has answered to the current phase."""
         return all(worker.has_finished_phase for worker in self.placed)
@@ -98,6 +103,15 @@ class WorkerPool:
                 actions.append(self.kill(worker, "its memory is freed for the next generation"))
         if closing:
             actions.append(CloseInstances(generation, closing))
+        return actions
+
+    def end_measuring(self) -> list[KillWorker]:
+        """Note that all workers have measured; kill those that hold memory since then."""
+        actions = []
+        for worker in self.placed:
+            worker.rest()
+            if not worker.keeps_weights:
+                actions.append(self.kill(worker, "its memory is freed after the measurement"))
         return actions
 
     def kill(self, worker: WorkerRecord, cause: str) -> KillWorker:

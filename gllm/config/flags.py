@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from gllm.config.options import Range, describe_range, number_type_of
 
-
 LAYER_DIVISIONS = ("auto", "even")
 """Values of --layers besides numbers."""
 

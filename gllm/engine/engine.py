@@ -11,8 +11,10 @@ from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
 from gllm.fleet.announcement import attach_to_routers
+from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.client import EngineClient
+from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.node import Node
 from gllm.runtime.supervisor import EngineError as EngineError
 
@@ -48,7 +50,8 @@ class Engine(TextEngine):
     ) -> None:
         plan = plan_model(config)
         self.config = replace(config, max_model_len=plan.max_model_len)
-        backend = PipelineBackend(self.config, plan.folder, plan.layers, logs, progress, node)
+        planner = LayerPlanner(self.config, plan.layers, layer_costs(plan.config.model))
+        backend = PipelineBackend(self.config, plan.folder, planner, logs, progress, node)
         self._supervisor = backend.supervisor
         super().__init__(
             backend,

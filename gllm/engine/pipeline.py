@@ -17,6 +17,7 @@ from gllm.messages.control import StartProfile, StopProfile
 from gllm.observability.logs import LogConfig
 from gllm.runtime.client import EngineClient
 from gllm.runtime.kv_publisher import KvEventPublisher
+from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.local_node import LocalNode
 from gllm.runtime.node import Node
 from gllm.runtime.supervisor import Supervisor
@@ -32,7 +33,7 @@ class PipelineBackend:
         self,
         config: EngineConfig,
         folder: Path,
-        layers: list[range],
+        planner: LayerPlanner,
         logs: LogConfig,
         shows_progress: bool,
         node: Node | None,
@@ -42,12 +43,12 @@ class PipelineBackend:
         Args:
             config: of the engine, with max_model_len resolved.
             folder: of the model.
-            layers: of each stage.
+            planner: divides the layers among the stages.
             logs: level and format of the workers' logs.
             shows_progress: show a progress bar while the weights load.
             node: with worker processes that were started before; None to start them.
         """
-        self.supervisor = Supervisor(config, layers, self._show_progress)
+        self.supervisor = Supervisor(config, planner, self._show_progress)
         self.attachment: RouterAttachment | None = None
         """Sessions with routers; None without."""
         self._config = config

@@ -35,6 +35,7 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
+from gllm.messages.measurement import StageMeasured
 from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
@@ -43,6 +44,7 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDo
 ToHead = (
     Hello
     | Heartbeat
+    | StageMeasured
     | LoadProgress
     | StageLoaded
     | StageReady

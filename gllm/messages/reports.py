@@ -35,6 +35,7 @@ class StageUtilization(WireMessage, frozen=True):
     """On a device: time in which the host built steps and queued their work."""
     num_compilations: int = 0
     """On a device: kernels compiled since the stage is ready."""
+    rank: int = 0
 
 
 class StepCostReport(WireMessage, frozen=True):

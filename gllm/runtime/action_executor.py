@@ -18,11 +18,13 @@ from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
+    ChooseLayers,
     CloseInstances,
     DetachClient,
     GiveUp,
     InitializeCaches,
     KillWorker,
+    MeasureWorkers,
     RejectParked,
     SpawnWorker,
     WarmUp,
@@ -55,6 +57,9 @@ class ActionListener(Protocol):
 
     def on_assignment_failed(self, generation: int, cause: str) -> None:
         """Handle a generation that could not be assigned to the workers."""
+
+    def on_all_measured(self) -> None:
+        """Divide the layers, because all workers have measured their speed."""
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request; `error` is empty on success."""
@@ -169,6 +174,11 @@ class ActionExecutor:
             case CloseInstances(senders=senders):
                 for sender in senders:
                     self.connections.hub.send(sender, CloseGeneration())
+            case MeasureWorkers(placement):
+                head = self.connections
+                head.node.measure(placement, self._config, head.model_folder)
+            case ChooseLayers():
+                self._listener.on_all_measured()
             case AssignGeneration(placement):
                 self._assign(placement)
             case InitializeCaches():

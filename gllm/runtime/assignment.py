@@ -53,6 +53,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     """Requests that will be submitted again."""
     output_lengths: dict[int, list[int]] = {}
     """Output lengths of earlier generations, by class, for the scheduler; empty elsewhere."""
+    is_probe: bool = False
+    """True if the worker only measures its speed; the layers are preliminary, and there are no
+    descriptors and no driver."""
 
     @property
     def place(self) -> WorkerPlacement:

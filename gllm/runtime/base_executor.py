@@ -66,8 +66,9 @@ class BaseExecutor(ABC):
         self.layers = layers
         self._layer_specs = self.model.layers[layers.start : layers.stop]
         self._max_model_len = engine_config.max_model_len or self.model.context_length
-        self.is_first = stage == 0
-        self.is_last = stage == num_stages - 1
+        # Not by the stage: a probe has layers in the middle of the model on any stage.
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == self.model.num_layers
         self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
         check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization

@@ -49,6 +49,11 @@ class DeathLog:
         self.recoveries[death.kind] += 1
         self.cause = death.cause
 
+    def begin_change(self, cause: str) -> None:
+        """Count a planned change that ends a generation which was ready."""
+        self.recoveries["rebalanced"] += 1
+        self.cause = cause
+
     def end_recovery(self, since: float) -> float:
         """Note that the engine is ready again; return the pause in seconds."""
         seconds = time.monotonic() - since

@@ -7,6 +7,7 @@ by functions that need it.
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -189,6 +190,29 @@ def count_gpus(requested: str) -> int:
         message = "device is cuda, but PyTorch finds no GPU here: choose cpu or auto"
         raise FieldError("device", message)
     return num_gpus
+
+
+def describe_device(is_gpu: bool, proc: Path = PROC) -> str:
+    """Return the model name of the current GPU, or of the CPU."""
+    if is_gpu:
+        import torch
+
+        return torch.cuda.get_device_name()
+    try:
+        lines = (proc / "cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line for line in lines if line.startswith("model name")), "unknown")
+
+
+def find_gpu_models(proc: Path = PROC) -> set[str]:
+    """Return the names of the GPU models in this machine, without torch."""
+    names = set()
+    for path in proc.glob("driver/nvidia/gpus/*/information"):
+        with suppress(OSError):
+            lines = path.read_text().splitlines()
+            names |= {line for line in lines if line.startswith("Model:")}
+    return names
 
 
 def has_native_bfloat16(proc: Path = PROC) -> bool:

@@ -70,6 +70,17 @@ class Node(ABC):
     def _send(self, assignment: StageAssignment) -> None:
         """Send a worker its assignment; the descriptors in it are closed afterwards."""
 
+    def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
+        """Let each worker of a placement measure its speed.
+
+        Args:
+            placement: with preliminary layers.
+            config: of the engine, with max_model_len resolved.
+            folder: of the model.
+        """
+        for sender in placement.senders:
+            self._send(StageAssignment(placement, sender, config, str(folder), "", is_probe=True))
+
     def assign(
         self,
         placement: Placement,

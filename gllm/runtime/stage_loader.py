@@ -85,11 +85,10 @@ class StageLoader:
             FieldError: weights, KV cache or attention cannot be as configured.
             LoadCancelledError: nobody needs them any more.
         """
-        assignment, place = self._assignment, self._assignment.place
+        assignment = self._assignment
         folder, config = Path(assignment.model_folder), assignment.config
         previous = self._wait_for_previous()
-        num_threads = threads_per_worker(config.threads, assignment.num_local_workers)
-        set_num_threads(place.threads or num_threads)
+        set_num_threads(choose_num_threads(assignment))
         backend = create_backend(assignment, read_config(folder), count_gpus(config.device))
         backend.executor.load(folder, self._report_progress, previous)
         self.backend = backend
@@ -122,10 +121,25 @@ class StageLoader:
         self._on_progress(done_bytes, total_bytes)
 
 
-def create_backend(assignment: StageAssignment, model: ModelConfig, num_gpus: int) -> DeviceBackend:
+def choose_num_threads(assignment: StageAssignment) -> int:
+    """Return the compute threads of a worker."""
+    requested = assignment.config.threads
+    shared = threads_per_worker(requested, assignment.num_local_workers)
+    return assignment.place.threads or shared
+
+
+def create_backend(
+    assignment: StageAssignment, model: ModelConfig, num_gpus: int, layers: range | None = None
+) -> DeviceBackend:
     """Create the backend of a stage: CUDA if there are GPUs to use, else CPU.
 
     Only the chosen backend is imported.
+
+    Args:
+        assignment: of the stage.
+        model: of the checkpoint.
+        num_gpus: GPUs to use.
+        layers: in place of those of the assignment, for a probe.
 
     Raises:
         FieldError: weights, KV cache or attention cannot be as configured.
@@ -133,7 +147,7 @@ def create_backend(assignment: StageAssignment, model: ModelConfig, num_gpus: in
     if num_gpus:
         from gllm.runtime.cuda.backend import CudaBackend
 
-        return CudaBackend(assignment, model, num_gpus)
+        return CudaBackend(assignment, model, num_gpus, layers)
     from gllm.runtime.cpu.backend import CpuBackend
 
-    return CpuBackend(assignment, model)
+    return CpuBackend(assignment, model, layers)

@@ -20,20 +20,10 @@ from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
-from gllm.messages.control import CommandDone, ResetPrefixCache
-from gllm.messages.kv_cache import KvCacheEvents
+from gllm.messages.control import ResetPrefixCache
 from gllm.messages.lifecycle import (
-    GenerationClosed,
-    Heartbeat,
-    Hello,
-    LoadProgress,
     Shutdown,
-    StageFailed,
-    StageLoaded,
-    StageReady,
 )
-from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
-from gllm.messages.requests import EngineOutputs
 from gllm.observability.logs import LogConfig
 from gllm.runtime.action_executor import ActionExecutor, Head
 from gllm.runtime.bus import Hub
@@ -41,9 +31,11 @@ from gllm.runtime.client import EngineClient
 from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.deaths import DeathLog
 from gllm.runtime.head_socket import HeadSocket
+from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.liveness_watch import LivenessWatch
 from gllm.runtime.load_progress import TotalLoadProgress
 from gllm.runtime.node import Node
+from gllm.runtime.report_handler import ReportHandler
 
 log = logging.getLogger(__name__)
 
@@ -62,19 +54,18 @@ class Supervisor:
     def __init__(
         self,
         config: EngineConfig,
-        layers: list[range],
+        planner: LayerPlanner,
         on_progress: Callable[[int, int], None],
     ) -> None:
         """Create the supervisor of an engine that has not started.
 
         Args:
             config: of the engine, with max_model_len resolved.
-            layers: of each stage.
+            planner: divides the layers among the stages.
             on_progress: called during the first start while weights are loaded, with the bytes
                 loaded and in total.
         """
         self.client = EngineClient()
-        self.layers = layers
         self.cause = ""
         """Reason for which the engine is dead."""
         self.died = asyncio.Event()
@@ -87,17 +78,27 @@ class Supervisor:
             # Without restarts nothing could use a standby worker.
             config.standby_workers if config.max_restarts else 0,
         )
-        bounds = [(each.start, each.stop) for each in layers]
-        self._recovery = Recovery(bounds, limits, Random(), config.stage_degrees)
+        self._planner = planner
+        self._recovery = Recovery(
+            planner.bounds, limits, Random(), config.stage_degrees, planner.should_measure
+        )
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self.kv_events = self._executor.kv_events
         self._death_handler = DeathHandler(
             self._recovery, self._executor, self.client, self.deaths, self._execute
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._liveness: LivenessWatch | None = None
-        """None if frozen workers are left alone."""
         self._progress = TotalLoadProgress(on_progress)
+        self._reports = ReportHandler(
+            self._recovery,
+            self._executor,
+            self.client,
+            self.deaths,
+            self._death_handler,
+            planner,
+            self._progress,
+            self._execute,
+        )
         self._start_error: Exception | None = None
         self._has_changed = asyncio.Event()
         """Set after each event."""
@@ -119,6 +120,11 @@ class Supervisor:
         if self._recovery.state is not RecoveryState.READY:
             return "recovering"
         return "sleeping" if self._is_sleeping else "ready"
+
+    @property
+    def layers(self) -> list[range]:
+        """Layers of each stage."""
+        return self._planner.layers
 
     @property
     def generation(self) -> int:
@@ -193,7 +199,7 @@ class Supervisor:
         self._executor.head = self._head
         node.watch(self._death_handler.on_exit)
         if self._config.max_restarts:
-            self._liveness = LivenessWatch(
+            self._reports.liveness = LivenessWatch(
                 self._recovery, node, self._config.freeze_timeout, self._death_handler.on_frozen
             )
         try:
@@ -258,8 +264,8 @@ class Supervisor:
         for action in actions:
             if isinstance(action, AssignGeneration):
                 self._progress.clear()
-                if self._liveness is not None:
-                    self._liveness.watch(action.placement)
+                if self._reports.liveness is not None:
+                    self._reports.liveness.watch(action.placement)
         try:
             self._executor.execute(actions)
         except Exception as error:
@@ -279,8 +285,8 @@ class Supervisor:
         self.cause = cause
         if self._timer is not None:
             self._timer.cancel()
-        if self._liveness is not None:
-            self._liveness.close()
+        if self._reports.liveness is not None:
+            self._reports.liveness.close()
         self._executor.fail_all(cause)
         self._end_workers()
         self.died.set()
@@ -300,54 +306,21 @@ class Supervisor:
     def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
         try:
             for sender, message in messages:
-                self._on_message(sender, message)
+                self._reports.on_message(sender, message)
         except Exception as error:
             # The other messages are lost, so their requests would wait forever.
             log.exception("a message of the workers could not be handled")
             self._die(f"a message could not be handled: {type(error).__name__}: {error}")
 
-    def _on_message(self, sender: int, message: AnyMessage) -> None:
-        match message:
-            case EngineOutputs() | StageUtilization() | BubbleReport() | StepCostReport():
-                self.client.on_report(message)
-                if isinstance(message, EngineOutputs) and message.outcome.num_step_tokens:
-                    self._recovery.on_step_committed()
-            case KvCacheEvents():
-                self.kv_events.on_events(message)
-            case Heartbeat():
-                self.deaths.heartbeats[sender] = message
-                if self._liveness is not None:
-                    self._liveness.on_heartbeat(sender, message)
-            case CommandDone():
-                self._executor.commands.on_done(message)
-            case Hello():
-                self._head.socket.on_connected(sender)
-                self._recovery.on_connected(sender, time.monotonic())
-                self._schedule_timer()
-            case _:
-                self._on_lifecycle(sender, message, time.monotonic())
-
-    def _on_lifecycle(self, sender: int, message: AnyMessage, now: float) -> None:
-        """Handle the report of a worker that changes the engine's state."""
-        match message:
-            case LoadProgress():
-                self._recovery.on_progress(sender, now)
-                if not self._recovery.has_been_ready:
-                    self._progress.on_report(sender, message)
-            case StageLoaded():
-                self._executor.loaded[sender] = message
-                self._execute(self._recovery.on_loaded(sender, now, message.keeps_weights))
-            case StageReady():
-                self._execute(self._recovery.on_ready(sender, now))
-            case GenerationClosed():
-                self._execute(self._recovery.on_closed(sender, now))
-            case StageFailed(cause=cause):
-                self._death_handler.on_failed(sender, cause)
-
     def on_assignment_failed(self, generation: int, cause: str) -> None:
         """See ActionListener."""
         now = time.monotonic()
         self._execute(self._recovery.on_assignment_failed(generation, cause, now))
+
+    def on_all_measured(self) -> None:
+        """See ActionListener."""
+        bounds = self._planner.choose_layers()
+        self._execute(self._recovery.change_layers(bounds, "", time.monotonic()))
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request."""
@@ -358,6 +331,7 @@ class Supervisor:
             return
         since, num_resumed = self.recovering_since, self.client.num_resumed_requests
         self._execute(self._recovery.on_warm(time.monotonic()))
+        self._planner.begin_generation([*self._executor.loaded.values()])
         if since is not None:
             log.info(
                 "the engine is ready again after %.2f seconds, in generation %d; requests "

@@ -34,11 +34,13 @@ from gllm.runtime.assignment import (
     decode_parent_message,
 )
 from gllm.runtime.descriptors import DescriptorChannel, DescriptorError
+from gllm.runtime.probe import ProbeCancelledError, StageProbe
 from gllm.runtime.profiler import TorchProfiler
 from gllm.runtime.session import SessionError
 from gllm.runtime.spoke import Spoke
 from gllm.runtime.stage import format_error
 from gllm.runtime.stage_instance import StageInstance
+from gllm.runtime.threads import run_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,9 @@ class Worker:
         self._is_assigned = False
         """True if `instance` is not closed."""
         self._closing: asyncio.Task[None] | None = None
+        self._probe: StageProbe | None = None
+        """Measurement under way."""
+        self._probing: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._head = Spoke(
             self._context, identity.run, identity.sender, identity.hub_address, decode_for_worker
@@ -91,18 +96,40 @@ class Worker:
         self._context.term()
 
     def assign(self, assignment: StageAssignment) -> None:
-        """Begin a generation with a new stage instance; the descriptors belong to it."""
-        if self._is_assigned or self._closing is not None:
+        """Begin a generation with a new stage instance, or measure this worker's speed.
+
+        assignment: its descriptors belong to the instance.
+        """
+        if self._is_assigned or self._closing is not None or self._probing is not None:
             self.fail(RuntimeError("a stage was assigned before the last one was closed"))
             return
-        self._place, self._is_assigned = assignment.name, True
+        self._place = assignment.name
         self._on_assigned(self._place)
+        if assignment.is_probe:
+            self._probe = StageProbe(assignment)
+            self._probing = asyncio.create_task(self._measure(self._probe))
+            return
+        self._is_assigned = True
         self._head.advance(assignment.placement.generation)
         self._profiler = self._profiler or TorchProfiler(self._place, self._head)
         self.instance = StageInstance(
             assignment, self._context, self._identity.run, self._head, self.fail, self.instance
         )
         self.instance.load()
+
+    async def _measure(self, probe: StageProbe) -> None:
+        """Measure on a thread and report StageMeasured."""
+        try:
+            await run_in_thread(probe.run)
+        except ProbeCancelledError:
+            return
+        except Exception as error:
+            self.fail(error)
+            return
+        finally:
+            self._probe = self._probing = None
+        if not self.done.is_set():
+            self._head.send(probe.result)
 
     def fail(self, error: BaseException) -> None:
         """Report the error to the parent and end, unless this worker has ended."""
@@ -140,6 +167,9 @@ class Worker:
             self._closing.add_done_callback(self._on_closed)
 
     async def _close(self) -> None:
+        if self._probe is not None and self._probing is not None:
+            self._probe.cancel()
+            await self._probing
         if self.instance is not None and self._is_assigned:
             self._is_assigned = False
             await self.instance.close()

@@ -40,7 +40,9 @@ class Stages:
         self.totals = [(0, 0.0)] * len(self.cut)
         self.rebalancer.begin(self.cut)
 
-    def run(self, seconds: float, takes: bool = False, speed: Callable[[], None] | None = None) -> None:
+    def run(
+        self, seconds: float, takes: bool = False, speed: Callable[[], None] | None = None
+    ) -> None:
         """Let time pass; `takes`: begin a generation with each proposal."""
         end = self.now + seconds
         while self.now < end:
@@ -108,9 +110,7 @@ def test_a_short_disturbance_costs_no_pause() -> None:
 
 
 def test_few_steps_take_longer_windows() -> None:
-    stages = Stages(
-        Rebalancer([COSTS] * 2), best_cut([1.0, 1.0]), [1.0, 2.0], steps_per_second=2.0
-    )
+    stages = Stages(Rebalancer([COSTS] * 2), best_cut([1.0, 1.0]), [1.0, 2.0], steps_per_second=2.0)
     windows = LIMITS.num_windows * LIMITS.min_steps / 2.0
     stages.run(windows - 2.0)
     assert not stages.proposals

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from gllm.cluster.actions import (
     AssignGeneration,
     AttachClient,
+    ChooseLayers,
     CloseInstances,
     DetachClient,
     GiveUp,
     KillWorker,
+    MeasureWorkers,
     RejectParked,
     SpawnWorker,
 )
@@ -43,6 +45,7 @@ EVENTS = (
     "settle",
     "stale",
     "impossible",
+    "change",
 )
 
 
@@ -74,6 +77,8 @@ def happen(world: World, event: str, pick: int, seconds: float) -> None:
             world.settle()
         case "impossible":
             world.num_impossible = 1 + pick % 3
+        case "change":
+            world.change_layers(pick)
         case "stale":
             report_stale_events(world, 10_000 + pick)
 
@@ -100,6 +105,7 @@ def report_stale_events(world: World, sender: int) -> None:
     max_restarts=st.integers(0, 4),
     num_standbys=st.integers(0, 2),
     seed=st.integers(0, 99),
+    should_measure=st.booleans(),
     rows=st.lists(
         st.tuples(st.sampled_from(EVENTS), st.integers(0, 50), st.floats(0.0, 100.0)), max_size=60
     ),
@@ -109,10 +115,11 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
     max_restarts: int,
     num_standbys: int,
     seed: int,
+    should_measure: bool,
     rows: list[tuple[str, int, float]],
 ) -> None:
     limits = RecoveryLimits(max_restarts, num_standbys=num_standbys)
-    world = World(degrees, limits, seed)
+    world = World(degrees, limits, seed, should_measure)
     world.start()
     for event, pick, seconds in rows:
         happen(world, event, pick, seconds)
@@ -122,6 +129,8 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
     if not world.given_up:
         assert world.recovery.state is RecoveryState.READY
         assert not world.recovery.is_overdue
+        assert world.recovery.layers == world.layers
+        assert (world.num_measurements > 0) == should_measure
         # Every place is filled, and the standby workers are there after their backoff.
         world.wait(MAX_BACKOFF_SECONDS)
         for sender in sorted(world.killed & world.alive):
@@ -427,3 +436,106 @@ def test_after_stop_nothing_follows() -> None:
         assert world.recovery.on_exit(sender, "stopped", world.now) == []
     assert world.recovery.on_timer(world.now + 1e6) == []
     assert world.recovery.next_deadline == float("inf")
+
+
+def measuring_world(num_stages: int = 2, **limits: Any) -> World:
+    world = World([1] * num_stages, RecoveryLimits(**limits), should_measure=True)
+    world.measured_layers = [(0, 1), (1, 2 * num_stages)] if num_stages == 2 else world.layers
+    world.start()
+    return world
+
+
+def test_workers_measure_once_all_have_connected_and_the_layers_are_divided_by_it() -> None:
+    world = measuring_world()
+    assert world.recovery.state is RecoveryState.MEASURING
+    world.connect(1)
+    assert actions_of(world, MeasureWorkers) == []
+    world.connect(2)
+    (measure,) = actions_of(world, MeasureWorkers)
+    assert measure.placement.senders == [1, 2]
+    world.answer("measured", 2)
+    assert actions_of(world, ChooseLayers) == []
+    world.answer("measured", 1)
+    (assign,) = actions_of(world, AssignGeneration)
+    assert assign.placement.layers == [(0, 1), (1, 4)]
+    assert assign.placement.generation == 1
+    world.settle()
+    # A restart needs no measurement.
+    world.exit(sender_of(world, 1))
+    world.settle()
+    assert len(actions_of(world, MeasureWorkers)) == 1
+    assert actions_of(world, AssignGeneration)[-1].placement.layers == [(0, 1), (1, 4)]
+
+
+def test_a_death_while_workers_measure_is_recovered() -> None:
+    world = measuring_world()
+    for sender in (1, 2):
+        world.connect(sender)
+    world.answer("measured", 1)
+    world.exit(2)
+    assert world.closing == {1}, "a probe is ended as an instance is"
+    world.settle()
+    assert len(actions_of(world, MeasureWorkers)) == 2
+    assert actions_of(world, AssignGeneration)[-1].placement.layers == [(0, 1), (1, 4)]
+    assert 1 in world.alive
+
+
+def test_a_worker_that_holds_memory_after_its_measurement_is_replaced() -> None:
+    world = measuring_world(max_restarts=0)
+    for sender in (1, 2):
+        world.connect(sender)
+    world.answer("measured", 1, keeps_weights=False)
+    world.answer("measured", 2)
+    assert [action.sender for action in actions_of(world, KillWorker)] == [1]
+    world.settle()
+    assert world.is_attached, "it is no death"
+    assert len(actions_of(world, MeasureWorkers)) == 1
+    assert 1 not in world.alive
+    assert 2 in world.alive
+
+
+def test_a_worker_that_does_not_measure_is_killed() -> None:
+    world = measuring_world(phase_seconds=50.0)
+    for sender in (1, 2):
+        world.connect(sender)
+    world.answer("measured", 1)
+    world.wait(51.0)
+    (kill,) = actions_of(world, KillWorker)
+    assert kill.sender == 2
+    assert kill.cause == "measuring took longer than 50 seconds"
+    world.settle()
+    assert world.is_attached
+
+
+def test_other_layers_are_the_next_generation_of_the_same_processes() -> None:
+    world = ready_world(max_restarts=0)
+    alive = set(world.alive)
+    world.layers = [(0, 3), (3, 4)]
+    world.run(world.recovery.change_layers(world.layers, "other layers are faster", world.now))
+    assert [type(action) for _, action in world.log] == [DetachClient, CloseInstances]
+    assert world.recovery.recovering_since == world.now
+    world.settle()
+    assert world.alive == alive
+    assert world.generation == 2
+    assert not world.given_up, "it is no death"
+    assert world.recovery.placement is not None
+    assert world.recovery.placement.layers == [(0, 3), (3, 4)]
+    world.log.clear()
+    world.run(world.recovery.change_layers(world.layers, "the same", world.now))
+    assert world.log == []
+
+
+def test_a_death_during_a_change_of_layers_keeps_the_new_layers() -> None:
+    world = ready_world()
+    world.layers = [(0, 1), (1, 4)]
+    world.run(world.recovery.change_layers(world.layers, "other layers are faster", world.now))
+    world.exit(sender_of(world, 0))
+    world.settle()
+    assert world.recovery.placement is not None
+    assert world.recovery.placement.layers == [(0, 1), (1, 4)]
+
+
+def test_after_the_end_layers_do_not_change() -> None:
+    world = ready_world()
+    world.recovery.stop()
+    assert world.recovery.change_layers([(0, 1), (1, 4)], "late", world.now) == []

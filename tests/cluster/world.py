@@ -1,17 +1,20 @@
 """A world of worker processes that executes the actions of Recovery and checks each of them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 
 from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
+    ChooseLayers,
     CloseInstances,
     DetachClient,
     GiveUp,
     InitializeCaches,
     KillWorker,
+    MeasureWorkers,
     RejectParked,
     SpawnWorker,
     WarmUp,
@@ -27,11 +30,21 @@ class World:
     The world counts deaths on its own, so that a wrong count of the recovery shows.
     """
 
-    def __init__(self, degrees: Sequence[int], limits: RecoveryLimits, seed: int = 0) -> None:
+    def __init__(
+        self,
+        degrees: Sequence[int],
+        limits: RecoveryLimits,
+        seed: int = 0,
+        should_measure: bool = False,
+    ) -> None:
         self.limits = limits
         self.layers = [(2 * stage, 2 * stage + 2) for stage in range(len(degrees))]
         self.names = place_names(degrees)
-        self.recovery = Recovery(self.layers, limits, Random(seed), degrees)
+        self.recovery = Recovery(self.layers, limits, Random(seed), degrees, should_measure)
+        self.measured_layers = self.layers
+        """Layers that are chosen once all workers have measured."""
+        self.num_measurements = 0
+        self._was_measuring = False
         self.now = 100.0
         self.alive: set[int] = set()
         """Processes that have not been reaped."""
@@ -41,7 +54,12 @@ class World:
         self.instances: dict[int, int] = {}
         """Generation of the open instance, by sender."""
         self.closing: set[int] = set()
-        self.pending: dict[str, set[int]] = {"loaded": set(), "ready": set(), "warm": set()}
+        self.pending: dict[str, set[int]] = {
+            "measured": set(),
+            "loaded": set(),
+            "ready": set(),
+            "warm": set(),
+        }
         """Workers whose answer to the current phase is outstanding."""
         self.connected: set[int] = set()
         """Processes that have sent their first message."""
@@ -80,6 +98,7 @@ class World:
             assert len(placed) - placed.count(None) <= len(self.names)
             self.check_waiting()
         assert (self.recovery.state is RecoveryState.READY) == self.is_attached or self.given_up
+        self._was_measuring = self.recovery.state is RecoveryState.MEASURING
 
     def check_waiting(self) -> None:
         """Check that something will happen: a deadline, or the exit of a killed process."""
@@ -106,8 +125,21 @@ class World:
                 assert not self.is_attached
                 for sender in senders:
                     assert sender in self.alive - self.killed
-                    assert self.instances[sender] == generation
+                    # Before it measures a worker has nothing to close.
+                    assert self._was_measuring or self.instances[sender] == generation
                 self.closing |= set(senders)
+            case MeasureWorkers(placement):
+                assert placement.generation == self.generation + 1
+                assert set(placement.senders) <= (self.alive & self.connected) - self.killed
+                assert not self.instances.keys() & self.alive
+                self.num_measurements += 1
+                self.instances |= dict.fromkeys(placement.senders, self.generation)
+                self.pending["measured"] = set(placement.senders)
+            case ChooseLayers():
+                assert not any(self.pending.values())
+                self.instances.clear()
+                self.layers = self.measured_layers
+                self.run(self.recovery.change_layers(self.layers, "measured", self.now))
             case AssignGeneration():
                 self._assign(action)
             case InitializeCaches(generation):
@@ -213,7 +245,7 @@ class World:
     def connect(self, sender: int) -> None:
         """Let a process connect."""
         self.connected.add(sender)
-        self.recovery.on_connected(sender, self.now)
+        self.run(self.recovery.on_connected(sender, self.now))
 
     def close(self, sender: int) -> None:
         """Let a survivor report that it has closed its instance."""
@@ -227,13 +259,28 @@ class World:
         """Let a worker answer to a phase."""
         self.connect(sender)
         self.pending[phase].discard(sender)
-        if phase == "loaded":
+        if phase == "measured":
+            self.run(self.recovery.on_measured(sender, self.now, keeps_weights))
+        elif phase == "loaded":
             self.run(self.recovery.on_loaded(sender, self.now, keeps_weights))
         elif phase == "ready":
             self.run(self.recovery.on_ready(sender, self.now))
         else:
             self.pending["warm"].clear()
             self.run(self.recovery.on_warm(self.now))
+
+    def change_layers(self, pick: int) -> None:
+        """Divide the layers anew."""
+        total = self.layers[-1][1]
+        ends = Random(pick).sample(range(1, total), len(self.layers) - 1)
+        bounds = [0, *sorted(ends), total]
+        layers = list(pairwise(bounds))
+        waits = (RecoveryState.FORMING, RecoveryState.MEASURING, RecoveryState.NEW)
+        if layers != self.recovery.layers and self.recovery.state not in waits:
+            for waiting in self.pending.values():
+                waiting.clear()
+        self.layers = layers
+        self.run(self.recovery.change_layers(layers, "other layers are faster", self.now))
 
     def commit(self) -> None:
         """Let a step commit."""
@@ -249,7 +296,12 @@ class World:
             if deadline > end:
                 break
             self.now = max(self.now, deadline)
-            before = {s for s in self.alive - self.killed if s in self.instances}
+            is_measuring = self.recovery.state is RecoveryState.MEASURING
+            before = {
+                s
+                for s in self.alive - self.killed
+                if s in self.instances or (is_measuring and self.recovery.name_of(s) is not None)
+            }
             late = before - self.closing
             self.run_timer(late)
         else:
@@ -293,4 +345,7 @@ class World:
             if waiting:
                 self.answer(phase, min(waiting))
                 return True
+        if self.recovery.state is RecoveryState.MEASURING:
+            self.connect(min(self.alive - self.connected))
+            return True
         return False

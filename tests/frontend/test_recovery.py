@@ -160,7 +160,7 @@ async def test_a_trace_says_how_often_a_request_was_resumed(engine):
 async def test_metrics_of_recoveries(server):
     model = 'model_name="fake/model"'
     before = await metrics(server)
-    for cause in ("killed", "failed", "frozen", "lost"):
+    for cause in ("killed", "failed", "frozen", "lost", "rebalanced"):
         assert before[f'gllm:recoveries_total{{cause="{cause}",{model}}}'] == 0
     assert before[f"gllm:generation{{{model}}}"] == 1
     assert before[f"gllm:recovering_seconds{{{model}}}"] == 0

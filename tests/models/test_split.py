@@ -69,9 +69,7 @@ def test_no_cut_is_better(
     memory = None
     if has_limits:
         limit = st.sampled_from([30.0, 60.0, 100.0, 200.0, math.inf])
-        memory = [
-            StageMemory(data.draw(stage_costs(num_layers)), data.draw(limit)) for _ in costs
-        ]
+        memory = [StageMemory(data.draw(stage_costs(num_layers)), data.draw(limit)) for _ in costs]
     best = brute_force(costs, memory)
     if math.isinf(best[0]):
         with pytest.raises(ValueError, match="there is no cut"):

@@ -18,8 +18,10 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.control import StartProfile, StopProfile
 from gllm.messages.lifecycle import StageFailed
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.models.partition import StageCosts
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.runtime import death_handler, liveness_watch
+from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.supervisor import EngineError, Supervisor
 from tests.runtime.kv_driver import KvFollower
 from tests.runtime.scripted_node import ScriptedNode, token_of
@@ -39,7 +41,8 @@ def create(num_stages: int = 2, **options: Any) -> Supervisor:
         "demo", pipeline_parallel_size=num_stages, max_model_len=256, **options
     )
     layers = [range(stage, stage + 1) for stage in range(num_stages)]
-    return Supervisor(config, layers, lambda done, total: None)
+    planner = LayerPlanner(config, layers, StageCosts((1.0,) * num_stages))
+    return Supervisor(config, planner, lambda done, total: None)
 
 
 @asynccontextmanager

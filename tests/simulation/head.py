@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 
+from gllm.cluster.balance import BalanceLimits
 from gllm.config.engine import EngineConfig
+from gllm.models.partition import StageCosts
 from gllm.runtime import deaths as deaths_module
 from gllm.runtime import supervisor as supervisor_module
+from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.supervisor import Supervisor
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import Context, Hub
-from tests.simulation.workers import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS
+from tests.simulation.workers import BLOCK_SIZE, LAYERS_PER_STAGE, MAX_MODEL_LEN, NUM_BLOCKS
 
+BALANCE_LIMITS = BalanceLimits(window_seconds=2.0, num_windows=2, min_steps=10, cooldown_seconds=5)
+"""Smaller than those of a server, because lives are short."""
 HEAD: ContextVar[Context] = ContextVar("HEAD")
 """Place of the ZeroMQ context with which a supervisor that starts reaches its workers."""
 
@@ -60,8 +65,12 @@ def create_supervisor(rng: Random, num_stages: int, **options: Any) -> Superviso
         min_prefill_tokens=4,
         **options,
     )
-    layers = [range(stage, stage + 1) for stage in range(num_stages)]
-    supervisor = Supervisor(config, layers, lambda done, total: None)
+    num_layers = LAYERS_PER_STAGE * num_stages
+    layers = [
+        range(begin, begin + LAYERS_PER_STAGE) for begin in range(0, num_layers, LAYERS_PER_STAGE)
+    ]
+    planner = LayerPlanner(config, layers, StageCosts((1.0,) * num_layers), BALANCE_LIMITS)
+    supervisor = Supervisor(config, planner, lambda done, total: None)
     supervisor._recovery._jitter.seed(rng.random())
     return supervisor
 

@@ -64,6 +64,11 @@ class SimulatedNode(Node):
             self.kill(sender)
         self._on_exit = None
 
+    def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
+        for sender in placement.senders:
+            if (worker := self.workers.get(sender)) is not None:
+                self._assign(worker, Assignment(placement, sender, config, "", None, is_probe=True))
+
     def assign(
         self,
         placement: Placement,
@@ -83,9 +88,13 @@ class SimulatedNode(Node):
             is_driver = placement.stage_of(sender) == 0 and plan_record is not None
             record = os.dup(plan_record) if is_driver and plan_record is not None else None
             assignment = Assignment(placement, sender, config, self._address, record)
-            self.world.loop.call_later(
-                self.world.rng.uniform(0.0, 0.01), worker.process.run, worker.assign, assignment
-            )
+            self._assign(worker, assignment)
+
+    def _assign(self, worker: Worker, assignment: Assignment) -> None:
+        """Send an assignment, which arrives a little later."""
+        self.world.loop.call_later(
+            self.world.rng.uniform(0.0, 0.01), worker.process.run, worker.assign, assignment
+        )
 
     def on_generation_ready(self) -> None:
         self.world.network.bound.pop(self._address, None)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
@@ -18,11 +19,12 @@ from tests.simulation.network import Context, Network
 from tests.simulation.node import SimulatedNode
 from tests.simulation.process import Process
 from tests.simulation.requests import Reader, draw_request
-from tests.simulation.workers import POISON_TOKEN, World
+from tests.simulation.workers import LAYERS_PER_STAGE, POISON_TOKEN, World
 
 MOMENTS = (
     "spawn",
     "connected",
+    "measuring",
     "loading",
     "initialize",
     "ready",
@@ -50,6 +52,9 @@ class Limits:
     """None: drawn."""
     poison_share: float = 0.2
     """Share of lives with requests that kill the stage that computes them."""
+    slowdown: tuple[float, ...] | None = None
+    """Factor on the times of each stage; None: drawn, with the other options of layers."""
+    layers: str = "auto"
     strikes: tuple[tuple[str, int, str], ...] = ()
     """Faults at given moments: name, number of its occurrence from 1, kill or stop. In place of
     those that are drawn."""
@@ -70,7 +75,7 @@ class Scenario:
         if limits.max_restarts is not None:
             self.max_restarts = limits.max_restarts
         self.recovery_timeout = self.rng.choice([3.0, 60.0, 60.0])
-        if limits.strikes:
+        if limits.strikes or limits.slowdown:
             self.recovery_timeout = 600.0
         self.readers: list[Reader] = []
         self.faults: Counter[str] = Counter()
@@ -137,6 +142,9 @@ class Scenario:
         self.num_served_deaths = self.num_deaths
         await self.supervisor.stop()
         assert not self.node.workers, "processes are left"
+        bounds = [0, *(part.stop for part in self.supervisor.layers)]
+        assert bounds[-1] == LAYERS_PER_STAGE * self.num_stages
+        assert bounds == sorted(set(bounds)), "a stage has no layer"
 
     async def _submit_last(self, deadline: float) -> None:
         """Check that the engine serves after all faults."""
@@ -299,7 +307,19 @@ class Scenario:
             max_restarts=self.max_restarts,
             recovery_timeout=self.recovery_timeout,
             standby_workers=0 if self.limits.strikes else self.rng.choice([0, 0, 1, 2]),
+            **self._draw_layers(),
         )
+
+    def _draw_layers(self) -> dict[str, Any]:
+        """Draw the options by which layers are divided."""
+        limits = self.limits
+        if limits.slowdown is not None:
+            return {"debug_slowdown": limits.slowdown, "layers": limits.layers, "rebalance": True}
+        if limits.strikes or self.rng.random() < 0.5:
+            return {}
+        slowdown = [self.rng.choice([1.0, 1.0, 2.0, 6.0]) for _ in range(self.num_stages)]
+        layers = self.rng.choice(["auto", "auto", "even"])
+        return {"debug_slowdown": slowdown, "layers": layers, "rebalance": True}
 
     @contextmanager
     def _patched(self) -> Iterator[None]:

@@ -84,6 +84,83 @@ def test_a_death_at_each_moment_costs_that_process_and_a_pause(name: str, kind: 
     assert len(scenario.readers) > 1
 
 
+@pytest.mark.parametrize("layers", ["auto", "even"])
+def test_a_slow_stage_gets_fewer_layers_and_no_request_notices(layers: str) -> None:
+    """Before the first request by measuring, or later by the times of steps."""
+    limits = Limits(
+        num_requests=120,
+        seconds=60.0,
+        num_faults=0,
+        max_restarts=0,
+        num_stages=2,
+        poison_share=0.0,
+        slowdown=(1.0, 3.0),
+        layers=layers,
+    )
+    scenario = Scenario(5, limits)
+    scenario.world.slowness = (1.0,)
+    scenario.play()
+    assert not scenario.faults
+    first, last = scenario.supervisor.layers
+    assert len(first) == 6
+    assert len(last) == 2
+    changes = scenario.supervisor.deaths.recoveries
+    assert dict(changes) == ({} if layers == "auto" else {"rebalanced": 1})
+    ends = {end for reader in scenario.readers for end, _ in reader.ends.values()}
+    assert ends <= {"stop", "length", "abort"}
+    assert len(scenario.readers) > 50
+
+
+STRIKES_MEASURING = {
+    "first worker": (("measuring", 1, "kill"),),
+    "second worker": (("measuring", 2, "kill"),),
+    "stopped worker": (("measuring", 2, "stop"),),
+    "spawn afterwards": (("measuring", 2, "kill"), ("spawn", 3, "kill")),
+}
+
+
+@pytest.mark.parametrize("name", STRIKES_MEASURING)
+def test_a_death_while_workers_measure_costs_no_request(name: str) -> None:
+    limits = Limits(
+        num_requests=8,
+        seconds=20.0,
+        num_faults=0,
+        max_restarts=3,
+        num_stages=2,
+        poison_share=0.0,
+        slowdown=(1.0, 3.0),
+        strikes=STRIKES_MEASURING[name],
+    )
+    scenario = Scenario(4, limits)
+    scenario.play()
+    ends = {end for reader in scenario.readers for end, _ in reader.ends.values()}
+    assert ends <= {"stop", "length", "abort"}
+    assert scenario.readers
+
+
+@pytest.mark.parametrize("moment", ["closing", "closed"])
+def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None:
+    limits = Limits(
+        num_requests=120,
+        seconds=60.0,
+        num_faults=0,
+        max_restarts=3,
+        num_stages=2,
+        poison_share=0.0,
+        slowdown=(1.0, 3.0),
+        layers="even",
+        strikes=((moment, 1, "kill"),),
+    )
+    scenario = Scenario(5, limits)
+    scenario.world.slowness = (1.0,)
+    scenario.play()
+    assert scenario.faults.total() == 1
+    assert scenario.supervisor.deaths.recoveries["rebalanced"] >= 1
+    assert [len(part) for part in scenario.supervisor.layers] == [6, 2]
+    ends = {end for reader in scenario.readers for end, _ in reader.ends.values()}
+    assert ends <= {"stop", "length", "abort"}
+
+
 def test_the_same_seed_is_the_same_life() -> None:
     first, second = (Scenario(7, Limits(num_faults=6)) for _ in range(2))
     first.play()

@@ -28,6 +28,7 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
+from gllm.messages.measurement import StageMeasured
 from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import RegisterSequences, RunStep, StepDone
 from gllm.runtime.assignment import WorkerIdentity
@@ -43,6 +44,8 @@ from tests.simulation.process import Process
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 48
+LAYERS_PER_STAGE = 4
+"""Layers per stage before other layers are chosen."""
 MAX_MODEL_LEN = 96
 REPORT_SECONDS = 0.5
 LOST_SECONDS = 5.0
@@ -87,6 +90,7 @@ class Assignment:
     config: EngineConfig
     driver_address: str
     plan_record: int | None
+    is_probe: bool = False
 
     @property
     def stage(self) -> int:
@@ -105,7 +109,7 @@ class Worker:
         """Layers whose weights it has."""
         self._head: Spoke | None = None
         self._pending: list[Assignment] = []
-        self._is_assigned = self._is_closing = False
+        self._is_assigned = self._is_closing = self._is_measuring = False
         self.on_end: Callable[[str], None] = lambda description: None
         world.on_moment("spawn", process)
         process.call_later(world.rng.uniform(0.5, 2.0), self._connect)
@@ -114,14 +118,45 @@ class Worker:
         if self._head is None:
             self._pending.append(assignment)
             return
-        if self._is_assigned or self._is_closing:
+        if self._is_assigned or self._is_closing or self._is_measuring:
             self.fail("a stage was assigned before the last one was closed")
+            return
+        if assignment.is_probe:
+            self._is_measuring = True
+            self.world.on_moment("measuring", self.process)
+            delay = self.world.rng.uniform(0.1, 2.0)
+            self.process.call_later(delay, self._on_measured, assignment)
             return
         self._is_assigned = True
         self._head.advance(assignment.placement.generation)
         self.instance = Instance(self, assignment)
         self.world.begin_instance(self.instance)
         self.instance.load()
+
+    def _on_measured(self, assignment: Assignment) -> None:
+        """Report the speed, unless the probe was ended."""
+        if not self._is_measuring:
+            return
+        self._is_measuring = False
+        num_layers = assignment.placement.layers[-1][1]
+        seconds = [0.001 * self.slowness_of(assignment)] * num_layers
+        keeps_weights = self.world.rng.random() < 0.9
+        measured = StageMeasured(
+            assignment.stage,
+            0,
+            seconds,
+            0.0005,
+            0.0001,
+            [1] * num_layers,
+            1,
+            1,
+            keeps_weights=keeps_weights,
+        )
+        self.head.send(measured)
+
+    def slowness_of(self, assignment: Assignment) -> float:
+        """Factor on the times of steps, besides that of a slow process."""
+        return assignment.config.slowdown_of(assignment.stage)
 
     def fail(self, cause: str) -> None:
         """Report an error and end."""
@@ -173,7 +208,7 @@ class Worker:
     def _close_instance(self) -> None:
         if self._is_closing:
             return
-        self._is_closing = True
+        self._is_closing, self._is_measuring = True, False
         self.world.on_moment("closing", self.process)
         if self.instance is not None and self._is_assigned:
             self._is_assigned = False
@@ -359,6 +394,8 @@ class Instance:
                 self.world.on_moment(moment, self.process)
         num_tokens = sum(row.num_tokens for row in plan.rows)
         seconds = self.world.rng.uniform(0.5, 1.5) * (0.002 + 0.0005 * num_tokens)
+        begin, end = self.placement.layers[self.stage]
+        seconds *= self.worker.slowness_of(self.assignment) * (end - begin) / LAYERS_PER_STAGE
         self.process.call_later(seconds, self._finish, plan, rows)
 
     def _finish(self, plan: StepPlan, rows: list[Any]) -> None:

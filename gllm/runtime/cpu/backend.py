@@ -15,9 +15,11 @@ class CpuBackend:
     host_seconds = 0.0
     num_compilations = 0
 
-    def __init__(self, assignment: StageAssignment, model: ModelConfig) -> None:
+    def __init__(
+        self, assignment: StageAssignment, model: ModelConfig, layers: range | None = None
+    ) -> None:
         """Create the executor; see `gllm.runtime.stage_loader.create_backend`."""
-        layers = range(*assignment.layers)
+        layers = range(*assignment.layers) if layers is None else layers
         self.executor = CpuExecutor(
             model, assignment.config, assignment.stage, assignment.num_stages, layers
         )

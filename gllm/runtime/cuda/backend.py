@@ -22,9 +22,15 @@ MAX_GRAPH_ROWS = 256
 class CudaBackend:
     """GPU and executor of a stage; with fewer GPUs than stages, stages share GPUs."""
 
-    def __init__(self, assignment: "StageAssignment", model: ModelConfig, num_gpus: int) -> None:
+    def __init__(
+        self,
+        assignment: "StageAssignment",
+        model: ModelConfig,
+        num_gpus: int,
+        layers: range | None = None,
+    ) -> None:
         """Create the executor; see `gllm.runtime.stage_loader.create_backend`."""
-        layers = range(*assignment.layers)
+        layers = range(*assignment.layers) if layers is None else layers
         self._assignment = assignment
         self._queues = CudaRuntime(assignment.stage % num_gpus)
         self.executor = CudaExecutor(

@@ -1,0 +1,373 @@
+"""Probe of a worker's speed: times some layers of the model and the LM head on its device.
+
+The layers are divided by it where workers differ. Only layers of different kinds are loaded, one of
+each, so a probe takes a few seconds; its result is kept in the cache folder.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from gllm.messages.measurement import StageMeasured
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
+from gllm.models.config import ModelConfig, read_config
+from gllm.models.spec import LayerSpec
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.base_executor import BaseExecutor
+from gllm.runtime.device import count_gpus, set_num_threads
+from gllm.runtime.probe_cache import ProbeCache, create_key
+from gllm.runtime.stage_loader import choose_num_threads, create_backend
+from gllm.scheduler.plan import ScheduledRow, StepPlan
+
+log = logging.getLogger(__name__)
+
+NUM_DECODES = 16
+"""Rows of the decode step."""
+CONTEXT_TOKENS = 256
+"""Context of each decode."""
+CHUNK_TOKENS = 512
+"""Tokens of the prefill step."""
+DECODES_PER_CHUNK = 8
+"""Decode steps that weigh as much as one prefill step: with 16 decodes each, there are four prompt
+tokens per output token, which is usual for chats (Azure's traces of 2023 have five)."""
+MAX_KINDS = 4
+"""Kinds of layers that are measured; others are estimated from their numbers of weights."""
+SPAN_LAYERS = 3
+"""Consecutive layers that are measured together, to separate their time from that of a step."""
+MIN_REPETITIONS, MAX_REPETITIONS = 3, 20
+WARM_UP_STEPS = 2
+"""Steps that are not timed: kernels are chosen and programs recorded in them."""
+MEASURED_SECONDS = 0.25
+"""Time after which a step is not repeated any more."""
+
+
+class ProbeCancelledError(Exception):
+    """Nobody needs the measurement."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Sizes of the steps that are timed, within the limits of the configuration."""
+
+    num_decodes: int
+    context_tokens: int
+    chunk_tokens: int
+    block_size: int
+
+    @property
+    def blocks_per_decode(self) -> int:
+        """KV blocks of a decode's sequence."""
+        return self.context_tokens // self.block_size + 1
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of all sequences."""
+        return self.num_decodes * self.blocks_per_decode + -(-self.chunk_tokens // self.block_size)
+
+    def decode_rows(self, epoch: int, should_sample: bool) -> list[ScheduledRow]:
+        """Return the rows of a decode step, with their whole block tables."""
+        count = self.blocks_per_decode
+        return [
+            ScheduledRow(
+                seq,
+                epoch,
+                self.context_tokens,
+                1,
+                [*range(seq * count, (seq + 1) * count)],
+                [],
+                should_sample,
+            )
+            for seq in range(self.num_decodes)
+        ]
+
+    def chunk_rows(self, epoch: int, should_sample: bool) -> list[ScheduledRow]:
+        """Return the row of a prefill step, with its whole block table."""
+        blocks = [*range(self.num_decodes * self.blocks_per_decode, self.num_blocks)]
+        row = ScheduledRow(self.num_decodes, epoch, 0, self.chunk_tokens, blocks, [], should_sample)
+        return [row]
+
+
+class LayerProbe:
+    """Some consecutive layers of the model on the worker's device."""
+
+    def __init__(self, assignment: StageAssignment, model: ModelConfig, layers: range) -> None:
+        """Choose the device.
+
+        Raises:
+            FieldError: the layers cannot be computed as configured.
+        """
+        self._backend = create_backend(
+            assignment, model, count_gpus(assignment.config.device), layers
+        )
+        self._folder = Path(assignment.model_folder)
+        self._slowdown = assignment.config.slowdown_of(assignment.stage)
+        self._epoch = 0
+        self.available_bytes: int | None = None
+        """Bytes for weights and KV cache, once loaded; None in the host's memory."""
+
+    @property
+    def executor(self) -> BaseExecutor:
+        """Executor of the layers."""
+        executor = self._backend.executor
+        assert isinstance(executor, BaseExecutor), "all backends of gllm share it"
+        return executor
+
+    def load(self) -> None:
+        """Load the layers, and allocate everything for steps."""
+        backend, executor = self._backend, self.executor
+        executor.bind_thread()
+        executor.load(self._folder, lambda done, total: None)
+        config = backend.reserve()
+        assert config.max_num_batched_tokens is not None
+        max_model_len, max_tokens = config.max_model_len, config.max_num_batched_tokens
+        self._sizes = StepSizes(
+            min(NUM_DECODES, config.max_num_seqs, max_tokens),
+            min(CONTEXT_TOKENS, max_model_len - 1),
+            min(CHUNK_TOKENS, max_model_len, max_tokens),
+            config.block_size,
+        )
+        available = backend.available_bytes()
+        if available is not None:
+            self.available_bytes = available + executor.weight_bytes
+        executor.allocate(self._sizes.num_blocks, config.block_size)
+        backend.prepare_steps()
+        decode_len = self._sizes.context_tokens + 1
+        lengths = [decode_len] * self._sizes.num_decodes + [self._sizes.chunk_tokens]
+        for seq, length in enumerate(lengths):
+            sampling = SequenceSamplingParams(temperature=0.0)
+            executor.register(RegisterSequences(seq, length, [0] * length, sampling))
+
+    def measure(self, should_sample: bool = False) -> float:
+        """Return the time of a decode step plus the share of a prefill step.
+
+        should_sample: compute the logits of the last row of each sequence too.
+        """
+        decode = partial(self._time_step, self._sizes.decode_rows, should_sample)
+        chunk = partial(self._time_step, self._sizes.chunk_rows, should_sample)
+        seconds = _repeat(decode) + _repeat(chunk) / DECODES_PER_CHUNK
+        return seconds * self._slowdown
+
+    def close(self) -> None:
+        """Free everything."""
+        self.executor.close()
+        self.executor.release_weights()
+
+    def _time_step(
+        self, make_rows: Callable[[int, bool], list[ScheduledRow]], should_sample: bool
+    ) -> float:
+        """Compute a step and return its time."""
+        self._epoch += 1
+        executor = self.executor
+        rows = make_rows(self._epoch, should_sample)
+        batch = executor.prepare(StepPlan(self._epoch, rows, []))
+        hidden = None
+        if not executor.is_first:
+            shape = sum(row.num_tokens for row in rows), executor.model.hidden_size
+            hidden = torch.ones(shape, dtype=executor.dtype, device=executor.device)
+        begin = time.monotonic()
+        output = executor.compute(batch, hidden)
+        seconds = time.monotonic() - begin
+        if executor.is_asynchronous:
+            seconds = executor.wait(batch).busy
+        if executor.is_last:
+            executor.sample(batch, output)
+        return seconds
+
+
+class StageProbe:
+    """Measurement of a worker, on one thread."""
+
+    result: StageMeasured
+    """Known once `run` has ended without an error."""
+
+    def __init__(self, assignment: StageAssignment, cache: ProbeCache | None = None) -> None:
+        """Create a probe.
+
+        Args:
+            assignment: with preliminary layers.
+            cache: of earlier measurements; None for the default folder.
+        """
+        self._assignment = assignment
+        self._cache = ProbeCache() if cache is None else cache
+        self._is_cancelled = False
+        self._keeps_weights = True
+        self._available_bytes: int | None = None
+        self._item_bytes = 4
+        """Bytes of an element of the embedding."""
+
+    def cancel(self) -> None:
+        """End `run` soon, from any thread."""
+        self._is_cancelled = True
+
+    def run(self) -> None:
+        """Measure, or find an earlier measurement; then `result` has it.
+
+        Raises:
+            ModelError: the folder does not have the weights.
+            FieldError: weights, KV cache or attention cannot be as configured.
+            ProbeCancelledError: nobody needs the measurement.
+        """
+        assignment = self._assignment
+        set_num_threads(choose_num_threads(assignment))
+        model = read_config(Path(assignment.model_folder))
+        last = model.model.num_layers - 1
+        # Without weights: only to know what decides the times.
+        numerics = LayerProbe(assignment, model, range(last, last + 1)).executor.numerics
+        key = create_key(assignment, numerics)
+        measured = self._cache.load(key)
+        if measured is None:
+            measured = self._measure(model)
+            self._cache.store(key, measured)
+        self.result = msgspec.structs.replace(
+            measured, stage=assignment.stage, rank=assignment.rank
+        )
+        log.info(
+            "%s: layers take %.3f to %.3f ms, the LM head %.3f ms%s",
+            assignment.name,
+            1e3 * min(measured.layer_seconds),
+            1e3 * max(measured.layer_seconds),
+            1e3 * measured.head_seconds,
+            " (measured at an earlier start)" if measured.is_cached else "",
+        )
+
+    def _measure(self, model: ModelConfig) -> StageMeasured:
+        assignment, specs = self._assignment, model.model.layers
+        kinds = find_kinds(specs)
+        times: dict[int, float] = {}
+        sizes: dict[int, int] = {}
+        head_seconds, head_bytes, embedding_bytes = 0.0, 0, 0
+        for first in kinds:
+            times[first], _, sizes[first] = self._time_layers(model, range(first, first + 1))
+        step_seconds = self._time_overhead(model, kinds, times)
+        times = {first: seconds - step_seconds for first, seconds in times.items()}
+        num_layers = len(specs)
+        if assignment.stage == assignment.num_stages - 1:
+            span = range(num_layers - 1, num_layers)
+            _, head_seconds, size = self._time_layers(model, span)
+            kind = _kind_of(specs, kinds, num_layers - 1)
+            head_bytes = max(0, size - sizes[kind])
+        if assignment.stage == 0:
+            rows, width = model.model.vocab_size, model.model.hidden_size
+            embedding_bytes = rows * width * self._item_bytes
+        layers = [_kind_of(specs, kinds, index) for index in range(num_layers)]
+        weights = [_count_weights(spec, model.model.hidden_size) for spec in specs]
+        return StageMeasured(
+            assignment.stage,
+            assignment.rank,
+            [times[k] * weights[i] / weights[k] for i, k in enumerate(layers)],
+            head_seconds,
+            step_seconds,
+            [sizes[k] * weights[i] // weights[k] for i, k in enumerate(layers)],
+            embedding_bytes,
+            head_bytes,
+            self._available_bytes,
+            self._keeps_weights,
+        )
+
+    def _time_overhead(
+        self, model: ModelConfig, kinds: Sequence[int], times: dict[int, float]
+    ) -> float:
+        """Return the part of a step's time that does not grow with the number of layers.
+
+        times: of a step of one layer, by the first layer of each kind.
+        """
+        specs = model.model.layers
+        first = next(
+            (
+                begin
+                for begin in range(1, len(specs) - SPAN_LAYERS + 1)
+                if all(_is_measured(specs, kinds, begin + i) for i in range(SPAN_LAYERS))
+            ),
+            None,
+        )
+        if first is None:
+            return 0.0
+        span = range(first, first + SPAN_LAYERS)
+        together = self._time_layers(model, span)[0]
+        alone = sum(times[_kind_of(specs, kinds, index)] for index in span)
+        overhead = (alone - together) / (SPAN_LAYERS - 1)
+        return min(max(0.0, overhead), 0.9 * min(times.values()))
+
+    def _time_layers(self, model: ModelConfig, layers: range) -> tuple[float, float, int]:
+        """Load layers and time them.
+
+        Returns:
+            The time of a step, the time of the LM head, and the bytes of the weights, with the
+            keys and values of a sequence.
+        """
+        self._check_cancelled()
+        probe = LayerProbe(self._assignment, model, layers)
+        try:
+            probe.load()
+            self._check_cancelled()
+            seconds, head_seconds = probe.measure(), 0.0
+            executor = probe.executor
+            if executor.is_last:
+                head_seconds = max(0.0, probe.measure(should_sample=True) - seconds)
+            self._keeps_weights = executor.keeps_weights
+            self._available_bytes = probe.available_bytes
+            self._item_bytes = executor.dtype.itemsize
+            config = self._assignment.config
+            assert config.max_model_len is not None
+            blocks = -(-config.max_model_len // config.scheduler.block_size)
+            return seconds, head_seconds, executor.weight_bytes + blocks * executor.block_bytes
+        finally:
+            probe.close()
+
+    def _check_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise ProbeCancelledError
+
+
+def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
+    """Return a layer of each kind, the most frequent kinds first and at most MAX_KINDS.
+
+    The first and the last layer of the model are avoided, because embedding or head come with them.
+    """
+    kinds: list[list[int]] = []
+    for index, spec in enumerate(specs):
+        same = next((kind for kind in kinds if specs[kind[0]] == spec), None)
+        if same is None:
+            kinds.append([index])
+        else:
+            same.append(index)
+    kinds.sort(key=len, reverse=True)
+    inner = range(1, len(specs) - 1)
+    return [next((i for i in kind if i in inner), kind[0]) for kind in kinds[:MAX_KINDS]]
+
+
+def _kind_of(specs: Sequence[LayerSpec], kinds: Sequence[int], index: int) -> int:
+    """Return the measured layer of the same kind; the first one if there is none."""
+    return next((kind for kind in kinds if specs[kind] == specs[index]), kinds[0])
+
+
+def _is_measured(specs: Sequence[LayerSpec], kinds: Sequence[int], index: int) -> bool:
+    """Return True if a layer of the same kind is measured."""
+    return specs[_kind_of(specs, kinds, index)] == specs[index]
+
+
+def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
+    """Return the number of weights that a layer reads per token."""
+    attention = spec.attention.weights_per_token(hidden_size)
+    return attention + spec.mlp.weights_per_token(hidden_size)
+
+
+def _repeat(time_step: Callable[[], float]) -> float:
+    """Return the least time of several equal steps, the one that was disturbed least."""
+    for _ in range(WARM_UP_STEPS):
+        time_step()
+    best, total = math.inf, 0.0
+    for repetition in range(MAX_REPETITIONS):
+        seconds = time_step()
+        best, total = min(best, seconds), total + seconds
+        if repetition + 1 >= MIN_REPETITIONS and total > MEASURED_SECONDS:
+            break
+    return best

@@ -1,0 +1,86 @@
+"""Cache of measured speeds, by everything that decides them: device, kernels, threads, model."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from gllm.messages.measurement import StageMeasured
+from gllm.models.identity import hash_model
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.device import count_cores, describe_device
+from gllm.runtime.stage_loader import choose_num_threads
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Increased whenever measurements of earlier versions cannot be compared with new ones."""
+
+
+def cache_folder() -> Path:
+    """Return gllm's folder in the user's cache, which may not exist."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path("~/.cache").expanduser()) / "gllm"
+
+
+def create_key(assignment: StageAssignment, numerics: str) -> str:
+    """Return the digest of everything that decides the result of a probe.
+
+    Args:
+        assignment: of the worker.
+        numerics: dtypes, quantization, device and kernels of the executor.
+    """
+    config = assignment.config
+    parts = (
+        VERSION,
+        hash_model(Path(assignment.model_folder)),
+        numerics,
+        describe_device(numerics.startswith("cuda")),
+        count_cores(),
+        choose_num_threads(assignment),
+        assignment.num_local_workers,
+        assignment.num_ranks,
+        assignment.rank,
+        assignment.stage == 0,
+        assignment.stage == assignment.num_stages - 1,
+        config.slowdown_of(assignment.stage),
+        config.max_model_len,
+        config.scheduler.block_size,
+        config.scheduler.max_num_seqs,
+        config.gpu_memory_utilization,
+    )
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+class ProbeCache:
+    """Folder with one file per measurement."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Use a folder, which need not exist; None for the user's cache."""
+        self._folder = cache_folder() / "probes" if folder is None else folder
+
+    def load(self, key: str) -> StageMeasured | None:
+        """Return an earlier measurement; None if there is none that can be read."""
+        try:
+            payload = self._path(key).read_bytes()
+            measured = msgspec.json.decode(payload, type=StageMeasured)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return msgspec.structs.replace(measured, is_cached=True)
+
+    def store(self, key: str, measured: StageMeasured) -> None:
+        """Keep a measurement; other processes see all of the file or nothing."""
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(msgspec.json.encode(measured))
+            os.replace(file.name, path)
+        except OSError as error:
+            log.info("the measured speed is not kept for the next start: %s", error)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.json"

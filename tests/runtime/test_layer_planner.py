@@ -1,0 +1,138 @@
+"""Which engines measure, how measurements become layers, and what follows from step times."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from gllm.cluster.balance import BalanceLimits
+from gllm.config.engine import EngineConfig
+from gllm.messages.lifecycle import StageLoaded
+from gllm.messages.measurement import StageMeasured
+from gllm.models.partition import StageCosts
+from gllm.runtime import layer_planner
+from gllm.runtime.layer_planner import LayerPlanner
+
+COSTS = StageCosts((1.0,) * 12)
+LIMITS = BalanceLimits(window_seconds=1.0, num_windows=1, min_steps=1)
+
+
+def plan(stages: int = 2, **options: Any) -> LayerPlanner:
+    config = EngineConfig.from_options(
+        "demo", pipeline_parallel_size=stages, max_model_len=64, **options
+    )
+    size = 12 // stages
+    layers = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+    return LayerPlanner(config, layers, COSTS, LIMITS)
+
+
+def measured(stage: int, seconds: float, rank: int = 0, **fields: Any) -> StageMeasured:
+    return StageMeasured(
+        stage, rank, [seconds] * 12, 2 * seconds * stage, 0.0, [100] * 12, 10, 20, **fields
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_gpu_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_planner, "find_gpu_models", lambda: {"Model: H100"})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, False),
+        ({"debug_slowdown": (1, 2)}, True),
+        ({"debug_slowdown": (2, 2)}, False),
+        ({"debug_slowdown": (1, 2), "layers": "even"}, False),
+        ({"debug_slowdown": (1, 2), "layers": (4, 8)}, False),
+        ({"tensor_parallel_size": (2, 1)}, True),
+        ({"tensor_parallel_size": (2, 2)}, False),
+        ({"stages": 1, "debug_slowdown": (2,)}, False),
+    ],
+    ids=str,
+)
+def test_speeds_are_measured_where_they_may_differ(options: dict[str, Any], expected: bool) -> None:
+    assert plan(**options).should_measure == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("auto", True), ("cpu", False)])
+def test_different_gpus_are_measured(
+    device: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_planner, "find_gpu_models", lambda: {"Model: H100", "Model: L4"})
+    assert plan(device=device).should_measure == expected
+
+
+def test_layers_follow_the_slowest_rank_of_each_stage() -> None:
+    planner = plan(debug_slowdown=(1, 2))
+    planner.on_measured(measured(0, 0.001, rank=1))
+    planner.on_measured(measured(0, 0.002))
+    planner.on_measured(measured(1, 0.001))
+    # A head as long as two layers: 2 x 4.67 against 7.33 + 2.
+    assert planner.choose_layers() == [(0, 5), (5, 12)]
+    assert planner.layers == [range(5), range(5, 12)]
+
+
+def test_layers_fit_the_memory_of_the_rank_with_the_least() -> None:
+    planner = plan()
+    planner.on_measured(measured(0, 0.001, available_bytes=5000))
+    planner.on_measured(measured(0, 0.001, rank=1, available_bytes=310))
+    planner.on_measured(measured(1, 0.001, available_bytes=5000))
+    assert planner.choose_layers() == [(0, 3), (3, 12)]
+
+
+def test_without_a_cut_that_fits_the_layers_stay(caplog: pytest.LogCaptureFixture) -> None:
+    planner = plan()
+    for stage in (0, 1):
+        planner.on_measured(measured(stage, 0.001, available_bytes=200))
+    with caplog.at_level(logging.WARNING):
+        assert planner.choose_layers() == [(0, 6), (6, 12)]
+    assert "fits the stages' memory" in caplog.text
+
+
+def feed(planner: LayerPlanner, slowness: float) -> Any:
+    """Report steps of which the second stage takes longer."""
+    better = None
+    for second in range(4):
+        for stage, factor in enumerate((1.0, slowness)):
+            steps = 20 * (second + 1)
+            busy = 0.01 * steps * factor
+            better = better or planner.on_totals(stage, steps, busy, 100.0 + second)
+    return better
+
+
+@pytest.mark.parametrize("rebalance", [False, True])
+def test_better_layers_are_logged_and_used_with_rebalance(
+    rebalance: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = plan(rebalance=rebalance, layers="even")
+    planner.begin_generation([])
+    with caplog.at_level(logging.WARNING):
+        better = feed(planner, 3.0)
+    assert "layers 9,3 instead of 6,6 would be faster by 100 %" in caplog.text
+    assert ("--rebalance" in caplog.text) == (not rebalance)
+    assert (better is not None) == rebalance
+    assert planner.bounds == ([(0, 9), (9, 12)] if rebalance else [(0, 6), (6, 12)])
+
+
+def test_equal_stages_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    planner = plan()
+    planner.begin_generation([])
+    with caplog.at_level(logging.INFO):
+        assert feed(planner, 1.0) is None
+    assert caplog.text == ""
+
+
+def test_one_stage_has_nothing_to_balance() -> None:
+    planner = plan(1, rebalance=True)
+    planner.begin_generation([])
+    assert planner.on_totals(0, 1000, 1.0, 500.0) is None
+
+
+def test_devices_with_their_own_memory_get_no_more_than_fits() -> None:
+    """7,200 bytes of weights and blocks on 12 layers; the first device has place for 9 of them."""
+    planner = plan(rebalance=True, layers="even")
+    loaded = [StageLoaded(0, 2000, 400, 3600), StageLoaded(1, 2000, 400, 3600)]
+    planner.begin_generation(loaded)
+    assert feed(planner, 11.0) is not None
+    assert planner.bounds == [(0, 9), (9, 12)]

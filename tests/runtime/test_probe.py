@@ -1,0 +1,158 @@
+"""The probe of a worker's speed: what it measures, and when it measures again."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gllm.cluster.placement import Slot, make_placement
+from gllm.config.engine import EngineConfig
+from gllm.messages.measurement import StageMeasured
+from gllm.models.config import read_config
+from gllm.models.hub import DEMO
+from gllm.models.spec import LayerSpec, MLPSpec
+from gllm.runtime import probe as probe_module
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.probe import ProbeCancelledError, StageProbe, StepSizes, find_kinds
+from gllm.runtime.probe_cache import ProbeCache, create_key
+
+
+def assign(stage: int, **options: Any) -> StageAssignment:
+    """The assignment of one of two stages of the demo."""
+    config = EngineConfig.from_options(
+        "demo", pipeline_parallel_size=2, max_model_len=512, threads=1, **options
+    )
+    placement = make_placement(1, [(0, 2), (2, 4)], [Slot(1), Slot(2)])
+    return StageAssignment(placement, stage + 1, config, str(DEMO), "", is_probe=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure less, and keep this process's threads."""
+    monkeypatch.setattr(probe_module, "MEASURED_SECONDS", 0.01)
+    monkeypatch.setattr(probe_module, "set_num_threads", lambda count: None)
+
+
+def measure(assignment: StageAssignment, folder: Path) -> StageMeasured:
+    probe = StageProbe(assignment, ProbeCache(folder))
+    probe.run()
+    return probe.result
+
+
+def test_layers_and_head_of_the_demo_are_measured(tmp_path: Path) -> None:
+    first, last = (measure(assign(stage), tmp_path) for stage in (0, 1))
+    for measured in (first, last):
+        assert len(measured.layer_seconds) == len(measured.layer_bytes) == 4
+        assert all(0 < seconds < 1 for seconds in measured.layer_seconds)
+        assert measured.step_seconds >= 0
+        assert measured.available_bytes is None
+        assert measured.keeps_weights
+    assert (first.stage, last.stage) == (0, 1)
+    assert first.head_seconds == first.head_bytes == 0
+    assert last.head_seconds > 0
+    model = read_config(DEMO).model
+    size = model.vocab_size * model.hidden_size * 4
+    assert first.embedding_bytes == size
+    # The final norm belongs to the head.
+    assert 0 <= last.head_bytes - size <= 8 * model.hidden_size
+    assert last.embedding_bytes == 0
+    weights = model.layers[0].attention.weights_per_token(model.hidden_size)
+    weights += model.layers[0].mlp.weights_per_token(model.hidden_size)
+    assert first.layer_bytes[1] >= 4 * weights
+
+
+def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assignment = assign(1)
+    first = measure(assignment, tmp_path)
+    assert not first.is_cached
+
+    def fail(*_: Any) -> float:
+        raise AssertionError("it is measured again")
+
+    monkeypatch.setattr(probe_module.LayerProbe, "measure", fail)
+    again = measure(assignment, tmp_path)
+    assert again.is_cached
+    assert again.layer_seconds == first.layer_seconds
+    for path in tmp_path.iterdir():
+        path.write_text("{")
+    with pytest.raises(AssertionError, match="measured again"):
+        measure(assignment, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert measure(assign(0), tmp_path / "file" / "folder").layer_seconds
+
+
+def test_everything_that_decides_the_speed_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = assign(0)
+    keys = [
+        create_key(first, "cpu: portable"),
+        create_key(first, "cpu: other kernels"),
+        create_key(assign(1), "cpu: portable"),
+        create_key(assign(0, debug_slowdown=(2, 1)), "cpu: portable"),
+        create_key(replace_config(first, threads=2), "cpu: portable"),
+        create_key(replace_config(first, max_model_len=256), "cpu: portable"),
+    ]
+    assert create_key(assign(0, debug_slowdown=(1, 2)), "cpu: portable") == keys[0]
+    monkeypatch.setattr("gllm.runtime.probe_cache.describe_device", lambda is_gpu: "other")
+    keys.append(create_key(first, "cpu: portable"))
+    monkeypatch.setattr("gllm.runtime.probe_cache.hash_model", lambda folder: "other")
+    keys.append(create_key(first, "cpu: portable"))
+    assert len(set(keys)) == len(keys)
+
+
+def replace_config(assignment: StageAssignment, **options: Any) -> StageAssignment:
+    config = replace(assignment.config, **options)
+    return StageAssignment(assignment.placement, assignment.sender, config, str(DEMO), "")
+
+
+def test_the_factor_of_a_slowed_stage_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_module, "_repeat", lambda time_step: time_step() and 0.01)
+    plain = measure(assign(0), tmp_path)
+    slowed = measure(assign(0, debug_slowdown=(3, 1)), tmp_path)
+    assert slowed.layer_seconds == pytest.approx([3 * each for each in plain.layer_seconds])
+
+
+def test_a_probe_that_nobody_needs_ends(tmp_path: Path) -> None:
+    probe = StageProbe(assign(0), ProbeCache(tmp_path))
+    probe.cancel()
+    with pytest.raises(ProbeCancelledError):
+        probe.run()
+
+
+def test_one_layer_of_each_kind_is_measured() -> None:
+    spec = read_config(DEMO).model.layers[0]
+    assert isinstance(spec.mlp, MLPSpec)
+    wide = replace(spec, mlp=replace(spec.mlp, intermediate_size=999))
+    assert find_kinds([spec] * 4) == [1]
+    assert find_kinds([spec]) == [0]
+    assert find_kinds([spec, wide]) == [0, 1]
+    assert find_kinds([wide, spec, spec, spec, wide]) == [1, 0]
+    assert find_kinds([spec, wide] * 3) == [2, 1]
+    others: list[LayerSpec] = [
+        replace(spec, mlp=replace(spec.mlp, intermediate_size=size)) for size in range(9)
+    ]
+    assert len(find_kinds(others)) == probe_module.MAX_KINDS
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 100])
+def test_steps_use_each_block_once(block_size: int) -> None:
+    sizes = StepSizes(3, 256, 500, block_size)
+    rows = [*sizes.decode_rows(1, True), *sizes.chunk_rows(1, True)]
+    blocks = [block for row in rows for block in row.new_block_ids]
+    assert sorted(blocks) == list(range(sizes.num_blocks))
+    for row in rows:
+        assert row.start + row.num_tokens <= len(row.new_block_ids) * block_size
+
+
+def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
+    model = read_config(DEMO)
+    config = EngineConfig.from_options("demo", pipeline_parallel_size=2)
+    ends = [CpuExecutor(model, config, 0, 2, range(begin, begin + 1)) for begin in range(4)]
+    assert [each.is_first for each in ends] == [True, False, False, False]
+    assert [each.is_last for each in ends] == [False, False, False, True]
