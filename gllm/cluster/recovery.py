@@ -201,14 +201,9 @@ class Recovery:
     def change_layers(
         self, layers: Sequence[tuple[int, int]], cause: str, now: float
     ) -> list[Action]:
-        """Divide the layers anew from the next generation on, which is begun if that is necessary.
+        """Begin a generation with other layers; the answer to `ChooseLayers`, or a planned change.
 
-        A change while the engine serves parks the requests as a recovery does, but counts no death.
-
-        Args:
-            layers: first layer of each stage and first layer after it.
-            cause: description for logs.
-            now: time in seconds.
+        While the engine serves, the requests are parked as in a recovery, but no death counts.
         """
         if self.is_over or len(layers) != len(self._layers):
             return []
@@ -341,10 +336,7 @@ class Recovery:
         self._pool.begin_phase(now)
 
     def _measure(self, now: float) -> list[Action]:
-        """Let all workers measure once none imports its modules any more, then divide the layers.
-
-        They measure at the same time, as they will compute.
-        """
+        """Let all workers measure at once, when none imports its modules any more."""
         if self.state is not RecoveryState.MEASURING:
             self._begin_phase(RecoveryState.MEASURING, now)
             self._has_begun_measuring = self._has_chosen_layers = False

@@ -293,8 +293,9 @@ class StageRunner:
             self._receiver.check()
         end = time.monotonic()
         begin = end - device_time.elapsed
-        slept = self._slow_down(begin)
-        self._record_time(item.plan.step, begin, end + slept, device_time.busy + slept)
+        if slept := self._slow_down(begin):
+            end = time.monotonic()
+        self._record_time(item.plan.step, begin, end, device_time.busy + slept)
 
 
 def format_error(error: BaseException) -> str:

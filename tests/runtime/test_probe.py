@@ -22,9 +22,14 @@ from gllm.runtime.probe_cache import ProbeCache, create_key
 def assign(stage: int, **options: Any) -> StageAssignment:
     """The assignment of one of two stages of the demo."""
     config = EngineConfig.from_options(
-        "demo", pipeline_parallel_size=2, max_model_len=512, threads=1, **options
+        "demo",
+        pipeline_parallel_size=2,
+        max_model_len=512,
+        threads=1,
+        dtype="float32",
+        **options,
     )
-    placement = make_placement(1, [(0, 2), (2, 4)], [Slot(1), Slot(2)])
+    placement = make_placement(1, [(0, 3), (3, 6)], [Slot(1), Slot(2)])
     return StageAssignment(placement, stage + 1, config, str(DEMO), "", is_probe=True)
 
 
@@ -44,7 +49,7 @@ def measure(assignment: StageAssignment, folder: Path) -> StageMeasured:
 def test_layers_and_head_of_the_demo_are_measured(tmp_path: Path) -> None:
     first, last = (measure(assign(stage), tmp_path) for stage in (0, 1))
     for measured in (first, last):
-        assert len(measured.layer_seconds) == len(measured.layer_bytes) == 4
+        assert len(measured.layer_seconds) == len(measured.layer_bytes) == 6
         assert all(0 < seconds < 1 for seconds in measured.layer_seconds)
         assert measured.step_seconds >= 0
         assert measured.available_bytes is None
@@ -153,6 +158,6 @@ def test_steps_use_each_block_once(block_size: int) -> None:
 def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
     model = read_config(DEMO)
     config = EngineConfig.from_options("demo", pipeline_parallel_size=2)
-    ends = [CpuExecutor(model, config, 0, 2, range(begin, begin + 1)) for begin in range(4)]
-    assert [each.is_first for each in ends] == [True, False, False, False]
-    assert [each.is_last for each in ends] == [False, False, False, True]
+    parts = [CpuExecutor(model, config, 0, 2, range(begin, begin + 1)) for begin in range(6)]
+    assert [each.is_first for each in parts] == [True] + [False] * 5
+    assert [each.is_last for each in parts] == [False] * 5 + [True]
