@@ -145,15 +145,20 @@ class LayerProbe:
             sampling = SequenceSamplingParams(temperature=0.0)
             executor.register(RegisterSequences(seq, length, [0] * length, sampling))
 
-    def measure(self, should_sample: bool = False) -> float:
+    def measure(self) -> tuple[float, float]:
         """Return the time of a decode step plus the share of a prefill step.
 
-        should_sample: compute the logits of the last row of each sequence too.
+        Returns:
+            The time of the layers, and that of the LM head if the last layer is among them.
         """
-        decode = partial(self._time_step, self._sizes.decode_rows, should_sample)
-        chunk = partial(self._time_step, self._sizes.chunk_rows, should_sample)
-        seconds = _repeat(decode) + _repeat(chunk) / DECODES_PER_CHUNK
-        return seconds * self._slowdown
+        is_sampled = [False, True] if self.executor.is_last else [False]
+        decodes = [partial(self._time_step, self._sizes.decode_rows, each) for each in is_sampled]
+        chunks = [partial(self._time_step, self._sizes.chunk_rows, each) for each in is_sampled]
+        seconds = [
+            self._slowdown * (decode + chunk / DECODES_PER_CHUNK)
+            for decode, chunk in zip(_repeat(decodes), _repeat(chunks), strict=True)
+        ]
+        return seconds[0], max(0.0, seconds[-1] - seconds[0])
 
     def close(self) -> None:
         """Free everything."""
@@ -308,10 +313,8 @@ class StageProbe:
         try:
             probe.load()
             self._check_cancelled()
-            seconds, head_seconds = probe.measure(), 0.0
+            seconds, head_seconds = probe.measure()
             executor = probe.executor
-            if executor.is_last:
-                head_seconds = max(0.0, probe.measure(should_sample=True) - seconds)
             self._keeps_weights = executor.keeps_weights
             self._available_bytes = probe.available_bytes
             self._item_bytes = executor.dtype.itemsize
@@ -360,14 +363,18 @@ def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
     return attention + spec.mlp.weights_per_token(hidden_size)
 
 
-def _repeat(time_step: Callable[[], float]) -> float:
-    """Return the least time of several equal steps, the one that was disturbed least."""
+def _repeat(steps: Sequence[Callable[[], float]]) -> list[float]:
+    """Return the least time of each step over several repetitions, which is disturbed least.
+
+    Steps whose times are compared take turns, so that the load of the machine is the same.
+    """
     for _ in range(WARM_UP_STEPS):
-        time_step()
-    best, total = math.inf, 0.0
+        for time_step in steps:
+            time_step()
+    best, total = [math.inf] * len(steps), 0.0
     for repetition in range(MAX_REPETITIONS):
-        seconds = time_step()
-        best, total = min(best, seconds), total + seconds
-        if repetition + 1 >= MIN_REPETITIONS and total > MEASURED_SECONDS:
+        seconds = [time_step() for time_step in steps]
+        best, total = list(map(min, best, seconds)), total + sum(seconds)
+        if repetition + 1 >= MIN_REPETITIONS and total > MEASURED_SECONDS * len(steps):
             break
     return best

@@ -56,7 +56,7 @@ def test_layers_and_head_of_the_demo_are_measured(tmp_path: Path) -> None:
         assert measured.keeps_weights
     assert (first.stage, last.stage) == (0, 1)
     assert first.head_seconds == first.head_bytes == 0
-    assert last.head_seconds > 0
+    assert last.head_seconds >= 0
     model = read_config(DEMO).model
     size = model.vocab_size * model.hidden_size * 4
     assert first.embedding_bytes == size
@@ -73,7 +73,7 @@ def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = measure(assignment, tmp_path)
     assert not first.is_cached
 
-    def fail(*_: Any) -> float:
+    def fail(*_: Any) -> tuple[float, float]:
         raise AssertionError("it is measured again")
 
     monkeypatch.setattr(probe_module.LayerProbe, "measure", fail)
@@ -117,7 +117,7 @@ def replace_config(assignment: StageAssignment, **options: Any) -> StageAssignme
 def test_the_factor_of_a_slowed_stage_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe_module, "_repeat", lambda time_step: time_step() and 0.01)
+    monkeypatch.setattr(probe_module, "_repeat", lambda steps: [0.01] * len(steps))
     plain = measure(assign(0), tmp_path)
     slowed = measure(assign(0, debug_slowdown=(3, 1)), tmp_path)
     assert slowed.layer_seconds == pytest.approx([3 * each for each in plain.layer_seconds])
@@ -161,3 +161,19 @@ def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
     parts = [CpuExecutor(model, config, 0, 2, range(begin, begin + 1)) for begin in range(6)]
     assert [each.is_first for each in parts] == [True] + [False] * 5
     assert [each.is_last for each in parts] == [False] * 5 + [True]
+
+
+def test_the_head_is_what_sampling_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a clock of its own: 2 units per layer, 1 per step and 5 for the head."""
+
+    def time_step(probe: probe_module.LayerProbe, rows: Any, should_sample: bool) -> float:
+        executor = probe.executor
+        return 1.0 + 2.0 * len(executor.layers) + 5.0 * (should_sample and executor.is_last)
+
+    monkeypatch.setattr(probe_module.LayerProbe, "_time_step", time_step)
+    share = 1 + 1 / probe_module.DECODES_PER_CHUNK
+    last = measure(assign(1), tmp_path)
+    assert last.layer_seconds == pytest.approx([2.0 * share] * 6)
+    assert last.step_seconds == pytest.approx(share)
+    assert last.head_seconds == pytest.approx(5.0 * share)
+    assert measure(assign(0), tmp_path).head_seconds == 0.0
