@@ -26,7 +26,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.cluster": "gllm.models.partition msgspec",
             "gllm.kernels": "flash_attn numpy torch triton",
             "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
-            "gllm.transport": "msgspec torch",
+            "gllm.transport": "gllm.kernels msgspec torch",
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (

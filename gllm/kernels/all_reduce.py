@@ -1,0 +1,91 @@
+"""Collectives of the ranks that compute one stage together: the interface, and its errors.
+
+A linear layer whose inputs are divided over the ranks returns a partial sum on each of them;
+`RankGroup.sum` adds these in the order of the ranks, so that all ranks hold the same bits. The
+transports implement the interface (`gllm.transport.groups`).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class GroupClosedError(Exception):
+    """The group was cancelled, because a rank failed or its generation is over."""
+
+
+class GroupMismatchError(Exception):
+    """The ranks disagree on what they compute next; the stage cannot continue."""
+
+
+class RankGroup(Protocol):
+    """One order of collectives, used by one thread of each rank of a stage.
+
+    All ranks call the same methods in the same order with the same shapes. All methods but `cancel`
+    raise GroupClosedError once any rank has cancelled the group, and GroupMismatchError if the
+    ranks are found to call different ones.
+    """
+
+    rank: int
+    """Number of this rank, from 0."""
+    size: int
+    """Number of ranks."""
+
+    def partial(self, rows: int, width: int) -> Tensor | None:
+        """Return memory [rows, width] float32 into which the next `sum`'s part should be written.
+
+        Returns:
+            None if the part may be anywhere. The memory is valid until that sum; only `maximum` may
+            be called in between.
+        """
+
+    def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the sum of the ranks' parts, the same bits on all ranks; recordable.
+
+        Parts are added in the order of the ranks in float32, then the bias, and rounded once.
+
+        Args:
+            partial: this rank's part [rows, width], float32 or `dtype`; from `partial` or any other
+                tensor.
+            bias: [width], float32 or `dtype`.
+            dtype: of the result.
+        """
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable.
+
+        A NaN of any rank is the result. values: [rows] float32.
+        """
+
+    def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None.
+
+        Args:
+            part: this rank's part [rows, sizes[rank]] float32.
+            sizes: width of each rank's part, the same on all ranks.
+        """
+
+    def meet(self, step: int, error: str) -> str:
+        """Return the error of the first rank that has one before a step, or an empty string.
+
+        Args:
+            step: number of the step that this rank is about to compute.
+            error: why this rank cannot compute it; empty if it can.
+
+        Raises:
+            GroupMismatchError: another rank is about to compute another step.
+        """
+
+    def tell(self, values: Tensor | None, count: int) -> Tensor:
+        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks."""
+
+    def cancel(self) -> None:
+        """End every wait of every rank with GroupClosedError, now and later.
+
+        Called on any thread; all groups of the stage are cancelled together.
+        """
+
+    def close(self) -> None:
+        """Free this rank's end; no other method but `cancel` runs at the same time or later."""
