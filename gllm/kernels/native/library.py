@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,11 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from gllm.kernels.native.group_structures import (
+    BarrierArguments,
+    CancelArguments,
+    ReduceArguments,
+)
 
 log = logging.getLogger(__name__)
 
@@ -162,12 +167,18 @@ FUNCTIONS = {
     "gllm_unpack": UnpackArguments,
     "gllm_quantize_rows": QuantizeArguments,
     "gllm_linear_int8": Int8Arguments,
+    "gllm_reduce": ReduceArguments,
+    "gllm_barrier": BarrierArguments,
+    "gllm_cancel": CancelArguments,
 }
 """C functions of a build and the structure that each one takes."""
 
 
 class KernelLibrary:
     """One loaded build. Calling it with an argument structure runs the matching kernel."""
+
+    is_recording = False
+    """True if calls are stored instead of run (program.py)."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -199,6 +210,10 @@ class KernelLibrary:
     def __call__(self, arguments: ctypes.Structure) -> None:
         """Run the kernel for an argument structure without holding the GIL."""
         self.function(arguments)(arguments)
+
+    def call_after(self, check: Callable[[], None]) -> None:
+        """Call a check of the calls so far, which raises where a kernel could not."""
+        check()
 
 
 class MeasuredKernelLibrary(KernelLibrary):
@@ -307,11 +322,16 @@ def share_measurements(descriptor: int | None) -> None:
         library.share(descriptor)
 
 
+def current_library() -> KernelLibrary | None:
+    """Return the library of this context, for operations that it computes in every build."""
+    return library_override.get() or load_library()
+
+
 def library_for(tensor: Tensor, operation: Operation) -> KernelLibrary | None:
     """Return the library if it should compute the operation on such tensors, else None."""
     if not tensor.is_cpu or tensor.dtype not in DTYPES:
         return None
-    library = library_override.get() or load_library()
+    library = current_library()
     if library is None or not library.is_preferred(operation, tensor.dtype):
         return None
     return library

@@ -10,7 +10,7 @@ Recording computes nothing: kernel calls are stored instead of run, and any othe
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gllm.kernels.attention_plan import AttentionPlan
+from gllm.kernels.native.group_structures import BarrierArguments
 from gllm.kernels.native.library import (
     AttentionArguments,
     KernelLibrary,
@@ -65,9 +66,13 @@ def _memory_of(tensor: Tensor) -> int:
 class KernelRecorder(KernelLibrary):
     """Library that stores its calls instead of running them. Buffers have `tokens` rows."""
 
+    is_recording = True
+
     def __init__(self, library: KernelLibrary, tokens: int, memory: Tensor) -> None:
         """Record calls of `library` with buffers in memory [bytes] uint8."""
         self.calls: list[ctypes.Structure] = []
+        self.checks: list[Callable[[], None]] = []
+        """Checks to call after each run of the calls."""
         self.tokens = tokens
         self.library = library
         self._memory = memory
@@ -76,6 +81,11 @@ class KernelRecorder(KernelLibrary):
     def __call__(self, arguments: ctypes.Structure) -> None:
         """Store the call."""
         self.calls.append(arguments)
+
+    def call_after(self, check: Callable[[], None]) -> None:
+        """Store the check, once."""
+        if check not in self.checks:
+            self.checks.append(check)
 
     def is_preferred(self, operation: Operation, dtype: torch.dtype) -> bool:
         """Return the decision of the recorded library."""
@@ -132,6 +142,7 @@ class RecordedProgram:
             table += [recorded.address(arguments), ctypes.addressof(arguments)]
         self._table = (ctypes.c_void_p * len(table))(*table)
         self._count = len(calls)
+        self._checks = recorded.checks
         self._library = recorded.library
         self._attentions = [call for call in calls if isinstance(call, AttentionArguments)]
         ropes = {data_pointer(cosine): rope for rope, (cosine, _) in angles.items()}
@@ -142,7 +153,7 @@ class RecordedProgram:
         self._calls_with_rows = [
             (call, call.rows // self.tokens)
             for call in calls
-            if not isinstance(call, AttentionArguments | RotaryArguments)
+            if not isinstance(call, AttentionArguments | RotaryArguments | BarrierArguments)
         ]
         self._num_tokens = 0
 
@@ -152,7 +163,10 @@ class RecordedProgram:
         plans: Mapping[int | None, AttentionPlan],
         angles: Mapping[Any, RotaryAngles],
     ) -> None:
-        """Run the calls for a step of `tokens` tokens, with plans by window and angles by rope."""
+        """Run the calls for a step of `tokens` tokens, with plans by window and angles by rope.
+
+        Raises what the checks of the recorded calls raise, such as GroupClosedError.
+        """
         if tokens != self._num_tokens:
             for call, rows_per_token in self._calls_with_rows:
                 call.rows = tokens * rows_per_token
@@ -170,6 +184,8 @@ class RecordedProgram:
             for name, value in fields[call.window]:
                 setattr(call, name, value)
         self._library.run(self._table, self._count)
+        for check in self._checks:
+            check()
 
 
 def _cache_fields(plan: AttentionPlan) -> list[tuple[str, int]]:

@@ -1,0 +1,211 @@
+"""Memory of a stage's rank groups, and the barrier of ranks without compiled kernels.
+
+Per group, every rank has a line with the number of collectives for which its part is complete, and
+places into which it writes its parts. The compiled kernels (gllm/kernels/native/all_reduce.cpp) use
+the same memory.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
+from gllm.kernels.native import library as native
+from gllm.kernels.native.group_structures import (
+    MAX_RANKS,
+    NUM_PLACES,
+    CancelArguments,
+    RankGroupState,
+    RankLine,
+)
+
+SPIN_SECONDS = 20e-6
+"""Time for which a rank keeps its core while it waits; longer than most waits."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 50e-6, 1e-3
+"""First and largest sleep of a rank that polls; the sleep doubles each time."""
+PARTS, VALUES = (0, 1, 2), (3, 4)
+"""Places for parts of sums and of logits, and smaller ones for a few numbers or a text."""
+_PAGE = 4096
+
+
+class CloseReason(IntEnum):
+    """Reason for which a group is closed, as in all_reduce.cpp."""
+
+    OPEN = 0
+    CANCELLED = 1
+    MISMATCH = 2
+
+
+class Collective(IntEnum):
+    """Kind of a collective; the first three as in all_reduce.cpp."""
+
+    ACQUIRE = 0
+    SUM = 1
+    MAXIMUM = 2
+    GATHER = 3
+    MEET = 4
+    TELL = 5
+
+
+class RegionMemory:
+    """Mapped memory of a stage's groups: the reason to close, the ranks' lines, their places."""
+
+    def __init__(
+        self, descriptor: int, rank: int, ranks: int, capacities: list[int], value_bytes: int
+    ) -> None:
+        """Map the memory. Pages use memory once they are written.
+
+        Args:
+            descriptor: the file, which may be closed afterwards.
+            rank: number of this rank.
+            ranks: number of ranks.
+            capacities: largest part of each group, in floats.
+            value_bytes: size of the smaller places.
+
+        Raises:
+            ValueError: there are more ranks than the kernels can add.
+        """
+        if not 0 <= rank < ranks <= MAX_RANKS:
+            raise ValueError(f"rank {rank} of {ranks} ranks: at most {MAX_RANKS} share a stage")
+        self.rank, self.ranks = rank, ranks
+        lines = _pages(ranks * ctypes.sizeof(RankLine))
+        places = [
+            [_pages(4 * floats)] * len(PARTS) + [_pages(value_bytes)] * len(VALUES)
+            for floats in capacities
+        ]
+        begins = [_PAGE]
+        for sizes in places:
+            begins.append(begins[-1] + lines + ranks * sum(sizes))
+        os.ftruncate(descriptor, begins[-1])
+        self._memory = mmap.mmap(descriptor, begins[-1])
+        self._closed = ctypes.c_uint32.from_buffer(self._memory)
+        self.groups = [
+            GroupMemory(self, self._memory, begin, begin + lines, sizes)
+            for begin, sizes in zip(begins, places, strict=False)
+        ]
+
+    def check(self) -> None:
+        """Raise GroupClosedError or GroupMismatchError if the groups are closed."""
+        if self._closed.value == CloseReason.CANCELLED:
+            raise GroupClosedError("the group is closed")
+        if self._closed.value == CloseReason.MISMATCH:
+            raise GroupMismatchError("the ranks disagree on what they compute next")
+
+    def cancel(self) -> None:
+        """End every wait of every rank in all groups."""
+        library = native.load_library()
+        if library is None:
+            self.close(CloseReason.CANCELLED)
+            return
+        for group in self.groups:
+            library(CancelArguments(group.pointer))
+
+    def close(self, reason: CloseReason) -> None:
+        """Give ranks that poll a reason to end, unless they have one."""
+        if self._closed.value == CloseReason.OPEN:
+            self._closed.value = reason
+
+
+class GroupMemory:
+    """One rank's view of one group in the memory of a region."""
+
+    def __init__(
+        self, region: RegionMemory, memory: mmap.mmap, lines: int, parts: int, sizes: list[int]
+    ) -> None:
+        """Find the group in the memory.
+
+        Args:
+            region: the region.
+            memory: its mapped memory.
+            lines: offset of the ranks' lines in bytes.
+            parts: offset of their places in bytes.
+            sizes: of each place of a rank in bytes.
+        """
+        self.region = region
+        self.lines = (RankLine * region.ranks).from_buffer(memory, lines)
+        offsets = [sum(sizes[:place]) for place in range(NUM_PLACES)]
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.state = RankGroupState(
+            lines=begin + lines,
+            closed=begin,
+            parts=begin + parts,
+            rank_bytes=sum(sizes),
+            offsets=(ctypes.c_int64 * NUM_PLACES)(*offsets),
+            rank=region.rank,
+            size=region.ranks,
+            # Fewer cores than ranks: the core is needed by the rank that this one waits for.
+            spin_ns=int(SPIN_SECONDS * 1e9 * (len(os.sched_getaffinity(0)) >= region.ranks)),
+            used=(ctypes.c_uint32 * NUM_PLACES)(*[2**32 - 1] * NUM_PLACES),
+        )
+        # Recorded calls hold the pointer, and so the state and the memory, while they exist.
+        self.state.memory = memory
+        self.pointer = ctypes.pointer(self.state)
+        self._fence = threading.Lock()
+        self.places: list[list[Tensor]] = [
+            [
+                torch.frombuffer(
+                    memory,
+                    dtype=torch.uint8,
+                    count=size,
+                    offset=parts + rank * sum(sizes) + offset,
+                )
+                for size, offset in zip(sizes, offsets, strict=True)
+            ]
+            for rank in range(region.ranks)
+        ]
+        """Places of each rank, uint8."""
+
+    def last_used(self, places: tuple[int, ...]) -> int:
+        """Return the place that was used last."""
+        sequence = self.state.sequence
+        return min(places, key=lambda place: (sequence - self.state.used[place]) % 2**32)
+
+    def wait_at_barrier(self, place: int, tag: int) -> None:
+        """Wait until all ranks have arrived, as `barrier` in all_reduce.cpp, but by polling.
+
+        Args:
+            place: that is read afterwards.
+            tag: what the ranks compute: the same on all of them.
+
+        Raises:
+            GroupClosedError, GroupMismatchError: the group is closed, before or meanwhile.
+        """
+        self.region.check()
+        line = self.lines[self.region.rank]
+        number = self.state.sequence = (self.state.sequence + 1) % 2**32
+        line.tags[number & 1] = tag
+        for _ in range(2):
+            # Two in a row order the writes before and after them on every processor.
+            with self._fence:
+                pass
+        line.sequence = number
+        self._poll(number)
+        self.state.used[place] = number
+        if any(other.tags[number & 1] != tag for other in self.lines):
+            self.region.close(CloseReason.MISMATCH)
+            self.region.check()
+
+    def _poll(self, number: int) -> None:
+        """Sleep until all ranks have arrived at a collective, or raise GroupClosedError."""
+        spin_end, pause = time.monotonic() + SPIN_SECONDS, MIN_PAUSE_SECONDS
+        while any((line.sequence - number) % 2**32 >= 2**31 for line in self.lines):
+            self.region.check()
+            if time.monotonic() > spin_end:
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+
+
+def make_tag(kind: Collective, place: int, rows: int, width: int) -> int:
+    """Return the number by which ranks check that they compute the same, as all_reduce.cpp."""
+    return kind << 60 | place << 56 | rows << 28 | width
+
+
+def _pages(size: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-size // _PAGE) * _PAGE

@@ -1,0 +1,230 @@
+"""Rank groups in memory that the processes of one host share.
+
+A rank writes its part into a place of this memory, and waits until all ranks have done so. Compiled
+kernels sum, and wait by spinning and then sleeping (gllm/kernels/native/all_reduce.cpp); without
+them torch sums, and a rank that waits polls.
+
+A place may be written again after any later collective, because no rank begins that before it has
+read the place. Eager collectives therefore alternate between places. The places of a recorded
+program are fixed, so it waits until its place is free, which is rarely necessary.
+"""
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.all_reduce import GroupMismatchError
+from gllm.kernels.native import library as native
+from gllm.kernels.native.group_structures import BarrierArguments, ReduceArguments
+from gllm.transport.groups import StageGroups
+from gllm.transport.region import RegionLayout
+from gllm.transport.region_memory import (
+    PARTS,
+    VALUES,
+    Collective,
+    GroupMemory,
+    RegionMemory,
+    make_tag,
+)
+
+MIN_ROWS = 128
+"""Least capacity in rows: recorded programs allocate for at least so many."""
+HEAD_FLOATS = 1 << 22
+"""Capacity of a part of logits, unless one row is larger; more rows are gathered in chunks."""
+MAX_ERROR_BYTES = 4000
+"""Longest error that `meet` returns to other ranks; the rest is cut off."""
+_MEETING = struct.Struct("<qI")
+"""Step, and the length of the error that follows."""
+
+
+def open_shared_groups(
+    descriptors: list[int], rank: int, ranks: int, layout: RegionLayout
+) -> StageGroups:
+    """Open this rank's ends of both groups of a stage; see `gllm.transport.groups`."""
+    # Recorded programs allocate for a power of two of tokens.
+    rows = max(MIN_ROWS, 1 << (layout.max_tokens - 1).bit_length())
+    head = max(HEAD_FLOATS, layout.vocab_rows) if layout.vocab_rows else 1
+    value_bytes = max(8 * rows, _MEETING.size + MAX_ERROR_BYTES)
+    capacities = [rows * layout.hidden_size, head]
+    region = RegionMemory(descriptors[0], rank, ranks, capacities, value_bytes)
+    layers, last = region.groups
+    return StageGroups(SharedMemoryGroup(layers), SharedMemoryGroup(last))
+
+
+class SharedMemoryGroup:
+    """A rank's end of a group; see RankGroup. Larger parts than its places raise ValueError."""
+
+    def __init__(self, memory: GroupMemory) -> None:
+        """Use the memory of a group."""
+        self.rank, self.size = memory.region.rank, memory.region.ranks
+        self._memory = memory
+        self._partial_place = PARTS[0]
+        """Place that `partial` returned last."""
+        self._num_recorded = {PARTS: 0, VALUES: 0}
+        """Number of recorded collectives by the places that they use."""
+
+    def partial(self, rows: int, width: int) -> Tensor | None:
+        """See RankGroup."""
+        place = self._partial_place = self._next_place(PARTS)
+        library = native.current_library()
+        if library is not None and library.is_recording:
+            library(BarrierArguments(self._memory.pointer, 0, place, True))
+        return self._part(self.rank, place, rows, width)
+
+    def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See RankGroup."""
+        if partial.dtype not in (torch.float32, dtype):
+            partial = partial.to(torch.float32)
+        if bias is not None and bias.dtype not in (torch.float32, dtype):
+            bias = bias.to(torch.float32)
+        place = self._partial_place
+        if partial.data_ptr() != self._memory.places[self.rank][place].data_ptr():
+            place = self._next_place(PARTS)
+        return self._reduce(Collective.SUM, place, partial.contiguous(), bias, dtype)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        column = values.contiguous()[:, None]
+        place = self._next_place(VALUES)
+        return self._reduce(Collective.MAXIMUM, place, column, None, torch.float32)[:, 0]
+
+    def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """See RankGroup. Rows that do not fit are gathered in several chunks."""
+        result = part.new_empty(len(part), sum(sizes)) if self.rank == 0 else None
+        chunk = max(1, self._memory.places[0][PARTS[0]].nbytes // (4 * max(sizes)))
+        for begin in range(0, len(part), chunk):
+            rows = part[begin : begin + chunk]
+            place = self._next_place(PARTS)
+            self._part(self.rank, place, len(rows), sizes[self.rank]).copy_(rows)
+            self._barrier(Collective.GATHER, place, len(rows), sum(sizes))
+            if result is not None:
+                targets = result[begin : begin + chunk].split(list(sizes), dim=1)
+                for rank, target in enumerate(targets):
+                    target.copy_(self._part(rank, place, *target.shape))
+        return result
+
+    def meet(self, step: int, error: str) -> str:
+        """See RankGroup."""
+        text = error.encode()[:MAX_ERROR_BYTES]
+        place = self._next_place(VALUES)
+        mine = memoryview(self._memory.places[self.rank][place].numpy())
+        mine[: _MEETING.size + len(text)] = _MEETING.pack(step, len(text)) + text
+        self._barrier(Collective.MEET, place)
+        others = [memoryview(places[place].numpy()) for places in self._memory.places]
+        meetings = [_MEETING.unpack_from(memory) for memory in others]
+        if any(other != step for other, _ in meetings):
+            steps = ", ".join(str(other) for other, _ in meetings)
+            raise GroupMismatchError(f"the ranks are about to compute different steps: {steps}")
+        for memory, (_, length) in zip(others, meetings, strict=True):
+            if length:
+                message = bytes(memory[_MEETING.size : _MEETING.size + length])
+                return message.decode(errors="replace")
+        return ""
+
+    def tell(self, values: Tensor | None, count: int) -> Tensor:
+        """See RankGroup."""
+        place = self._next_place(VALUES)
+        shared = self._part(0, place, 1, 2 * count).view(torch.int64)[0]
+        if self.rank == 0:
+            assert values is not None, "rank 0 has the values"
+            shared.copy_(values)
+        self._barrier(Collective.TELL, place, count)
+        return shared.clone()
+
+    def cancel(self) -> None:
+        """See RankGroup."""
+        self._memory.region.cancel()
+
+    def close(self) -> None:
+        """See RankGroup. The memory is unmapped once the groups and recorded programs are freed."""
+        self._memory.places = []
+
+    def check(self) -> None:
+        """Raise GroupClosedError or GroupMismatchError if the group is closed."""
+        self._memory.region.check()
+
+    def _part(self, rank: int, place: int, rows: int, width: int) -> Tensor:
+        """Return the part [rows, width] float32 of a rank. Raises ValueError for a larger one."""
+        memory = self._memory.places[rank][place]
+        size = 4 * rows * width
+        if size > len(memory):
+            raise ValueError(f"{rows} x {width} floats exceed the group's {len(memory)} bytes")
+        return memory[:size].view(torch.float32).view(rows, width)
+
+    def _next_place(self, places: tuple[int, ...]) -> int:
+        """Return the place of the next collective: another one than that of the last.
+
+        Recorded ones alternate between the first two. Eager ones leave out the first if they can:
+        a program begins there, and should find it free.
+        """
+        library = native.current_library()
+        if library is not None and library.is_recording:
+            number = self._num_recorded[places]
+            self._num_recorded[places] = number + 1
+            return places[number % 2]
+        last = self._memory.last_used(places)
+        return next(place for place in reversed(places) if place != last)
+
+    def _barrier(self, kind: Collective, place: int, rows: int = 0, width: int = 0) -> None:
+        """Wait until all ranks have written to a place."""
+        library, tag = native.current_library(), make_tag(kind, place, rows, width)
+        if library is None:
+            self._memory.wait_at_barrier(place, tag)
+            return
+        library(BarrierArguments(self._memory.pointer, tag, place, False))
+        library.call_after(self.check)
+
+    def _reduce(
+        self, kind: Collective, place: int, part: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Combine the ranks' parts in a place, to which this rank's is copied if it is elsewhere.
+
+        Args:
+            kind: SUM or MAXIMUM.
+            place: the same on all ranks.
+            part: [rows, width], contiguous.
+            bias: [width].
+            dtype: of the result [rows, width].
+        """
+        rows, width = part.shape
+        library = native.current_library()
+        if library is None or dtype not in native.DTYPES:
+            return self._reduce_by_torch(kind, place, part, bias, dtype)
+        self._part(self.rank, place, rows, width)  # raises where it does not fit
+        output = library.empty((rows, width), dtype)
+        library(
+            ReduceArguments(
+                self._memory.pointer,
+                part.data_ptr(),
+                native.data_pointer(bias),
+                output.data_ptr(),
+                rows,
+                width,
+                place,
+                kind,
+                part.dtype == torch.float32,
+                bias is not None and bias.dtype == torch.float32,
+                native.DTYPES[dtype],
+                torch.get_num_threads(),
+            )
+        )
+        library.call_after(self.check)
+        return output
+
+    def _reduce_by_torch(
+        self, kind: Collective, place: int, part: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the same bits as the compiled kernel; see _reduce."""
+        mine = self._part(self.rank, place, *part.shape)
+        if part.data_ptr() != mine.data_ptr():
+            mine.copy_(part)
+        self._barrier(kind, place, *part.shape)
+        total = self._part(0, place, *part.shape).clone()
+        for rank in range(1, self.size):
+            other = self._part(rank, place, *part.shape)
+            total = total + other if kind == Collective.SUM else torch.maximum(total, other)
+        if bias is not None:
+            total = total + bias.to(torch.float32)
+        return total.to(dtype)
