@@ -56,7 +56,7 @@ class RankGroup(Protocol):
     def maximum(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum [rows] float32 of the ranks' values; recordable.
 
-        A NaN of any rank is the result. values: [rows] float32.
+        A NaN of any rank is the result. values: [rows] float32; a recorded step has one per token.
         """
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:

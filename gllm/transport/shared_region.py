@@ -31,6 +31,8 @@ from gllm.transport.region_memory import (
 
 MIN_ROWS = 128
 """Least capacity in rows: recorded programs allocate for at least so many."""
+VALUES_PER_ROW = 8
+"""Floats per row that `maximum` exchanges at once: one for each expert of a token, usually."""
 HEAD_FLOATS = 1 << 22
 """Capacity of a part of logits, unless one row is larger; more rows are gathered in chunks."""
 MAX_ERROR_BYTES = 4000
@@ -46,7 +48,7 @@ def open_shared_groups(
     # Recorded programs allocate for a power of two of tokens.
     rows = max(MIN_ROWS, 1 << (layout.max_tokens - 1).bit_length())
     head = max(HEAD_FLOATS, layout.vocab_rows) if layout.vocab_rows else 1
-    value_bytes = max(8 * rows, _MEETING.size + MAX_ERROR_BYTES)
+    value_bytes = max(4 * VALUES_PER_ROW * rows, _MEETING.size + MAX_ERROR_BYTES)
     capacities = [rows * layout.hidden_size, head]
     region = RegionMemory(descriptors[0], rank, ranks, capacities, value_bytes)
     layers, last = region.groups
@@ -85,7 +87,10 @@ class SharedMemoryGroup:
         return self._reduce(Collective.SUM, place, partial.contiguous(), bias, dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """See RankGroup."""
+        """See RankGroup. More values than fit are exchanged in several chunks."""
+        capacity = self._memory.places[0][VALUES[0]].nbytes // 4
+        if len(values) > capacity:
+            return torch.cat([self.maximum(chunk) for chunk in values.split(capacity)])
         column = values.contiguous()[:, None]
         place = self._next_place(VALUES)
         return self._reduce(Collective.MAXIMUM, place, column, None, torch.float32)[:, 0]
