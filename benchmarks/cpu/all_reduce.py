@@ -61,7 +61,9 @@ def recorded_sums(group: RankGroup, rows: int, width: int) -> Sum:
     program = RecordedProgram(recorder, {})
     ones = torch.ones(1, 1, dtype=torch.int64).numpy()
     batch = PagedBatch(ones, ones, ones, rows, 1, 1)
-    plans = {None: AttentionPlan(batch, torch.zeros(rows, dtype=torch.int64), None, "native")}
+    plans: dict[int | None, AttentionPlan] = {
+        None: AttentionPlan(batch, torch.zeros(rows, dtype=torch.int64), None, "native")
+    }
 
     def run() -> None:
         assert len(memory)

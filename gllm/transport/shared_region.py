@@ -11,6 +11,7 @@ program are fixed, so it waits until its place is free, which is rarely necessar
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,10 +115,10 @@ class SharedMemoryGroup:
         """See RankGroup."""
         text = error.encode()[:MAX_ERROR_BYTES]
         place = self._next_place(VALUES)
-        mine = memoryview(self._memory.places[self.rank][place].numpy())
+        mine = self._bytes(self.rank, place)
         mine[: _MEETING.size + len(text)] = _MEETING.pack(step, len(text)) + text
         self._barrier(Collective.MEET, place)
-        others = [memoryview(places[place].numpy()) for places in self._memory.places]
+        others = [self._bytes(rank, place) for rank in range(self.size)]
         meetings = [_MEETING.unpack_from(memory) for memory in others]
         if any(other != step for other, _ in meetings):
             steps = ", ".join(str(other) for other, _ in meetings)
@@ -149,6 +150,11 @@ class SharedMemoryGroup:
     def check(self) -> None:
         """Raise GroupClosedError or GroupMismatchError if the group is closed."""
         self._memory.region.check()
+
+    def _bytes(self, rank: int, place: int) -> memoryview:
+        """Return the memory of a place."""
+        array: Any = self._memory.places[rank][place].numpy()
+        return memoryview(array)
 
     def _part(self, rank: int, place: int, rows: int, width: int) -> Tensor:
         """Return the part [rows, width] float32 of a rank. Raises ValueError for a larger one."""

@@ -1,7 +1,9 @@
 """Sums over ranks in shared memory: the same bits from torch and from every kernel build."""
 
 from collections.abc import Iterator
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -90,11 +92,15 @@ def test_threads_do_not_change_a_sum(groups: list[RankGroup]) -> None:
         return group.sum(parts[group.rank], bias, torch.bfloat16)
 
     try:
-        sums = [run_ranks(groups, lambda group, n=n: total(group, n)) for n in (1, 3)]
+        sums = [run_ranks(groups, partial(total, threads=threads)) for threads in (1, 3)]
     finally:
         torch.set_num_threads(1)
     expected = expected_sum(list(parts), bias, torch.bfloat16)
     assert all(torch.equal(result, expected) for results in sums for result in results)
+
+
+def maximum(group: RankGroup, values: Tensor) -> Tensor:
+    return group.maximum(values[group.rank])
 
 
 def test_maximum_keeps_what_is_not_a_number(groups: list[RankGroup]) -> None:
@@ -102,7 +108,7 @@ def test_maximum_keeps_what_is_not_a_number(groups: list[RankGroup]) -> None:
         values = random(len(groups), rows)
         values[1, 0] = torch.nan
         values[0, rows // 2] = torch.inf
-        maxima = run_ranks(groups, lambda group, all=values: group.maximum(all[group.rank]))
+        maxima = run_ranks(groups, partial(maximum, values=values))
         for result in maxima:
             torch.testing.assert_close(result, values.amax(0), rtol=0, atol=0, equal_nan=True)
 
@@ -134,8 +140,8 @@ class _Program:
             for matrix in mine:
                 if has_maximum:
                     self.maxima.append(group.maximum(self.x[:, 0]))
-                partial = group.partial(TOKENS, WIDTH)
-                x = group.sum(linear(x, matrix, None, partial), self.bias, torch.float32)
+                part = group.partial(TOKENS, WIDTH)
+                x = group.sum(linear(x, matrix, None, part), self.bias, torch.float32)
             self.y = x
         self._program = RecordedProgram(recorded, {})
 
@@ -143,7 +149,8 @@ class _Program:
         """Run for so many rows; return whether the result is that of all ranks' weights."""
         x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
         self.x[:rows] = x
-        batch = PagedBatch(*[torch.ones(1, 1, dtype=torch.int64).numpy()] * 3, rows, 1, 1)
+        ones = np.ones((1, 1), dtype=np.int64)
+        batch = PagedBatch(ones, ones, ones, rows, 1, 1)
         plan = AttentionPlan(batch, torch.zeros(rows, dtype=torch.int64), None, "native")
         self._program.run(rows, {None: plan}, {})
         for weights in self.weight:

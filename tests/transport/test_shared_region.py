@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,13 +63,15 @@ def every_kind(request: pytest.FixtureRequest) -> Iterator[list[RankGroup]]:
         yield [stage.head for stage in open_stage()]
 
 
+def gather(group: RankGroup, parts: list[Tensor]) -> Tensor | None:
+    return group.gather(parts[group.rank], [part.shape[1] for part in parts])
+
+
 def test_parts_of_logits_are_side_by_side_on_rank_0(every_kind: list[RankGroup]) -> None:
     sizes = [5, 2, 7]
     for rows in (0, 1, 9):
         parts = [torch.randn(rows, size) for size in sizes]
-        results = run_ranks(
-            every_kind, lambda group, parts=parts: group.gather(parts[group.rank], sizes)
-        )
+        results = run_ranks(every_kind, partial(gather, parts=parts))
         assert results[1:] == [None, None]
         assert results[0] is not None
         assert torch.equal(results[0], torch.cat(parts, dim=1))
@@ -78,9 +81,7 @@ def test_parts_larger_than_the_memory_are_gathered_in_chunks(stages: list[StageG
     """4 Mi floats hold three rows of the largest part."""
     sizes = [1_100_000, 10, 3]
     parts = [torch.randn(8, size) for size in sizes]
-    results = run_ranks(
-        [stage.head for stage in stages], lambda group: group.gather(parts[group.rank], sizes)
-    )
+    results = run_ranks([stage.head for stage in stages], partial(gather, parts=parts))
     assert results[0] is not None
     assert torch.equal(results[0], torch.cat(parts, dim=1))
 
@@ -243,12 +244,12 @@ def test_closed_groups_map_nothing(way: str) -> None:
     before = mapped()
     stage = open_stage(1)[0]
     total = stage.layers.sum(torch.ones(2, 3), None, torch.float32)
-    partial = stage.layers.partial(2, 3)
+    part = stage.layers.partial(2, 3)
     assert mapped() == before + 1
     stage.layers.close()
     stage.head.close()
     stage.layers.cancel()
-    del stage, partial
+    del stage, part
     gc.collect()
     assert mapped() == before
     assert torch.equal(total, torch.ones(2, 3))
