@@ -132,7 +132,7 @@ class SharedMemoryGroup:
     def tell(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup."""
         place = self._next_place(VALUES)
-        shared = self._part(0, place, 1, 2 * count).view(torch.int64)[0]
+        shared = self._slice(0, place, 8 * count).view(torch.int64)
         if self.rank == 0:
             assert values is not None, "rank 0 has the values"
             shared.copy_(values)
@@ -158,11 +158,14 @@ class SharedMemoryGroup:
 
     def _part(self, rank: int, place: int, rows: int, width: int) -> Tensor:
         """Return the part [rows, width] float32 of a rank. Raises ValueError for a larger one."""
+        return self._slice(rank, place, 4 * rows * width).view(torch.float32).view(rows, width)
+
+    def _slice(self, rank: int, place: int, size: int) -> Tensor:
+        """Return the first bytes of a place, uint8. Raises ValueError for more than it has."""
         memory = self._memory.places[rank][place]
-        size = 4 * rows * width
         if size > len(memory):
-            raise ValueError(f"{rows} x {width} floats exceed the group's {len(memory)} bytes")
-        return memory[:size].view(torch.float32).view(rows, width)
+            raise ValueError(f"{size} bytes exceed the group's {len(memory)}")
+        return memory[:size]
 
     def _next_place(self, places: tuple[int, ...]) -> int:
         """Return the place of the next collective: another one than that of the last.

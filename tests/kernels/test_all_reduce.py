@@ -124,52 +124,58 @@ def test_a_larger_part_than_the_region_is_refused(groups: list[RankGroup]) -> No
 
 
 class _Program:
-    """A rank's recorded program: `sums` times y = the ranks' sum of x W^T, and x = y."""
+    """A rank's recorded program: `num_sums` times x = the ranks' sum of x W^T, + bias."""
 
-    def __init__(self, group: RankGroup, sums: int, has_maximum: bool) -> None:
-        self.x, self.weight = torch.zeros(TOKENS, WIDTH), random(sums, group.size, WIDTH, WIDTH)
-        self.weight /= WIDTH
-        self.bias = random(WIDTH)
-        self.has_maximum = has_maximum
-        mine = [prepare(weight[group.rank].clone()) for weight in self.weight]
-        library = current_library()
-        assert library is not None
+    def __init__(self, group: RankGroup, num_sums: int, has_maximum: bool) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.weight = random(num_sums, group.size, WIDTH, WIDTH) / WIDTH
+        self.x, self.values, self.bias = (
+            torch.zeros(TOKENS, WIDTH),
+            torch.zeros(TOKENS),
+            random(WIDTH),
+        )
+        # The calls refer to them by address.
+        self._matrices = [prepare(weight[group.rank].clone()) for weight in self.weight]
         self._memory = torch.empty(1 << 22, dtype=torch.uint8)
+        self.maxima: list[Tensor] = []
+        library, x = current_library(), self.x
+        assert library is not None
         with record_kernels(library, TOKENS, self._memory) as recorded:
-            x, self.maxima = self.x, []
-            for matrix in mine:
+            for matrix in self._matrices:
                 if has_maximum:
-                    self.maxima.append(group.maximum(self.x[:, 0]))
+                    self.maxima.append(group.maximum(self.values))
                 part = group.partial(TOKENS, WIDTH)
                 x = group.sum(linear(x, matrix, None, part), self.bias, torch.float32)
-            self.y = x
+        self.y = x
         self._program = RecordedProgram(recorded, {})
 
     def run(self, rows: int, seed: int) -> bool:
-        """Run for so many rows; return whether the result is that of all ranks' weights."""
+        """Run for so many rows; return whether the results are those of all ranks' parts."""
         x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-        self.x[:rows] = x
+        values = random(self.size, rows)
+        self.x[:rows], self.values[:rows] = x, values[self.rank]
         ones = np.ones((1, 1), dtype=np.int64)
         batch = PagedBatch(ones, ones, ones, rows, 1, 1)
         plan = AttentionPlan(batch, torch.zeros(rows, dtype=torch.int64), None, "native")
         self._program.run(rows, {None: plan}, {})
         for weights in self.weight:
             x = (x @ weights.transpose(1, 2)).sum(0) + self.bias
-        return torch.allclose(self.y[:rows], x, atol=1e-4)
+        is_right = torch.allclose(self.y[:rows], x, atol=1e-4)
+        return is_right and all(torch.equal(one[:rows], values.amax(0)) for one in self.maxima)
 
 
 TOKENS, WIDTH = 128, 96
 
 
-@pytest.mark.parametrize("sums", [1, 2, 3])
+@pytest.mark.parametrize("num_sums", [1, 2, 3])
 @pytest.mark.parametrize("has_maximum", [False, True])
-def test_a_recorded_program_sums(groups: list[RankGroup], sums: int, has_maximum: bool) -> None:
+def test_a_recorded_program_sums(groups: list[RankGroup], num_sums: int, has_maximum: bool) -> None:
     """Programs of an odd number of sums use the same place twice in a row."""
     if current_library() is None:
         pytest.skip("programs are of compiled kernels")
 
     def run(group: RankGroup) -> list[bool]:
-        program = _Program(group, sums, has_maximum)
+        program = _Program(group, num_sums, has_maximum)
         rows = [1, 128, 5, 1, 64] * 8
         return [program.run(count, seed) for seed, count in enumerate(rows)]
 

@@ -136,7 +136,8 @@ class RecordedProgram:
     def __init__(self, recorded: KernelRecorder, angles: Mapping[Any, RotaryAngles]) -> None:
         """Build the call table; angles: those used during the recording."""
         self.tokens = recorded.tokens
-        calls = recorded.calls
+        # The table has their addresses.
+        calls = self._calls = recorded.calls
         table = []
         for arguments in calls:
             table += [recorded.address(arguments), ctypes.addressof(arguments)]
