@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.models.config_reader import ConfigReader
@@ -94,6 +94,7 @@ def stored_rows(layout: str, heads: int, kv_heads: int) -> list[list[tuple[str, 
     ]
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_a_rank_has_the_rows_of_its_heads(shape: tuple[int, int, int, int, str]) -> None:
     """Also where several ranks hold one KV head: it is that of their queries."""
@@ -140,6 +141,7 @@ def cuts_of(spec: MLPSpec) -> tuple[list[list[int]], list[int]]:
     return [held(cut) for cut in spec.up_proj.rows], held(spec.down_proj.columns)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.sampled_from([2, 3, 4]), st.booleans(), st.booleans())
 def test_gate_and_up_have_the_inputs_of_down(
     share: int, ranks: int, is_gated: bool, is_fused: bool
@@ -170,6 +172,7 @@ def test_gate_and_up_have_the_inputs_of_down(
             assert up == [inner, inner]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.integers(2, 8))
 def test_the_vocabulary_is_divided(size: int, ranks: int) -> None:
     """Whatever its size, in parts as large as the first, the last as large as the rest."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -310,6 +310,7 @@ def matrices(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int] | None, 
     return shape, block, (draw(cut(shape[0])), draw(cut(shape[1])))
 
 
+@settings(deadline=None)
 @given(matrices(), st.booleans(), st.integers(0, 99))
 def test_any_cut_of_a_quantized_weight(
     matrix: tuple[tuple[int, int], tuple[int, int] | None, TensorCuts], by_row: bool, seed: int
@@ -334,6 +335,7 @@ def test_any_cut_of_a_quantized_weight(
             assert own is None or is_aligned(own, length)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_cut_of_a_stored_tensor(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Of a whole tensor, and of an expert's part of a stack."""
