@@ -181,11 +181,11 @@ def _with_range(convert: Converter, kind: type, allowed: Range) -> Converter:
 
 
 def _with_choices(convert: Converter, choices: tuple[str, ...]) -> Converter:
-    """Return a converter that refuses all but some strings."""
+    """Return a converter that refuses all but some strings, and None if the type permits it."""
 
     def check(name: str, value: Any) -> Any:
         choice = convert(name, value)
-        if choice not in choices:
+        if choice is not None and choice not in choices:
             raise constraint_error(name, choice, f"one of {', '.join(choices)}")
         return choice
 

@@ -42,6 +42,8 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """Number of warm-up requests at the beginning."""
     output_lengths: dict[int, list[int]] = {}
     """Output lengths that the scheduler begins with; empty in a file's first line."""
+    degrees: list[int] = []
+    """Number of tensor-parallel ranks per stage; empty: one each."""
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):
@@ -63,6 +65,8 @@ class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"
     """Number of warm-up requests at the beginning of the generation."""
     output_lengths: dict[int, list[int]] = {}
     """Output lengths of earlier generations that the scheduler begins with, by class."""
+    degrees: list[int] = []
+    """Number of tensor-parallel ranks per stage; empty: one each."""
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
@@ -334,6 +338,7 @@ def split_generations(events: Iterable[StepLogEvent]) -> list[list[StepLogEvent]
                 scheduler=event.scheduler,
                 warm_ups=event.warm_ups,
                 output_lengths=event.output_lengths,
+                degrees=event.degrees,
             )
         if event is start:
             generations.append([])

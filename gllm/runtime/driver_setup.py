@@ -37,7 +37,8 @@ def create_scheduler(
     if engine.step_log is None:
         return Scheduler(config, output_lengths=assignment.output_lengths), None
     now, layers = time.monotonic(), assignment.layer_counts
-    start = StartEvent(now, engine.model, layers, config, "driver", warm_ups=1)
+    degrees = list(assignment.degrees) if max(assignment.degrees) > 1 else []
+    start = StartEvent(now, engine.model, layers, config, "driver", warm_ups=1, degrees=degrees)
     restart = RestartEvent(
         now,
         assignment.placement.generation,
@@ -47,6 +48,7 @@ def create_scheduler(
         config,
         warm_ups=1,
         output_lengths=assignment.output_lengths,
+        degrees=degrees,
     )
     step_log = continue_step_log(engine.step_log, start, restart)
     scheduler = LoggedScheduler(config, step_log.write, time.monotonic, assignment.output_lengths)

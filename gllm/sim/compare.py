@@ -56,11 +56,19 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
             f"the run had stages of {real.start.layers} layers, the profile of {profile.layers}: "
             "measure the profile at the same --pp"
         )
+    if profile.degrees != real.start.degrees:
+        raise ValueError(
+            f"the run had {real.start.degrees or 'single'} ranks per stage, the profile "
+            f"{profile.degrees or 'single ones'}: measure the profile at the same --tp"
+        )
     cost, start = FittedCostModel(profile), real.start
     factor = _slowdown(real, cost)
     requests = read_requests(events, real)
     predicted, at_speed = (
-        serve_requests(Deployment(start.model, start.layers, each, start.scheduler), requests)[0]
+        serve_requests(
+            Deployment(start.model, start.layers, each, start.scheduler, degrees=start.degrees),
+            requests,
+        )[0]
         for each in (cost, ScaledCostModel(cost, factor))
     )
     return RunComparison(real, predicted, factor, at_speed)

@@ -44,13 +44,26 @@ class CostProfile(msgspec.Struct, frozen=True):
     stage only."""
     returns: list[tuple[int, float]]
     """(samples, seconds) from the last stage's end to the commit."""
+    degrees: list[int] = []
+    """Number of tensor-parallel ranks of each stage; empty: one each."""
     format: int = FORMAT_VERSION
 
 
 def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile:
     """Build a profile from runs of one pipeline; the configuration is the first run's."""
     start = runs[0].start
-    profile = CostProfile(start.model, start.layers, start.scheduler, machine, [], [], [], [], [])
+    profile = CostProfile(
+        start.model,
+        start.layers,
+        start.scheduler,
+        machine,
+        [],
+        [],
+        [],
+        [],
+        [],
+        degrees=start.degrees,
+    )
     for run in runs:
         for costs in measure_step_costs(run):
             _take(profile, costs)

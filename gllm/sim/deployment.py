@@ -1,7 +1,7 @@
 """Simulated deployment: a model cut into stages, a cost model and a scheduler configuration."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
@@ -10,7 +10,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.event_loop import run_events
-from gllm.sim.hardware import DEVICES, LINKS, MODELS, split_layers_evenly
+from gllm.sim.hardware import DEVICES, LINKS, MODELS, expand_degrees, split_layers_evenly
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.run_record import RunRecord, StageReport, build_run_record
 from gllm.sim.workload import WorkloadRequest, to_scheduler_requests
@@ -30,6 +30,19 @@ class Deployment:
     scheduler: SchedulerConfig
     output_lengths: OutputLengths | None = None
     """Output lengths that the scheduler begins with."""
+    degrees: list[int] = field(default_factory=list)
+    """Number of tensor-parallel ranks of each stage; empty: one each."""
+
+    def start_event(self, time: float) -> StartEvent:
+        """Return the first event of a log of this deployment."""
+        return StartEvent(
+            time,
+            self.model,
+            self.layers,
+            self.scheduler,
+            source="simulator",
+            degrees=self.degrees,
+        )
 
 
 def simulate(
@@ -59,9 +72,7 @@ def serve_requests(
             f"{config.max_model_len}: raise it or choose another workload"
         )
     begin = requests[0][0] if requests else 0.0
-    events: list[StepLogEvent] = [
-        StartEvent(begin, deployment.model, deployment.layers, config, source="simulator")
-    ]
+    events: list[StepLogEvent] = [deployment.start_event(begin)]
     pipeline = SimulatedPipeline(
         config, deployment.cost, events.append, told is None, deployment.output_lengths
     )
@@ -83,32 +94,47 @@ def roofline_deployment(
     link: str = "pcie",
     scheduler: SchedulerConfig | None = None,
     efficiency: DeviceEfficiency | None = None,
+    degrees: Sequence[int] = (1,),
+    rank_link: str | None = None,
 ) -> Deployment:
-    """Return a deployment on `stages` equal devices, whose free memory is KV cache.
+    """Return a deployment on equal devices, one per rank, whose free memory is KV cache.
+
+    Args:
+        model: A name of MODELS.
+        device: A name of DEVICES.
+        stages: Number of stages.
+        max_model_len: Longest text in tokens.
+        link: A name of LINKS, between neighbouring stages.
+        scheduler: Default: SchedulerConfig().
+        efficiency: Default: DeviceEfficiency().
+        degrees: Number of tensor-parallel ranks of all stages, or of each.
+        rank_link: A name of LINKS, between the ranks of a stage; default: `link`.
 
     Raises:
-        ValueError: A name is unknown or the model does not fit.
+        ValueError: A name is unknown, sizes do not divide, or the model does not fit.
     """
+    rank_link = rank_link or link
     for kind, name, table in (
         ("model", model, MODELS), ("device", device, DEVICES), ("link", link, LINKS),
+        ("link", rank_link, LINKS),
     ):  # fmt: skip
         if name not in table:
             raise ValueError(f"{kind} {name!r} is none of {', '.join(table)}")
     shape, hardware = MODELS[model], DEVICES[device]
-    layers = split_layers_evenly(shape.layers, stages)
+    layers, ranks = split_layers_evenly(shape.layers, stages), expand_degrees(degrees, stages)
     config = scheduler or SchedulerConfig()
     blocks = []
     for stage, count in enumerate(layers):
-        room = hardware.memory * USABLE_MEMORY_SHARE - shape.stage_bytes(stage, layers)
-        blocks.append(int(room // (count * shape.kv_bytes * config.block_size)))
+        shard = shape.shard(ranks[stage])
+        room = hardware.memory * USABLE_MEMORY_SHARE - shard.stage_bytes(stage, layers)
+        blocks.append(int(room // (count * shard.kv_bytes * config.block_size)))
     if min(blocks) < 1:
         raise ValueError(
-            f"model {model} does not fit {stages} x {device}: "
-            f"its weights are {shape.parameters * 2 / 1e9:.0f} GB; raise --pp"
+            f"model {model} does not fit {sum(ranks)} x {device}: "
+            f"its weights are {shape.parameters * 2 / 1e9:.0f} GB; raise --pp or --tp"
         )
-    return Deployment(
-        model,
-        layers,
-        RooflineCostModel(shape, hardware, LINKS[link], layers, efficiency),
-        config.resolve(stages, min(blocks), max_model_len),
+    cost = RooflineCostModel(
+        shape, hardware, LINKS[link], layers, efficiency, ranks, LINKS[rank_link]
     )
+    resolved = config.resolve(stages, min(blocks), max_model_len)
+    return Deployment(model, layers, cost, resolved, degrees=ranks if max(ranks) > 1 else [])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from gllm.observability.step_log import StartEvent, StepLogEvent
+from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
 from gllm.routing.state import EngineSnapshot, RoutingRequest
@@ -76,10 +76,7 @@ class SimulatedEngine:
         self.name = name
         self.config = deployment.scheduler
         self._cost = MeteredCostModel(deployment.cost, self.config.stages)
-        start = StartEvent(
-            0.0, deployment.model, deployment.layers, self.config, source="simulator"
-        )
-        self._events: list[StepLogEvent] = [start]
+        self._events: list[StepLogEvent] = [deployment.start_event(0.0)]
         self.pipeline = SimulatedPipeline(self.config, self._cost, self._events.append)
         self.pipeline.scheduler.kv_cache.watch(with_token_ids=False)
         self._num_cache_events = 0

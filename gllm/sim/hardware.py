@@ -4,10 +4,13 @@ Owns the tables that a name on the command line stands for. Knows nothing of tim
 model's business.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 BYTES_PER_ELEMENT = 2
 """Bytes per weight, activation or KV entry: bfloat16."""
+BYTES_PER_LOGIT = 4
+"""Bytes per logit: float32."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,29 @@ class ModelShape:
             layer_counts[stage] * self.layer_weights + ends * self.head_weights
         )
 
+    def shard(self, ranks: int) -> "ModelShape":
+        """Return the shape of what one of `ranks` ranks holds and computes.
+
+        Attention is cut by heads, the MLP by its inner size, embedding and LM head by rows of the
+        vocabulary. With fewer KV heads than ranks each rank has one.
+
+        Raises:
+            ValueError: The sizes do not divide.
+        """
+        few, many = sorted((self.kv_heads, ranks))
+        if self.heads % ranks or self.mlp % ranks or many % few:
+            raise ValueError(
+                f"{self.heads} heads, {self.kv_heads} KV heads and an MLP of {self.mlp} do not "
+                f"divide into {ranks} ranks: choose another --tp"
+            )
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            mlp=self.mlp // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+        )
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -66,7 +92,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """Between neighbouring stages: bytes/s, seconds."""
+    """Between neighbouring stages, or the ranks of one: bytes/s, seconds."""
 
     bandwidth: float
     latency: float
@@ -100,6 +126,18 @@ LINKS = {
 }
 """Bandwidths of PCIe and the simulated network as measured by arXiv 2504.14775; the latencies and
 NVLink's usable rate are assumptions."""
+
+
+def expand_degrees(degrees: Sequence[int], stages: int) -> list[int]:
+    """Return the number of ranks of each stage; one number holds for all stages.
+
+    Raises ValueError for another number of degrees.
+    """
+    if len(degrees) not in (1, stages):
+        raise ValueError(
+            f"--tp {','.join(map(str, degrees))} is not one number or {stages} numbers"
+        )
+    return list(degrees) * (stages if len(degrees) == 1 else 1)
 
 
 def split_layers_evenly(layers: int, stages: int) -> list[int]:

@@ -1,17 +1,22 @@
 """Options of `gllm simulate`, and the deployment and workload that they describe."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from gllm.config.engine import MAX_RANKS
 from gllm.config.field_types import convert_fields
+from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cost_profile import read_profile
+from gllm.sim.cost_profile import CostProfile, read_profile
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.hardware import DEVICES, LINKS, MODELS
+from gllm.sim.hardware import DEVICES, LINKS, MODELS, expand_degrees
 from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
+VIDUR_RANKS = 2
+"""Devices of each stage in these profiles."""
 VIDUR_STAGE_BYTES, VIDUR_WEIGHTS, VIDUR_KV_BYTES = 0.9 * 160e9, 138e9, 320 * 1024
 """Memory of two A100s with 80 GB, weights of Llama-2-70B, its KV cache per token; in bytes."""
 
@@ -34,7 +39,22 @@ class SimulationConfig:
         le=1024,
         flags=("--pipeline-parallel-size", "--pp"),
     )
+    tensor_parallel_size: tuple[int, ...] | None = option(
+        None,
+        "devices that compute each stage together (tensor parallelism): one number, or one for "
+        "each stage, such as 2,1; default: 1, or the profile's",
+        ge=1,
+        le=MAX_RANKS,
+        parse=parse_counts,
+        flags=("--tensor-parallel-size", "--tp", "-tp"),
+    )
     link: str = option("pcie", "between neighbouring stages", choices=tuple(LINKS))
+    tensor_parallel_link: str | None = option(
+        None,
+        "between the devices of a stage; default: that of --link",
+        choices=tuple(LINKS),
+        flags=("--tensor-parallel-link", "--tp-link"),
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt + output; default: the workload's longest, or the profile's",
@@ -70,6 +90,9 @@ class SimulationConfig:
         Raises:
             ValueError: A field is invalid; the message names the field and the fix.
         """
+        degrees: Any = self.tensor_parallel_size
+        if isinstance(degrees, int) and not isinstance(degrees, bool):
+            object.__setattr__(self, "tensor_parallel_size", (degrees,))
         convert_fields(self)
 
 
@@ -105,7 +128,14 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
     if config.profile is None:
         length = config.max_model_len or longest
         return roofline_deployment(
-            config.model, config.device, stages or 4, length, config.link, config.scheduler
+            config.model,
+            config.device,
+            stages or 4,
+            length,
+            config.link,
+            config.scheduler,
+            degrees=config.tensor_parallel_size or (1,),
+            rank_link=config.tensor_parallel_link,
         )
     if config.profile == VIDUR:
         return _vidur(config, stages or 1, config.max_model_len or longest)
@@ -115,15 +145,40 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
             f"{config.profile} was measured at --pp {len(profile.layers)}: "
             f"measure it at --pp {stages}, or leave --pp out"
         )
+    _check_degrees(config, profile)
     measured = profile.scheduler
     resolved = config.scheduler.resolve(
         len(profile.layers), measured.num_blocks, config.max_model_len or measured.max_model_len
     )
-    return Deployment(profile.model, profile.layers, FittedCostModel(profile), resolved)
+    return Deployment(
+        profile.model,
+        profile.layers,
+        FittedCostModel(profile),
+        resolved,
+        degrees=profile.degrees,
+    )
+
+
+def _check_degrees(config: SimulationConfig, profile: CostProfile) -> None:
+    """Raise ValueError if --tp names other ranks than those that were measured."""
+    if config.tensor_parallel_size is None:
+        return
+    stages = len(profile.layers)
+    measured = profile.degrees or [1] * stages
+    if expand_degrees(config.tensor_parallel_size, stages) != measured:
+        degrees = ",".join(map(str, measured))
+        raise ValueError(
+            f"{config.profile} was measured at --tp {degrees}: measure another one, or leave --tp "
+            "out"
+        )
 
 
 def _vidur(config: SimulationConfig, stages: int, max_model_len: int) -> Deployment:
     """Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
+    degrees = [VIDUR_RANKS] * stages
+    chosen = config.tensor_parallel_size
+    if chosen is not None and expand_degrees(chosen, stages) != degrees:
+        raise ValueError(f"vidur's profiles are of --tp {VIDUR_RANKS}: leave --tp out")
     # scikit-learn and its forests take seconds: only where asked for.
     from gllm.sim.costs.forest import ForestCostModel
 
@@ -131,4 +186,4 @@ def _vidur(config: SimulationConfig, stages: int, max_model_len: int) -> Deploym
     tokens = (VIDUR_STAGE_BYTES * stages - VIDUR_WEIGHTS) / VIDUR_KV_BYTES
     blocks = int(tokens // config.scheduler.block_size)
     scheduler = config.scheduler.resolve(stages, blocks, max_model_len)
-    return Deployment("llama-2-70b", cost.layers, cost, scheduler)
+    return Deployment("llama-2-70b", cost.layers, cost, scheduler, degrees=degrees)

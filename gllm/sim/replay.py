@@ -84,7 +84,12 @@ def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayA
     ]
     start = run.start
     deployment = Deployment(
-        start.model, start.layers, RecordedCostModel(run), start.scheduler, start.output_lengths
+        start.model,
+        start.layers,
+        RecordedCostModel(run),
+        start.scheduler,
+        start.output_lengths,
+        start.degrees,
     )
     _, simulated = serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
     real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gllm.observability import step_log
 from gllm.observability.step_log import (
@@ -40,6 +41,20 @@ def test_the_first_driver_starts_the_log_and_later_ones_restart_it(tmp_path: Pat
         log.write(add(seq))
         log.close()
     assert list(read_step_log(path)) == [START, add(0), RESTART, add(1), RESTART, add(2)]
+
+
+def test_generations_know_their_ranks(tmp_path: Path) -> None:
+    """Each has its own; a file of earlier versions says nothing of them."""
+    path = tmp_path / "log"
+    start, restart = replace(START, degrees=[2, 1]), replace(RESTART, degrees=[1, 2])
+    log = StepLogWriter(path)
+    for event in (start, restart, RESTART):
+        log.write(event)
+    log.close()
+    heads = [events[0] for events in split_generations(read_step_log(path))]
+    assert [isinstance(head, StartEvent) and head.degrees for head in heads] == [[2, 1], [1, 2], []]
+    path.write_bytes(path.read_bytes().replace(b',"degrees":[2,1]', b""))
+    assert next(iter(read_step_log(path))) == START
 
 
 @given(cut=st.integers(0, 2000), last_prompt=st.integers(1, 300))

@@ -25,7 +25,7 @@ from gllm.scheduler.plan import (
 )
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests
+from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.replay import replay_calls, replay_step_times
 from gllm.sim.report import format_metrics_table, summarize_run
@@ -125,6 +125,29 @@ def test_replay_follows_the_lengths_that_a_restart_begins_with() -> None:
     assert replay_calls(events).share == replay_step_times(events).share == 1.0
     with pytest.raises(ValueError, match="lacks sequence"):
         replay_calls([start, *logged[1:]])
+
+
+def test_replay_follows_ranks() -> None:
+    """Generations with other ranks are replayed by their own times."""
+    config = SchedulerConfig(prefix_cache=False)
+    jobs = make_workload("uniform:20,200,5,20", 30, 4.0, "poisson", 0)
+    logs = []
+    for degrees in ([2, 1], [1, 2]):
+        deployment = roofline_deployment(
+            "qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config, degrees=degrees
+        )
+        logs.append(simulate(deployment, jobs)[1])
+    first, second = (log[0] for log in logs)
+    assert isinstance(first, StartEvent)
+    assert isinstance(second, StartEvent)
+    restart = RestartEvent(
+        second.time, 2, "killed", 0, second.layers, second.scheduler, degrees=second.degrees
+    )
+    events = [*logs[0], restart, *logs[1][1:]]
+    assert (first.degrees, restart.degrees) == ([2, 1], [1, 2])
+    calls, times = replay_calls(events), replay_step_times(events)
+    assert calls.share == times.share == 1.0
+    assert times.num_plans == calls.num_plans > 60
 
 
 def test_a_changed_plan_after_a_restart_is_noticed() -> None:

@@ -8,13 +8,27 @@ Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performan
 The rounding: over the token-level operators of Vidur's tables (A100, A40, H100; five models) it is
 off by 4 to 8 % on average with each pair's own efficiencies, the sharp corner by 6 to 11 %
 (`python -m scripts.roofline_error`).
+
+The ranks of a stage compute their shares at the same time. Their sums, one after attention and one
+after the MLP of each layer, and one of the embedding, do not overlap with that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.hardware import BYTES_PER_ELEMENT, DeviceSpec, ModelShape, NetworkLink
+from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
+from gllm.sim.hardware import (
+    BYTES_PER_ELEMENT,
+    BYTES_PER_LOGIT,
+    DeviceSpec,
+    ModelShape,
+    NetworkLink,
+)
+
+SUMS_PER_LAYER = 2
+"""All-reduces of each layer: after attention and after the MLP."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,17 @@ class DeviceEfficiency:
 
 
 class RooflineCostModel:
-    """A model in `layer_counts` stages, each on one device, neighbours joined by equal links."""
+    """A model in stages of one or several devices each, neighbours joined by equal links.
+
+    Args:
+        model: The whole model.
+        device: Every device.
+        link: Between neighbouring stages.
+        layer_counts: Number of layers of each stage.
+        efficiency: Shares of the peak rates that are reached.
+        degrees: Number of tensor-parallel ranks of each stage; default: one each.
+        rank_link: Between the ranks of a stage; default: `link`.
+    """
 
     def __init__(
         self,
@@ -42,20 +66,37 @@ class RooflineCostModel:
         link: NetworkLink,
         layer_counts: list[int],
         efficiency: DeviceEfficiency | None = None,
+        degrees: Sequence[int] | None = None,
+        rank_link: NetworkLink | None = None,
     ) -> None:
         self._model = model
         self._link = link
+        self._rank_link = rank_link or link
         self._layers = layer_counts
+        self._degrees = list(degrees or [1] * len(layer_counts))
+        self._shards = [model.shard(ranks) for ranks in self._degrees]
         self._efficiency = efficiency or DeviceEfficiency()
         self._flops = device.flops * self._efficiency.compute
         self._bandwidth = device.bandwidth * self._efficiency.memory
 
     def stage_seconds(self, stage: int, work: StageWork) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
-        seconds = self._layers[stage] * self._layer_seconds(work)
+        shard = self._shards[stage]
+        seconds = self._layers[stage] * self._layer_seconds(shard, work)
         if stage == len(self._layers) - 1 and work.num_sampled_rows:
-            seconds += self._matrix_seconds(self._model.head_weights, work.num_sampled_rows)
-        return seconds + self._efficiency.stage_overhead
+            seconds += self._matrix_seconds(shard.head_weights, work.num_sampled_rows)
+        return seconds + self._efficiency.stage_overhead + self.collective_seconds(stage, work)
+
+    def collective_seconds(self, stage: int, work: StageWork) -> float:
+        """Return the share of `stage_seconds` in which the stage's ranks communicate."""
+        model, ranks = self._model, self._degrees[stage]
+        size = work.num_tokens * model.hidden * BYTES_PER_ELEMENT
+        num_sums = SUMS_PER_LAYER * self._layers[stage] + (stage == 0)
+        seconds = num_sums * all_reduce_seconds(size, ranks, self._rank_link)
+        if stage == len(self._layers) - 1 and work.num_sampled_rows:
+            logits = work.num_sampled_rows * model.vocabulary * BYTES_PER_LOGIT
+            seconds += gather_seconds(logits, ranks, self._rank_link)
+        return seconds
 
     def link_seconds(self, stage: int, work: StageWork) -> float:
         """One tensor [tokens, hidden] of bf16."""
@@ -74,8 +115,8 @@ class RooflineCostModel:
         """Constant."""
         return self._efficiency.return_overhead
 
-    def _layer_seconds(self, work: StageWork) -> float:
-        model = self._model
+    def _layer_seconds(self, model: ModelShape, work: StageWork) -> float:
+        """Return the time of one layer on one rank, whose share of the model is `model`."""
         seconds = self._matrix_seconds(model.layer_weights, work.num_tokens)
         # Two products of 2 FLOP for each query-key pair, head and head dimension.
         per_pair = 4 * model.heads * model.head_dim
