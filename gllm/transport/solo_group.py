@@ -1,0 +1,58 @@
+"""Groups of a rank that computes without the other ranks of its stage, for measurements.
+
+The results are wrong: a part stands for the sum. A rank can thus be timed before the others have
+loaded anything.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gllm.transport.groups import StageGroups
+
+
+class SoloGroup:
+    """Group that waits for nobody."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def partial(self, rows: int, width: int) -> Tensor | None:
+        """See RankGroup."""
+        return None
+
+    def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the part, with the bias."""
+        return (partial if bias is None else partial + bias).to(dtype)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values
+
+    def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """Return the part with zeros in place of the others' parts on rank 0; elsewhere None."""
+        if self.rank:
+            return None
+        return functional.pad(part, (0, sum(sizes) - part.shape[1]))
+
+    def meet(self, step: int, error: str) -> str:
+        """Return the error of this rank."""
+        return error
+
+    def tell(self, values: Tensor | None, count: int) -> Tensor:
+        """Return the values, or zeros on other ranks than 0."""
+        return torch.zeros(count, dtype=torch.int64) if values is None else values
+
+    def cancel(self) -> None:
+        """See RankGroup; nobody waits."""
+
+    def close(self) -> None:
+        """See RankGroup; there is nothing to free."""
+
+
+def create_solo_groups(rank: int, size: int) -> StageGroups:
+    """Return groups of a rank that computes alone."""
+    group = SoloGroup(rank, size)
+    return StageGroups(group, group)

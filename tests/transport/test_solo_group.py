@@ -1,0 +1,27 @@
+"""A rank alone: shapes are those of a group, and nobody is waited for."""
+
+import pytest
+import torch
+
+from gllm.transport.solo_group import create_solo_groups
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_shapes_are_those_of_a_group(rank: int) -> None:
+    group = create_solo_groups(rank, 3).layers
+    part, bias = torch.randn(4, 8), torch.randn(8)
+    assert group.partial(4, 8) is None
+    assert torch.equal(group.sum(part, bias, torch.float32), part + bias)
+    assert group.sum(part, None, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(group.maximum(bias), bias)
+    gathered = group.gather(part, [8, 8, 7])
+    if rank:
+        assert gathered is None
+    else:
+        assert gathered is not None
+        assert gathered.shape == (4, 23)
+        assert torch.equal(gathered[:, :8], part)
+    assert group.meet(3, "error") == "error"
+    assert group.tell(None, 2).tolist() == [0, 0]
+    group.cancel()
+    group.close()
