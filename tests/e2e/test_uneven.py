@@ -49,7 +49,7 @@ def layers_of(llm: LLM) -> list[int]:
 
 
 def test_layers_change_under_requests_without_an_error(undisturbed: list[RequestOutput]) -> None:
-    slowed = {"debug_slowdown": (1, 6), "layers": "even", "rebalance": True}
+    slowed: dict[str, Any] = {"debug_slowdown": (1, 6), "layers": "even", "rebalance": True}
     with LLM("demo", **OPTIONS, **slowed) as llm:
         before = layers_of(llm)
         outputs = llm.generate(PROMPTS, PARAMS)
