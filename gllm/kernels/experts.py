@@ -5,9 +5,9 @@ Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2022), section 2; DeepS
 (correction bias).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from gllm.kernels.activation import sigmoid
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear
-from gllm.kernels.linear import linear
+from gllm.kernels.linear import linear, row_magnitudes
 from gllm.kernels.weight_format import Matrix, Weight, WeightFormat, format_of
 
 
@@ -80,6 +80,8 @@ def run_experts(
     expert_weights: Tensor,
     gate_up: Sequence[GatedMatrix],
     down: Sequence[Matrix],
+    out: Tensor | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [tokens, hidden].
 
@@ -92,22 +94,37 @@ def run_experts(
         expert_weights: [tokens, top_k], from `route`.
         gate_up: [2 * intermediate, hidden] of each expert.
         down: [hidden, intermediate] of each expert.
+        out: [tokens, hidden] float32: receives the sum without rounding, if the experts lack some
+            intermediate elements. The result is then `out`.
+        agree: returns the largest of all ranks' row magnitudes [tokens * top_k], if the experts
+            lack some intermediate elements and the format of `down` scales rows.
     """
     order = expert_ids.flatten().argsort(stable=True)
     tokens = order // expert_ids.shape[1]
-    counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
-    flat_weights = expert_weights.flatten()
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    begin = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        rows = tokens[begin : begin + count]
-        output = linear(gated_linear(x[rows], gate_up[expert]), down[expert], None)
-        weights = flat_weights[order[begin : begin + count], None]
-        result.index_add_(0, rows, output.to(torch.float32) * weights)
-        begin += count
-    return result.to(x.dtype)
+    ends = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).cumsum(0).tolist()
+    spans = [
+        (expert, slice(begin, end))
+        for expert, (begin, end) in enumerate(pairwise([0, *ends]))
+        if begin < end
+    ]
+    flat_weights = expert_weights.flatten()[order]
+    inner = (gated_linear(x[tokens[span]], gate_up[expert]) for expert, span in spans)
+    magnitudes = None
+    if agree is not None and spans:
+        # All experts at once: ranks agree in one exchange.
+        kept = list(inner)
+        magnitudes = agree(torch.cat([row_magnitudes(part, down[0]) for part in kept]))
+        inner = (part for part in kept)
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if out is None else out
+    if out is not None:
+        result.zero_()
+    for (expert, span), gated in zip(spans, inner, strict=True):
+        output = None if out is None else torch.empty_like(out[: len(gated)])
+        scales = None if magnitudes is None else magnitudes[span]
+        output = linear(gated, down[expert], None, output, scales)
+        weighted = output.to(torch.float32) * flat_weights[span, None]
+        result.index_add_(0, tokens[span], weighted)
+    return result.to(x.dtype) if out is None else result
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,11 @@ from torch import Tensor
 from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, convert, weight_format
 
 
-def prepare(weight: Tensor | Sequence[Weight], quantization: str = UNQUANTIZED) -> Matrix:
+def prepare(
+    weight: Tensor | Sequence[Weight],
+    quantization: str = UNQUANTIZED,
+    magnitudes: Tensor | None = None,
+) -> Matrix:
     """Return a copy of a weight, laid out for `linear`.
 
     A single part that stays in the checkpoint's format is not copied.
@@ -19,14 +23,38 @@ def prepare(weight: Tensor | Sequence[Weight], quantization: str = UNQUANTIZED) 
         weight: [outputs, inputs], whole or in parts that are stacked along the outputs.
         quantization: a format of WEIGHT_FORMATS that is computed from floats; with "none" weights
             stay in the format of the checkpoint.
+        magnitudes: [outputs] float32: largest magnitude of each output's whole row, if `weight`
+            lacks some inputs of it; None if the rows are whole.
     """
     parts = [weight] if isinstance(weight, Tensor) else weight
     target, parts = convert(parts, quantization)
+    if magnitudes is not None:
+        parts_of_rows: Matrix = target.prepare_part(parts, magnitudes)
+        return parts_of_rows
     matrix: Matrix = target.prepare(parts)
     return matrix
 
 
-def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+def scales_rows(matrix: Matrix) -> bool:
+    """Return whether products by a matrix scale each row of x by its largest magnitude."""
+    return weight_format(matrix.format).scales_rows
+
+
+def row_magnitudes(x: Tensor, matrix: Matrix) -> Tensor:
+    """Return the largest magnitude of each row of x [tokens, inputs], [tokens] float32.
+
+    It is +inf for a row with a number that is not finite.
+    """
+    return weight_format(matrix.format).row_magnitudes(x)
+
+
+def linear(
+    x: Tensor,
+    matrix: Matrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    magnitudes: Tensor | None = None,
+) -> Tensor:
     """Return x W^T + b, [tokens, outputs].
 
     Args:
@@ -34,8 +62,13 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None = 
         matrix: W, from `prepare`.
         bias: b [outputs].
         out: receives the result if given: contiguous, of x's dtype or float32.
+        magnitudes: [tokens] float32: `row_magnitudes` of the whole rows, if x and W lack some
+            inputs and the format scales rows.
     """
-    return weight_format(matrix.format).multiply(x, matrix, bias, out)
+    target = weight_format(matrix.format)
+    if magnitudes is None:
+        return target.multiply(x, matrix, bias, out)
+    return target.multiply_part(x, matrix, bias, out, magnitudes)
 
 
 def lookup_rows(matrix: Matrix, ids: Tensor) -> Tensor:

@@ -192,5 +192,8 @@ def linear_fp8(
         from gllm.kernels.triton import linear_fp8 as on_gpu
 
         return on_gpu.linear_fp8(x, matrix, bias, out)
-    result = functional.linear(x, dequantize(matrix).to(x.dtype), bias)
+    # A part of a sum is not rounded to the dtype of x.
+    dtype = x.dtype if out is None else out.dtype
+    bias = None if bias is None else bias.to(dtype)
+    result = functional.linear(x.to(dtype), dequantize(matrix).to(dtype), bias)
     return result if out is None else out.copy_(result)

@@ -2,7 +2,8 @@
 
 Each output's weights and each token's activations have one scale; their products are summed exactly
 in integers. A row's result therefore depends on no other row of its batch, and every implementation
-returns the same bits.
+returns the same bits. Tensor-parallel ranks that hold some inputs each first agree on the largest
+magnitude of the whole row: their codes are those of the whole product.
 
 Source: Dettmers et al., "LLM.int8()" (2022), sections 2 (absmax quantization) and 3.1 (vector-wise
 quantization: scales of rows and columns); no outliers are kept in a larger type.
@@ -75,6 +76,8 @@ class Int8Matrix:
 class Int8Format(WeightFormat[Int8Matrix]):
     """8-bit integers, quantized from floats when a model is loaded."""
 
+    scales_rows = True
+
     def prepare(self, parts: Sequence[Tensor]) -> Int8Matrix:
         """Return the quantized weight. Raises ValueError for more inputs than MAX_INPUTS."""
         return prepare_int8(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
@@ -85,9 +88,48 @@ class Int8Format(WeightFormat[Int8Matrix]):
         """Return x W^T + b, [tokens, outputs]; see WeightFormat."""
         return linear_int8(x, matrix, bias, out)
 
+    def prepare_part(self, parts: Sequence[Tensor], magnitudes: Tensor) -> Int8Matrix:
+        """Return the quantized part of a weight; see WeightFormat."""
+        return prepare_int8(parts[0] if len(parts) == 1 else torch.cat(list(parts)), magnitudes)
 
-def quantize_rows(x: Tensor) -> QuantizedRows:
-    """Return x [rows, size] as codes, each row scaled by its largest magnitude."""
+    def row_magnitudes(self, x: Tensor) -> Tensor:
+        """Return the largest magnitude of each row of x, [tokens] float32; see WeightFormat."""
+        return row_magnitudes(x)
+
+    def multiply_part(
+        self,
+        x: Tensor,
+        matrix: Int8Matrix,
+        bias: Tensor | None,
+        out: Tensor | None,
+        magnitudes: Tensor,
+    ) -> Tensor:
+        """Return x W^T + b of some inputs, [tokens, outputs]; see WeightFormat."""
+        return linear_int8(x, matrix, bias, out, magnitudes)
+
+
+def row_magnitudes(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of x [rows, size], [rows] float32.
+
+    It is +inf for a row in which a number is not finite: other than NaN, it is the larger one of
+    any two.
+    """
+    x = x.contiguous()
+    library = library_for(x, "linear_int8")
+    if library is None:
+        magnitudes = x.to(torch.float32).abs().amax(dim=1)
+        return magnitudes.masked_fill(~magnitudes.isfinite(), torch.inf)
+    magnitudes = library.empty((len(x),), torch.float32)
+    flags = (DTYPES[x.dtype], torch.get_num_threads())
+    library(QuantizeArguments(x.data_ptr(), None, None, *x.shape, *flags, magnitudes.data_ptr()))
+    return magnitudes
+
+
+def quantize_rows(x: Tensor, magnitudes: Tensor | None = None) -> QuantizedRows:
+    """Return x [rows, size] as codes, each row scaled by its largest magnitude.
+
+    magnitudes: [rows] float32: those of the whole rows, if x lacks some of their numbers.
+    """
     x = x.contiguous()
     rows, size = x.shape
     codes = x.new_empty(rows, -(-size // GROUP_INPUTS) * GROUP_INPUTS, dtype=torch.uint8)
@@ -96,10 +138,11 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     if library is not None:
         pointers = (x.data_ptr(), codes.data_ptr(), scales.data_ptr())
         flags = (DTYPES[x.dtype], torch.get_num_threads())
-        library(QuantizeArguments(*pointers, rows, size, *flags))
+        library(QuantizeArguments(*pointers, rows, size, *flags, data_pointer(magnitudes)))
         return QuantizedRows(codes, scales)
     numbers = x.to(torch.float32)
-    magnitudes = numbers.abs().amax(dim=1)
+    if magnitudes is None:
+        magnitudes = row_magnitudes(x)
     is_finite = magnitudes.isfinite()
     # A tensor as the dividend: torch computes number / tensor as the reciprocal times the number.
     max_codes = torch.full_like(magnitudes, MAX_CODE)
@@ -111,8 +154,13 @@ def quantize_rows(x: Tensor) -> QuantizedRows:
     return QuantizedRows(codes, scales)
 
 
-def prepare_int8(weight: Tensor) -> Int8Matrix:
+def prepare_int8(weight: Tensor, magnitudes: Tensor | None = None) -> Int8Matrix:
     """Return weight [outputs, inputs], quantized by output and laid out in panels.
+
+    Args:
+        weight: [outputs, inputs].
+        magnitudes: [outputs] float32: largest magnitude of each whole row, if `weight` lacks some
+            inputs.
 
     Raises:
         ValueError: the weight has more inputs than MAX_INPUTS.
@@ -128,7 +176,10 @@ def prepare_int8(weight: Tensor) -> Int8Matrix:
     scales = weight.new_zeros(panels, PANEL_OUTPUTS, dtype=torch.float32)
     offsets = weight.new_zeros(panels, PANEL_OUTPUTS, dtype=torch.int32)
     for begin in range(0, outputs, SLAB_OUTPUTS):
-        rows = quantize_rows(weight[begin : begin + SLAB_OUTPUTS])
+        rows = quantize_rows(
+            weight[begin : begin + SLAB_OUTPUTS],
+            None if magnitudes is None else magnitudes[begin : begin + SLAB_OUTPUTS],
+        )
         slab = rows.codes.bitwise_xor_(ZERO_POINT).view(torch.int8)
         slab = functional.pad(slab, (0, 0, 0, -len(slab) % PANEL_OUTPUTS))
         at = slice(begin // PANEL_OUTPUTS, (begin + len(slab)) // PANEL_OUTPUTS)
@@ -141,7 +192,11 @@ def prepare_int8(weight: Tensor) -> Int8Matrix:
 
 
 def linear_int8(
-    x: Tensor, matrix: Int8Matrix, bias: Tensor | None, out: Tensor | None = None
+    x: Tensor,
+    matrix: Int8Matrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    magnitudes: Tensor | None = None,
 ) -> Tensor:
     """Return x W^T + b, [tokens, outputs].
 
@@ -150,12 +205,14 @@ def linear_int8(
         matrix: W [outputs, inputs].
         bias: b [outputs], of x's dtype.
         out: receives the result if given: contiguous, of x's dtype or float32.
+        magnitudes: [tokens] float32, contiguous: `row_magnitudes` of the whole rows, if x lacks
+            some inputs.
     """
     x = x.contiguous()
     library, shape = library_for(x, "linear_int8"), (len(x), matrix.outputs)
     if library is None:
         result = x.new_empty(shape) if out is None else out
-        return _multiply_reference(quantize_rows(x), matrix, bias, result)
+        return _multiply_reference(quantize_rows(x, magnitudes), matrix, bias, result)
     result = library.empty(shape, x.dtype) if out is None else out
     library(
         Int8Arguments(
@@ -170,6 +227,7 @@ def linear_int8(
             DTYPES[x.dtype],
             result.dtype == torch.float32,
             torch.get_num_threads(),
+            data_pointer(magnitudes),
         )
     )
     return result

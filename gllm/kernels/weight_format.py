@@ -55,6 +55,9 @@ class WeightFormat(ABC, Generic[M]):
     them."""
     has_lookup: ClassVar[bool] = False
     """True if `lookup` is implemented: the matrix keeps the exact values of the weight."""
+    scales_rows: ClassVar[bool] = False
+    """True if products scale each row of x by its largest magnitude. Ranks that hold some inputs
+    each have to agree on the magnitude of the whole row first."""
 
     def load(
         self,
@@ -91,6 +94,15 @@ class WeightFormat(ABC, Generic[M]):
             ValueError: the parts cannot be represented in this format.
         """
 
+    def prepare_part(self, parts: Sequence[Any], magnitudes: Tensor) -> M:
+        """Return one matrix of parts [outputs, inputs] that lack some inputs of the whole weight.
+
+        Args:
+            parts: as in `prepare`.
+            magnitudes: [outputs] float32: largest magnitude of each output's whole row.
+        """
+        return self.prepare(parts)
+
     def prepare_gated(self, parts: Sequence[Any], activation: str) -> M:
         """Return one matrix of a gate and an up projection, for `multiply_gated`.
 
@@ -110,6 +122,27 @@ class WeightFormat(ABC, Generic[M]):
             bias: b [outputs].
             out: receives the result if given: contiguous, of x's dtype or float32.
         """
+
+    def row_magnitudes(self, x: Tensor) -> Tensor:
+        """Return the largest magnitude of each row of x, [tokens] float32.
+
+        It is +inf for a row with a number that is not finite.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not scale rows")
+
+    def multiply_part(
+        self,
+        x: Tensor,
+        matrix: M,
+        bias: Tensor | None,
+        out: Tensor | None,
+        magnitudes: Tensor,
+    ) -> Tensor:
+        """Return x W^T + b as `multiply` does, where x and W lack some inputs of the whole product.
+
+        magnitudes: [tokens] float32: as from `row_magnitudes`, but of the whole rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not scale rows")
 
     def multiply_gated(self, x: Tensor, matrix: M, bias: Tensor | None, activation: str) -> Tensor:
         """Return act(x G^T + b) * (x U^T + c), [tokens, outputs].

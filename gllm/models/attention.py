@@ -68,7 +68,8 @@ class Attention:
                 self.norms = query_norm, key_norm
         slopes = None
         if spec.alibi_scale is not None:
-            slopes = compute_alibi_slopes(num_heads) * spec.alibi_scale
+            slopes = compute_alibi_slopes(spec.all_heads or num_heads) * spec.alibi_scale
+            slopes = slopes[spec.first_head : spec.first_head + num_heads]
         self.scaling = AttentionScaling(spec.scale, spec.softcap, slopes)
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: LayerCache) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.layer_norm import layer_norm
-from gllm.kernels.linear import linear, prepare
+from gllm.kernels.linear import linear, prepare, row_magnitudes, scales_rows
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
-from gllm.kernels.weight_format import UNQUANTIZED, Weight
+from gllm.kernels.weight_format import UNQUANTIZED, Matrix, Weight, weight_format
 from gllm.models.loader import Weights
 from gllm.models.spec import LinearSpec, NormSpec
 
@@ -77,6 +77,26 @@ def read_bias(spec: LinearSpec, weights: Weights, outputs: Sequence[int]) -> Ten
     return weights.read_stacked(spec.names, "bias", rows) if spec.has_bias else None
 
 
+def read_matrix(
+    spec: LinearSpec,
+    weights: Weights,
+    outputs: Sequence[int],
+    inputs: int,
+    is_exact: bool = False,
+) -> Matrix:
+    """Read the weights of several projections, stacked and laid out for `linear`.
+
+    is_exact: exempts them from `--quantization`.
+    """
+    quantization = UNQUANTIZED if is_exact else weights.quantization
+    parts = read_matrices(spec, weights, outputs, inputs)
+    magnitudes = None
+    if spec.columns is not None and weight_format(quantization).scales_rows:
+        # Scales are those of whole rows: the ranks' codes are those of the whole weight.
+        magnitudes = read_row_magnitudes(spec, weights, outputs)
+    return prepare(parts, quantization, magnitudes)
+
+
 class Linear:
     """Linear layer y = x W^T + b; W is stacked from the tensors of several projections."""
 
@@ -99,19 +119,41 @@ class Linear:
             order: [sum of outputs] int64: stored index of each output; None if they are in order.
             is_exact: exempts the layer from `--quantization`.
         """
-        quantization = UNQUANTIZED if is_exact else weights.quantization
+        self._ranks, self._is_summed = weights.ranks, spec.is_summed
+        self._has_part_of_inputs = spec.columns is not None
+        self.outputs = sum(outputs)
         self.bias = read_bias(spec, weights, outputs)
+        if self._has_part_of_inputs and not self._is_summed and self._ranks.rank > 0:
+            # Somebody else adds the ranks' outputs: the bias counts once.
+            self.bias = None
         if order is None:
-            parts = read_matrices(spec, weights, outputs, inputs)
-            self.matrix = prepare(parts, quantization)
+            self.matrix = read_matrix(spec, weights, outputs, inputs, is_exact)
             return
         ordered = torch.cat(read_projections(spec, weights, outputs, inputs))[order]
-        self.matrix = prepare(ordered, quantization)
+        self.matrix = prepare(ordered, UNQUANTIZED if is_exact else weights.quantization)
         self.bias = None if self.bias is None else self.bias[order]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return y [tokens, outputs] of x [tokens, inputs]."""
-        return linear(x, self.matrix, self.bias)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return y [tokens, outputs] of x [tokens, inputs].
+
+        Where this rank has a part of the inputs, y is the sum of all ranks if the spec says so;
+        otherwise it is this rank's addend.
+
+        Args:
+            x: [tokens, inputs].
+            out: receives the result if given, unless it is a sum: contiguous, of x's dtype or
+                float32.
+        """
+        if not self._has_part_of_inputs:
+            return linear(x, self.matrix, self.bias, out)
+        group, magnitudes = self._ranks.layers, None
+        if scales_rows(self.matrix):
+            magnitudes = group.maximum(row_magnitudes(x, self.matrix))
+        if not self._is_summed:
+            return linear(x, self.matrix, self.bias, out, magnitudes)
+        part = group.partial(len(x), self.outputs)
+        part = linear(x, self.matrix, None, part, magnitudes)
+        return group.sum(part, self.bias, x.dtype)
 
 
 class Norm:

@@ -19,9 +19,9 @@ from gllm.kernels.experts import (
     stack,
 )
 from gllm.kernels.gated_linear import GatedMatrix, gated_linear, prepare_gated
-from gllm.kernels.linear import linear, prepare
+from gllm.kernels.linear import linear, prepare, scales_rows
 from gllm.kernels.weight_format import Matrix
-from gllm.models.basic_layers import Linear, read_bias, read_matrices
+from gllm.models.basic_layers import Linear, read_bias, read_matrices, read_matrix
 from gllm.models.errors import ModelError
 from gllm.models.loader import Weights
 from gllm.models.spec import ExpertsSpec, LinearSpec, MLPSpec
@@ -40,11 +40,14 @@ class MLP:
             self.up_proj = Linear(spec.up_proj, weights, [spec.intermediate_size], hidden_size)
         self.down_proj = Linear(spec.down_proj, weights, [hidden_size], spec.intermediate_size)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the output [tokens, hidden] of x [tokens, hidden]."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the output [tokens, hidden] of x [tokens, hidden].
+
+        out: see Linear, of which it is that of `down_proj`.
+        """
         if isinstance(self.up_proj, GatedMatrix):
-            return self.down_proj(gated_linear(x, self.up_proj))
-        return self.down_proj(apply_activation(self.activation, self.up_proj(x)))
+            return self.down_proj(gated_linear(x, self.up_proj), out)
+        return self.down_proj(apply_activation(self.activation, self.up_proj(x)), out)
 
 
 def read_gated(spec: MLPSpec, weights: Weights, hidden_size: int) -> GatedMatrix:
@@ -66,11 +69,11 @@ def read_separate_experts(
 ) -> SeparateExperts:
     """Read the weights of experts, one matrix per expert and projection."""
     gate_up = [read_gated(expert, weights, hidden_size) for expert in experts]
-    parts = (
-        read_matrices(expert.down_proj, weights, [hidden_size], expert.intermediate_size)
+    down = [
+        read_matrix(expert.down_proj, weights, [hidden_size], expert.intermediate_size)
         for expert in experts
-    )
-    return gate_up, [prepare(part, weights.quantization) for part in parts]
+    ]
+    return gate_up, down
 
 
 def read_stacked_experts(
@@ -121,6 +124,7 @@ class Experts:
             self.experts = read_stacked_experts(experts, weights, hidden_size)
         else:
             self.experts = read_separate_experts(experts, weights, hidden_size)
+        self._ranks, self._is_summed = weights.ranks, spec.is_summed
         self.shared_expert: MLP | None = None
         if spec.shared_expert is not None:
             self.shared_expert = MLP(spec.shared_expert, weights, hidden_size)
@@ -134,16 +138,20 @@ class Experts:
         """Return the output [tokens, hidden] of x [tokens, hidden]."""
         logits = linear(x.to(torch.float32), self.router, None)
         expert_ids, expert_weights = route(logits, self.routing, self.correction_bias)
+        out = self._ranks.layers.partial(*x.shape) if self._is_summed else None
         if isinstance(self.experts, StackedExperts):
             result = run_stacked(x, expert_ids, expert_weights, self.experts)
         else:
-            result = run_experts(x, expert_ids, expert_weights, *self.experts)
-        if self.shared_expert is None:
-            return result
-        shared = self.shared_expert(x)
-        if self.shared_expert_gate is not None:
-            shared = shared * sigmoid(self.shared_expert_gate(x))
-        return result + shared
+            agree = None
+            if self._is_summed and scales_rows(self.experts[1][0]):
+                agree = self._ranks.layers.maximum
+            result = run_experts(x, expert_ids, expert_weights, *self.experts, out, agree)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x, None if out is None else torch.empty_like(out))
+            if self.shared_expert_gate is not None:
+                shared = shared * sigmoid(self.shared_expert_gate(x))
+            result = result + shared if out is None else result.add_(shared)
+        return self._ranks.layers.sum(result, None, x.dtype) if self._is_summed else result
 
 
 def expert_spec(spec: MLPSpec, index: int) -> MLPSpec:

@@ -20,6 +20,7 @@ from torch import Tensor
 from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
 from gllm.models.block_cuts import TensorCuts, cut_scales, widen_cuts
 from gllm.models.errors import ModelError
+from gllm.models.ranks import Ranks
 from gllm.models.spec import ModelSpec
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, select, split_experts
 from gllm.models.tensor_cuts import tensor_cuts
@@ -311,13 +312,20 @@ class Weights:
     """Tensors of a checkpoint below a common prefix."""
 
     def __init__(
-        self, checkpoint: Checkpoint, prefix: str = "", quantization: str = "none"
+        self,
+        checkpoint: Checkpoint,
+        prefix: str = "",
+        quantization: str = "none",
+        ranks: Ranks | None = None,
     ) -> None:
         """Select the tensors whose names begin with a prefix."""
         self._checkpoint = checkpoint
         self._prefix = prefix
         self.quantization = quantization
         """Format to which linear layers are quantized: a key of WEIGHT_FORMATS."""
+        model = checkpoint.model
+        self.ranks = ranks or Ranks(model.rank, model.ranks)
+        """The ranks of the stage; modules with partial sums keep this object."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -326,7 +334,8 @@ class Weights:
 
     def at(self, part: str) -> "Weights":
         """Return the tensors below `part`, a name without the final dot."""
-        return Weights(self._checkpoint, f"{self._prefix}{part}.", self.quantization)
+        prefix = f"{self._prefix}{part}."
+        return Weights(self._checkpoint, prefix, self.quantization, self.ranks)
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Read one tensor of this shape."""

@@ -21,7 +21,7 @@ from gllm.models.basic_layers import Norm, optional_norm
 from gllm.models.layer import DecoderLayer
 from gllm.models.layers import DecoderLayers
 from gllm.models.loader import Weights
-from gllm.models.spec import ModelSpec, RopeSpec
+from gllm.models.spec import Cut, ModelSpec, RopeSpec
 
 HEAD_ROWS = 256
 """Rows for which the LM head computes logits at once; its output is as wide as the vocabulary."""
@@ -45,10 +45,14 @@ class Embedding:
     def __init__(self, model: ModelSpec, weights: Weights, shared: Matrix | None) -> None:
         """Read the weights, unless `shared`, the LM head's weight on this stage, is the same."""
         spec = model.embedding
+        self.rows = _token_range(spec.rows, model.vocab_size)
+        """Tokens of the vocabulary that this rank has."""
         if shared is None:
-            shape = (model.vocab_size, model.hidden_size)
+            shape = (len(self.rows), model.hidden_size)
             shared = unpacked(weights.read(f"{spec.name}.weight", *shape))
         self.table = shared
+        self.vocab_size = model.vocab_size
+        self._ranks = weights.ranks
         # In the weights' dtype: checkpoints were trained with a scale of that precision.
         self.scale = torch.tensor(spec.scale, dtype=weights.dtype)
         self.is_scaled = spec.scale != 1
@@ -61,12 +65,31 @@ class Embedding:
 
     def __call__(self, inputs: StageInputs) -> Tensor:
         """Return the residual stream [tokens, hidden]."""
-        hidden = lookup_rows(self.table, inputs.token_ids)
+        hidden = self._look_up(inputs.token_ids)
         if self.is_scaled:
             hidden = hidden * self.scale
         if self.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self.positions)
         return hidden if self.norm is None else self.norm(hidden)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Return the embeddings [n, hidden] of ids [n]: those of other ranks come by a sum.
+
+        Raises:
+            IndexError: on a CPU, an id is out of range.
+        """
+        if len(self.rows) == self.vocab_size:
+            return lookup_rows(self.table, ids)
+        if ids.is_cpu and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        local = ids - self.rows.start
+        is_elsewhere = (local < 0) | (local >= len(self.rows))
+        embeddings = lookup_rows(self.table, local.masked_fill(is_elsewhere, 0))
+        embeddings.masked_fill_(is_elsewhere[:, None], 0)
+        group = self._ranks.layers
+        part = group.partial(*embeddings.shape)
+        part = embeddings if part is None else part.copy_(embeddings)
+        return group.sum(part, None, embeddings.dtype)
 
 
 class LMHead:
@@ -76,28 +99,65 @@ class LMHead:
         """Read the weights from the root of the checkpoint."""
         spec = model.head
         self.norm = Norm(model.norm, weights, model.hidden_size)
-        parts = weights.read_parts([spec.name], "weight", [model.vocab_size], model.hidden_size)
+        self.rows = _token_range(spec.rows, model.vocab_size)
+        """Tokens of the vocabulary that this rank has."""
+        self._ranks = weights.ranks
+        parts = weights.read_parts([spec.name], "weight", [len(self.rows)], model.hidden_size)
         if spec.has_normalized_rows:
             parts = [functional.normalize(part) for part in parts]
         self.matrix = prepare(parts, weights.quantization)
         self.is_tied = model.is_head_tied and not spec.has_normalized_rows
         self.vocab_size = model.vocab_size
         bias = f"{spec.name}.bias"
-        self.bias = weights.read(bias, model.vocab_size) if spec.has_bias else None
+        self.bias = weights.read(bias, len(self.rows)) if spec.has_bias else None
         self.scale, self.softcap = spec.scale, spec.softcap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits [rows, vocabulary] float32 of hidden [rows, hidden]."""
-        shape = len(hidden), self.vocab_size
-        result = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        """Return logits [rows, vocabulary] float32 of hidden [rows, hidden].
+
+        Rank 0 gathers the logits of all ranks. On the other ranks the result has no rows.
+        """
+        if len(self.rows) < self.vocab_size:
+            return self._gather(hidden)
+        logits = torch.empty(
+            len(hidden), self.vocab_size, dtype=torch.float32, device=hidden.device
+        )
         for begin in range(0, len(hidden), HEAD_ROWS):
             rows = slice(begin, begin + HEAD_ROWS)
-            linear(self.norm(hidden[rows]), self.matrix, self.bias, result[rows])
+            linear(self.norm(hidden[rows]), self.matrix, self.bias, logits[rows])
+        return self._scale(logits)
+
+    def _gather(self, hidden: Tensor) -> Tensor:
+        """Return the logits of all ranks on rank 0, and no rows elsewhere."""
+        group = self._ranks.head
+        step = -(-self.vocab_size // group.size)
+        sizes = [min(step, self.vocab_size - begin) for begin in range(0, self.vocab_size, step)]
+        # Without rows where nothing is gathered.
+        gathered = [hidden.new_empty(0, self.vocab_size, dtype=torch.float32)]
+        for begin in range(0, len(hidden), HEAD_ROWS):
+            normed = self.norm(hidden[begin : begin + HEAD_ROWS])
+            part = normed.new_empty(len(normed), len(self.rows), dtype=torch.float32)
+            linear(normed, self.matrix, self.bias, part)
+            logits = group.gather(self._scale(part), sizes)
+            if logits is not None:
+                gathered.append(logits)
+        return gathered[-1] if len(gathered) <= 2 else torch.cat(gathered)
+
+    def _scale(self, logits: Tensor) -> Tensor:
+        """Apply the scale and the cap, in place."""
         if self.scale != 1:
-            result *= self.scale
+            logits *= self.scale
         if self.softcap is not None:
-            result = result.div_(self.softcap).tanh_().mul_(self.softcap)
-        return result
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
+def _token_range(rows: Cut | None, vocab_size: int) -> range:
+    """Return the tokens of the vocabulary that a rank has, which follow each other."""
+    if rows is None:
+        return range(vocab_size)
+    ((begin, end),) = rows.runs
+    return range(begin, end)
 
 
 class ModelStage:
@@ -109,7 +169,7 @@ class ModelStage:
         """Read the weights of a stage.
 
         Args:
-            model: the whole model.
+            model: the whole model, or the shard of this rank.
             weights: weights at the checkpoint's root.
             layers: indices of the stage's layers.
             max_model_len: longest text served, in tokens; selects the factors of longrope.
@@ -135,6 +195,8 @@ class ModelStage:
         matrix = self.head.matrix if self.head is not None and self.head.is_tied else None
         shared = matrix if matrix is not None and has_lookup(matrix) else None
         self.embedding = Embedding(model, weights, shared) if layers.start == 0 else None
+        self.ranks = weights.ranks
+        """The ranks that compute this stage together; they join the groups of each generation."""
 
     def forward(
         self, inputs: StageInputs, hidden: Tensor | None, kv: Sequence[LayerCache]
@@ -165,7 +227,10 @@ class ModelStage:
         return self.head.norm(hidden).to(torch.float32)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [rows, vocabulary] float32 of [rows, hidden]; only on the last stage."""
+        """Return logits [rows, vocabulary] float32 of [rows, hidden]; only on the last stage.
+
+        The ranks of the stage compute them together; they have no rows on ranks other than 0.
+        """
         assert self.head is not None, "only the last stage has the LM head"
         return self.head(hidden)
 

@@ -171,6 +171,41 @@ def test_parts_are_added_in_float32() -> None:
     assert ((half - wanted).norm() / wanted.norm()).item() < 0.02
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_halves_of_experts_add_up(quantization: str, tokens: int) -> None:
+    """Two ranks with half of the intermediate elements each: in float32, without rounding."""
+    x, experts, weights, up, down = made(7, tokens)
+    whole = [prepare_gated(weight, None, "silu", quantization) for weight in up]
+    wanted = run_experts(x, experts, weights, whole, [prepare(one, quantization) for one in down])
+    magnitudes: list[Tensor] = []
+    total = torch.zeros_like(x)
+    for is_last in (False, True):
+        # The first pass finds the magnitudes of each half, the second one computes.
+        outs = []
+        for begin in (0, 2):
+            rows = [begin, begin + 1, begin + 4, begin + 5]
+            gated = [prepare_gated(weight[rows], None, "silu", quantization) for weight in up]
+            own = [
+                prepare(one[:, begin : begin + 2].contiguous(), quantization, one.abs().amax(dim=1))
+                for one in down
+            ]
+
+            def agree(values: Tensor) -> Tensor:
+                magnitudes.append(values)
+                return torch.stack(magnitudes[:2]).amax(dim=0)
+
+            out = torch.full_like(x, torch.nan)
+            result = run_experts(
+                x, experts, weights, gated, own, out, agree if quantization == "int8" else None
+            )
+            assert result is out
+            outs.append(result)
+        if is_last:
+            total = outs[0] + outs[1]
+    torch.testing.assert_close(total, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("block", "scales"), [((4, 3), 1), (None, 1), (None, 4)])
 def test_stacked_weights_in_8_bit_floats(block: tuple[int, int] | None, scales: int) -> None:
     """Gates of 4 outputs lie above as many others; each expert has scales of its own."""

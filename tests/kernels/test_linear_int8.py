@@ -13,6 +13,7 @@ from gllm.kernels.linear_int8 import (
     linear_int8,
     prepare_int8,
     quantize_rows,
+    row_magnitudes,
 )
 from gllm.kernels.native.library import DTYPES
 
@@ -167,3 +168,52 @@ def test_a_matrix_takes_a_byte_for_a_weight() -> None:
     matrix = prepare_int8(random(0, torch.bfloat16, 640, 320))
     assert isinstance(matrix, Int8Matrix)
     assert 640 * 320 <= matrix.nbytes <= 640 * 320 * 1.05
+
+
+@settings(max_examples=60, deadline=None)
+@given(TYPES, st.integers(1, 9), SIZES, st.data())
+def test_parts_of_rows_have_the_codes_of_whole_rows(
+    way: str, dtype: torch.dtype, rows: int, size: int, data: st.DataObject
+) -> None:
+    x = random(data.draw(st.integers(0, 99)), dtype, rows, size)
+    cut = data.draw(st.integers(0, size - 1))
+    whole, magnitudes = quantize_rows(x), row_magnitudes(x)
+    parts = [part for part in (x[:, :cut], x[:, cut:]) if part.shape[1]]
+    same_bits(torch.stack([row_magnitudes(part) for part in parts]).amax(dim=0), magnitudes)
+    made = [quantize_rows(part, magnitudes) for part in parts]
+    codes = [part.codes[:, : own.shape[1]] for part, own in zip(made, parts, strict=True)]
+    assert torch.equal(torch.cat(codes, dim=1), whole.codes[:, :size])
+    assert all(torch.equal(part.scales, whole.scales) for part in made)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TYPES, st.integers(1, 14), st.integers(2, 150), st.integers(1, 70), st.integers(0, 99))
+def test_products_of_parts_add_up(
+    way: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, seed: int
+) -> None:
+    """Sums of integers are exact: only their scaled values are rounded, once per part."""
+    x, weight = random(seed, dtype, rows, inputs), random(seed + 1, dtype, outputs, inputs)
+    magnitudes, row_scales = row_magnitudes(x), row_magnitudes(weight)
+    total = torch.zeros(rows, outputs)
+    for part in (slice(0, inputs // 3 + 1), slice(inputs // 3 + 1, inputs)):
+        if part.start < part.stop:
+            matrix = prepare_int8(weight[:, part], row_scales)
+            out = torch.empty(rows, outputs)
+            total += linear_int8(x[:, part], matrix, None, out, magnitudes)
+    expected = linear_int8(x, prepare_int8(weight), None, torch.empty(rows, outputs))
+    (a, a_scales), (b, b_scales) = quantized(x), quantized(weight)
+    # Sums of magnitudes bound what is rounded.
+    bound = (np.abs(a) @ np.abs(b).T) * (a_scales[:, None] * b_scales) * 2.0**-22
+    assert ((total - expected).abs().numpy() <= bound).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_magnitudes_of_rows_that_are_not_finite(way: str, bad: float) -> None:
+    """Infinite on the rank that sees it, so that the maximum of the ranks makes all rows NaN."""
+    x = random(0, torch.float32, 4, 40)
+    x[2, 7] = bad
+    magnitudes = row_magnitudes(x)
+    assert magnitudes[2] == torch.inf
+    assert magnitudes[[0, 1, 3]].isfinite().all()
+    elsewhere = quantize_rows(x[:, 20:], magnitudes)
+    assert elsewhere.scales.isnan().tolist() == [False, False, True, False]

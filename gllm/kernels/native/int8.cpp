@@ -29,10 +29,13 @@ constexpr int64_t QUANTIZED_ALONE = 1 << 14;  // elements from which on threads 
 
 struct QuantizeArguments {
     const void* x;   // [rows, size]
-    uint8_t* codes;  // [rows, size rounded up to GROUP]
+    uint8_t* codes;  // [rows, size rounded up to GROUP]; null: only `magnitudes` is written
     float* scales;   // [rows]
     int64_t rows, size;
     int32_t dtype, threads;
+    // [rows]: largest magnitude of each row. Read if there are codes, unless it is null: then x may
+    // be a part of its rows.
+    float* magnitudes;
 };
 
 struct Int8Arguments {
@@ -44,6 +47,7 @@ struct Int8Arguments {
     void* output;            // [rows, outputs]
     int64_t rows, inputs, outputs;
     int32_t dtype, float_output, threads;
+    float* magnitudes;  // as in QuantizeArguments
 };
 
 namespace {
@@ -66,9 +70,9 @@ uint32_t largest_bits(const T* x, int64_t size) {
 int64_t padded(int64_t size) { return (size + GROUP - 1) / GROUP * GROUP; }
 
 // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
+// bits: of the largest magnitude of the row.
 template <class T>
-void quantize_row(const T* x, int64_t size, uint8_t* codes, float* scale) {
-    const uint32_t bits = largest_bits(x, size);
+void quantize_row(const T* x, int64_t size, uint32_t bits, uint8_t* codes, float* scale) {
     const float most = as<float>(bits);
     const bool finite = bits < 0x7f800000, counts = finite && most >= SMALLEST;
     *scale = finite ? most / LARGEST : NAN;
@@ -91,8 +95,15 @@ template <class T>
 void quantize(const QuantizeArguments& a) {
     const T* x = static_cast<const T*>(a.x);
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < a.rows; ++row)
-        quantize_row(x + row * a.size, a.size, a.codes + row * padded(a.size), a.scales + row);
+    for (int64_t row = 0; row < a.rows; ++row) {
+        const T* from = x + row * a.size;
+        const bool known = a.codes && a.magnitudes;
+        const uint32_t bits = known ? as<uint32_t>(a.magnitudes[row]) : largest_bits(from, a.size);
+        if (a.codes)
+            quantize_row(from, a.size, bits, a.codes + row * padded(a.size), a.scales + row);
+        else
+            a.magnitudes[row] = bits < 0x7f800000 ? as<float>(bits) : INFINITY;
+    }
 }
 
 // Weights to fetch while others are multiplied: LINES cache lines for each group of inputs.
@@ -225,7 +236,8 @@ void linear(const Int8Arguments& a) {
     const Product product(a, codes.get(), scales.get());
 #pragma omp parallel num_threads(a.threads)
     {
-        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.dtype, a.threads});
+        quantize<T>({a.x, codes.get(), scales.get(), a.rows, a.inputs, a.dtype, a.threads,
+                     a.magnitudes});
         product.run<T, Out>();
     }
 }

@@ -137,7 +137,12 @@ class UnpackArguments(ctypes.Structure):
 class QuantizeArguments(ctypes.Structure):
     """Mirror of `QuantizeArguments` in int8.cpp, which documents the fields."""
 
-    _fields_ = _fields(("x codes scales", Pointer), ("rows size", Long), ("dtype threads", Int))
+    _fields_ = _fields(
+        ("x codes scales", Pointer),
+        ("rows size", Long),
+        ("dtype threads", Int),
+        ("magnitudes", Pointer),
+    )
 
 
 class Int8Arguments(ctypes.Structure):
@@ -147,6 +152,7 @@ class Int8Arguments(ctypes.Structure):
         ("x weights scales offsets bias output", Pointer),
         ("rows inputs outputs", Long),
         ("dtype float_output threads", Int),
+        ("magnitudes", Pointer),
     )
 
 

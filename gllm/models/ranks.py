@@ -1,0 +1,63 @@
+"""The tensor parallel ranks of a stage, from the view of its modules."""
+
+from typing import Protocol
+
+from gllm.kernels.all_reduce import RankGroup
+
+
+class Groups(Protocol):
+    """The groups of one generation (gllm.transport.groups opens them)."""
+
+    @property
+    def layers(self) -> RankGroup:
+        """Group of the embedding and the layers."""
+
+    @property
+    def head(self) -> RankGroup:
+        """Group of the LM head."""
+
+
+class Ranks:
+    """This rank among those that compute a stage together, and the groups of the generation.
+
+    Weights outlive a generation, but groups do not. The modules therefore keep this object, which
+    joins the groups of each generation.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        """Create without groups, which a single rank never uses."""
+        self.rank, self.size = rank, size
+        self._groups: Groups | None = None
+
+    def join(self, groups: Groups) -> None:
+        """Use the groups of a generation from now on.
+
+        Raises:
+            ValueError: they are of another rank, or of another number of ranks.
+        """
+        for group in (groups.layers, groups.head):
+            if (group.rank, group.size) != (self.rank, self.size):
+                raise ValueError(
+                    f"rank {self.rank} of {self.size} joins a group as rank {group.rank} of "
+                    f"{group.size}"
+                )
+        self._groups = groups
+
+    def leave(self) -> None:
+        """Use no groups any more."""
+        self._groups = None
+
+    @property
+    def layers(self) -> RankGroup:
+        """Group of the embedding and the layers."""
+        return self._joined.layers
+
+    @property
+    def head(self) -> RankGroup:
+        """Group of the LM head."""
+        return self._joined.head
+
+    @property
+    def _joined(self) -> Groups:
+        assert self._groups is not None, "ranks join their groups before they compute"
+        return self._groups
