@@ -1,0 +1,110 @@
+"""Tensor parallel ranks and pipeline stages together compute what transformers computes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gllm.models import stage as stage_module
+from gllm.models.ranks import Ranks
+from tests.models.ranked_model import RankedModel, joined, open_thread_groups
+from tests.tiny_models import FAMILIES, reference, save
+from tests.thread_group import ThreadGroup
+
+CUTS = [(2,), (2, 2), (4,), (2, 1), (1, 2), (1, 1)]
+"""Ranks of each stage."""
+PROMPTS = [[5], [3, 4, 5, 60, 7, 99, 130], [(7 * i * i + 11) % 128 + 3 for i in range(33)]]
+NEW_TOKENS = 7
+TOLERANCE = 1e-4
+"""On the difference of logits, relative to the largest magnitude of their row or to 1."""
+
+
+def check(family: str, cut: tuple[int, ...], folder: Path) -> None:
+    """Compare greedy answers and the logits of all their tokens with transformers'."""
+    with joined(RankedModel(folder, cut, len(PROMPTS))) as model:
+        answers, logits = model.generate(PROMPTS, NEW_TOKENS)
+        check_sums(model)
+    for prompt, answer, own in zip(PROMPTS, answers, logits, strict=True):
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *answer[:-1]]])
+            wanted = reference(family, heads=8)(ids).logits[0]
+        assert answer == wanted[len(prompt) - 1 :].argmax(dim=-1).tolist()
+        assert largest_error(own, wanted) <= TOLERANCE
+
+
+def largest_error(logits: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to the largest magnitude of its row or to 1."""
+    scale = wanted.abs().amax(dim=-1, keepdim=True).clamp(min=1)
+    return float(((logits - wanted).abs() / scale).max())
+
+
+def check_sums(model: RankedModel) -> None:
+    """There are two sums per layer, one for attention and one for the feed-forward block."""
+    for ranks, groups in zip(model.stages, model.groups, strict=True):
+        for rank, ends in zip(ranks, groups, strict=True):
+            if len(ranks) > 1 and isinstance(ends.layers, ThreadGroup):
+                sums = 2 * len(rank.stage.layers.layers) + (rank.stage.embedding is not None)
+                assert ends.layers.num_sums == NEW_TOKENS * sums
+
+
+def folder_of(family: str, path: Path) -> Path:
+    return save(family, path, heads=8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Each family with one cut, in turn; `test_every_cut` has all."""
+    cut = CUTS[[*FAMILIES].index(family) % 5]
+    check(family, cut, folder_of(family, tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cut(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path)
+    for cut in CUTS:
+        check(family, cut, folder)
+
+
+def test_weights_outlive_the_groups(tmp_path: Path) -> None:
+    """The next generation's groups serve the same weights, with an empty cache."""
+    model = RankedModel(folder_of("qwen2", tmp_path), (2,), len(PROMPTS))
+    answers, _ = model.generate(PROMPTS, 3)
+    old = model.groups
+    model.leave()
+    for ends in old[0]:
+        ends.layers.cancel()
+        ends.head.cancel()
+    model.join()
+    model.num_computed = [0] * len(PROMPTS)
+    with joined(model):
+        assert model.generate(PROMPTS, 3)[0] == answers
+
+
+def test_ranks_join_no_other_groups() -> None:
+    ranks = Ranks(1, 2)
+    with pytest.raises(ValueError, match="rank 1 of 2 joins a group as rank 0 of 2"):
+        ranks.join(open_thread_groups(2)[0])
+    with pytest.raises(ValueError, match="rank 1 of 2 joins a group as rank 1 of 4"):
+        ranks.join(open_thread_groups(4)[1])
+    with pytest.raises(AssertionError, match="join"):
+        _ = ranks.layers
+
+
+def test_a_token_outside_the_vocabulary(tmp_path: Path) -> None:
+    """All ranks raise, and none waits for another one."""
+    with joined(RankedModel(folder_of("llama2", tmp_path), (2,), 1)) as model:
+        for token in (131, -1):
+            with pytest.raises(IndexError, match="vocabulary of 131"):
+                model.step({0: [5, token]})
+
+
+def test_logits_are_gathered_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("gemma2", tmp_path)
+    results = []
+    for rows in (256, 8):
+        monkeypatch.setattr(stage_module, "HEAD_ROWS", rows)
+        with joined(RankedModel(folder, (4,), len(PROMPTS))) as model:
+            results.append(model.step(dict(enumerate(PROMPTS))))
+    assert torch.equal(*results)
