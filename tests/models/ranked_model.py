@@ -136,7 +136,7 @@ class RankedModel:
         logits = results[0][1]
         assert logits is not None
         assert all(other is not None and not len(other) for _, other in results[1:])
-        ordered = {seq: part for seq, part in zip(owners, logits.split(counts.tolist()), strict=True)}
+        ordered = dict(zip(owners, logits.split(counts.tolist()), strict=True))
         return torch.cat([ordered[seq] for seq in tokens])
 
     def _compute(
@@ -152,7 +152,9 @@ class RankedModel:
                 return output, None
             return output, rank.stage.compute_logits(output)
 
-    def generate(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[Tensor]]:
+    def generate(
+        self, prompts: list[list[int]], count: int
+    ) -> tuple[list[list[int]], list[Tensor]]:
         """Continue prompts greedily; the answers, and the logits of all tokens but the last."""
         steps = [self.step(dict(enumerate(prompts)))]
         ends = np.cumsum([len(prompt) for prompt in prompts])

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gllm.kernels.all_reduce import RankGroup
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.models.attention import Attention, LatentAttention
 from gllm.models.shard import refusal
