@@ -1,0 +1,109 @@
+"""Ranks whose groups are in shared memory: recorded as programs, with the bits of plain torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gllm.kernels.all_reduce import GroupClosedError
+from gllm.kernels.native.library import load_library
+from gllm.models import layers
+from gllm.models.spec import ModelSpec
+from gllm.transport.groups import StageGroups, open_groups
+from gllm.transport.region import RegionLayout, create_region
+from tests.models.ranked_model import RankedModel, joined, open_thread_groups
+from tests.models.test_layers import RECORDED
+from tests.models.test_ranks import PROMPTS
+from tests.tiny_models import FAMILIES, save
+
+MAX_TOKENS = sum(map(len, PROMPTS))
+
+
+def open_regions(size: int, model: ModelSpec) -> list[StageGroups]:
+    """Open groups in shared memory; threads of one process use them as processes do."""
+    if size == 1:
+        return open_thread_groups(1)
+    region = create_region("test")
+    vocab_rows = -(-model.vocab_size // size)
+    layout = RegionLayout(MAX_TOKENS, model.hidden_size, vocab_rows)
+    groups = [open_groups(region, rank, size, layout) for rank in range(size)]
+    region.close()
+    return groups
+
+
+def logits(model: RankedModel) -> list[Tensor]:
+    """Those of prompts, of a token each, of some sequences, and of several tokens each."""
+    return [
+        model.step(dict(enumerate(PROMPTS))),
+        model.step({seq: [40 + seq] for seq in range(len(PROMPTS))}),
+        model.step({1: [9], 2: [8, 7, 6]}),
+        model.step({0: [3] * 5, 2: [99]}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "cut"),
+    [
+        ("qwen2", (2,)),
+        ("gemma2", (2, 2)),
+        ("qwen2-moe", (4,)),
+        ("deepseek-v2", (2, 1)),
+        *(
+            pytest.param(name, cut, marks=pytest.mark.long)
+            for name in FAMILIES
+            for cut in [(2,), (4, 2)]
+        ),
+    ],
+)
+def test_the_same_bits_as_by_torch(family: str, cut: tuple[int, ...], tmp_path: Path) -> None:
+    folder = save(family, tmp_path, heads=8)
+    with joined(RankedModel(folder, cut, len(PROMPTS))) as model:
+        wanted = logits(model)
+    with joined(RankedModel(folder, cut, len(PROMPTS), open_groups=open_regions)) as model:
+        actual = logits(model)
+        is_recorded = {rank.stage.layers.is_program for ranks in model.stages for rank in ranks}
+    assert all(torch.equal(*pair) for pair in zip(actual, wanted, strict=True))
+    assert is_recorded == {load_library() is not None and family in RECORDED} or family in OTHERS
+
+
+OTHERS = set(FAMILIES) - {*RECORDED, "qwen2-moe", "deepseek-v2"}
+"""Families of which test_layers.py does not say whether they are recorded."""
+
+
+@pytest.mark.skipif(load_library() is None, reason="nothing is compiled")
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.bfloat16, "none"), (torch.float16, "int8"), (torch.float32, "int8")],
+    ids=str,
+)
+def test_programs_compute_the_same(
+    dtype: torch.dtype, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded or called, to the last bit; the maximum of int8 rows is recorded too."""
+    folder = save("qwen3", tmp_path, heads=8)
+    results = []
+    for is_recorded in (True, False):
+        if not is_recorded:
+            monkeypatch.setattr(layers, "library_for", lambda tensor, operation: None)
+        ranked = RankedModel(
+            folder, (2,), len(PROMPTS), dtype, quantization, open_groups=open_regions
+        )
+        with joined(ranked) as model:
+            results.append(logits(model))
+            assert all(rank.stage.layers.is_program == is_recorded for rank in model.stages[0])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-moe"])
+def test_a_closed_group_ends_the_step(family: str, tmp_path: Path) -> None:
+    """Also within a recorded program, whose calls cannot raise."""
+    folder = save(family, tmp_path, heads=8)
+    with joined(RankedModel(folder, (2,), len(PROMPTS), open_groups=open_regions)) as model:
+        model.step({0: [5, 6]})
+        model.groups[0][1].head.cancel()
+        with pytest.raises(GroupClosedError):
+            model.step({0: [7]})
+        model.leave()
+        model.join()
+        assert model.step({1: [5]}).isfinite().all()
