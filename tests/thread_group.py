@@ -29,7 +29,7 @@ class ThreadGroup:
         self.rank = rank
         self.size = shared.barrier.parties
         self.num_sums = 0
-        """Number of calls of `sum`, for tests that count them."""
+        """Number of sums computed, for tests that count them."""
         self._shared = shared
 
     def partial(self, rows: int, width: int) -> Tensor | None:
@@ -40,8 +40,8 @@ class ThreadGroup:
         """See RankGroup."""
         assert partial.ndim == 2
         assert partial.dtype in (torch.float32, dtype)
-        self.num_sums += 1
         first, *others = self._exchange("sum", partial.shape, partial.to(torch.float32, copy=True))
+        self.num_sums += 1
         total: Tensor = first.clone()
         for part in others:
             total += part
