@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from enum import IntEnum
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -74,21 +75,49 @@ class RegionMemory:
         if not 0 <= rank < ranks <= MAX_RANKS:
             raise ValueError(f"rank {rank} of {ranks} ranks: at most {MAX_RANKS} share a stage")
         self.rank, self.ranks = rank, ranks
-        lines = _pages(ranks * ctypes.sizeof(RankLine))
-        places = [
+        self.place_sizes = [
             [_pages(4 * floats)] * len(PARTS) + [_pages(value_bytes)] * len(VALUES)
             for floats in capacities
         ]
-        begins = [_PAGE]
-        for sizes in places:
-            begins.append(begins[-1] + lines + ranks * sum(sizes))
-        os.ftruncate(descriptor, begins[-1])
-        self._memory = mmap.mmap(descriptor, begins[-1])
-        self._closed = ctypes.c_uint32.from_buffer(self._memory)
-        self.groups = [
-            GroupMemory(self, self._memory, begin, begin + lines, sizes)
-            for begin, sizes in zip(begins, places, strict=False)
+        """Bytes of the places of a rank, by group."""
+        lines = _pages(ranks * ctypes.sizeof(RankLine))
+        self.begins = [_PAGE]
+        """Offset of each group in bytes, and the size of the memory."""
+        for sizes in self.place_sizes:
+            self.begins.append(self.begins[-1] + lines + ranks * sum(sizes))
+        os.ftruncate(descriptor, self.begins[-1])
+        self.memory = mmap.mmap(descriptor, self.begins[-1])
+        self._closed = ctypes.c_uint32.from_buffer(self.memory)
+        self.pointers = [
+            ctypes.pointer(self._create_state(begin, begin + lines, sizes))
+            for begin, sizes in zip(self.begins, self.place_sizes, strict=False)
         ]
+        """This rank's state of each group."""
+
+    def _create_state(self, lines: int, parts: int, sizes: list[int]) -> RankGroupState:
+        """Return the state of a group, none of whose places has been used.
+
+        Args:
+            lines: offset of the ranks' lines in bytes.
+            parts: offset of their places in bytes.
+            sizes: of each place of a rank in bytes.
+        """
+        begin = ctypes.addressof(self._closed)
+        state = RankGroupState(
+            lines=begin + lines,
+            closed=begin,
+            parts=begin + parts,
+            rank_bytes=sum(sizes),
+            offsets=(ctypes.c_int64 * NUM_PLACES)(*accumulate(sizes[:-1], initial=0)),
+            rank=self.rank,
+            size=self.ranks,
+            # Fewer cores than ranks: the core is needed by the rank that this one waits for.
+            spin_ns=int(SPIN_SECONDS * 1e9 * (len(os.sched_getaffinity(0)) >= self.ranks)),
+            used=(ctypes.c_uint32 * NUM_PLACES)(*[2**32 - 1] * NUM_PLACES),
+        )
+        # Recorded calls hold the pointer, and so the state and the memory, while they exist.
+        state.memory = self.memory
+        return state
 
     def check(self) -> None:
         """Raise GroupClosedError or GroupMismatchError if the groups are closed."""
@@ -103,8 +132,8 @@ class RegionMemory:
         if library is None:
             self.close(CloseReason.CANCELLED)
             return
-        for group in self.groups:
-            library(CancelArguments(group.pointer))
+        for pointer in self.pointers:
+            library(CancelArguments(pointer))
 
     def close(self, reason: CloseReason) -> None:
         """Give ranks that poll a reason to end, unless they have one."""
@@ -115,47 +144,23 @@ class RegionMemory:
 class GroupMemory:
     """One rank's view of one group in the memory of a region."""
 
-    def __init__(
-        self, region: RegionMemory, memory: mmap.mmap, lines: int, parts: int, sizes: list[int]
-    ) -> None:
-        """Find the group in the memory.
-
-        Args:
-            region: the region.
-            memory: its mapped memory.
-            lines: offset of the ranks' lines in bytes.
-            parts: offset of their places in bytes.
-            sizes: of each place of a rank in bytes.
-        """
+    def __init__(self, region: RegionMemory, number: int) -> None:
+        """Find the group with a number in the memory of a region."""
         self.region = region
-        self.lines = (RankLine * region.ranks).from_buffer(memory, lines)
-        offsets = [sum(sizes[:place]) for place in range(NUM_PLACES)]
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.state = RankGroupState(
-            lines=begin + lines,
-            closed=begin,
-            parts=begin + parts,
-            rank_bytes=sum(sizes),
-            offsets=(ctypes.c_int64 * NUM_PLACES)(*offsets),
-            rank=region.rank,
-            size=region.ranks,
-            # Fewer cores than ranks: the core is needed by the rank that this one waits for.
-            spin_ns=int(SPIN_SECONDS * 1e9 * (len(os.sched_getaffinity(0)) >= region.ranks)),
-            used=(ctypes.c_uint32 * NUM_PLACES)(*[2**32 - 1] * NUM_PLACES),
-        )
-        # Recorded calls hold the pointer, and so the state and the memory, while they exist.
-        self.state.memory = memory
-        self.pointer = ctypes.pointer(self.state)
+        self.pointer = region.pointers[number]
+        self.state: RankGroupState = self.pointer.contents
+        self.lines = (RankLine * region.ranks).from_buffer(region.memory, region.begins[number])
         self._fence = threading.Lock()
+        begin = (self.state.parts or 0) - (self.state.closed or 0)
         self.places: list[list[Tensor]] = [
             [
                 torch.frombuffer(
-                    memory,
+                    region.memory,
                     dtype=torch.uint8,
                     count=size,
-                    offset=parts + rank * sum(sizes) + offset,
+                    offset=begin + rank * self.state.rank_bytes + offset,
                 )
-                for size, offset in zip(sizes, offsets, strict=True)
+                for size, offset in zip(region.place_sizes[number], self.state.offsets, strict=True)
             ]
             for rank in range(region.ranks)
         ]

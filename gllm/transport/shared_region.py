@@ -52,8 +52,7 @@ def open_shared_groups(
     value_bytes = max(4 * VALUES_PER_ROW * rows, _MEETING.size + MAX_ERROR_BYTES)
     capacities = [rows * layout.hidden_size, head]
     region = RegionMemory(descriptors[0], rank, ranks, capacities, value_bytes)
-    layers, last = region.groups
-    return StageGroups(SharedMemoryGroup(layers), SharedMemoryGroup(last))
+    return StageGroups(*(SharedMemoryGroup(GroupMemory(region, number)) for number in range(2)))
 
 
 class SharedMemoryGroup:
@@ -140,12 +139,14 @@ class SharedMemoryGroup:
         return shared.clone()
 
     def cancel(self) -> None:
-        """See RankGroup."""
-        self._memory.region.cancel()
+        """See RankGroup. Has no effect once this end is closed."""
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            memory.region.cancel()
 
     def close(self) -> None:
-        """See RankGroup. The memory is unmapped once the groups and recorded programs are freed."""
-        self._memory.places = []
+        """See RankGroup. The memory is unmapped once both ends and recorded programs are freed."""
+        vars(self).pop("_memory", None)
 
     def check(self) -> None:
         """Raise GroupClosedError or GroupMismatchError if the group is closed."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError, RankGroup
 from gllm.kernels.native import library
+from gllm.kernels.native.program import record_kernels
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout, create_region
 from gllm.transport.region_memory import PARTS
@@ -248,11 +249,30 @@ def test_closed_groups_map_nothing(way: str) -> None:
     assert mapped() == before + 1
     stage.layers.close()
     stage.head.close()
+    del part
+    assert mapped() == before
     stage.layers.cancel()
-    del stage, part
+    assert torch.equal(total, torch.ones(2, 3))
+
+
+def test_recorded_calls_keep_the_memory() -> None:
+    kernels = library.load_library()
+    if kernels is None:
+        pytest.skip("no compiled kernels")
+    gc.collect()
+    before = mapped()
+    stage = open_stage(1)[0]
+    with record_kernels(kernels, 2, torch.empty(1024, dtype=torch.uint8)) as recorder:
+        stage.layers.sum(torch.ones(2, 3), None, torch.float32)
+    calls = recorder.calls
+    stage.layers.close()
+    stage.head.close()
+    del stage, recorder
+    gc.collect()
+    assert mapped() == before + 1
+    calls.clear()
     gc.collect()
     assert mapped() == before
-    assert torch.equal(total, torch.ones(2, 3))
 
 
 def test_untouched_places_take_no_memory(way: str) -> None:
