@@ -19,18 +19,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gllm.kernels.experts import run_stacked
+from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.linear_fp8 import dequantize, prepare_fp8
 from gllm.kernels.weight_format import dequantize_weight
 from gllm.models.basic_layers import read_row_magnitudes
 from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, widen_cuts
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
+from gllm.models.feed_forward import expert_spec, read_stacked_experts
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard
 from gllm.models.spec import AttentionSpec, Cut, ExpertsSpec, MLPSpec, ModelSpec
 from gllm.models.stored_tensor import StoredTensor, select
 from gllm.models.tensor_cuts import tensor_cuts
 from tests.models.test_fp8 import STYLES, quantize, save_both
+from tests.models.test_ranks_quantized import save_fp8
 from tests.models.test_stacked_experts import save_quantized
 from tests.tiny_models import FAMILIES, reference, save
 
@@ -210,6 +214,30 @@ def test_stacked_experts_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in names)
     for keep_quantized in (False, True):
         check_ranks(folder, 2, keep_quantized)
+
+
+@pytest.mark.parametrize("keep_quantized", [False, True])
+def test_stacked_experts_of_all_ranks_add_up(keep_quantized: bool, tmp_path: Path) -> None:
+    """As for a GPU: each rank stacks its part of every expert."""
+    folder = save_fp8("qwen3-moe", "blocks", tmp_path)
+    model = read_config(folder).model
+    x = torch.randn(9, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    orders = [torch.randperm(5, generator=torch.Generator().manual_seed(i)) for i in range(9)]
+    ids = torch.stack(orders)[:, :2]
+    every, device = range(model.num_layers), torch.device("cpu")
+
+    def compute(part: ModelSpec) -> Tensor:
+        mlp = part.layers[-1].mlp
+        assert isinstance(mlp, ExpertsSpec)
+        specs = [expert_spec(mlp.expert, index) for index in range(mlp.num_experts)]
+        with Checkpoint(folder, torch.float32, part, every, device, keep_quantized) as checkpoint:
+            weights = Weights(checkpoint).at(part.layer_name_format.format(every[-1]))
+            experts = read_stacked_experts(specs, weights, part.hidden_size)
+        assert isinstance(experts.down_proj, Fp8Stack) == keep_quantized
+        return run_stacked(x, ids, torch.full((9, 2), 0.5), experts)
+
+    parts = [compute(shard(model, rank, 2)) for rank in range(2)]
+    torch.testing.assert_close(parts[0] + parts[1], compute(model), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_in_8_bits(tmp_path: Path) -> None:
