@@ -95,6 +95,27 @@ def test_programs_compute_the_same(
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
+@pytest.mark.skipif(load_library() is None, reason="a BLAS decides the order of sums")
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("gemma2", "none"), ("qwen2-moe", "none"), ("qwen3", "int8")]
+)
+def test_logits_do_not_depend_on_the_batch(family: str, quantization: str, tmp_path: Path) -> None:
+    """A prompt in one step, in chunks, beside others or not: the same bits."""
+    folder = save(family, tmp_path, heads=8)
+    prompt = PROMPTS[-1]
+    results = []
+    for chunks in ([33], [1, 16, 9, 7], [20, *[1] * 13]):
+        ranked = RankedModel(folder, (2,), 2, quantization=quantization, open_groups=open_regions)
+        with joined(ranked) as model:
+            begins = [sum(chunks[:index]) for index in range(len(chunks))]
+            parts = [
+                prompt[begin : begin + count] for begin, count in zip(begins, chunks, strict=True)
+            ]
+            rows = [model.step({0: part, 1: [9]})[: len(part)] for part in parts]
+            results.append(torch.cat(rows))
+    assert all(torch.equal(other, results[0]) for other in results)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen2-moe"])
 def test_a_closed_group_ends_the_step(family: str, tmp_path: Path) -> None:
     """Also within a recorded program, whose calls cannot raise."""
