@@ -27,26 +27,28 @@ class Heartbeat(WireMessage, frozen=True):
 
 
 class LoadProgress(WireMessage, frozen=True):
-    """Report on the loading of a stage's weights."""
+    """Report on the loading of a worker's weights."""
 
     stage: int
     done_bytes: int
     total_bytes: int
+    rank: int = 0
 
 
 class StageLoaded(WireMessage, frozen=True):
-    """Report that a stage has loaded its weights."""
+    """Report that a rank of a stage has loaded its weights."""
 
     stage: int
     weight_bytes: int
     block_bytes: int
-    """Bytes of one KV block over the stage's layers."""
+    """Bytes of one KV block over the layers and KV heads of the worker."""
     available_bytes: int | None = None
     """Bytes for KV blocks in the stage's own memory; None if all stages share the host's memory."""
     keeps_weights: bool = True
     """True if the process can close the stage and use its weights in the next generation."""
     numerics: str = ""
     """Description of all that decides the rounding: device, dtypes, quantization and kernels."""
+    rank: int = 0
 
 
 class InitializeCache(WireMessage, frozen=True):
@@ -57,9 +59,10 @@ class InitializeCache(WireMessage, frozen=True):
 
 
 class StageReady(WireMessage, frozen=True):
-    """Report that a stage has its KV cache and runs plans."""
+    """Report that a rank of a stage has its KV cache and runs plans."""
 
     stage: int
+    rank: int = 0
 
 
 class StageFailed(WireMessage, frozen=True):
@@ -68,6 +71,7 @@ class StageFailed(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     stage: int
     cause: str
+    rank: int = 0
 
 
 class CloseGeneration(WireMessage, frozen=True):

@@ -6,7 +6,7 @@ from gllm.scheduler.step_cost import StepCostCoefficients
 
 
 class StageTimes(WireMessage, frozen=True):
-    """Times of the steps that a stage computed since its last report."""
+    """Times of the steps that a stage computed since its last report, measured on its rank 0."""
 
     stage: int
     steps: list[StepTime]
@@ -24,7 +24,7 @@ class BubbleReport(WireMessage, frozen=True):
 
 
 class StageUtilization(WireMessage, frozen=True):
-    """Totals of a stage since its start."""
+    """Totals of a rank of a stage since its start."""
 
     stage: int
     num_steps: int

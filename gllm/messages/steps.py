@@ -31,7 +31,7 @@ class RunStep(WireMessage, frozen=True):
 
 
 class StepDone(WireMessage, frozen=True):
-    """Report of the last stage: the tokens of a micro-batch."""
+    """Report of the last stage, by its rank 0: the tokens of a micro-batch."""
 
     result: StepResult
     details: list[SampleDetails] = []

@@ -75,8 +75,13 @@ class EngineClient(RequestClient):
 
     @property
     def stage_loads(self) -> dict[int, StageUtilization]:
-        """Totals of each stage over all generations."""
+        """Totals of rank 0 of each stage over all generations."""
         return self._totals.stage_loads
+
+    @property
+    def rank_loads(self) -> dict[tuple[int, int], StageUtilization]:
+        """Totals of each rank of each stage over all generations, by stage and rank."""
+        return self._totals.rank_loads
 
     @property
     def bubbles(self) -> BubbleReport:

@@ -19,8 +19,8 @@ class ReportTotals:
     def __init__(self) -> None:
         self._stats = SchedulerStats()
         self._past_stats = SchedulerStats()
-        self._stages: dict[int, StageUtilization] = {}
-        self._past_stages: dict[int, StageUtilization] = {}
+        self._ranks: dict[tuple[int, int], StageUtilization] = {}
+        self._past_ranks: dict[tuple[int, int], StageUtilization] = {}
         self._bubbles = BubbleReport()
         self._past_bubbles = BubbleReport()
         self._output_lengths = OutputLengthPredictor(prior=0)
@@ -31,12 +31,17 @@ class ReportTotals:
         return _add_stats(self._past_stats, self._stats)
 
     @property
+    def rank_loads(self) -> dict[tuple[int, int], StageUtilization]:
+        """Work done by each rank of each stage, by stage index and rank."""
+        places = sorted({*self._past_ranks, *self._ranks})
+        nothing = {place: StageUtilization(place[0], 0, 0.0, rank=place[1]) for place in places}
+        past, present = {**nothing, **self._past_ranks}, {**nothing, **self._ranks}
+        return {place: _add_utilization(past[place], present[place]) for place in places}
+
+    @property
     def stage_loads(self) -> dict[int, StageUtilization]:
-        """Work done by each stage, by stage index."""
-        stages = sorted({*self._past_stages, *self._stages})
-        nothing = {stage: StageUtilization(stage, 0, 0.0) for stage in stages}
-        past, present = {**nothing, **self._past_stages}, {**nothing, **self._stages}
-        return {stage: _add_utilization(past[stage], present[stage]) for stage in stages}
+        """Work done by rank 0 of each stage, by stage index."""
+        return {stage: load for (stage, rank), load in self.rank_loads.items() if rank == 0}
 
     @property
     def bubbles(self) -> BubbleReport:
@@ -57,17 +62,17 @@ class ReportTotals:
         self._stats = stats
 
     def on_report(self, report: StageUtilization | BubbleReport) -> None:
-        """Store a report of a stage or of the driver."""
+        """Store a report of a rank or of the driver."""
         if isinstance(report, BubbleReport):
             self._bubbles = report
         else:
-            self._stages[report.stage] = report
+            self._ranks[report.stage, report.rank] = report
 
     def next_generation(self) -> None:
         """Keep the counters of the generation that has ended; its gauges become zero."""
-        stats, stages, bubbles = self.stats, self.stage_loads, self.bubbles
-        self._past_stats, self._past_stages, self._past_bubbles = stats, stages, bubbles
-        self._stats, self._stages, self._bubbles = SchedulerStats(), {}, BubbleReport()
+        stats, ranks, bubbles = self.stats, self.rank_loads, self.bubbles
+        self._past_stats, self._past_ranks, self._past_bubbles = stats, ranks, bubbles
+        self._stats, self._ranks, self._bubbles = SchedulerStats(), {}, BubbleReport()
 
 
 def _add_stats(past: SchedulerStats, present: SchedulerStats) -> SchedulerStats:

@@ -1,6 +1,7 @@
 """Registry of transports. A transport is one file in this folder and one line of TRANSPORTS."""
 
 import importlib
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +30,18 @@ TRANSPORTS = MappingProxyType(
 
 def open_edges(
     incoming: Edge | None,
-    outgoing: Edge | None,
+    outgoing: Sequence[Edge],
     default: str,
     shape: EdgeLayout,
     dtype: "torch.dtype",
     device: "tuple[DeviceRuntime, DeviceStream] | None" = None,
     on_error: OnTransportError = lambda error: None,
-) -> tuple[Receiver | None, Sender | None]:
-    """Open this stage's ends of its edges.
+) -> tuple[Receiver | None, list[Sender]]:
+    """Open this worker's ends of its edges.
 
     Args:
         incoming: edge from the previous stage; None on the first stage.
-        outgoing: edge to the next stage; None on the last stage.
+        outgoing: edges to the ranks of the next stage that receive from this worker.
         default: transport of an edge that leaves the choice to the workers.
         shape: largest steps that the edges carry.
         dtype: of activations.
@@ -53,7 +54,5 @@ def open_edges(
         module, *classes = TRANSPORTS[default if edge.transport == AUTO else edge.transport]
         return getattr(importlib.import_module(module), classes[end])(edge.descriptors, *common)
 
-    return (
-        None if incoming is None else open_end(incoming, 0),
-        None if outgoing is None else open_end(outgoing, 1),
-    )
+    receiver = None if incoming is None else open_end(incoming, 0)
+    return receiver, [open_end(edge, 1) for edge in outgoing]

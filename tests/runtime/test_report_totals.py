@@ -75,3 +75,16 @@ def test_a_stage_that_no_longer_exists_keeps_its_counters() -> None:
         1: StageUtilization(1, 5, 2.0, 0.5, 3),
     }
     assert totals.bubbles == BubbleReport([1.25, 2.0], 4.0)
+
+
+def test_ranks_of_a_stage_count_apart() -> None:
+    totals = ReportTotals()
+    totals.on_report(StageUtilization(0, 4, 1.0))
+    totals.on_report(StageUtilization(0, 4, 0.5, rank=1))
+    totals.next_generation()
+    totals.on_report(StageUtilization(0, 2, 0.25, rank=1))
+    assert totals.rank_loads == {
+        (0, 0): StageUtilization(0, 4, 1.0),
+        (0, 1): StageUtilization(0, 6, 0.75, rank=1),
+    }
+    assert totals.stage_loads == {0: StageUtilization(0, 4, 1.0)}
