@@ -15,13 +15,15 @@ from torch import Tensor
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
+from gllm.kernels.all_reduce import StageGroups
 from gllm.kernels.attention_backends import AttentionRequirements, choose_backend
 from gllm.kernels.native.library import describe_kernels
-from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
+from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
+from gllm.models.shard import refusal, shard
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
 from gllm.runtime.device import (
@@ -35,7 +37,11 @@ from gllm.runtime.grammars import GuideFactory
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptChunk, create_prompt_chunks
 from gllm.runtime.sampling import SamplingMetadata, build_sampling_metadata, fail_guides
-from gllm.runtime.sampling_state import SamplingState, create_sampling_states
+from gllm.runtime.sampling_state import (
+    SamplingState,
+    create_default_states,
+    create_sampling_states,
+)
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.plan import SampledToken, StepPlan
 
@@ -56,19 +62,37 @@ class BaseExecutor(ABC):
         num_stages: int,
         layers: range,
         device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Choose dtypes and the attention backend.
 
+        Args:
+            model_config: of the whole model.
+            engine_config: of the engine.
+            stage: index of the stage.
+            num_stages: stages of the pipeline.
+            layers: indices of the stage's layers.
+            device: that computes.
+            rank: index among the workers of the stage.
+            num_ranks: workers of the stage, which compute its layers together.
+
         Raises:
-            FieldError: weights, KV cache or attention cannot be as configured.
+            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
+                share the model.
         """
-        self.model = model_config.model
+        if (reason := refusal(model_config.model, num_ranks)) is not None:
+            raise FieldError("tensor_parallel_size", reason)
+        self.model = shard(model_config.model, rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._groups: StageGroups | None = None
         self.layers = layers
         self._layer_specs = self.model.layers[layers.start : layers.stop]
         self._max_model_len = engine_config.max_model_len or self.model.context_length
         # Not by the stage: a probe has layers in the middle of the model on any stage.
         self.is_first = layers.start == 0
         self.is_last = layers.stop == self.model.num_layers
+        self.has_sampler = self.is_last and rank == 0
         self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
         check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization
@@ -86,7 +110,7 @@ class BaseExecutor(ABC):
         self._mirror = BlockTableReplica()
         self._tables = BlockTables()
         self._states: dict[int, SamplingState] = {}
-        """Sampling state by sequence, on the last stage."""
+        """Sampling state by sequence, on the ranks of the last stage."""
         self._keeps_last_tokens = num_stages == 1
         """True if plans may have placeholders for tokens that the previous step samples."""
         self._eos_ids = model_config.eos_ids
@@ -100,7 +124,9 @@ class BaseExecutor(ABC):
         else:
             kernels = f"compute capability {get_capability(self.device)}, torch {torch.__version__}"
         dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
-        return f"{self.device.type}: {kernels}; {dtypes}; attention {self.backend}"
+        # Ranks add up parts of what one rank adds up at once.
+        ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {self.backend}{ranks}"
 
     def _choose_attention_backend(
         self, config: EngineConfig, gpu_capability: tuple[int, int] | None
@@ -154,7 +180,7 @@ class BaseExecutor(ABC):
                 self._stage = ModelStage(model, weights, self.layers, self._max_model_len)
             checkpoint.check_all_read()
         self.weight_bytes = checkpoint.weight_bytes
-        if self.is_last:
+        if self.has_sampler:
             self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
         self._folder = folder
 
@@ -166,6 +192,8 @@ class BaseExecutor(ABC):
             self.device,
             self.layers,
             self.is_last,
+            self._rank,
+            self._num_ranks,
             self.dtype,
             self._quantization,
             self._max_model_len,
@@ -188,12 +216,19 @@ class BaseExecutor(ABC):
             self._grammars.close()
             self._grammars = None
 
+    def join(self, groups: StageGroups) -> None:
+        """See Executor."""
+        self._groups = groups
+        self._stage.ranks.join(groups)
+
     def close(self) -> None:
         """See Executor."""
         self._states = {}
+        self._groups = None
         self._mirror, self._tables = BlockTableReplica(), BlockTables()
         if self._folder is not None:
             self._stage.release_workspace()
+            self._stage.ranks.leave()
         if hasattr(self, "_cache"):
             del self._cache
 
@@ -218,8 +253,8 @@ class BaseExecutor(ABC):
             states = create_sampling_states(message, self._grammars)
         except Exception as error:
             log.exception("request %d could not be registered", message.seq)
-            default = [SamplingState(SequenceSamplingParams(), None, []) for _ in range(message.n)]
-            self._states.update(enumerate(default, start=message.seq))
+            states = create_default_states(message)
+            self._states.update(enumerate(states, start=message.seq))
             failed: Future[bytes] = Future()
             failed.set_exception(error)
             return failed
@@ -268,7 +303,7 @@ class BaseExecutor(ABC):
 
         Returns:
             Token rows [samples] int64, the sampling rows and the prompt chunks; all are empty
-            except on the last stage.
+            except on the last stage, where only rank 0 has sampling rows.
         """
         owners, states, output_indices, token_rows = [], [], [], []
         chunks: list[PromptChunk] = []
@@ -282,6 +317,8 @@ class BaseExecutor(ABC):
                 chunks += create_prompt_chunks(state, row, begin)
             if row.should_sample:
                 token_rows.append(end - 1)
+                if not self.has_sampler:
+                    continue
                 owners.append((row.seq, row.epoch))
                 states.append(state)
                 output_indices.append(row.start + row.num_tokens - sequence.prompt_len)

@@ -59,18 +59,20 @@ class Driver:
         last_stage_needs_prompts: bool = False,
         vocab_size: int | None = None,
         plan_record: PlanRecord | None = None,
+        first_stage_ranks: MessageSender | None = None,
     ) -> None:
         """Create the driver.
 
         Args:
             scheduler: of the pipeline.
             first_stage: called with the messages for the stage of this process.
-            other_stages: channels to the other stages, in order.
+            other_stages: channels to the other stages, in order, each to all ranks of its stage.
             frontend: channel to the parent.
             last_stage_needs_prompts: True if the last stage needs all prompts, not only those that
                 it samples by.
             vocab_size: token ids of requests have to be smaller; None for no check.
             plan_record: where uncommitted plans are recorded for the parent; None for nowhere.
+            first_stage_ranks: channel to the other ranks of the first stage; None without any.
         """
         self._plan_record = plan_record
         self._vocab_size = vocab_size
@@ -78,6 +80,10 @@ class Driver:
         self.scheduler = scheduler
         self._first_stage = first_stage
         self._other_stages = other_stages
+        self._first_stage_ranks = first_stage_ranks
+        # First those that compute a step at the same time as this process.
+        self._receivers = ([first_stage_ranks] if first_stage_ranks else []) + other_stages
+        """Channels to all other processes."""
         self._frontend = frontend
         self._outputs: list[tuple[StepOutput, list[SampleDetails]]] = []
         """Not sent to the frontend yet."""
@@ -238,9 +244,9 @@ class Driver:
                 # First: a stage may die as soon as it has the plan.
                 self._plan_record.on_scheduled(plan)
             step = RunStep(plan)
-            payload = encode(step) if self._other_stages else b""
-            for stage in self._other_stages:
-                stage.send_encoded(payload)
+            payload = encode(step) if self._receivers else b""
+            for receiver in self._receivers:
+                receiver.send_encoded(payload)
             self._first_stage(step)
         outputs, self._outputs = self._outputs, []
         if self._has_new_stats and not outputs:
@@ -283,7 +289,7 @@ class Driver:
         return plan
 
     def _register(self, message: SubmitRequest) -> None:
-        """Register a request's sequences with all stages.
+        """Register a request's sequences with all ranks of all stages.
 
         The first stage gets the prompt. The last one gets the sampling parameters and the outputs
         of earlier processes, with the prompt if it needs that.
@@ -295,7 +301,10 @@ class Driver:
         last = msgspec.structs.replace(
             base, sampling=message.sampling, choices=message.choices, outputs=message.outputs
         )
-        self._first_stage(with_prompt if self._other_stages else last)
+        first = with_prompt if self._other_stages else last
+        if self._first_stage_ranks is not None:
+            self._first_stage_ranks.send(first)
+        self._first_stage(first)
         for stage in self._other_stages[:-1]:
             stage.send(ids_only)
         if self._other_stages:

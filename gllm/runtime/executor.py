@@ -1,4 +1,4 @@
-"""Interface of a stage's executor: weights, KV cache and the computation of micro-batches.
+"""Interface of a worker's executor: weights, KV cache and the computation of micro-batches.
 
 `gllm.runtime.cpu.executor` and `gllm.runtime.cuda.executor` implement it;
 `gllm.runtime.base_executor` has what they share.
@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gllm.kernels.all_reduce import StageGroups
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.spec import ModelSpec
@@ -29,7 +30,7 @@ class DeviceTime(NamedTuple):
 
 
 class Executor(Protocol):
-    """Model part and KV cache of one stage.
+    """Model part and KV cache of one rank of a stage.
 
     A worker calls `prepare` on one thread, `compute` on a second and `sample` on a third, each in
     the order of steps. Each step's state is in its Batch.
@@ -43,7 +44,10 @@ class Executor(Protocol):
     """True on the first stage."""
     is_last: bool
     """True on the last stage."""
+    has_sampler: bool
+    """True on rank 0 of the last stage, which samples."""
     model: ModelSpec
+    """With the sizes of this rank."""
     layers: range
     """Layers of this stage."""
     dtype: torch.dtype
@@ -51,7 +55,7 @@ class Executor(Protocol):
     weight_bytes: int
     """Bytes of the loaded weights."""
     block_bytes: int
-    """Bytes of one KV block over the stage's layers."""
+    """Bytes of one KV block over the stage's layers, for the KV heads of this rank."""
 
     @property
     def numerics(self) -> str:
@@ -73,6 +77,12 @@ class Executor(Protocol):
 
         Raises:
             ModelError: the folder does not have the weights.
+        """
+
+    def join(self, groups: StageGroups) -> None:
+        """Compute together with the other ranks of the stage, until `close`.
+
+        Called with the weights loaded, before `allocate`; not at all where a stage has one rank.
         """
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -105,7 +115,10 @@ class Executor(Protocol):
 
         Returns:
             Activations [tokens, hidden] for the next stage; on the last stage a tensor for
-            `sample`.
+            `sample`, of which ranks other than 0 have no row.
+
+        Raises:
+            GroupClosedError: another rank of the stage has ended or cancelled the groups.
         """
 
     def wait(self, batch: Batch) -> DeviceTime:
@@ -116,8 +129,9 @@ class Executor(Protocol):
     ) -> tuple[list[SampledToken], list[SampleDetails]]:
         """Return the result of each sampling row, and details of the rows that return any.
 
-        Has to be called for every batch of the last stage. output: the tensor that `compute`
-        returned; overwritten.
+        Has to be called for every batch of the executor that has the sampler.
+
+        output: the tensor that `compute` returned; overwritten.
         """
 
     def fail_batch(self, batch: Batch, error: str) -> None:

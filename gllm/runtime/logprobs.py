@@ -49,13 +49,17 @@ class PromptChunk:
 
         Args:
             hidden: [tokens, hidden] of the batch.
-            compute_logits: maps rows of `hidden` to logits [rows, vocabulary].
+            compute_logits: maps rows of `hidden` to logits [rows, vocabulary]; without any row on
+                ranks that do not sample, which only help to compute them.
         """
         targets = torch.tensor(self.tokens, dtype=torch.int64)
         rows = hidden[self.first_row : self.first_row + len(targets)]
         parts = zip(rows.split(MAX_SCORED_ROWS), targets.split(MAX_SCORED_ROWS), strict=True)
         for part, tokens in parts:
-            logprobs = compute_logprobs(compute_logits(part))
+            logits = compute_logits(part)
+            if len(logits) < len(part):
+                continue
+            logprobs = compute_logprobs(logits)
             self.scores.append(gather_logprobs(logprobs, tokens, self.num_top_logprobs))
 
     def store_scores(self) -> None:
@@ -69,13 +73,14 @@ class PromptChunk:
 def create_prompt_chunks(
     state: SamplingState, row: ScheduledRow, first_row: int
 ) -> list[PromptChunk]:
-    """Return the prompt tokens that a plan's row scores, as a list of at most one chunk.
+    """Plan which prompt tokens a plan's row scores; return them as a list of at most one chunk.
 
     first_row: the row's first token row in the batch.
     """
     tokens = state.prompt[row.start + 1 : row.start + row.num_tokens + 1]
     if not tokens or not state.needs_prompt_logprobs:
         return []
+    state.num_planned_scores = max(state.num_planned_scores, row.start + len(tokens))
     return [PromptChunk(state, first_row, row.start + 1, tokens)]
 
 

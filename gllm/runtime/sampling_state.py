@@ -1,7 +1,7 @@
 """Sampling state of each sequence on the last stage: its output so far, logit edits and grammar.
 
 The state outlives the KV blocks of a sequence, so a preempted sequence resumes with it. Only the
-thread that samples changes it.
+thread that samples changes it, apart from what is planned with a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -95,6 +95,8 @@ class SamplingState:
         """Token ids; empty if sampling does not need them."""
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """LogprobTensors computed so far, by position in the prompt."""
+        self.num_planned_scores = 0
+        """Prompt tokens after the first one that a micro-batch so far has scored or will score."""
         self.error = ""
         """The reason for which the sequence has to end with an error."""
         has_scores = params.logprobs is not None or params.prompt_logprobs is not None
@@ -108,9 +110,12 @@ class SamplingState:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True if some requested prompt token has no score yet."""
+        """True if no micro-batch so far scores the last of the requested prompt tokens.
+
+        It depends on the plans alone, so that all ranks of a stage compute the same logits.
+        """
         is_requested = self.params.prompt_logprobs is not None
-        return is_requested and len(self.prompt_logprobs) < len(self.prompt) - 1
+        return is_requested and self.num_planned_scores < len(self.prompt) - 1
 
     def returns_prompt_logprobs(self, output_index: int) -> bool:
         """Return True if this output token returns the log-probabilities of the prompt."""
@@ -160,3 +165,17 @@ def create_sampling_states(
             guide = grammars.create_guide(params, output)
         states.append(SamplingState(params, edits, prompt, guide, output))
     return states
+
+
+def create_default_states(message: RegisterSequences) -> list[SamplingState]:
+    """Create states without edits and grammars for a request that cannot be sampled.
+
+    They score the prompt if the request does, as on ranks on which nothing failed.
+    """
+    request = message.sampling or SequenceSamplingParams()
+    default = SequenceSamplingParams()
+    first = SequenceSamplingParams(prompt_logprobs=request.prompt_logprobs)
+    return [
+        SamplingState(default if index else first, None, [] if index else message.prompt)
+        for index in range(message.n)
+    ]

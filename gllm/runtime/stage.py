@@ -5,6 +5,9 @@ activations, without using the CPU. On the last of several stages a second threa
 next step computes. A single stage cannot compute the next step without its tokens, so its compute
 thread samples as well: a thread switch takes longer than most sampling. For a device, one thread
 queues the work and the other one waits for it.
+
+The ranks of a stage run the same plans. Before each step they agree on its number and on whether it
+has failed; what fails later ends the generation, because the others wait in the middle of the step.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from gllm.kernels.all_reduce import GroupClosedError, StageGroups
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
@@ -42,7 +46,7 @@ class ComputedStep(NamedTuple):
 
 
 class StageRunner:
-    """Runs the plans of one stage in order."""
+    """Runs the plans of one rank of a stage in order."""
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class StageRunner:
         on_error: Callable[[BaseException], None],
         min_step_seconds: float = 0.0,
         slowdown: float = 1.0,
+        groups: StageGroups | None = None,
     ) -> None:
         """Start the threads.
 
@@ -61,9 +66,11 @@ class StageRunner:
             receiver: of the edge from the previous stage; None on the first stage.
             sender: of the edge to the next stage; None on the last stage.
             on_result: called on the event loop with the messages for the driver.
-            on_error: called on the event loop with the error that ends the stage.
+            on_error: called on the event loop with the error that ends the stage; with
+                GroupClosedError if another rank has ended it.
             min_step_seconds: sleep until a step has taken this long.
             slowdown: sleep until a step has taken this many times as long as it did.
+            groups: of all ranks of the stage; None where it has one rank.
         """
         self.num_steps = 0
         """Steps computed."""
@@ -80,6 +87,7 @@ class StageRunner:
         self._on_error = on_error
         self._loop = asyncio.get_running_loop()
         self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
+        self._groups = groups
         self._is_closed = False
         self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str] | None]
         self._prepared = queue.SimpleQueue()
@@ -87,8 +95,8 @@ class StageRunner:
         after `close`."""
         self._computed: queue.SimpleQueue[ComputedStep | StepResult | None] = queue.SimpleQueue()
         """Input of the sampling thread; None after `close`."""
-        is_last_of_several = sender is None and receiver is not None
-        self._has_sampling_thread = executor.is_asynchronous or is_last_of_several
+        samples_beside = executor.has_sampler and receiver is not None
+        self._has_sampling_thread = executor.is_asynchronous or samples_beside
         self._threads = [
             threading.Thread(target=self._run_thread, args=(run,), name=run.__name__, daemon=True)
             for run in [self._compute_steps] + [self._sample_steps] * self._has_sampling_thread
@@ -102,14 +110,15 @@ class StageRunner:
         `on_result` is called when a grammar is ready, and for requests that cannot be sampled.
         """
         grammar = self._executor.register(message)
-        if grammar is not None:
+        if grammar is not None and self._executor.has_sampler:
             grammar.add_done_callback(lambda done: self._on_grammar(message, done))
 
     def close(self) -> None:
         """End the threads and drop the steps that are queued; blocks until the current step ends.
 
         No other method may be called at the same time or later. Nothing is reported from now on.
-        The receiver is cancelled, but not closed.
+        The receiver and the groups are cancelled, but not closed. A step that several ranks compute
+        ends at once.
         """
         self._is_closed = True
         # Each of these wakes one of the threads, whatever it waits for.
@@ -117,6 +126,7 @@ class StageRunner:
         self._computed.put(None)
         if self._receiver is not None:
             self._receiver.cancel()
+        self._cancel_groups()
         self._executor.fail_sequences(CLOSED)
         for thread in self._threads:
             thread.join()
@@ -183,6 +193,12 @@ class StageRunner:
             # Whatever fails because the stage is being closed concerns nobody.
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._on_error, error)
+            self._cancel_groups()
+
+    def _cancel_groups(self) -> None:
+        """End the step of all ranks, now and later: one of them has ended."""
+        for group in self._groups or ():
+            group.cancel()
 
     def _compute_steps(self) -> None:
         while (prepared := self._prepared.get()) is not None and not self._is_closed:
@@ -200,23 +216,26 @@ class StageRunner:
         """Compute one step.
 
         Raises:
-            StepFailedError: the step has no output, due to an error here or on an earlier stage.
+            StepFailedError: the step has no output, due to an error here, on another rank or on an
+                earlier stage.
             EdgeClosedError: the stage is being closed.
+            GroupClosedError: another rank has ended, or this stage is being closed.
         """
-        hidden = None
-        if self._receiver is not None:
-            num_tokens = sum(row.num_tokens for row in plan.rows)
-            hidden = self._receiver.receive(plan.step, num_tokens)
-        if isinstance(batch, str):
-            raise StepFailedError(batch)
+        hidden = self._begin(plan, batch)
+        assert not isinstance(batch, str), "the step has failed"
         begin = time.monotonic()
         self._begun.append((plan, begin))
         try:
             with torch.profiler.record_function(f"step {plan.step}"):
                 output = self._executor.compute(batch, hidden)
         except Exception as error:
-            log.exception("step %d failed", plan.step)
             self._begun.pop()
+            if isinstance(error, GroupClosedError):
+                raise
+            log.exception("step %d failed", plan.step)
+            if self._groups is not None:
+                # The others wait in the middle of the step.
+                raise
             raise StepFailedError(format_error(error)) from error
         if not self._executor.is_asynchronous:
             self._slow_down(begin)
@@ -227,6 +246,30 @@ class StageRunner:
             self._record_time(plan.step, begin, end, end - begin)
         if self._sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
+
+    def _begin(self, plan: StepPlan, batch: Batch | str) -> torch.Tensor | None:
+        """Receive a step's activations and meet the other ranks.
+
+        Returns:
+            The activations; None on the first stage.
+
+        Raises:
+            StepFailedError: here, on another rank or on an earlier stage.
+            EdgeClosedError: the stage is being closed.
+            GroupClosedError: another rank has ended, or this stage is being closed.
+        """
+        hidden, failure = None, batch if isinstance(batch, str) else ""
+        if self._receiver is not None:
+            try:
+                num_tokens = sum(row.num_tokens for row in plan.rows)
+                hidden = self._receiver.receive(plan.step, num_tokens)
+            except StepFailedError as error:
+                failure = str(error)
+        if self._groups is not None:
+            failure = self._groups.layers.meet(plan.step, failure)
+        if failure:
+            raise StepFailedError(failure)
+        return hidden
 
     def _slow_down(self, begin: float) -> float:
         """Sleep as long as the step that has just ended is to take longer; return the seconds."""
@@ -269,8 +312,8 @@ class StageRunner:
         details: list[SampleDetails] = []
         if isinstance(item, ComputedStep) and self._executor.is_asynchronous:
             self._wait_for_device(item)
-            if self._sender is not None:
-                return
+        if not self._executor.has_sampler:
+            return
         if isinstance(item, ComputedStep):
             step, batch = item.plan.step, item.batch
             try:

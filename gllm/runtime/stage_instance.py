@@ -1,4 +1,4 @@
-"""A stage of the pipeline during one generation: its resources, sessions, reports and driver.
+"""A rank of a stage during one generation: its resources, sessions, reports and driver.
 
 Nothing of it outlives `close` but the weights, which the next instance of the same process takes
 over.
@@ -11,6 +11,7 @@ from functools import partial
 
 import zmq
 
+from gllm.kernels.all_reduce import GroupClosedError
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageReady
@@ -33,7 +34,7 @@ from gllm.scheduler.plan import StepPlan
 
 
 class StageInstance:
-    """One stage of one generation; called on the event loop."""
+    """One rank of a stage in one generation; called on the event loop."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class StageInstance:
         on_error: Callable[[BaseException], None],
         previous: "StageInstance | None" = None,
     ) -> None:
-        """Create an instance; on the first stage its hub is bound when this returns.
+        """Create an instance; if it has the driver, its hub is bound when this returns.
 
         Args:
             assignment: its descriptors belong to the instance from now on.
@@ -83,7 +84,7 @@ class StageInstance:
         return self._resources.executor
 
     def load(self) -> None:
-        """Load the weights and open the edges on a thread; report StageLoaded."""
+        """Load the weights, open edges and groups on a thread; report StageLoaded."""
         self._resources.load(partial(self._call_soon, self._send))
 
     def handle(self, messages: Iterable[AnyMessage]) -> None:
@@ -121,7 +122,7 @@ class StageInstance:
         self._sessions.close()
 
     async def _start(self, num_blocks: int) -> None:
-        """Allocate the KV cache and start the threads; on the first stage, create the driver."""
+        """Allocate the KV cache and start the threads; create the driver if it belongs here."""
         assignment = self.assignment
         assert assignment.config.max_model_len is not None
         config = assignment.config.scheduler.resolve(
@@ -130,13 +131,13 @@ class StageInstance:
         await run_in_thread(partial(self._resources.allocate, num_blocks, config.block_size))
         if self._is_closed:
             return
-        runner = self._resources.start_threads(self._on_result, self._fail)
+        runner = self._resources.start_threads(self._on_result, self._on_thread_error)
         self._reporter = StageReporter(
-            assignment.stage, runner, self._resources.backend, self._send, self._on_step_times
+            assignment.place, runner, self._resources.backend, self._send, self._on_step_times
         )
-        if assignment.stage:
+        if not assignment.has_driver:
             self._sessions.connect()
-            self._send(StageReady(assignment.stage))
+            self._send(StageReady(assignment.stage, assignment.rank))
             return
         self._create_driver(config)
         self._on_stage_connected(assignment.sender)
@@ -153,14 +154,16 @@ class StageInstance:
             self._plan_record = PlanRecord(
                 assignment.plan_record, config.max_in_flight, config.max_num_seqs
             )
+        other_ranks, other_stages = self._sessions.peers
         self._driver = Driver(
             scheduler,
             self._handle_message,
-            [*self._sessions.peers],
+            [*other_stages],
             self._head,
             last_stage_needs_prompts=executor.is_asynchronous,
             vocab_size=executor.model.vocab_size,
             plan_record=self._plan_record,
+            first_stage_ranks=other_ranks,
         )
 
     def _on_started(self, starting: "asyncio.Task[None]") -> None:
@@ -168,7 +171,7 @@ class StageInstance:
             self._fail(error)
 
     def _on_stage_connected(self, sender: int) -> None:
-        """Report the driver's stage as ready once every stage has connected."""
+        """Report the driver's worker as ready once every worker has connected."""
         if self._sessions.on_connected(sender):
             self._send(StageReady(0))
 
@@ -187,8 +190,8 @@ class StageInstance:
             case _ if self._driver is not None:
                 dispatch_to_driver(self._driver, message)
             case _:
-                stage, name = self.assignment.stage, type(message).__name__
-                raise ValueError(f"stage {stage} has no use for {name}")
+                name = type(message).__name__
+                raise ValueError(f"{self.assignment.name} has no use for {name}")
 
     @property
     def _running(self) -> StageRunner:
@@ -208,7 +211,8 @@ class StageInstance:
             self._step_log.flush()
 
     def _send_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._send(LoadProgress(self.assignment.stage, done_bytes, total_bytes))
+        assignment = self.assignment
+        self._send(LoadProgress(assignment.stage, done_bytes, total_bytes, assignment.rank))
 
     def _send(self, message: WireMessage) -> None:
         """Send a message to the parent, as long as it concerns the parent's generation."""
@@ -219,6 +223,13 @@ class StageInstance:
         """Call a function on the event loop, from any thread; the loop may have been closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _on_thread_error(self, error: BaseException) -> None:
+        """Report an error of the threads; that of another rank is for that one to report."""
+        if isinstance(error, GroupClosedError):
+            self._sessions.fail_later(error)
+        else:
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if not self._is_closed:

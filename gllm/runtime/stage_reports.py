@@ -1,8 +1,9 @@
-"""Reports of a stage that computes: its utilization to the parent, its step times to the driver."""
+"""Reports of a worker that computes: its utilization to the parent, step times to the driver."""
 
 import asyncio
 from collections.abc import Callable
 
+from gllm.cluster.placement import WorkerPlacement
 from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.runtime.backend import DeviceBackend
 from gllm.runtime.stage import StageRunner
@@ -12,11 +13,11 @@ REPORT_SECONDS = 0.5
 
 
 class StageReporter:
-    """Sends reports as long as the stage has steps."""
+    """Sends reports as long as the worker has steps."""
 
     def __init__(
         self,
-        stage: int,
+        place: WorkerPlacement,
         runner: StageRunner,
         backend: DeviceBackend,
         send_to_parent: Callable[[StageUtilization], None],
@@ -25,13 +26,13 @@ class StageReporter:
         """Create a reporter; `schedule` has to be called with each step.
 
         Args:
-            stage: index of the stage.
+            place: of the worker; step times are those of the ranks 0.
             runner: counts and times the steps.
             backend: counts the host's time and compilations.
             send_to_parent: sends totals.
             send_to_driver: sends step times.
         """
-        self._stage, self._runner, self._backend = stage, runner, backend
+        self._place, self._runner, self._backend = place, runner, backend
         self._send_to_parent, self._send_to_driver = send_to_parent, send_to_driver
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -53,15 +54,17 @@ class StageReporter:
         runner, backend = self._runner, self._backend
         self._send_to_parent(
             StageUtilization(
-                self._stage,
+                self._place.stage,
                 runner.num_steps,
                 runner.busy_seconds,
                 backend.host_seconds,
                 backend.num_compilations,
+                self._place.rank,
             )
         )
-        times = StageTimes(self._stage, *runner.pop_step_times())
-        self._send_to_driver(times)
+        times = StageTimes(self._place.stage, *runner.pop_step_times())
+        if not self._place.rank:
+            self._send_to_driver(times)
         if runner.is_busy or times.steps:
             # Once more after the last step, so that bubbles are known up to its end.
             self.schedule()

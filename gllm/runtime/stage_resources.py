@@ -1,4 +1,4 @@
-"""Resources of a stage instance: weights, edges, KV cache and threads.
+"""Resources of a stage instance: weights, edges, groups of ranks, KV cache and threads.
 
 They are loaded, opened and allocated on threads, while the event loop goes on. `free` may be called
 at any moment of that.
@@ -8,6 +8,7 @@ import gc
 import threading
 from collections.abc import Callable
 
+from gllm.kernels.all_reduce import StageGroups
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.assignment import StageAssignment
@@ -18,6 +19,8 @@ from gllm.runtime.stage import StageRunner
 from gllm.runtime.stage_loader import StageLoader
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.base import EdgeLayout, Receiver, Sender
+from gllm.transport.fan_out import join_senders
+from gllm.transport.groups import RegionLayout, open_groups
 from gllm.transport.registry import open_edges
 
 
@@ -47,9 +50,10 @@ class StageResources:
             assignment, on_progress, None if previous is None else previous._loader
         )
         self._lock = threading.Lock()
-        """Held while edges, caches and threads begin or end."""
+        """Held while edges, groups, caches and threads begin or end."""
         self._is_cancelled = self._is_freed = False
         self._edges: tuple[Receiver | None, Sender | None] = (None, None)
+        self._groups: StageGroups | None = None
 
     @property
     def backend(self) -> DeviceBackend:
@@ -62,7 +66,7 @@ class StageResources:
         return self._loader.executor
 
     def load(self, on_loaded: Callable[[StageLoaded], None]) -> None:
-        """Load the weights and open the edges on a thread.
+        """Load the weights and open edges and groups on a thread.
 
         on_loaded: called on that thread, unless the resources are cancelled before.
         """
@@ -91,12 +95,16 @@ class StageResources:
         self.executor.bind_thread()
         config = self._assignment.config
         self.runner = StageRunner(
+<<<<<<< HEAD
             self.executor,
             *self._edges,
             on_result,
             on_error,
             config.debug_step_seconds,
             config.slowdown_of(self._assignment.stage),
+=======
+            self.executor, *self._edges, on_result, on_error, min_step_seconds, self._groups
+>>>>>>> b8a59c1 (Ranks of a stage run the same plans)
         )
         return self.runner
 
@@ -120,19 +128,26 @@ class StageResources:
                 if end is not None:
                     end.close()
             self._edges = (None, None)
-            self._assignment.close_descriptors()
             self._loader.close_executor()
+            for group in self._groups or ():
+                group.close()
+            self._groups = None
+            self._assignment.close_descriptors()
         trim_memory()
 
     def _on_weights(self, on_loaded: Callable[[StageLoaded], None]) -> None:
-        """Open the edges; called on the loading thread."""
+        """Open edges and groups; called on the loading thread."""
         backend, executor = self.backend, self.executor
         # One that was closed meanwhile leaves the weights to its successor.
         with self._lock:
             if self._is_cancelled:
                 return
-            # Before the rest of the memory is divided: edges take some, NCCL for example.
-            self._edges = self._open_edges(backend.reserve())
+            # Before the rest of the memory is divided: these take some, NCCL for example.
+            scheduler = backend.reserve()
+            self._edges = self._open_edges(scheduler)
+            if self._assignment.region is not None:
+                self._groups = self._open_groups(scheduler)
+                executor.join(self._groups)
         available_bytes = backend.available_bytes()
         trim_memory()
         # Loaded objects live as long as the process: the collector never has to visit them.
@@ -147,6 +162,7 @@ class StageResources:
                 available_bytes,
                 executor.keeps_weights,
                 executor.numerics,
+                self._assignment.rank,
             )
         )
 
@@ -164,7 +180,7 @@ class StageResources:
             executor.model.hidden_size,
             executor.dtype.itemsize,
         )
-        return open_edges(
+        receiver, senders = open_edges(
             self._assignment.incoming,
             next(iter(self._assignment.outgoing), None),
             backend.transport,
@@ -172,4 +188,25 @@ class StageResources:
             executor.dtype,
             backend.streams,
             self._on_error,
+        )
+        return receiver, None if executor.is_last else join_senders(senders)
+
+    def _open_groups(self, scheduler: SchedulerConfig) -> StageGroups:
+        """Join the other ranks of the stage; on a GPU this waits for them.
+
+        scheduler: resolved except for the number of KV blocks.
+        """
+        assignment, executor = self._assignment, self.executor
+        assert assignment.region is not None, "the stage has one rank"
+        assert scheduler.max_num_batched_tokens is not None
+        layout = RegionLayout(
+            scheduler.max_num_batched_tokens,
+            executor.model.hidden_size,
+            executor.model.vocab_size,
+        )
+        return open_groups(
+            assignment.region,
+            assignment.rank,
+            assignment.num_ranks,
+            layout,
         )

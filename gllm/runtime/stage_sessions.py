@@ -1,16 +1,18 @@
-"""Sessions of one generation between its driver and the other stages."""
+"""Sessions of one generation between its driver and the other workers."""
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import zmq
 
 from gllm.messages import codec
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.assignment import StageAssignment
-from gllm.runtime.bus import Hub, Peer
+from gllm.runtime.bus import Hub
 from gllm.runtime.session import SessionError
 from gllm.runtime.spoke import Spoke
 
@@ -18,8 +20,23 @@ LOST_SECONDS = 5.0
 """Time in which the parent closes an instance after another stage has ended."""
 
 
+class RankPeers(NamedTuple):
+    """Ranks of one stage, as the receivers of the same messages of the driver."""
+
+    hub: Hub
+    senders: list[int]
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message, which concerns the current generation."""
+        self.send_encoded(codec.encode(message))
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue an encoded message of the current generation."""
+        self.hub.send_encoded(self.senders, payload)
+
+
 class StageSessions:
-    """One stage's end: the driver's hub on the first stage, a spoke on the others."""
+    """One worker's end: the driver's hub on rank 0 of the first stage, a spoke on the others."""
 
     def __init__(
         self,
@@ -29,15 +46,15 @@ class StageSessions:
         on_messages: Callable[[Iterable[AnyMessage]], None],
         on_lost: Callable[[BaseException], None],
     ) -> None:
-        """Bind the hub on the first stage; the other stages connect after all have loaded.
+        """Bind the hub on the driver's worker; the other workers connect after all have loaded.
 
         Args:
-            assignment: of the stage.
+            assignment: of the worker.
             context: of this process.
             run: number of this start of the parent.
-            on_messages: called with the messages for this stage, and on the first one with those
-                for the driver.
-            on_lost: called some time after a session has ended, unless these are closed before.
+            on_messages: called with the messages for this stage, and on the driver's worker with
+                those for the driver.
+            on_lost: called some time after a loss, unless these are closed before.
         """
         self._assignment = assignment
         self._context, self._run = context, run
@@ -46,13 +63,22 @@ class StageSessions:
         self._connected_senders: set[int] = set()
         """Workers that have reached the driver, its own included."""
         self._spoke: Spoke | None = None
-        self._hub = self._bind() if assignment.stage == 0 else None
+        self._hub = self._bind() if assignment.has_driver else None
 
     @property
-    def peers(self) -> list[Peer]:
-        """The driver's channels to the other stages, in order."""
+    def peers(self) -> tuple[RankPeers | None, list[RankPeers]]:
+        """The driver's channels to the other ranks of its stage, if any, and to the other stages.
+
+        The stages are in order.
+        """
         assert self._hub is not None, "the driver is on the first stage"
-        return [Peer(self._hub, sender) for sender in self._assignment.placement.senders[1:]]
+        placement = self._assignment.placement
+        own, *others = [
+            RankPeers(self._hub, [worker.sender for worker in placement.workers_of(stage)])
+            for stage in range(placement.num_stages)
+        ]
+        own.senders.remove(self._assignment.sender)
+        return (own if own.senders else None), others
 
     def connect(self) -> None:
         """Connect to the driver's hub."""
@@ -74,10 +100,10 @@ class StageSessions:
         afterwards.
         """
         self._connected_senders.add(sender)
-        return len(self._connected_senders) == self._assignment.num_stages
+        return len(self._connected_senders) == len(self._assignment.placement.workers)
 
     def send_to_driver(self, message: StepDone | GrammarReady | StageTimes) -> None:
-        """Send a message to the driver, which on the first stage handles it at once."""
+        """Send a message to the driver, which in its own process handles it at once."""
         if self._spoke is not None:
             self._spoke.send(message)
         else:
@@ -104,10 +130,13 @@ class StageSessions:
         return hub
 
     def _on_session_lost(self, cause: str) -> None:
-        """Report a loss, unless the parent closes the instance first as the other has ended."""
-        error = SessionError(f"a session with another stage ended: {cause}")
-        asyncio.get_running_loop().call_later(LOST_SECONDS, self._report_loss, error)
+        """Report the end of a session with another worker."""
+        self.fail_later(SessionError(f"a session with another stage ended: {cause}"))
 
-    def _report_loss(self, error: SessionError) -> None:
+    def fail_later(self, error: BaseException) -> None:
+        """Report a loss, unless the parent closes the instance first as the other has ended."""
+        asyncio.get_running_loop().call_later(LOST_SECONDS, self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
         if not self._is_closed:
             self._on_lost(error)

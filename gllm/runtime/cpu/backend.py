@@ -21,7 +21,13 @@ class CpuBackend:
         """Create the executor; see `gllm.runtime.stage_loader.create_backend`."""
         layers = range(*assignment.layers) if layers is None else layers
         self.executor = CpuExecutor(
-            model, assignment.config, assignment.stage, assignment.num_stages, layers
+            model,
+            assignment.config,
+            assignment.stage,
+            assignment.num_stages,
+            layers,
+            rank=assignment.rank,
+            num_ranks=assignment.num_ranks,
         )
         self._assignment = assignment
 

@@ -31,17 +31,22 @@ class CpuExecutor(BaseExecutor):
         num_stages: int,
         layers: range,
         device: torch.device = CPU,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
-        """Choose dtypes and the attention backend.
+        """Choose dtypes and the attention backend; see BaseExecutor.
 
         Raises:
-            FieldError: weights, KV cache or attention cannot be as configured.
+            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
+                share the model.
         """
-        super().__init__(model_config, engine_config, stage, num_stages, layers, device)
-        if self.is_first and device.type == "cpu":
+        super().__init__(
+            model_config, engine_config, stage, num_stages, layers, device, rank, num_ranks
+        )
+        if self.is_first and rank == 0 and device.type == "cpu":
             log_kernels()
         self._last_tokens: dict[int, int] = {}
-        """Last sampled token by sequence."""
+        """Last sampled token by sequence, on rank 0."""
 
     def _release(self, seqs: list[int]) -> None:
         super()._release(seqs)
@@ -57,11 +62,14 @@ class CpuExecutor(BaseExecutor):
             hidden: activations [tokens, hidden] of the previous stage; None on the first stage.
 
         Returns:
-            Activations [tokens, hidden]; on the last stage logits [samples, vocabulary] float32.
+            Activations [tokens, hidden]; on the last stage logits [samples, vocabulary] float32,
+            of which ranks other than 0 have no row.
+
+        Raises:
+            GroupClosedError: another rank of the stage has ended or cancelled the groups.
         """
-        for row, seq in batch.placeholders:
-            # A sequence whose step failed has no token: it has ended, and this row is discarded.
-            batch.inputs.token_ids[row] = self._last_tokens.get(seq, 0)
+        if batch.placeholders:
+            self._fill_placeholders(batch)
         hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers)
         if not self.is_last:
             return hidden
@@ -71,6 +79,18 @@ class CpuExecutor(BaseExecutor):
         if batch.sampling.embedding_rows:
             batch.embeddings = self._stage.apply_final_norm(sampled[batch.sampling.embedding_rows])
         return self._stage.compute_logits(sampled)
+
+    def _fill_placeholders(self, batch: Batch) -> None:
+        """Put the tokens that were sampled last into the inputs of a batch."""
+        rows, seqs = zip(*batch.placeholders, strict=True)
+        tokens: Tensor | None = None
+        if self._rank == 0:
+            # A sequence whose step failed has no token: it has ended, and this row is discarded.
+            tokens = torch.tensor([self._last_tokens.get(seq, 0) for seq in seqs])
+        if self._groups is not None:
+            tokens = self._groups.head.tell(tokens, len(rows))
+        assert tokens is not None, "without groups there is only rank 0"
+        batch.inputs.token_ids[list(rows)] = tokens
 
     @torch.inference_mode()
     def sample(
