@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class DeviceBackend(Protocol):
     """Device of one stage, from the start of its process to its first step.
 
-    A worker calls `reserve`, opens its edges, and then calls `available_bytes`, `executor.allocate`
+    A worker calls `reserve`, opens its edges and groups, and then calls `available_bytes`, `executor.allocate`
     and `prepare_steps`.
     """
 
@@ -27,6 +27,10 @@ class DeviceBackend(Protocol):
     @property
     def transport(self) -> str:
         """Default transport of edges; a name of gllm.transport.registry."""
+
+    @property
+    def collectives(self) -> str:
+        """Implementation of the groups of ranks; a name of gllm.transport.groups."""
 
     @property
     def streams(self) -> "tuple[DeviceRuntime, DeviceStream] | None":

@@ -174,8 +174,11 @@ class StageResources:
         assert scheduler.max_in_flight is not None
         assert scheduler.max_num_batched_tokens is not None
         backend, executor = self.backend, self.executor
+        # A rank may still finish a step that rank 0 has committed, but not the one before that:
+        # all ranks meet before each step.
+        num_late_steps = int(max(self._assignment.degrees) > 1)
         shape = EdgeLayout(
-            scheduler.max_in_flight,
+            scheduler.max_in_flight + num_late_steps,
             scheduler.max_num_batched_tokens,
             executor.model.hidden_size,
             executor.dtype.itemsize,
@@ -209,4 +212,7 @@ class StageResources:
             assignment.rank,
             assignment.num_ranks,
             layout,
+            self.backend.collectives,
+            self.backend.streams,
+            self._on_error,
         )

@@ -33,8 +33,9 @@ class EdgeLayout(msgspec.Struct, frozen=True):
     """Capacity of an edge."""
 
     slots: int
-    """Largest number of steps in flight. A slot is reused only after its previous step has
-    committed."""
+    """Largest number of steps in flight, and one more where a stage has several ranks. A slot is
+    reused only after its previous step has committed, and the step after that one too in the latter
+    case."""
     max_tokens: int
     """Largest number of tokens per step."""
     hidden_size: int

@@ -8,9 +8,9 @@ from gllm.scheduler.config import SchedulerConfig
 
 
 class CpuBackend:
-    """Executor of a stage in the host's memory, which all stages share."""
+    """Executor of a worker in the host's memory, which all workers share."""
 
-    transport = "shared-memory"
+    transport = collectives = "shared-memory"
     streams = None
     host_seconds = 0.0
     num_compilations = 0
