@@ -20,7 +20,8 @@ from gllm.runtime.stage_loader import StageLoader
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.base import EdgeLayout, Receiver, Sender
 from gllm.transport.fan_out import join_senders
-from gllm.transport.groups import RegionLayout, open_groups
+from gllm.transport.groups import open_groups
+from gllm.transport.region import RegionLayout
 from gllm.transport.registry import open_edges
 
 
@@ -202,10 +203,11 @@ class StageResources:
         assignment, executor = self._assignment, self.executor
         assert assignment.region is not None, "the stage has one rank"
         assert scheduler.max_num_batched_tokens is not None
+        model = executor.model
         layout = RegionLayout(
             scheduler.max_num_batched_tokens,
-            executor.model.hidden_size,
-            executor.model.vocab_size,
+            model.hidden_size,
+            -(-model.vocab_size // assignment.num_ranks) if executor.is_last else 0,
         )
         return open_groups(
             assignment.region,

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from gllm.messages.base import WireMessage
+from gllm.messages.codec import decode_for_stage
 from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams, TokenLogprobs
@@ -28,7 +29,7 @@ class Heard:
         self.messages.append(message)
 
     def send_encoded(self, payload: bytes) -> None:
-        raise AssertionError("nothing is planned here")
+        self.messages.append(decode_for_stage(payload))
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -52,6 +53,42 @@ def test_a_prompt_goes_to_those_who_need_it(
     assert knows == [True, *[False] * (stages - 2), *[at_last] * (stages > 1)]
     told = [message.sampling for message in registered if isinstance(message, RegisterSequences)]
     assert told == [*[None] * (stages - 1), sampling]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_other_ranks_of_the_first_stage_get_what_its_rank_0_gets(stages: int) -> None:
+    """And they get it earlier, because rank 0 prepares a step at once."""
+    order: list[str] = []
+
+    class Rank(Heard):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def send(self, message: WireMessage) -> None:
+            order.append(f"{self.name} {type(message).__name__}")
+            super().send(message)
+
+        def send_encoded(self, payload: bytes) -> None:
+            self.send(decode_for_stage(payload))
+
+    first, others, last = Rank("rank 0"), Rank("other ranks"), Rank("last stage")
+    config = SchedulerConfig().resolve(stages, 64, 128)
+    driver = Driver(
+        Scheduler(config), first.send, [last][: stages - 1], Heard(), first_stage_ranks=others
+    )
+    sampling = SequenceSamplingParams(repetition_penalty=1.5)
+    driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, []))
+    driver.run_turn()
+    assert [type(message) for message in first.messages] == [RegisterSequences, RunStep]
+    assert others.messages == first.messages
+    registered = others.messages[0]
+    assert isinstance(registered, RegisterSequences)
+    assert registered.prompt == [1, 2, 3]
+    assert registered.sampling == (sampling if stages == 1 else None)
+    for kind in ("RegisterSequences", "RunStep"):
+        assert order.index(f"other ranks {kind}") < order.index(f"rank 0 {kind}")
+    assert len(last.messages) == 2 * (stages - 1)
 
 
 @pytest.mark.parametrize("stages", [1, 3])

@@ -31,6 +31,7 @@ class FakeExecutor:
     ) -> None:
         """`wait`: of a device that computes asynchronously."""
         self.is_asynchronous = wait is not None
+        self.has_sampler = True
         self.wait, self.bind_thread = wait, bind_thread
         self.log: list[str] = []
         self.given_up: list[tuple[str, int, str]] = []
@@ -82,6 +83,7 @@ def make_stage(
 ) -> tuple[StageRunner, Results]:
     results = Results()
     receiver, sender = ends.get("receiver"), ends.get("sender")
+    executor.has_sampler = sender is None
     handlers = results.queue.put_nowait, results.faults.append, min_step_seconds
     stage = StageRunner(executor, receiver, sender, *handlers)  # type: ignore[arg-type]
     return stage, results

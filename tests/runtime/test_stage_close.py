@@ -58,6 +58,7 @@ class Reports(Results):
 def start(executor: Executor, **ends: Any) -> tuple[StageRunner, Reports]:
     reports = Reports()
     handlers = reports.add, reports.faults.append
+    executor.has_sampler = ends.get("sender") is None
     stage = StageRunner(executor, ends.get("receiver"), ends.get("sender"), *handlers)  # type: ignore[arg-type]
     return stage, reports
 
