@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
-from gllm.kernels.all_reduce import StageGroups
 from gllm.kernels.attention_backends import AttentionRequirements, choose_backend
 from gllm.kernels.native.library import describe_kernels
 from gllm.messages.sampling import SampleDetails
@@ -44,6 +43,7 @@ from gllm.runtime.sampling_state import (
 )
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.plan import SampledToken, StepPlan
+from gllm.transport.groups import StageGroups
 
 log = logging.getLogger(__name__)
 

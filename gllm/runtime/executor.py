@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gllm.kernels.all_reduce import StageGroups
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.spec import ModelSpec
 from gllm.runtime.batch import Batch
 from gllm.scheduler.plan import SampledToken, StepPlan
+from gllm.transport.groups import StageGroups
 
 
 class DeviceTime(NamedTuple):

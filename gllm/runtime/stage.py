@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import torch
 
-from gllm.kernels.all_reduce import GroupClosedError, StageGroups
+from gllm.kernels.all_reduce import GroupClosedError
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import Executor
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import EdgeClosedError, Receiver, Sender, StepFailedError
+from gllm.transport.groups import StageGroups
 
 log = logging.getLogger(__name__)
 

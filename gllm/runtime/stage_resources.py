@@ -8,7 +8,6 @@ import gc
 import threading
 from collections.abc import Callable
 
-from gllm.kernels.all_reduce import StageGroups
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.assignment import StageAssignment
@@ -20,7 +19,7 @@ from gllm.runtime.stage_loader import StageLoader
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.base import EdgeLayout, Receiver, Sender
 from gllm.transport.fan_out import join_senders
-from gllm.transport.groups import open_groups
+from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout
 from gllm.transport.registry import open_edges
 
