@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class DeviceBackend(Protocol):
     """Device of one stage, from the start of its process to its first step.
 
-    A worker calls `reserve`, opens its edges and groups, and then calls `available_bytes`, `executor.allocate`
-    and `prepare_steps`.
+    A worker calls `reserve`, opens its edges and groups, and then calls `available_bytes`,
+    `executor.allocate` and `prepare_steps`.
     """
 
     @property

@@ -65,14 +65,19 @@ def children(pid: int) -> list[int]:
     return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
 
 
-def stages(pid: int) -> dict[int, int]:
-    """Process ids of the stages that a process has started, by stage."""
+def places(pid: int) -> dict[str, int]:
+    """Process ids of the workers that a process has started: by stage, or by stage.rank."""
     found = {}
     for child in children(pid):
         title = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode()
         if title.startswith("gllm-stage-"):
-            found[int(title.removeprefix("gllm-stage-"))] = child
+            found[title.removeprefix("gllm-stage-")] = child
     return found
+
+
+def stages(pid: int) -> dict[int, int]:
+    """Process ids of the stages that a process has started, by stage; each has one rank."""
+    return {int(stage): child for stage, child in places(pid).items()}
 
 
 class Server:

@@ -129,9 +129,24 @@ async def kill_at_random(readers: Readers, workers: LocalWorkers, rng: Random) -
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-async def test_results_do_not_depend_on_deaths(stages: int) -> None:
-    options = {"max_prefill_tokens": 24, "min_prefill_tokens": 8, "max_restarts": 100}
+@pytest.mark.parametrize(
+    ("stages", "degrees"),
+    [
+        (1, (1,)),
+        (2, (1,)),
+        (1, (2,)),
+        pytest.param(2, (2, 1), marks=pytest.mark.long),
+        pytest.param(2, (1, 2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+async def test_results_do_not_depend_on_deaths(stages: int, degrees: tuple[int, ...]) -> None:
+    options: dict[str, Any] = {
+        "max_prefill_tokens": 24,
+        "min_prefill_tokens": 8,
+        "max_restarts": 100,
+        "tensor_parallel_size": degrees,
+    }
     async with local_engine(stages, **options) as (engine, workers):
         readers = Readers(engine)
         expected = await readers.run_all()

@@ -136,7 +136,7 @@ def test_a_rank_has_its_part_of_the_cache_and_of_the_weights(folder: Path) -> No
 def test_ranks_that_cannot_share_the_model_are_refused(folder: Path) -> None:
     config = read_config(folder)
     engine = EngineConfig.from_options(str(folder), block_size=8)
-    with pytest.raises(FieldError, match="num_attention_heads|heads"):
+    with pytest.raises(FieldError, match="heads"):
         CpuExecutor(config, engine, 0, 1, range(1), rank=0, num_ranks=4)
 
 

@@ -1,0 +1,137 @@
+"""Stages that several processes compute together: their texts, and the death of one of them."""
+
+import os
+import signal
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from gllm.config.sampling import SamplingParams
+from gllm.engine.llm import LLM
+from tests.e2e.recovery_load import COMPLETIONS, Answer, Load
+from tests.e2e.server import Server, alive, places, serving, wait_until
+from tests.e2e.test_recovery import (
+    EXACT,
+    FREEZE_TIMEOUT,
+    compare,
+    leaks,
+    leftovers,
+    num_descriptors,
+    num_shared_mappings,
+    scrape,
+    wait_until_ready,
+)
+
+NUM_SEEDS = 20
+"""Seeds of each fault; `make test` has the first one of some."""
+DEGREES = {"2": ["0.0", "0.1", "1.0", "1.1"], "2,1": ["0.0", "0.1", "1"]}
+"""Ranks of each of two stages, and the places of their workers."""
+SHORT = {("2", "SIGKILL", "0.1"), ("2", "SIGSTOP", "1.1"), ("2,1", "SIGKILL", "0.1")}
+"""Faults of `make test`: degrees, signal and place."""
+PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
+NUM_TOKENS = 48
+
+
+def faults() -> list[Any]:
+    """All kinds of faults, those of `make test` unmarked; those of one server together."""
+    cases = []
+    for degrees, victims in DEGREES.items():
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            for victim in victims:
+                for seed in range(NUM_SEEDS):
+                    is_short = not seed and (degrees, number.name, victim) in SHORT
+                    marks = () if is_short else (pytest.mark.long,)
+                    name = f"tp{degrees}-{number.name}-{victim}-{seed}"
+                    values = degrees, number, victim, seed
+                    cases.append(pytest.param(*values, marks=marks, id=name))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Server]:
+    """One server for all faults of its degrees; at its end nothing of it may be left."""
+    flags = ["--pp", "2", "--tp", request.param, "--freeze-timeout", FREEZE_TIMEOUT, *EXACT]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+        before = leftovers()
+        with serving("demo", *flags) as started:
+            yield started
+            workers = started.workers()
+            started.process.terminate()
+            code, errors = started.end()
+        assert code == 0, errors
+        assert not any(alive(pid) for pid in workers)
+        assert leftovers() <= before
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> dict[str, Answer]:
+    """The answers of a run in which nothing fails."""
+    answers = Load(server, "undisturbed").wait()
+    assert all(not answer.errors for answer in answers.values())
+    assert answers["cached prefix"].cached_tokens > 32
+    return answers
+
+
+@pytest.fixture(scope="module")
+def of_one_rank() -> list[list[int]]:
+    """Greedy tokens of PROMPTS computed by one process."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLM("demo", progress=False, dtype="float32", kv_cache_memory=2**26) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("server", DEGREES, indirect=True)
+def test_greedy_tokens_are_those_of_one_process(
+    server: Server, of_one_rank: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    assert sorted(places(server.pid)) in DEGREES.values()
+    body = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    fields = {"prompt": PROMPTS, "return_token_ids": True, **body}
+    status, answer = server.post(COMPLETIONS, fields)
+    assert status == 200, answer
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    assert [choice["token_ids"] for choice in choices] == of_one_rank
+
+
+@pytest.mark.parametrize(
+    ("server", "number", "victim", "seed"), faults(), indirect=["server"], scope="module"
+)
+def test_the_death_of_a_rank_is_a_pause(
+    server: Server,
+    undisturbed: dict[str, Answer],
+    number: signal.Signals,
+    victim: str,
+    seed: int,
+) -> None:
+    """The other ranks, which wait for it in the middle of a step, keep their weights."""
+    wait_until_ready(server)
+    before, pids = scrape(server), places(server.pid)
+    survivors = [server.pid, *(pid for place, pid in pids.items() if place != victim)]
+    owned = {pid: (num_descriptors(pid), num_shared_mappings(pid)) for pid in survivors}
+    total = sum(answer.num_events for answer in undisturbed.values())
+    moment = Random(f"{number} {victim} {seed}").randrange(1, total * 3 // 4)
+
+    load = Load(server, f"{number} {victim} {seed}")
+    wait_until(lambda: load.num_events >= moment)
+    os.kill(pids[victim], number)
+    compare(load.wait(), undisturbed)
+
+    wait_until_ready(server)
+    after = scrape(server)
+    assert after.follows(before), "a counter went backwards"
+    assert after.value("recoveries_total") == before.value("recoveries_total") + 1
+    assert not alive(pids[victim])
+    now = places(server.pid)
+    assert sorted(now) == sorted(pids)
+    assert {place for place in now if now[place] != pids[place]} == {victim}
+    wait_until(lambda: not leaks(owned), seconds=20)
+
+
+def test_a_degree_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(AssertionError) as refused, serving("demo", "--tp", "4"):
+        pass
+    assert "heads" in str(refused.value)
+    assert "2" in str(refused.value)
