@@ -95,16 +95,13 @@ class StageResources:
         self.executor.bind_thread()
         config = self._assignment.config
         self.runner = StageRunner(
-<<<<<<< HEAD
             self.executor,
             *self._edges,
             on_result,
             on_error,
             config.debug_step_seconds,
             config.slowdown_of(self._assignment.stage),
-=======
-            self.executor, *self._edges, on_result, on_error, min_step_seconds, self._groups
->>>>>>> b8a59c1 (Ranks of a stage run the same plans)
+            self._groups,
         )
         return self.runner
 
