@@ -80,7 +80,7 @@ def test_the_other_ranks_of_the_first_stage_get_what_its_rank_0_gets(stages: int
     sampling = SequenceSamplingParams(repetition_penalty=1.5)
     driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, []))
     driver.run_turn()
-    assert [type(message) for message in first.messages] == [RegisterSequences, RunStep]
+    assert [type(message) for message in first.messages[:2]] == [RegisterSequences, RunStep]
     assert others.messages == first.messages
     registered = others.messages[0]
     assert isinstance(registered, RegisterSequences)
@@ -88,7 +88,7 @@ def test_the_other_ranks_of_the_first_stage_get_what_its_rank_0_gets(stages: int
     assert registered.sampling == (sampling if stages == 1 else None)
     for kind in ("RegisterSequences", "RunStep"):
         assert order.index(f"other ranks {kind}") < order.index(f"rank 0 {kind}")
-    assert len(last.messages) == 2 * (stages - 1)
+    assert (last.messages[1:] == first.messages[1:]) == (stages > 1)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
