@@ -72,10 +72,10 @@ def test_the_other_ranks_of_the_first_stage_get_what_its_rank_0_gets(stages: int
         def send_encoded(self, payload: bytes) -> None:
             self.send(decode_for_stage(payload))
 
-    first, others, last = Rank("rank 0"), Rank("other ranks"), Rank("last stage")
+    first, others, last = Rank("rank 0"), Rank("other ranks"), Heard()
     config = SchedulerConfig().resolve(stages, 64, 128)
     driver = Driver(
-        Scheduler(config), first.send, [last][: stages - 1], Heard(), first_stage_ranks=others
+        Scheduler(config), first.send, [*[last] * (stages - 1)], Heard(), first_stage_ranks=others
     )
     sampling = SequenceSamplingParams(repetition_penalty=1.5)
     driver.submit(SubmitRequest(5, [1, 2, 3], sampling, 4, []))

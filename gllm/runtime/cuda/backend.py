@@ -39,6 +39,7 @@ class CudaBackend:
         self.streams = self._queues, self.executor.stream
         self._max_stages_per_gpu = -(-assignment.num_stages // num_gpus)
         self.transport = "nccl" if self._max_stages_per_gpu == 1 else "host-staging"
+        self.collectives = self.transport
         self._counter: CompilationCounter | None = None
 
     def reserve(self) -> SchedulerConfig:
