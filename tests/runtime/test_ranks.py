@@ -109,11 +109,8 @@ def test_a_request_that_rank_0_cannot_sample_disturbs_no_other(
     batches = stage.prepare(StepPlan(0, rows, []))
     assert [len(batch.prompt_chunks) for batch in batches] == [2, 2]
     sampled, _ = stage.sample(batches, stage.compute(batches, None))
-    tokens = [result.token_id for result in sampled]
-    for seq in (0, 1):
-        pipeline.add(seq, prompt)
-    expected = pipeline.run()
-    assert tokens == [expected[0][0], expected[1][0]]
+    pipeline.add(1, prompt)
+    assert sampled[1].token_id == pipeline.run()[1][0]
 
 
 def test_a_rank_has_its_part_of_the_cache_and_of_the_weights(folder: Path) -> None:
