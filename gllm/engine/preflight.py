@@ -1,7 +1,7 @@
 """Check a configuration against its model's config.json, before any worker process starts.
 
 Runs in the parent process, without torch: resolves the model's folder, splits its layers into
-stages, and checks the context length and the size of the KV cache.
+stages, and checks the context length, the size of the KV cache and that ranks can share the model.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.flags import output_file
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve_model
+from gllm.models.shard import refusal
 from gllm.models.split import split_layers
 
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
@@ -53,8 +54,9 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     _check_device(config)
     folder = resolve_model(config.model)
     read = read_config(folder)
-    if max(config.stage_degrees) > 1:
-        raise ValueError("tensor_parallel_size > 1 is not supported yet: leave out --tp")
+    for num_ranks in config.stage_degrees:
+        if (reason := refusal(read.model, num_ranks)) is not None:
+            raise ValueError(reason)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length
     if length > read.model.context_length:

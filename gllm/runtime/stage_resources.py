@@ -182,7 +182,7 @@ class StageResources:
         )
         receiver, senders = open_edges(
             self._assignment.incoming,
-            next(iter(self._assignment.outgoing), None),
+            self._assignment.outgoing,
             backend.transport,
             shape,
             executor.dtype,

@@ -137,7 +137,8 @@ class Worker:
             return
         if not isinstance(error, ModelError | FieldError):
             log.error("the stage failed", exc_info=error)
-        self._head.send(StageFailed(self._place.stage, format_error(error)))
+        place = self._place
+        self._head.send(StageFailed(place.stage, format_error(error), place.rank))
         self.has_failed = True
         self.done.set()
 
