@@ -131,6 +131,8 @@ class StageRunner:
         self._executor.fail_sequences(CLOSED)
         for thread in self._threads:
             thread.join()
+        # What holds this object may outlive the generation; the groups' memory has to be freed.
+        self._groups = None
 
     def _report(self, result: StepDone | GrammarReady) -> None:
         """Pass a message for the driver to the event loop; called on any thread."""
