@@ -3,8 +3,9 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,7 +36,7 @@ NUM_TOKENS = 48
 
 
 def faults() -> list[Any]:
-    """All kinds of faults, those of `make test` unmarked; those of one server together."""
+    """All kinds of faults, those of `make test` unmarked."""
     cases = []
     for degrees, victims in DEGREES.items():
         for number in (signal.SIGKILL, signal.SIGSTOP):
@@ -49,30 +50,52 @@ def faults() -> list[Any]:
     return cases
 
 
+class Served(NamedTuple):
+    """A server, and its answers in a run in which nothing fails."""
+
+    server: Server
+    undisturbed: dict[str, Answer]
+
+
+class Servers:
+    """A server per degrees, started on first use; at the end nothing of them may be left."""
+
+    def __init__(self, files: ExitStack) -> None:
+        self._files = files
+        self._served: dict[str, Served] = {}
+
+    def __getitem__(self, degrees: str) -> Served:
+        if degrees not in self._served:
+            server = self._files.enter_context(running(degrees))
+            answers = Load(server, "undisturbed").wait()
+            assert all(not answer.errors for answer in answers.values())
+            assert answers["cached prefix"].cached_tokens > 32
+            self._served[degrees] = Served(server, answers)
+        return self._served[degrees]
+
+
+@contextmanager
+def running(degrees: str) -> Iterator[Server]:
+    """A server of two stages, whose processes are gone at the end."""
+    flags = ["--pp", "2", "--tp", degrees, "--freeze-timeout", FREEZE_TIMEOUT, *EXACT]
+    with serving("demo", *flags) as server:
+        yield server
+        workers = server.workers()
+        server.process.terminate()
+        code, errors = server.end()
+    assert code == 0, errors
+    assert not any(alive(pid) for pid in workers)
+
+
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Server]:
-    """One server for all faults of its degrees; at its end nothing of it may be left."""
-    flags = ["--pp", "2", "--tp", request.param, "--freeze-timeout", FREEZE_TIMEOUT, *EXACT]
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers that leave no file behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
         before = leftovers()
-        with serving("demo", *flags) as started:
-            yield started
-            workers = started.workers()
-            started.process.terminate()
-            code, errors = started.end()
-        assert code == 0, errors
-        assert not any(alive(pid) for pid in workers)
+        with ExitStack() as files:
+            yield Servers(files)
         assert leftovers() <= before
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: Server) -> dict[str, Answer]:
-    """The answers of a run in which nothing fails."""
-    answers = Load(server, "undisturbed").wait()
-    assert all(not answer.errors for answer in answers.values())
-    assert answers["cached prefix"].cached_tokens > 32
-    return answers
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +106,12 @@ def of_one_rank() -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("server", DEGREES, indirect=True)
+@pytest.mark.parametrize("degrees", DEGREES)
 def test_greedy_tokens_are_those_of_one_process(
-    server: Server, of_one_rank: list[list[int]], request: pytest.FixtureRequest
+    servers: Servers, of_one_rank: list[list[int]], degrees: str
 ) -> None:
-    assert sorted(places(server.pid)) in DEGREES.values()
+    server = servers[degrees].server
+    assert sorted(places(server.pid)) == DEGREES[degrees]
     body = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     fields = {"prompt": PROMPTS, "return_token_ids": True, **body}
     status, answer = server.post(COMPLETIONS, fields)
@@ -96,17 +120,12 @@ def test_greedy_tokens_are_those_of_one_process(
     assert [choice["token_ids"] for choice in choices] == of_one_rank
 
 
-@pytest.mark.parametrize(
-    ("server", "number", "victim", "seed"), faults(), indirect=["server"], scope="module"
-)
+@pytest.mark.parametrize(("degrees", "number", "victim", "seed"), faults())
 def test_the_death_of_a_rank_is_a_pause(
-    server: Server,
-    undisturbed: dict[str, Answer],
-    number: signal.Signals,
-    victim: str,
-    seed: int,
+    servers: Servers, degrees: str, number: signal.Signals, victim: str, seed: int
 ) -> None:
     """The other ranks, which wait for it in the middle of a step, keep their weights."""
+    server, undisturbed = servers[degrees]
     wait_until_ready(server)
     before, pids = scrape(server), places(server.pid)
     survivors = [server.pid, *(pid for place, pid in pids.items() if place != victim)]
