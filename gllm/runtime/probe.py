@@ -26,6 +26,7 @@ from gllm.runtime.device import count_gpus, set_num_threads
 from gllm.runtime.probe_cache import ProbeCache, create_key
 from gllm.runtime.stage_loader import choose_num_threads, create_backend
 from gllm.scheduler.plan import ScheduledRow, StepPlan
+from gllm.transport.solo_group import create_solo_groups
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class LayerProbe:
         )
         self._folder = Path(assignment.model_folder)
         self._slowdown = assignment.config.slowdown_of(assignment.stage)
+        self._rank, self._num_ranks = assignment.rank, assignment.num_ranks
         self._epoch = 0
         self.available_bytes: int | None = None
         """Bytes for weights and KV cache, once loaded; None in the host's memory."""
@@ -125,6 +127,8 @@ class LayerProbe:
         backend, executor = self._backend, self.executor
         executor.bind_thread()
         executor.load(self._folder, lambda done, total: None)
+        if self._num_ranks > 1:
+            executor.join(create_solo_groups(self._rank, self._num_ranks))
         config = backend.reserve()
         assert config.max_num_batched_tokens is not None
         max_model_len, max_tokens = config.max_model_len, config.max_num_batched_tokens
@@ -182,7 +186,7 @@ class LayerProbe:
         seconds = time.monotonic() - begin
         if executor.is_asynchronous:
             seconds = executor.wait(batch).busy
-        if executor.is_last:
+        if executor.has_sampler:
             executor.sample(batch, output)
         return seconds
 
