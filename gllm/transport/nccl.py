@@ -79,12 +79,16 @@ def create_nccl_group(store: Store, rank: int) -> ProcessGroup:
 
     TransferMonitor handles timeouts and errors; torch's own handling would end the process.
     """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     wait_for_peer(store, rank)
+    return cast(ProcessGroup, create_communicator(store, rank, 2))
+
+
+def create_communicator(store: Store, rank: int, size: int) -> Any:
+    """Create torch's process group of NCCL, which connects with its first collective."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=365)
-    group: Any = distributed.ProcessGroupNCCL(store, rank, 2, options)
-    return cast(ProcessGroup, group)
+    return distributed.ProcessGroupNCCL(store, rank, size, options)
 
 
 def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) -> ProcessGroup:
@@ -136,15 +140,23 @@ class _Transfer:
         return "" if error is None else str(error) or type(error).__name__
 
 
+class Abortable(Protocol):
+    """Process group of any number of ranks."""
+
+    def abort(self) -> None:
+        """End all transfers in flight."""
+
+
 class TransferMonitor:
     """Monitor of the transfers of one end, which aborts all of them if one fails or hangs."""
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Abortable,
         timeout: float,
         on_error: OnTransportError = lambda error: None,
         bind_thread: Callable[[], None] = lambda: None,
+        subject: str = "the transfer",
     ) -> None:
         """Create a monitor; `start` runs it on a thread.
 
@@ -153,7 +165,9 @@ class TransferMonitor:
             timeout: limit per transfer in seconds.
             on_error: called with a TransportError when transfers are aborted.
             bind_thread: called first on the monitoring thread.
+            subject: name of a step's transfers in errors.
         """
+        self._subject = subject
         self.abort_reason = ""
         """Cause for which transfers were aborted; empty if they were not."""
         self._group, self._timeout = group, timeout
@@ -172,13 +186,13 @@ class TransferMonitor:
             transfer = self._in_flight[0]
             failure = transfer.failure() if transfer.handle.is_completed() else None
             if failure:
-                self.abort(f"the transfer of step {transfer.step} failed: {failure}")
+                self.abort(f"{self._subject} of step {transfer.step} failed: {failure}")
             elif failure is not None:
                 self._in_flight.popleft()
                 continue
             elif now - transfer.begin > self._timeout:
-                text = f"the transfer of step {transfer.step} did not end in {self._timeout:g} s"
-                self.abort(text)
+                late = f"did not end in {self._timeout:g} s"
+                self.abort(f"{self._subject} of step {transfer.step} {late}")
             return
 
     def check(self) -> None:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from tests.runtime.fake_graphs import FakeGraph
 from tests.runtime.memory_uses import (
     Clock,
     HiddenSync,
@@ -41,6 +42,7 @@ from tests.runtime.memory_uses import (
     uses_of,
     written_arguments,
 )
+from tests.runtime.turns import Turns
 
 HOST_READS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__")
 
@@ -95,12 +97,27 @@ class FakeStream:
             self._queues.stream_now = outer
 
     def wait(self, event: Any) -> None:
-        if not self._queues.ignores_wait(sys._getframe(1)):
-            reached = event.reached
-            self._put(Operation("wait", lambda: None, ready=lambda: reached[0]))
-            merge(self.clock, event.clock)
+        self.wait_for(event, sys._getframe(1))
+
+    def wait_for(self, event: Any, frame: Any) -> None:
+        """A wait of a frame that may be the one to be left out."""
+        if not self._queues.ignores_wait(frame):
+            self.follow(event)
+
+    def follow(self, event: Any) -> None:
+        """A wait that cannot be left out."""
+        graph = self._queues.graph
+        if graph is not None and graph.wait(self, event):
+            return
+        reached = event.reached
+        self._put(Operation("wait", lambda: None, ready=lambda: reached[0]))
+        merge(self.clock, event.clock)
 
     def record(self, event: Any) -> None:
+        graph = self._queues.graph
+        if graph is not None and graph.holds(self):
+            graph.record(self, event)
+            return
         reached = event.reached = [False]
 
         def reach() -> None:
@@ -111,6 +128,10 @@ class FakeStream:
 
     def put(self, operation: Operation) -> None:
         """One more operation at the end; the host may be ahead of it by any time."""
+        graph = self._queues.graph
+        if graph is not None and graph.holds(self):
+            graph.put(self, operation)
+            return
         self._put(operation)
         self._queues.advance_some()
 
@@ -121,29 +142,21 @@ class FakeStream:
         self.pending.append(operation)
 
 
-class FakeGraph:
-    """Operations without clocks."""
-
-    def __init__(self, queues: "FakeQueues") -> None:
-        self._queues = queues
-        self.operations: list[Operation] = []
-
-    def replay(self) -> None:
-        stream = self._queues.stream_now
-        assert stream is not None, "a graph is replayed into a stream"
-        for each in self.operations:
-            stream.put(Operation(each.name, each.run, each.uses))
-
-
 class FakeQueues:
     """The device. `with queues:` around everything that a test does on the host.
 
     ignored: a wait (file:line, as in `waits`) that is left out; checks: whether races raise;
-    eagerness: how often the device goes on by itself, between 0 and 1.
+    eagerness: how often the device goes on by itself, between 0 and 1; turns: of the hosts of
+    several devices that wait for each other, one thread each.
     """
 
     def __init__(
-        self, seed: int = 0, ignored: str = "", checks: bool = True, eagerness: float = 0.3
+        self,
+        seed: int = 0,
+        ignored: str = "",
+        checks: bool = True,
+        eagerness: float = 0.3,
+        turns: Turns | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         self.waits: set[str] = set()
@@ -168,12 +181,16 @@ class FakeQueues:
         self._hosts: defaultdict[str, Clock] = defaultdict(dict)
         self._host = "host"
         self._host_ids: dict[str, int] = {}
-        self._graph: FakeGraph | None = None
+        self._turns = turns
+        self.graph: FakeGraph | None = None
+        """The one that is being captured."""
         self.bound: set[str] = set()
         """Threads that made this device their current one."""
         self._modes = _Calls(self), _Operations(self)
 
     def __enter__(self) -> "FakeQueues":
+        if self._turns is not None:
+            self._turns.work_meanwhile(self._step)
         for mode in self._modes:
             mode.__enter__()
         return self
@@ -208,12 +225,13 @@ class FakeQueues:
             return self._made(torch.zeros(tuple(shape), dtype=dtype), "device")
 
     def capture(self, stream: Any, work: Callable[[], None]) -> FakeGraph:
-        graph = self._graph = FakeGraph(self)
+        graph = self.graph = FakeGraph(self, stream)
         try:
             with stream.current():
                 work()
         finally:
-            self._graph = None
+            self.graph = None
+        graph.end()
         return graph
 
     def synchronize(self) -> None:
@@ -294,6 +312,8 @@ class FakeQueues:
 
     def advance_some(self) -> None:
         """The device goes on for a while, or does not."""
+        if self._turns is not None:
+            self._turns.maybe_switch()
         while self._random.random() < self._eagerness and self._step():
             pass
 
@@ -310,7 +330,9 @@ class FakeQueues:
     def advance(self, done: Callable[[], bool]) -> None:
         """The device goes on until something has come."""
         while not done():
-            assert self._step(), "streams wait for each other"
+            if not self._step():
+                assert self._turns is not None, "streams wait for each other"
+                self._turns.stall()
 
     def _step(self) -> bool:
         """One operation of a stream that may go on; False where none may."""
@@ -326,6 +348,8 @@ class FakeQueues:
         with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
             operation.run()
         self.now += bool(operation.uses)
+        if self._turns is not None:
+            self._turns.progress()
         return True
 
     def check(self, uses: list[Use], clock: Clock, who: int, name: str) -> None:
@@ -381,6 +405,12 @@ class FakeQueues:
         if is_view(func):
             return func(*args, **kwargs)
         arguments = tensors_in(args, kwargs)
+        # What is made like memory of the host, for the device, is the device's.
+        is_solid = any(tensor.dim() and tensor.numel() for tensor in arguments)
+        is_made = kwargs.get("device") is not None
+        if is_solid and not is_made and all(self.kind(tensor) != "device" for tensor in arguments):
+            # Streams are the device's: what has no tensor there is done by the host at once.
+            return self.on_host(func, args, kwargs)
         for tensor in arguments:
             if self.kind(tensor) == "host" and tensor.dim() and tensor.numel():
                 raise HiddenSync(f"{func} reads memory of the host that is not pinned")
@@ -424,12 +454,9 @@ class FakeQueues:
     def _later(
         self, func: Any, run: Callable[[], None], reads: list[Tensor], writes: list[Tensor]
     ) -> None:
-        operation = Operation(str(func), run, uses_of(reads, False) + uses_of(writes, True))
-        if self._graph is not None:
-            self._graph.operations.append(operation)
-        else:
-            assert self.stream_now is not None
-            self.stream_now.put(operation)
+        assert self.stream_now is not None
+        uses = uses_of(reads, False) + uses_of(writes, True)
+        self.stream_now.put(Operation(str(func), run, uses))
 
 
 def place_of(frame: Any) -> str:

@@ -201,8 +201,11 @@ HEAD_CONFIGS = {
     "32 heads of 96": AttentionShape(32, 32, 96, 96, 16),
     "groups of 2 heads of 256": AttentionShape(16, 8, 256, 256, 16),
     "16 latent heads": AttentionShape(16, 1, 576, 512, 16, shared=True),
+    "4 latent heads": AttentionShape(4, 1, 576, 512, 16, shared=True),
+    "a group of 8 heads of 128": AttentionShape(8, 1, 128, 128, 16),
 }
-"""Heads of Qwen2.5-7B, Llama-3.1-8B, Qwen2.5-0.5B, Phi-3-mini, Gemma-2-9B, DeepSeek-V2-Lite."""
+"""Heads of Qwen2.5-7B, Llama-3.1-8B, Qwen2.5-0.5B, Phi-3-mini, Gemma-2-9B, DeepSeek-V2-Lite; of
+one of four ranks of DeepSeek-V2-Lite, and of one of eight of Llama-3.1-70B."""
 CASES = [
     *(
         (f"{label}, {query} on {cached}", shape, query, cached, min_arch)

@@ -247,6 +247,10 @@ KERNEL_SPECS = [
     _product("fp16", (4096, 14336), (8, 2), "silu"),
     _product("fp16", (14336, 4096), (8, 2), ""),
     _product("bf16", (2048, 1408), (64, 6), "gelu_tanh"),
+    # One of four ranks: DeepSeek-V2-Lite and Qwen3-30B-A3B.
+    _product("bf16", (2048, 352), (64, 6), "silu"),
+    _product("bf16", (352, 2048), (64, 6), ""),
+    _product("bf16", (192, 2048), (128, 8), ""),
     _product("fp32", (2048, 768), (128, 8), "silu"),
     _product("fp32", (768, 2048), (128, 8), ""),
     _sum("bf16", 2048, 8),

@@ -302,4 +302,5 @@ KERNEL_SPECS = [
     _compiled("a quarter rotated, fp16", "fp16", "fp16", (32, 80, 20, False, False)),
     _compiled("not rotated, bf16", "bf16", "bf16", (8, 64, 0, False, False)),
     _compiled("heads of 256, bf16", "bf16", "bf16", (4, 256, 256, False, True)),
+    _compiled("one KV head of 128, bf16", "bf16", "bf16", (1, 128, 128, False, True)),
 ]
