@@ -1,0 +1,98 @@
+"""Common part of the groups of ranks that compute on GPUs.
+
+Every collective of a rank is queued by its compute thread, in its compute stream, so the order is
+the same on all ranks. What concerns the host alone (agreement on steps, cancellation) goes through
+a group in host memory.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.all_reduce import GroupClosedError
+from gllm.transport.groups import StageGroups
+
+CANCEL_SECONDS = 1.0
+"""Limit for launches that are under way when a group is cancelled. They take microseconds, unless
+the device's queue is full behind a collective that does not end."""
+
+
+class DeviceRankGroup(ABC):
+    """RankGroup of a device."""
+
+    can_capture: ClassVar[bool]
+    """True if collectives can be part of CUDA graphs."""
+
+    def __init__(self, host: StageGroups) -> None:
+        """Create from the groups of the same ranks in host memory."""
+        self._host = host
+        self.rank, self.size = host.layers.rank, host.layers.size
+        self._launching = threading.Lock()
+        """Held while collectives are queued, so that none is aborted halfway."""
+        self._is_cancelled = False
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Queue collectives, or a graph that has some, within this context.
+
+        Raises:
+            GroupClosedError: the group is cancelled.
+        """
+        with self._launching:
+            if self._is_cancelled:
+                raise GroupClosedError("the group of ranks is closed")
+            yield
+
+    def partial(self, rows: int, width: int) -> Tensor | None:
+        """See RankGroup; a summed layer may write anywhere in device memory."""
+        return None
+
+    @abstractmethod
+    def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See RankGroup."""
+
+    @abstractmethod
+    def maximum(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+
+    @abstractmethod
+    def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """See RankGroup."""
+
+    @abstractmethod
+    def tell(self, values: Tensor | None, count: int) -> Tensor:
+        """See RankGroup; the values are in device memory."""
+
+    def meet(self, step: int, error: str) -> str:
+        """See RankGroup; the host waits, the device does not."""
+        return self._host.layers.meet(step, error)
+
+    @abstractmethod
+    def end_step(self, step: int) -> None:
+        """Note that all work of a step is queued. Called on the compute thread."""
+
+    def cancel(self) -> None:
+        """See RankGroup; the device finishes or aborts what is queued."""
+        self._is_cancelled = True
+        self._host.layers.cancel()
+        self._host.head.cancel()
+        is_held = self._launching.acquire(timeout=CANCEL_SECONDS)
+        try:
+            self._abort()
+        finally:
+            if is_held:
+                self._launching.release()
+
+    def close(self) -> None:
+        """See RankGroup."""
+        self._host.layers.close()
+        self._host.head.close()
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """End the collectives that are queued on the device; called more than once."""

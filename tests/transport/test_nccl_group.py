@@ -1,0 +1,422 @@
+"""Groups of ranks on GPUs without GPUs: order on fake devices, meeting and failures by gloo."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
+from gllm.transport.groups import StageGroups
+from gllm.transport.region import Region, RegionLayout, create_region
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import FileStore, HashStore
+
+from gllm.transport import device_group, nccl_group
+from gllm.transport.base import TransportError
+from gllm.transport.device_group import DeviceRankGroup
+from gllm.transport.nccl_group import NcclRankGroup, connect, open_nccl_groups
+from gllm.transport.staged_group import StagedRankGroup, open_staged_groups
+from tests.runtime.fake_graphs import Unjoined
+from tests.runtime.fake_streams import FakeQueues
+from tests.runtime.memory_uses import Race
+from tests.runtime.turns import Stuck, Turns
+from tests.transport.fake_nccl import FakeCommunicator, FakeHostGroup, fake_host_groups
+from tests.transport.test_nccl import DirectQueues
+
+RANKS, STEPS, ROWS = 3, 4, 2
+SIZES = (4, 4, 3)
+"""Columns of each rank in a gather."""
+WIDTH = 4
+Numbers = list[list[float]]
+"""What each step leaves, one list per step."""
+
+
+def expected(rank: int) -> Numbers:
+    """What `work` leaves, by arithmetic."""
+    made = []
+    for step in range(STEPS):
+        own = [float(1 + 10 * step + each) for each in range(RANKS)]
+        total = sum(own) + 0.5
+        gathered = [own[each] * total for each in range(RANKS) for _ in range(SIZES[each])]
+        top = max(own) * total
+        told = 100.0 + step - 7
+        made.append([total, top, told, *(gathered if rank == 0 else [0.0] * sum(SIZES))])
+    return made
+
+
+def work(
+    group: DeviceRankGroup, queues: FakeQueues, stream: Any, captured: bool, order: random.Random
+) -> Numbers:
+    """Steps with every collective, in memory that each step overwrites as soon as it may."""
+    rank = group.rank
+    own = queues.zeros((1,), torch.float32)
+    tokens = queues.zeros((3,), torch.int64)
+    bias = queues.zeros((WIDTH,), torch.float32)
+    x = queues.zeros((ROWS, WIDTH), torch.float32)
+    out = queues.zeros((3 + sum(SIZES),), torch.float32)
+    results = queues.allocate_pinned((STEPS, 3 + sum(SIZES)), torch.float32)
+
+    def compute() -> None:
+        bias.fill_(0.5)
+        x.fill_(1.0)
+        x.mul_(own)
+        total = group.sum(x.clone(), bias, torch.float32)
+        x.mul_(total)
+        out[:1].copy_(total[0, :1])
+        out[1:2].copy_(group.maximum(x[:1, 0]))
+        whole = group.gather(x[:, : SIZES[rank]], SIZES)
+        if whole is not None:
+            out[3:].copy_(whole[-1])
+        # What a rank sent, it may overwrite.
+        x.fill_(-1.0)
+        first = group.tell(tokens[:2] if rank == 0 else None, 2)
+        second = group.tell(tokens[2:] if rank == 0 else None, 1)
+        out[2:3].copy_(first[:1] + second)
+        tokens.fill_(-1)
+
+    with stream.current():
+        compute()
+    graph = queues.capture(stream, compute) if captured else None
+    for step in range(STEPS):
+        group.meet(step, "")
+        with stream.current():
+            own.fill_(float(1 + 10 * step + rank))
+            tokens.fill_(100 + step)
+            tokens[2:].fill_(-7)
+            if graph is None:
+                compute()
+            else:
+                with group.launching():
+                    graph.replay()
+            results[step].copy_(out)
+        group.end_step(step)
+        for _ in range(order.randrange(3)):
+            queues.advance_some()
+    queues.synchronize()
+    return results.tolist()
+
+
+def worked(
+    seed: int,
+    kind: str = "nccl",
+    captured: bool = False,
+    ignored: str = "",
+    checks: bool = True,
+) -> tuple[list[Numbers], set[str]]:
+    """What each rank's steps leave, and the places that wait."""
+    turns = Turns(seed)
+    hosts = fake_host_groups(RANKS, turns, has_places=seed % 2 == 0)
+    arrived: list[list[Any]] = [[] for _ in range(RANKS)]
+    waits: set[str] = set()
+
+    def one(rank: int) -> Numbers:
+        eagerness = (0.0, 0.4, 0.9)[(seed + rank) % 3]
+        with FakeQueues(seed * RANKS + rank, ignored, checks, eagerness, turns) as queues:
+            stream = queues.stream()
+            group: DeviceRankGroup
+            if kind == "nccl":
+                wire = FakeCommunicator(rank, queues, arrived)
+                group = NcclRankGroup(hosts[rank], wire, queues, stream, in_background=False)
+            else:
+                group = StagedRankGroup(hosts[rank], queues, stream)
+            numbers = work(group, queues, stream, captured, random.Random(seed))
+            waits.update(queues.waits)
+            return numbers
+
+    return turns.run([partial(one, rank) for rank in range(RANKS)]), waits
+
+
+CASES = [("nccl", False), ("nccl", True), ("staged", False)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("kind", "captured"), CASES)
+def test_any_order_gives_the_collectives(kind: str, captured: bool, seed: int) -> None:
+    assert worked(seed, kind, captured)[0] == [expected(rank) for rank in range(RANKS)]
+
+
+def work_often(kind: str, wait: str, captured: bool = False) -> None:
+    for seed in range(20):
+        worked(seed, kind, captured, ignored=wait)
+
+
+def goes_wrong(seed: int, kind: str, wait: str) -> bool:
+    try:
+        return worked(seed, kind, ignored=wait, checks=False)[0] != [*map(expected, range(RANKS))]
+    except Stuck:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "count"), [("nccl", 5), ("staged", 2)])
+def test_no_wait_can_be_spared(kind: str, count: int) -> None:
+    """Clocks miss it, and so do numbers."""
+    waits = {wait for wait in worked(0, kind)[1] if "_group.py" in wait and "test_" not in wait}
+    assert len(waits) == count
+    for wait in waits:
+        with pytest.raises(Race):
+            work_often(kind, wait)
+        assert any(goes_wrong(seed, kind, wait) for seed in range(40)), wait
+
+
+def test_no_wait_of_a_graph_can_be_spared() -> None:
+    """What is not joined does not end with the graph."""
+    waits = {wait for wait in worked(0, captured=True)[1] if wait.startswith("nccl_group.py")}
+    assert len(waits) == 5
+    for wait in waits:
+        with pytest.raises((Race, Unjoined)):
+            work_often("nccl", wait, captured=True)
+
+
+def test_ranks_that_call_different_collectives_are_found() -> None:
+    """Of the double, which else could not tell whether ranks agree."""
+    turns = Turns(1)
+    arrived: list[list[Any]] = [[], []]
+
+    def one(rank: int) -> None:
+        with FakeQueues(rank, turns=turns) as queues:
+            stream = queues.stream()
+            wire = FakeCommunicator(rank, queues, arrived)
+            tensor = queues.zeros((2 + rank,), torch.float32)
+            with stream.current():
+                wire.allreduce(tensor, distributed.ReduceOp.SUM)
+            queues.synchronize()
+
+    with pytest.raises(AssertionError, match="ranks call"):
+        turns.run([partial(one, rank) for rank in range(2)])
+
+
+@contextmanager
+def alone(**options: Any) -> Iterator[tuple[NcclRankGroup, Any, list[BaseException]]]:
+    """A group of one rank on a device that does everything at once."""
+
+    class Wire:
+        aborts = 0
+
+        def abort(self) -> None:
+            self.aborts += 1
+
+    host = fake_host_groups(1, Turns(0))[0]
+    wire, faults, queues = Wire(), [], DirectQueues()
+    stream: Any = queues
+    group = NcclRankGroup(
+        host,
+        wire,
+        queues,
+        stream,
+        faults.append,
+        in_background=False,  # type: ignore[arg-type]
+    )
+    yield group, wire, faults
+    group.close()
+    assert wire.aborts == 1
+
+
+def test_a_cancelled_group_ends_its_collectives_and_takes_no_more() -> None:
+    with alone() as (group, wire, faults):
+        group.cancel()
+        group.cancel()
+        group._aborting.wait()
+        assert wire.aborts == 1
+        for call in (
+            lambda: group.sum(torch.ones(1, 1), None, torch.float32),
+            lambda: group.maximum(torch.ones(1)),
+            lambda: group.gather(torch.ones(1, 1), [1]),
+            lambda: group.tell(None, 1),
+            group.launching().__enter__,
+        ):
+            with pytest.raises(GroupClosedError):
+                call()
+        host = group._host
+        assert isinstance(host.layers, FakeHostGroup)
+        assert isinstance(host.head, FakeHostGroup)
+        assert host.layers.is_cancelled
+        assert host.head.is_cancelled
+        assert faults == []
+
+
+def test_a_launch_ends_before_its_collectives_are_aborted() -> None:
+    with alone() as (group, wire, _):
+        with group.launching():
+            thread = threading.Thread(target=group.cancel)
+            thread.start()
+            while not group._is_cancelled:
+                time.sleep(0.001)
+            assert wire.aborts == 0
+        thread.join(60)
+        group._aborting.wait()
+        assert wire.aborts == 1
+
+
+def test_a_launch_behind_a_stuck_collective_delays_a_cancel_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_group, "CANCEL_SECONDS", 0.01)
+    with alone() as (group, wire, _), group.launching():
+        group.cancel()
+        group._aborting.wait()
+        assert wire.aborts == 1
+
+
+def test_a_step_that_does_not_end_cancels_the_group_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with alone() as (group, wire, faults):
+        monkeypatch.setattr(DirectQueues, "query", lambda self: False)
+        group.end_step(3)
+        group.monitor.check_transfers(time.monotonic() + nccl_group.TIMEOUT_SECONDS + 1)
+        group._aborting.wait()
+        assert wire.aborts == 1
+        assert [str(fault) for fault in faults] == ["the collectives of step 3 did not end in 60 s"]
+        with pytest.raises(TransportError, match="step 3"):
+            group.end_step(4)
+        with pytest.raises(GroupClosedError):
+            group.maximum(torch.ones(1))
+
+
+class HostDevice(DirectQueues):
+    """One that has memory of the host."""
+
+    def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+
+class Reached:
+    """A device whose events come only after the collective in front of them was waited for."""
+
+    device = torch.device("cpu")
+    has_waited = False
+
+    def bind_thread(self) -> None:
+        pass
+
+    def event(self) -> "Reached":
+        return self
+
+    def query(self) -> bool:
+        return self.has_waited
+
+    def stream(self) -> "Reached":
+        return self
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        yield
+
+    def record(self, event: Any) -> None:
+        pass
+
+    def wait(self) -> bool:
+        self.has_waited = True
+        return True
+
+    def allreduce(self, tensor: Tensor, op: Any) -> "Reached":
+        return self
+
+
+def test_ranks_are_connected_once_a_first_sum_is_done() -> None:
+    device: Any = Reached()
+    assert connect(HashStore(), 0, 1, device, device, lambda *_: device, 60) is device
+    assert device.has_waited
+
+
+def connection_error(store: Any, create: Callable[..., Any], timeout: float) -> str:
+    device: Any = Reached()
+    with pytest.raises(TransportError) as caught:
+        connect(store, 1, 3, device, device, create, timeout)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store, release = HashStore(), threading.Event()
+
+    def blocks(*_: Any) -> None:
+        release.wait(60)
+
+    try:
+        text = connection_error(store, blocks, 0.05)
+        assert text == "the ranks did not connect by NCCL in 0.05 s: rank 0, 2 of 3 is missing"
+        for other in (0, 2):
+            store.set(nccl_group._key(other), "")
+        assert "all ranks have begun to; NCCL_DEBUG" in connection_error(store, blocks, 0.05)
+    finally:
+        release.set()
+
+
+def test_an_error_of_connecting_is_told() -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("unhandled system error")
+
+    text = connection_error(HashStore(), fails, 60)
+    assert text == "rank 1 cannot connect by NCCL: unhandled system error"
+
+
+def gloo(store: Any, rank: int, size: int) -> Any:
+    return distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    made = create_region("test-region")
+    yield made
+    made.close()
+
+
+def together(region: Region, run: Callable[[StageGroups], Any], kind: str, ranks: int = 2) -> list:
+    """What `run` returns on each rank, all of them connected through the region."""
+    results: dict[int, Any] = {}
+    layout = RegionLayout(8, 16, 16)
+
+    def one(rank: int) -> None:
+        queues: Any = HostDevice()
+        ends = region.descriptors, rank, ranks, layout, queues, queues
+        if kind == "nccl":
+            groups = open_nccl_groups(*ends, create=gloo)
+        else:
+            groups = open_staged_groups(*ends)
+        results[rank] = run(groups)
+        groups.layers.close()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results[rank] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("kind", ["nccl", "staged"])
+def test_ranks_meet_through_a_region(region: Region, kind: str) -> None:
+    def run(groups: StageGroups) -> Any:
+        layers, head = groups
+        rank = layers.rank
+        part = torch.full((2, 16), 1.0 + rank)
+        total = layers.sum(part, torch.full((16,), 0.25), torch.float32)
+        top = layers.maximum(torch.tensor([1.0 - rank, 2.0 * rank]))
+        whole = head.gather(torch.full((3, 3 - rank), float(rank)), [3, 2])
+        told = head.tell(torch.tensor([7, 8]) if rank == 0 else None, 2)
+        error = layers.meet(5, "no memory" if rank else "")
+        try:
+            layers.meet(6 + rank, "")
+            agreed = True
+        except GroupMismatchError:
+            agreed = False
+        gathered = None if whole is None else whole.tolist()
+        return total.unique().tolist(), top.tolist(), gathered, told.tolist(), error, agreed
+
+    first, second = together(region, run, kind)
+    common = [3.25], [1.0, 2.0]
+    assert first == (*common, [[0.0] * 3 + [1.0] * 2] * 3, [7, 8], "no memory", False)
+    assert second == (*common, None, [7, 8], "no memory", False)
+
+
+def test_the_meeting_file_is_the_second_of_a_region(region: Region) -> None:
+    store = nccl_group.meeting_store(region.descriptors[1], 1)
+    assert isinstance(store, FileStore)
+    store.set("a", "b")
+    assert nccl_group.meeting_store(region.descriptors[1], 1).get("a") == b"b"
