@@ -30,6 +30,10 @@ from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
 
+MIN_INNER = 16
+"""Fewest inputs of a tile that tensor cores multiply."""
+
+
 @triton.jit
 def _multiply(
     x,
@@ -201,8 +205,18 @@ def _constants(inputs: int, outputs: int, gate: str, use: Mapping[str, int]) -> 
         "OUTPUTS": outputs,
         "ROWS": use["rows"],
         "COLUMNS": use["columns"],
-        "INNER": use["inner"],
+        "INNER": _inner_tile(inputs, use["inner"]),
     }
+
+
+def _inner_tile(inputs: int, most: int) -> int:
+    """Return the inputs of a tile: half of `most` if that divides them and `most` does not.
+
+    Columns cut over ranks may have such sizes. The mask of a last, smaller tile costs registers:
+    352 inputs in tiles of 64 spill on sm_86.
+    """
+    half = most // 2
+    return half if inputs % most and inputs % half == 0 and half >= MIN_INNER else most
 
 
 def _sums(hidden: int, picked: int, use: Mapping[str, int]) -> dict[str, int]:
