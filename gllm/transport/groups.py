@@ -24,6 +24,7 @@ class StageGroups(NamedTuple):
 
 GROUPS = MappingProxyType(
     {
+        "host-staging": ("gllm.transport.staged_group", "open_staged_groups"),
         "nccl": ("gllm.transport.nccl_group", "open_nccl_groups"),
         "shared-memory": ("gllm.transport.shared_region", "open_shared_groups"),
     }
