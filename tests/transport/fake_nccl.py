@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
-from gllm.transport.groups import StageGroups
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
+from gllm.transport.groups import StageGroups
 from tests.runtime.fake_streams import FakeEvent, FakeQueues
 from tests.runtime.memory_uses import Operation, uses_of
 from tests.runtime.turns import Turns

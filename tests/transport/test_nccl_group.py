@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
-from gllm.transport.groups import StageGroups
-from gllm.transport.region import Region, RegionLayout, create_region
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, HashStore
 
+from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
 from gllm.transport import device_group, nccl_group
 from gllm.transport.base import TransportError
 from gllm.transport.device_group import DeviceRankGroup
+from gllm.transport.groups import StageGroups
 from gllm.transport.nccl_group import NcclRankGroup, connect, open_nccl_groups
+from gllm.transport.region import Region, RegionLayout, create_region
 from gllm.transport.staged_group import StagedRankGroup, open_staged_groups
 from tests.runtime.fake_graphs import Unjoined
 from tests.runtime.fake_streams import FakeQueues

@@ -29,7 +29,6 @@ from gllm.kernels.triton.expert_blocks import (
 from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
-
 MIN_INNER = 16
 """Fewest inputs of a tile that tensor cores multiply."""
 
