@@ -49,7 +49,7 @@ ROOT = 0
 class Communicator(Protocol):
     """Process group of the ranks of a stage: torch.distributed.ProcessGroupNCCL."""
 
-    def allreduce(self, tensor: Tensor, op: ReduceOp) -> TransferHandle:
+    def allreduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> TransferHandle:
         """Reduce a tensor in place, after the work in the current stream."""
 
     def gather(self, outputs: list[Tensor], tensor: Tensor, root: int) -> TransferHandle:

@@ -51,7 +51,7 @@ class FakeCommunicator:
         self._done = 0
         self.aborts = 0
 
-    def allreduce(self, tensor: Tensor, op: ReduceOp) -> FakeWork:
+    def allreduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> FakeWork:
         is_sum = op == ReduceOp.SUM
         assert is_sum or op == ReduceOp.MAX
 

@@ -263,7 +263,7 @@ class Watched(TransferMonitor):
     def __init__(self) -> None:
         self.group = Aborted()
         self.faults: list[BaseException] = []
-        super().__init__(self.group, 10.0, self.faults.append)  # type: ignore[arg-type]
+        super().__init__(self.group, 10.0, self.faults.append)
 
     def follow(self, step: int, transfer: FakeTransfer, now: float) -> None:
         self.add(step, transfer, transfer, now)  # type: ignore[arg-type]
@@ -370,13 +370,13 @@ def test_threads_that_look_after_an_edge_use_its_device(
     monkeypatch.setattr(nccl, "CHECK_INTERVAL_SECONDS", 0.0)
     queues, looked = DirectQueues(), threading.Event()
     monkeypatch.setattr(TransferMonitor, "check_transfers", lambda watch, now: looked.set())
-    TransferMonitor(Aborted(), 1.0, bind_thread=queues.bind_thread).start()  # type: ignore[arg-type]
+    TransferMonitor(Aborted(), 1.0, bind_thread=queues.bind_thread).start()
     assert looked.wait(60)
     assert queues.bound == {"nccl-watch"}
 
 
 def test_a_stopped_monitor_has_no_thread() -> None:
-    monitor = TransferMonitor(Aborted(), 1.0)  # type: ignore[arg-type]
+    monitor = TransferMonitor(Aborted(), 1.0)
     monitor.start()
     monitor.stop()
     assert monitor._thread is not None

@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
-from gllm.transport import device_group, nccl_group
+from gllm.transport import device_group, nccl, nccl_group
 from gllm.transport.base import TransportError
 from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.groups import StageGroups
@@ -202,16 +202,10 @@ def alone(**options: Any) -> Iterator[tuple[NcclRankGroup, Any, list[BaseExcepti
             self.aborts += 1
 
     host = fake_host_groups(1, Turns(0))[0]
-    wire, faults, queues = Wire(), [], DirectQueues()
-    stream: Any = queues
-    group = NcclRankGroup(
-        host,
-        wire,
-        queues,
-        stream,
-        faults.append,
-        in_background=False,  # type: ignore[arg-type]
-    )
+    wire: Any = Wire()
+    device: Any = DirectQueues()
+    faults: list[BaseException] = []
+    group = NcclRankGroup(host, wire, device, device, faults.append, in_background=False)
     yield group, wire, faults
     group.close()
     assert wire.aborts == 1
@@ -269,7 +263,7 @@ def test_a_step_that_does_not_end_cancels_the_group_and_is_named(
     with alone() as (group, wire, faults):
         monkeypatch.setattr(DirectQueues, "query", lambda self: False)
         group.end_step(3)
-        group.monitor.check_transfers(time.monotonic() + nccl_group.TIMEOUT_SECONDS + 1)
+        group.monitor.check_transfers(time.monotonic() + nccl.TIMEOUT_SECONDS + 1)
         group._aborting.wait()
         assert wire.aborts == 1
         assert [str(fault) for fault in faults] == ["the collectives of step 3 did not end in 60 s"]
@@ -315,14 +309,19 @@ class Reached:
         self.has_waited = True
         return True
 
+    @staticmethod
+    def is_waited(device: Any) -> bool:
+        return bool(device.has_waited)
+
     def allreduce(self, tensor: Tensor, op: Any) -> "Reached":
         return self
 
 
 def test_ranks_are_connected_once_a_first_sum_is_done() -> None:
     device: Any = Reached()
-    assert connect(HashStore(), 0, 1, device, device, lambda *_: device, 60) is device
-    assert device.has_waited
+    connected: Any = connect(HashStore(), 0, 1, device, device, lambda *_: device, 60)
+    assert connected is device
+    assert Reached.is_waited(device)
 
 
 def connection_error(store: Any, create: Callable[..., Any], timeout: float) -> str:
