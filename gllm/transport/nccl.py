@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import FileStore, Store
 
-from gllm.transport.base import EdgeLayout, OnTransportError, TransportError
+from gllm.transport.base import Abortable, EdgeLayout, OnTransportError, TransportError
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.shared_memory import SlotRing
 
@@ -138,13 +138,6 @@ class _Transfer:
             was_suspect, self.is_suspect = self.is_suspect, True
             return UNNAMED_ERROR if was_suspect else None
         return "" if error is None else str(error) or type(error).__name__
-
-
-class Abortable(Protocol):
-    """Process group of any number of ranks."""
-
-    def abort(self) -> None:
-        """End all transfers in flight."""
 
 
 class TransferMonitor:

@@ -309,10 +309,6 @@ class Reached:
         self.has_waited = True
         return True
 
-    @staticmethod
-    def is_waited(device: Any) -> bool:
-        return bool(device.has_waited)
-
     def allreduce(self, tensor: Tensor, op: Any) -> "Reached":
         return self
 
@@ -321,7 +317,7 @@ def test_ranks_are_connected_once_a_first_sum_is_done() -> None:
     device: Any = Reached()
     connected: Any = connect(HashStore(), 0, 1, device, device, lambda *_: device, 60)
     assert connected is device
-    assert Reached.is_waited(device)
+    assert device.has_waited
 
 
 def connection_error(store: Any, create: Callable[..., Any], timeout: float) -> str:
