@@ -84,7 +84,9 @@ class EngineStatus:
     step_sizes: Mapping[int, int] = field(default_factory=dict)
     """Number of micro-batches by their tokens, rounded up to a power of two."""
     stage_loads: Mapping[int, StageUtilization] = field(default_factory=dict)
-    """Work done by each stage, by stage index."""
+    """Work done by rank 0 of each stage, by stage index."""
+    rank_loads: Mapping[tuple[int, int], StageUtilization] = field(default_factory=dict)
+    """Work done by each rank of each stage, by stage index and rank."""
     bubbles: BubbleReport = field(default_factory=BubbleReport)
     """Idle time of the pipeline's stages while work was available."""
     num_kv_blocks: int = 0

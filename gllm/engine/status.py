@@ -18,6 +18,7 @@ def read_status(supervisor: Supervisor, config: EngineConfig) -> EngineStatus:
         stats=client.stats,
         step_sizes=dict(client.step_sizes),
         stage_loads=dict(client.stage_loads),
+        rank_loads=dict(client.rank_loads),
         bubbles=client.bubbles,
         num_kv_blocks=supervisor.num_blocks,
         kv_cache_bytes=supervisor.kv_bytes,

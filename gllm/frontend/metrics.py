@@ -87,7 +87,15 @@ STAGE_COUNTERS = {
     ),
     "stage_compilations": ("num_compilations", "GPU kernels compiled since a stage is ready"),
 }
-"""Counters per stage: field of StageUtilization and help text, by name."""
+"""Counters per stage, of its rank 0: field of StageUtilization and help text, by name."""
+RANK_COUNTERS = {
+    "rank_steps": ("num_steps", "Micro-batches computed by a rank of a stage"),
+    "rank_busy_seconds": (
+        "busy_seconds",
+        "Seconds a rank of a stage spent computing its steps, sums over the ranks included",
+    ),
+}
+"""Counters per rank of stages with several: field of StageUtilization and help text, by name."""
 
 
 class EngineCollector(Collector):
@@ -161,6 +169,23 @@ class EngineCollector(Collector):
             share.add_metric([*model, str(stage)], seconds / (bubbles.work_seconds or 1.0))
         yield lost
         yield share
+        yield from self._ranks(model, status)
+
+    def _ranks(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
+        """Yield the number of ranks of each stage, and the counters of ranks that share a stage."""
+        text = "Ranks that compute a stage together (tensor parallelism)"
+        sizes = GaugeMetricFamily(PREFIX + "tensor_parallel_size", text, labels=(*LABELS, "stage"))
+        stages = [stage for stage, _ in status.rank_loads]
+        for stage in sorted(set(stages)):
+            sizes.add_metric([*model, str(stage)], stages.count(stage))
+        yield sizes
+        for name, (key, text) in RANK_COUNTERS.items():
+            labels = (*LABELS, "stage", "rank")
+            counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
+            for (stage, rank), load in sorted(status.rank_loads.items()):
+                if stages.count(stage) > 1:
+                    counter.add_metric([*model, str(stage), str(rank)], getattr(load, key))
+            yield counter
 
     def _recoveries(self, model: list[str], status: EngineStatus) -> Iterator[Metric]:
         recoveries = CounterMetricFamily(

@@ -153,10 +153,10 @@ class FakeEngine:
         default_factory=lambda: SchedulerStats(running=2, waiting=1, kv_usage=0.25)
     )
     step_sizes: Mapping[int, int] = field(default_factory=lambda: {1: 4, 8: 2})
-    stage_loads: Mapping[int, StageUtilization] = field(
+    rank_loads: Mapping[tuple[int, int], StageUtilization] = field(
         default_factory=lambda: {
-            0: StageUtilization(0, 10, 3.0),
-            1: StageUtilization(1, 10, 2.0, 0.5, 7),
+            (0, 0): StageUtilization(0, 10, 3.0),
+            (1, 0): StageUtilization(1, 10, 2.0, 0.5, 7),
         }
     )
     bubbles: BubbleReport = field(default_factory=lambda: BubbleReport([0.5, 1.0], 4.0))
@@ -184,7 +184,8 @@ class FakeEngine:
             num_requests=self.num_requests,
             stats=self.stats,
             step_sizes=self.step_sizes,
-            stage_loads=self.stage_loads,
+            stage_loads={stage: load for (stage, r), load in self.rank_loads.items() if r == 0},
+            rank_loads=self.rank_loads,
             bubbles=self.bubbles,
             num_kv_blocks=64,
             kv_cache_bytes=2**20,

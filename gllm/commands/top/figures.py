@@ -18,6 +18,10 @@ MAX_RATES = 512
 """Number of rates that the sparkline shows."""
 
 
+RANK_BUSY = "rank_busy_seconds_total"
+"""Metric of the time in which a rank computed."""
+
+
 class Latency(NamedTuple):
     """Percentiles of a latency, in seconds."""
 
@@ -31,6 +35,8 @@ class StageTimeShares(NamedTuple):
     busy: float
     bubble: float
     """Share of the time with pending work in which the stage was idle."""
+    ranks: tuple[float, ...] = ()
+    """Busy share of each rank of a stage with several."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,16 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
             after.stage(name, number) - before.stage(name, number)
             for name in ("stage_busy_seconds_total", "stage_bubble_seconds_total")
         )
-        return StageTimeShares(capped(share(busy, seconds)), capped(share(bubble, work)))
+        ranks = (
+            after.rank(RANK_BUSY, number, rank) - before.rank(RANK_BUSY, number, rank)
+            for stage, rank in sorted(after.ranks.get(RANK_BUSY, {}))
+            if stage == number
+        )
+        return StageTimeShares(
+            capped(share(busy, seconds)),
+            capped(share(bubble, work)),
+            tuple(capped(share(rank, seconds)) for rank in ranks),
+        )
 
     steps = increase("micro_batches_total")
     tokens = increase("prefill_tokens_total") + increase("decode_tokens_total")

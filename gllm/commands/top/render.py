@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from gllm.commands.top.figures import Latency, ServerMetrics, StageTimeShares
 from gllm.commands.top.router_figures import RouterFigures
@@ -62,7 +63,16 @@ def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
             f"{figures.in_flight:.0f} in flight, {number(figures.step_rate)}/s, "
             f"{number(figures.step_tokens)} tokens each",
         ),
-        *(_stage_line(i, stage, width) for i, stage in enumerate(figures.stages)),
+        *chain.from_iterable(
+            [
+                _stage_line(number, stage, width),
+                *(
+                    _bar_line(f"  rank {number}.{rank}", busy, " busy", width)
+                    for rank, busy in enumerate(stage.ranks)
+                ),
+            ]
+            for number, stage in enumerate(figures.stages)
+        ),
     ]
 
 

@@ -20,6 +20,8 @@ class MetricsScrape:
     """Gauges, counters, sums and counts; summed over labels other than the model's."""
     stages: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Metrics with a `stage` label: by name, then by stage."""
+    ranks: Mapping[str, Mapping[tuple[int, int], float]] = field(default_factory=dict)
+    """Metrics with a `stage` and a `rank` label: by name, then by stage and rank."""
     engines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Metrics of a router with an `engine` label: by name, then by engine."""
     engine_states: Mapping[str, str] = field(default_factory=dict)
@@ -36,6 +38,10 @@ class MetricsScrape:
     def stage(self, name: str, stage: int) -> float:
         """Return the value of a metric of one stage."""
         return self.stages.get(name, {}).get(stage, 0.0)
+
+    def rank(self, name: str, stage: int, rank: int) -> float:
+        """Return the value of a metric of one rank of a stage."""
+        return self.ranks.get(name, {}).get((stage, rank), 0.0)
 
     def engine(self, name: str, engine: str) -> float:
         """Return the value of a metric of one of a router's engines."""
@@ -56,6 +62,7 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
     """
     values: dict[str, float] = defaultdict(float)
     stages: dict[str, dict[int, float]] = defaultdict(dict)
+    ranks: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
     engines: dict[str, dict[str, float]] = defaultdict(dict)
     states: dict[str, str] = {}
     buckets: dict[str, dict[float, float]] = defaultdict(dict)
@@ -73,6 +80,8 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
                 engines[name][labels["engine"]] = sample.value
                 if "state" in labels:
                     states[labels["engine"]] = labels["state"]
+            elif "rank" in labels:
+                ranks[name][int(labels["stage"]), int(labels["rank"])] = sample.value
             elif "stage" in labels:
                 stages[name][int(labels["stage"])] = sample.value
             else:
@@ -81,4 +90,6 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
                     counters.add(name)
     if not values:
         raise ValueError("its /metrics has no gllm metrics")
-    return MetricsScrape(time, model, values, stages, engines, states, buckets, frozenset(counters))
+    return MetricsScrape(
+        time, model, values, stages, ranks, engines, states, buckets, frozenset(counters)
+    )

@@ -36,7 +36,7 @@ def test_a_real_server_s_metrics_are_read() -> None:
     engine.stats = SchedulerStats(
         5, 2, 0.5, 3, 20, 1, 400, 100, prefill_tokens=300, decode_tokens=20
     )
-    engine.stage_loads = {0: StageUtilization(0, 20, 4.0), 1: StageUtilization(1, 20, 2.5)}
+    engine.rank_loads = {(0, 0): StageUtilization(0, 20, 4.0), (1, 0): StageUtilization(1, 20, 2.5)}
     engine.bubbles = BubbleReport([0.7, 1.6], 6.0)
     engine.recoveries = {"killed": 2, "frozen": 1}
     engine.recovering_since = time.monotonic() - 5.0
@@ -53,6 +53,30 @@ def test_a_real_server_s_metrics_are_read() -> None:
     assert 0 <= found.itl.p50 <= 0.001
 
 
+def test_ranks_of_a_stage_are_told_apart() -> None:
+    engine = FakeEngine(Tokenizer(some.byte_level()))
+    engine.rank_loads = {
+        (0, 0): StageUtilization(0, 10, 3.0),
+        (1, 0): StageUtilization(1, 10, 2.0),
+        (1, 1): StageUtilization(1, 10, 2.5, rank=1),
+    }
+    metrics = Metrics(engine)
+    text = metrics.render().decode()
+    before = parse_metrics(text, 10.0)
+    assert before.stages["tensor_parallel_size"] == {0: 1, 1: 2}
+    # A stage of one rank has its own metrics only.
+    assert before.ranks["rank_busy_seconds_total"] == {(1, 0): 2.0, (1, 1): 2.5}
+    assert before.ranks["rank_steps_total"] == {(1, 0): 10, (1, 1): 10}
+    engine.rank_loads = {
+        (0, 0): StageUtilization(0, 12, 4.0),
+        (1, 0): StageUtilization(1, 12, 3.0),
+        (1, 1): StageUtilization(1, 12, 3.0, rank=1),
+    }
+    found = metrics_between(before, parse_metrics(metrics.render().decode(), 12.0))
+    assert [stage.busy for stage in found.stages] == [0.5, 0.5]
+    assert [stage.ranks for stage in found.stages] == [(), (0.5, 0.25)]
+
+
 @pytest.mark.parametrize("text", ["", "<html>", "# TYPE up gauge\nup 1\n", "gllm:x{ 1\n"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (the parser's own words differ)
@@ -62,7 +86,8 @@ def test_other_texts_are_refused(text: str) -> None:
 def test_what_cannot_be_known_is_nan() -> None:
     stages = {name: {0: 1.0} for name in ("stage_busy_seconds_total", "stage_bubble_seconds_total")}
     found = metrics_between(scrape(1.0), replace(scrape(1.0), stages=stages))
-    assert all(math.isnan(share) for share in found.stages[0])
+    assert math.isnan(found.stages[0].busy)
+    assert math.isnan(found.stages[0].bubble)
     assert math.isnan(found.output_rate)
     assert math.isnan(found.prefix_hits)
     assert math.isnan(found.step_tokens)

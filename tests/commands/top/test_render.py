@@ -48,6 +48,17 @@ def test_the_view() -> None:
     assert "\n".join(render(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
 
 
+def test_ranks_have_lines_under_their_stage() -> None:
+    stages = (StageTimeShares(0.75, 0.05, (0.75, 0.5)), StageTimeShares(0.25, 0.5))
+    lines = render(replace(FIGURES, stages=stages), [50, 100], "http://127.0.0.1:8000", 80)
+    assert lines[12:] == [
+        "stage 0        ██████████████████████·······  75.0 % busy, 5.0 % bubble",
+        "  rank 0.0     ██████████████████████·······  75.0 % busy",
+        "  rank 0.1     ██████████████···············  50.0 % busy",
+        "stage 1        ███████······················  25.0 % busy, 50.0 % bubble",
+    ]
+
+
 def test_a_recovery_is_shown_with_its_duration() -> None:
     recovering = replace(FIGURES, recoveries=3, recovering_seconds=2.25)
     lines = render(recovering, [50, 100], "http://127.0.0.1:8000", 80)
