@@ -22,10 +22,10 @@ def metrics(server: Server) -> bytes:
 
 
 def test_top_and_json_logs(tiny_model: Path) -> None:
-    flags = ["--pp", "2", "--log-format", "json", "--log-level", "debug"]
+    flags = ["--pp", "2", "--tp", "2,1", "--log-format", "json", "--log-level", "debug"]
     with serving(tiny_model, *flags, "--served-model-name", "tiny") as server:
         assert server.post("/v1/completions", TEXT)[0] == 200
-        wait_until(lambda: b"gllm:stage_busy_seconds_total{" in metrics(server))
+        wait_until(lambda: metrics(server).count(b"gllm:rank_busy_seconds_total{") == 2)
         top = subprocess.run(
             [*GLLM, "top", "--once", "--interval", "0.2", "--url", server.url],
             capture_output=True, text=True, timeout=DEADLINE, check=True,
@@ -34,10 +34,11 @@ def test_top_and_json_logs(tiny_model: Path) -> None:
         code, errors = server.end()
     assert top.stdout.startswith("gllm top: tiny")
     labels = {line[:15].strip() for line in top.stdout.splitlines()}
-    assert labels >= {"TTFT", "KV cache", "stage 0"}
+    assert labels >= {"TTFT", "KV cache", "stage 0", "rank 0.0", "rank 0.1", "stage 1"}
     assert code == 0
     lines = [json.loads(line) for line in errors.splitlines()]
-    assert {line["process"] for line in lines} == {"frontend", "stage 0", "stage 1"}
+    names = {"frontend", "stage 0 rank 0", "stage 0 rank 1", "stage 1"}
+    assert {line["process"] for line in lines} == names
     assert any(line["message"].startswith("tiny is ready") for line in lines)
     (ended,) = [line for line in lines if line.get("path") == "/v1/completions"]
     assert (ended["status"], ended["output_tokens"]) == (200, 8)

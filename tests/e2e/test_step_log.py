@@ -38,18 +38,26 @@ async def serve(config: EngineConfig, count: int) -> BubbleReport:
         return engine.status().bubbles
 
 
-@pytest.mark.parametrize(("stages", "policy"), [(1, "auto"), (2, "balance"), (4, "throttle")])
+@pytest.mark.parametrize(
+    ("stages", "ranks", "policy"),
+    [(1, (1,), "auto"), (2, (2, 1), "balance"), (4, (1,), "throttle")],
+)
 async def test_everything_is_written(
-    tiny_model: Path, tmp_path: Path, stages: int, policy: str
+    tiny_model: Path, tmp_path: Path, stages: int, ranks: tuple[int, ...], policy: str
 ) -> None:
     log = tmp_path / "steps.jsonl"
     config = EngineConfig.from_options(
-        str(tiny_model), pipeline_parallel_size=stages, policy=policy, step_log=str(log)
+        str(tiny_model),
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=ranks,
+        policy=policy,
+        step_log=str(log),
     )
     bubbles = await serve(config, 5)
     events = list(read_step_log(log))
     run = build_run_record(events)
     assert run.start.scheduler.stages == stages
+    assert run.start.degrees == ([2, 1] if stages == 2 else [])
     assert [served.num_prompt_tokens for served in run.requests.values()] == [20, 21, 22, 23, 24]
     assert [served.line.num_tokens for served in run.requests.values()] == [6, 7, 8, 9, 10]
     before = [0.0] * stages
