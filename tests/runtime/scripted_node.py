@@ -63,11 +63,13 @@ class Running:
 
 
 class ScriptedWorker:
-    """One worker: answers the head's commands; on stage 0 it is the driver."""
+    """One worker: answers the head's commands; in the first place it is the driver."""
 
     def __init__(self, node: "ScriptedNode", identity: WorkerIdentity) -> None:
         self.node, self.identity = node, identity
         self.stage: int | None = None
+        self.rank = 0
+        self.has_driver = False
         self.is_alive = True
         self.is_frozen = False
         self._spoke = Spoke(
@@ -83,6 +85,7 @@ class ScriptedWorker:
     def assign(self, assignment: StageAssignment) -> None:
         """Begin a generation."""
         stage = self.stage = assignment.stage
+        self.rank, self.has_driver = assignment.rank, assignment.has_driver
         self._spoke.advance(assignment.placement.generation)
         if assignment.plan_record is not None:
             self._descriptor = os.dup(assignment.plan_record)
@@ -138,7 +141,7 @@ class ScriptedWorker:
             case InitializeCache(num_blocks):
                 self.node.block_counts.append(num_blocks)
                 self.send(StageReady(self.stage or 0))
-                if self.stage == 0:
+                if self.has_driver:
                     self._tasks.append(asyncio.create_task(self._run_steps()))
             case CloseGeneration():
                 for task in self._tasks[1:]:
@@ -216,13 +219,14 @@ class ScriptedNode(Node):
         self.block_counts: list[int] = []
         self._on_exit: OnExit | None = None
 
-    def worker_of(self, stage: int) -> ScriptedWorker:
-        """Return the living worker of a stage."""
-        return next(worker for worker in self.workers.values() if worker.stage == stage)
+    def worker_of(self, stage: int, rank: int = 0) -> ScriptedWorker:
+        """Return the living worker of a rank of a stage."""
+        workers = self.workers.values()
+        return next(each for each in workers if (each.stage, each.rank) == (stage, rank))
 
-    def crash(self, stage: int, how: str = "was killed by SIGKILL") -> None:
-        """Let the worker of a stage die."""
-        self.exit(self.worker_of(stage).identity.sender, how)
+    def crash(self, stage: int, how: str = "was killed by SIGKILL", rank: int = 0) -> None:
+        """Let the worker of a rank of a stage die."""
+        self.exit(self.worker_of(stage, rank).identity.sender, how)
 
     def exit(self, sender: int, how: str) -> None:
         """End a worker and report its exit."""

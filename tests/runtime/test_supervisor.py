@@ -130,6 +130,35 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
     assert "requests resumed: 5" in ready
 
 
+@pytest.mark.parametrize(("stage", "rank"), [(0, 1), (1, 0), (1, 2)])
+async def test_requests_survive_the_death_of_a_rank(
+    stage: int, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tensor_parallel_size=(2, 3), max_restarts=1) as (supervisor, node):
+        workers = {each.identity.sender: each for each in node.workers.values()}
+        tasks = [asyncio.create_task(generate(supervisor, [i], 100)) for i in range(1, 4)]
+        await until(lambda: supervisor.client.stats.running)
+        victim = node.worker_of(stage, rank)
+        node.crash(stage, rank=rank)
+        assert [await task for task in tasks] == [(expected([i], 100), [""]) for i in range(1, 4)]
+        assert (supervisor.generation, node.num_spawned) == (2, 6)
+        survivors = {sender: each for sender, each in workers.items() if each is not victim}
+        assert survivors.items() <= node.workers.items()
+        node.worker_of(stage, rank).send(StageFailed(stage, "no memory is left"))
+        await until(lambda: supervisor.generation == 3 and supervisor.state == "ready")
+        assert supervisor.deaths.cause == f"stage {stage} rank {rank} failed: no memory is left"
+    assert f"the worker of stage {stage} rank {rank} (process" in caplog.text
+
+
+async def test_workers_share_the_memory_of_the_kv_cache() -> None:
+    options = {"tensor_parallel_size": (2, 1), "kv_cache_memory": 605, "max_num_seqs": 8}
+    async with running(**options) as (supervisor, node):
+        assert node.block_counts == [20] * 3, "10 bytes of a block in each of three workers"
+        assert (supervisor.num_blocks, supervisor.kv_bytes) == (20, 600)
+        # Commands reach all ranks.
+        assert await supervisor.run_command(lambda number: StartProfile(number, "x")) == ""
+
+
 async def test_the_prefix_cache_is_watched_again_after_a_recovery() -> None:
     follower = KvFollower()
     async with running() as (supervisor, node):

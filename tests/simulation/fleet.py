@@ -23,7 +23,7 @@ from tests.simulation.network import Context, Network
 from tests.simulation.node import SimulatedNode
 from tests.simulation.process import Process
 from tests.simulation.requests import Reader
-from tests.simulation.workers import BLOCK_SIZE, MAX_MODEL_LEN, World
+from tests.simulation.world import BLOCK_SIZE, MAX_MODEL_LEN, World
 
 LINKS: ContextVar[Context] = ContextVar("LINKS")
 """Place of the ZeroMQ context with which a pool of links that starts reaches its peers."""
@@ -70,7 +70,7 @@ class SimulatedEngine:
         self.node = SimulatedNode(self.world)
         self.supervisor = create_supervisor(
             rng,
-            num_stages,
+            [1] * num_stages,
             max_num_seqs=rng.choice([2, 8]),
             max_restarts=rng.choice([0, 3, 50]),
             recovery_timeout=rng.choice([3.0, 60.0]),

@@ -22,7 +22,7 @@ from tests.simulation.head import patched_runtime
 from tests.simulation.network import Hub, Network, Spoke
 from tests.simulation.process import Process
 from tests.simulation.requests import Reader, draw_request
-from tests.simulation.workers import BOMB_TOKEN, POISON_TOKEN
+from tests.simulation.world import BOMB_TOKEN, POISON_TOKEN
 
 SIMULATED_ZMQ = SimpleNamespace(
     Context=lambda _: LINKS.get(), ZMQError=OSError, MAX_SOCKETS=zmq.MAX_SOCKETS

@@ -1,7 +1,7 @@
 """The head process of a simulated engine: the real supervisor, without sockets, files and time."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from random import Random
@@ -19,7 +19,7 @@ from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.supervisor import Supervisor
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.network import Context, Hub
-from tests.simulation.workers import BLOCK_SIZE, LAYERS_PER_STAGE, MAX_MODEL_LEN, NUM_BLOCKS
+from tests.simulation.world import BLOCK_SIZE, LAYERS_PER_STAGE, MAX_MODEL_LEN, NUM_BLOCKS
 
 BALANCE_LIMITS = BalanceLimits(window_seconds=2.0, num_windows=2, min_steps=10, cooldown_seconds=5)
 """Smaller than those of a server, because lives are short."""
@@ -47,25 +47,26 @@ class HeadAddress:
         """Nothing is left."""
 
 
-def create_supervisor(rng: Random, num_stages: int, **options: Any) -> Supervisor:
+def create_supervisor(rng: Random, degrees: Sequence[int], **options: Any) -> Supervisor:
     """Return a supervisor that has not started.
 
     Args:
         rng: source of its jitter.
-        num_stages: of the engine.
+        degrees: ranks of each stage of the engine.
         options: of the engine's configuration.
     """
     config = EngineConfig.from_options(
         "demo",
-        pipeline_parallel_size=num_stages,
+        pipeline_parallel_size=len(degrees),
+        tensor_parallel_size=degrees,
         max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory=NUM_BLOCKS * num_stages * 1000,
+        kv_cache_memory=NUM_BLOCKS * sum(degrees) * 1000,
         block_size=BLOCK_SIZE,
         max_prefill_tokens=32,
         min_prefill_tokens=4,
         **options,
     )
-    num_layers = LAYERS_PER_STAGE * num_stages
+    num_layers = LAYERS_PER_STAGE * len(degrees)
     layers = [
         range(begin, begin + LAYERS_PER_STAGE) for begin in range(0, num_layers, LAYERS_PER_STAGE)
     ]

@@ -1,10 +1,14 @@
 """A fake model: a token is a hash of all tokens before it, computed stage by stage over KV blocks.
 
 A token that is lost, doubled or computed from blocks of another sequence changes all that follow.
+Each rank of a stage keeps some bits of each value in its blocks, so that every value needs all
+ranks; the tokens do not depend on their number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.block_table_replica import BlockTableReplica
@@ -15,6 +19,8 @@ _MASK = 2**64 - 1
 
 Values = list[list[int]]
 """Of each row of a step, the value of each position."""
+Rows = list[tuple[ScheduledRow, list[int], list[int]]]
+"""Rows of a step with their prompts and block tables."""
 
 
 def mix(first: int, second: int) -> int:
@@ -60,9 +66,16 @@ def next_tokens(prompt: list[int], choice: int, output: list[int], num_stages: i
     return tokens
 
 
+def combine(parts: list[Values]) -> Values:
+    """Return the values whose bits the ranks have."""
+    return [
+        [reduce(or_, each) for each in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)
+    ]
+
+
 @dataclass
 class KnownSequence:
-    """What the last stage knows of a sequence."""
+    """What the sampler knows of a sequence."""
 
     choice: int
     prompt_len: int
@@ -71,13 +84,15 @@ class KnownSequence:
 
 @dataclass
 class Stage:
-    """The arithmetic of one stage."""
+    """The arithmetic of one rank of a stage."""
 
     block_size: int
-    is_last: bool
+    has_sampler: bool
+    rank: int = 0
+    num_ranks: int = 1
     replica: BlockTableReplica = field(default_factory=BlockTableReplica)
     cache: dict[int, int] = field(default_factory=dict)
-    """Value by slot."""
+    """This rank's bits of the value of each slot."""
     sequences: dict[int, KnownSequence] = field(default_factory=dict)
     sampled: dict[int, int] = field(default_factory=dict)
     """Last token of each sequence, for rows that are planned before it is known."""
@@ -86,12 +101,17 @@ class Stage:
         for index in range(message.n):
             seq = message.seq + index
             self.replica.register(seq, message.prompt_len, message.prompt)
-            if self.is_last:
+            if self.has_sampler:
                 choice = message.choices[index] if message.choices else index
                 history = list(message.outputs[index]) if message.outputs else []
                 self.sequences[seq] = KnownSequence(choice, message.prompt_len, history)
 
-    def prepare(self, plan: StepPlan) -> list[tuple[ScheduledRow, list[int], list[int]]]:
+    @property
+    def mask(self) -> int:
+        """Bits that this rank keeps."""
+        return sum(1 << bit for bit in range(self.rank, 64, self.num_ranks))
+
+    def prepare(self, plan: StepPlan) -> Rows:
         """Return each row with its prompt and its block table."""
         views = self.replica.apply(plan)
         rows = [
@@ -101,19 +121,49 @@ class Stage:
         self.replica.release(plan.released_seqs)
         return rows
 
+    def placeholders(self, rows: Rows) -> list[int]:
+        """Return the tokens of the rows that were planned before they were known.
+
+        Only the rank that samples knows them; on other ranks their number is right.
+        """
+        return [
+            self.sampled.get(row.seq, 0)
+            for row, _, _ in rows
+            for token in row.token_ids
+            if token == ON_DEVICE
+        ]
+
+    def previous(self, rows: Rows) -> Values:
+        """Return this rank's bits of the value before each row."""
+        return [
+            [self.cache[self._slot(blocks, row.start - 1)] if row.start else 0]
+            for row, _, blocks in rows
+        ]
+
     def compute(
-        self, rows: list[tuple[ScheduledRow, list[int], list[int]]], hidden: Values | None
+        self, rows: Rows, previous: Values, hidden: Values | None, placeholders: list[int]
     ) -> Values:
-        """Compute the values of each row; `hidden`: of the previous stage."""
-        values = []
+        """Compute the values of each row and keep this rank's bits.
+
+        Args:
+            rows: of the step.
+            previous: value before each row.
+            hidden: of the previous stage; None on the first.
+            placeholders: tokens of the rows that were planned before they were known.
+
+        Returns:
+            This rank's bits of the values.
+        """
+        values, told, mask = [], iter(placeholders), self.mask
         for index, (row, prompt, blocks) in enumerate(rows):
-            inputs = self._tokens(row, prompt) if hidden is None else hidden[index]
+            inputs = self._tokens(row, prompt, told) if hidden is None else hidden[index]
             assert len(inputs) == row.num_tokens, f"{len(inputs)} inputs of {row}"
-            value = self.cache[self._slot(blocks, row.start - 1)] if row.start else 0
+            (value,) = previous[index]
             own = []
             for position, each in enumerate(inputs, start=row.start):
-                value = self.cache[self._slot(blocks, position)] = mix(value, each)
-                own.append(value)
+                value = mix(value, each)
+                self.cache[self._slot(blocks, position)] = value & mask
+                own.append(value & mask)
             values.append(own)
         return values
 
@@ -138,8 +188,8 @@ class Stage:
             self.sequences.pop(seq, None)
         return StepResult(plan.step, tokens)
 
-    def _tokens(self, row: ScheduledRow, prompt: list[int]) -> list[int]:
-        own = [self.sampled[row.seq] if t == ON_DEVICE else t for t in row.token_ids]
+    def _tokens(self, row: ScheduledRow, prompt: list[int], told: Iterator[int]) -> list[int]:
+        own = [next(told) if t == ON_DEVICE else t for t in row.token_ids]
         num_prompt = max(0, min(row.num_tokens, len(prompt) - row.start))
         return prompt[row.start : row.start + num_prompt] + own
 

@@ -10,7 +10,9 @@ from gllm.config.engine import EngineConfig
 from gllm.runtime.assignment import StageAssignment, WorkerIdentity
 from gllm.runtime.node import Node, OnExit
 from tests.simulation.process import Process
-from tests.simulation.workers import Assignment, Worker, World
+from tests.simulation.rank_group import RankGroup
+from tests.simulation.workers import Worker
+from tests.simulation.world import Assignment, World
 
 
 class SimulatedNode(Node):
@@ -67,7 +69,8 @@ class SimulatedNode(Node):
     def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
         for sender in placement.senders:
             if (worker := self.workers.get(sender)) is not None:
-                self._assign(worker, Assignment(placement, sender, config, "", None, is_probe=True))
+                probe = Assignment(placement, sender, config, "", None, None, is_probe=True)
+                self._assign(worker, probe)
 
     def assign(
         self,
@@ -81,13 +84,17 @@ class SimulatedNode(Node):
     ) -> None:
         self.on_generation_ready()
         self._address = f"driver of {placement.generation}"
-        for sender in placement.senders:
-            worker = self.workers.get(sender)
+        loop, rng = self.world.loop, self.world.rng
+        groups = [RankGroup(loop, rng, size) if size > 1 else None for size in placement.degrees]
+        for index, place in enumerate(placement.workers):
+            worker = self.workers.get(place.sender)
             if worker is None:
                 continue
-            is_driver = placement.stage_of(sender) == 0 and plan_record is not None
-            record = os.dup(plan_record) if is_driver and plan_record is not None else None
-            assignment = Assignment(placement, sender, config, self._address, record)
+            record = os.dup(plan_record) if index == 0 and plan_record is not None else None
+            group = groups[place.stage]
+            assignment = Assignment(
+                placement, place.sender, config, self._address, record, group
+            )
             self._assign(worker, assignment)
 
     def _assign(self, worker: Worker, assignment: Assignment) -> None:

@@ -19,7 +19,7 @@ from tests.simulation.network import Context, Network
 from tests.simulation.node import SimulatedNode
 from tests.simulation.process import Process
 from tests.simulation.requests import Reader, draw_request
-from tests.simulation.workers import LAYERS_PER_STAGE, POISON_TOKEN, World
+from tests.simulation.world import LAYERS_PER_STAGE, POISON_TOKEN, World
 
 MOMENTS = (
     "spawn",
@@ -47,8 +47,8 @@ class Limits:
     """Those at random times; at moments of processes up to four times as many strike."""
     max_restarts: int | None = None
     """None: drawn."""
-    num_stages: int | None = None
-    """None: drawn."""
+    degrees: tuple[int, ...] | None = None
+    """Ranks of each stage; None: drawn."""
     poison_share: float = 0.2
     """Share of lives with requests that kill the stage that computes them."""
     slowdown: tuple[float, ...] | None = None
@@ -69,7 +69,7 @@ class Scenario:
         self.network = Network(self.loop, self.rng)
         self.world = World(self.loop, self.rng, self.network, self._on_moment)
         self.node = SimulatedNode(self.world)
-        self.num_stages = limits.num_stages or self.rng.randint(1, 4)
+        self.degrees = limits.degrees or self._draw_degrees()
         self.max_restarts = self.rng.choice([0, 3, 3, 50, 50, 50])
         if limits.max_restarts is not None:
             self.max_restarts = limits.max_restarts
@@ -144,7 +144,7 @@ class Scenario:
         await self.supervisor.stop()
         assert not self.node.workers, "processes are left"
         bounds = [0, *(part.stop for part in self.supervisor.layers)]
-        assert bounds[-1] == LAYERS_PER_STAGE * self.num_stages
+        assert bounds[-1] == LAYERS_PER_STAGE * len(self.degrees)
         assert bounds == sorted(set(bounds)), "a stage has no layer"
 
     async def _submit_last(self, deadline: float) -> None:
@@ -271,7 +271,7 @@ class Scenario:
 
     def _check(self) -> None:
         for reader in self.readers:
-            reader.check((self.num_stages,))
+            reader.check((len(self.degrees),))
             for kind in reader.errors:
                 self._check_error(kind)
 
@@ -300,10 +300,14 @@ class Scenario:
 
     # Setup.
 
+    def _draw_degrees(self) -> tuple[int, ...]:
+        num_stages = self.rng.randint(1, 4)
+        return tuple(self.rng.choice([1, 1, 1, 2, 3]) for _ in range(num_stages))
+
     def _create_supervisor(self) -> Supervisor:
         return create_supervisor(
             self.rng,
-            self.num_stages,
+            self.degrees,
             max_num_seqs=self.rng.choice([2, 8]),
             max_restarts=self.max_restarts,
             recovery_timeout=self.recovery_timeout,
@@ -318,7 +322,7 @@ class Scenario:
             return {"debug_slowdown": limits.slowdown, "layers": limits.layers, "rebalance": True}
         if limits.strikes or self.rng.random() < 0.5:
             return {}
-        slowdown = [self.rng.choice([1.0, 1.0, 2.0, 6.0]) for _ in range(self.num_stages)]
+        slowdown = [self.rng.choice([1.0, 1.0, 2.0, 6.0]) for _ in self.degrees]
         layers = self.rng.choice(["auto", "auto", "even"])
         return {"debug_slowdown": slowdown, "layers": layers, "rebalance": True}
 

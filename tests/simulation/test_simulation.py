@@ -59,9 +59,12 @@ STRIKES = {
 """Deaths at each moment of a life; with the same number of strikes as processes that end."""
 
 
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (3,), (1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize("name", STRIKES)
-def test_a_death_at_each_moment_costs_that_process_and_a_pause(name: str, kind: str) -> None:
+def test_a_death_at_each_moment_costs_that_process_and_a_pause(
+    name: str, kind: str, degrees: tuple[int, ...]
+) -> None:
     strikes = tuple((moment, number, kind) for moment, number, _ in STRIKES[name])
     scenario = Scenario(
         3,
@@ -69,7 +72,7 @@ def test_a_death_at_each_moment_costs_that_process_and_a_pause(name: str, kind: 
             num_requests=8,
             seconds=20.0,
             max_restarts=3,
-            num_stages=3,
+            degrees=degrees,
             poison_share=0.0,
             num_faults=0,
             strikes=strikes,
@@ -92,7 +95,7 @@ def test_a_slow_stage_gets_fewer_layers_and_no_request_notices(layers: str) -> N
         seconds=60.0,
         num_faults=0,
         max_restarts=0,
-        num_stages=2,
+        degrees=(1, 1),
         poison_share=0.0,
         slowdown=(1.0, 3.0),
         layers=layers,
@@ -126,7 +129,7 @@ def test_a_death_while_workers_measure_costs_no_request(name: str) -> None:
         seconds=20.0,
         num_faults=0,
         max_restarts=3,
-        num_stages=2,
+        degrees=(1, 1),
         poison_share=0.0,
         slowdown=(1.0, 3.0),
         strikes=STRIKES_MEASURING[name],
@@ -145,7 +148,7 @@ def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None
         seconds=60.0,
         num_faults=0,
         max_restarts=3,
-        num_stages=2,
+        degrees=(1, 1),
         poison_share=0.0,
         slowdown=(1.0, 3.0),
         layers="even",
