@@ -11,7 +11,8 @@ from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.config.flags import output_file
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve_model
-from gllm.models.shard import refusal
+from gllm.models.shard import refusal, shard
+from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
 
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
@@ -64,7 +65,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
             f"max_model_len is {length}, but the model's context is {read.model.context_length} "
             "tokens"
         )
-    _check_kv_cache(config, read, length)
+    _check_kv_cache(config, read.model, length)
     return ModelPlan(folder, read, layers, length)
 
 
@@ -87,11 +88,19 @@ def _check_device(config: EngineConfig) -> None:
         )
 
 
-def _check_kv_cache(config: EngineConfig, read: ModelConfig, length: int) -> None:
+def _check_kv_cache(config: EngineConfig, model: ModelSpec, length: int) -> None:
     """Raise ValueError if `kv_cache_memory` is certainly too small for one sequence."""
     if config.kv_cache_memory is None:
         return
-    elements = sum(layer.attention.kv_entry.num_elements for layer in read.model.layers)
+    # Of the shards, because several ranks may hold the same KV head.
+    elements = min(
+        sum(
+            layer.attention.kv_entry.num_elements
+            for rank in range(num_ranks)
+            for layer in shard(model, rank, num_ranks).layers
+        )
+        for num_ranks in set(config.stage_degrees)
+    )
     size = config.scheduler.block_size
     block_bytes = size * elements * KV_ITEM_BYTES.get(config.kv_cache_dtype, 2)
     needed = -(-length // size)

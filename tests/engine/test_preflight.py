@@ -31,6 +31,9 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--pp", "99"], "pipeline_parallel_size is 99, but the model has only"),
         (["--pp", "2", "--layers", "1,2000"], "layers 1,2000 has to"),
         (["--pp", "3", "--layers", "1,2"], "layers (1, 2) has to"),
+        (["--tp", "4"], "tensor_parallel_size is 4, but num_attention_heads is 6"),
+        (["--pp", "2", "--tp", "1,4"], "tensor_parallel_size is 4, but num_attention_heads is 6"),
+        (["--pp", "2", "--tp", "1,2,1"], "tensor_parallel_size (1, 2, 1) has to be one number"),
         (["--max-model-len", "99999999"], "max_model_len is 99999999"),
         (["--kv-cache-memory", "4KiB"], "kv_cache_memory is 4096 bytes, but one sequence"),
         (
@@ -57,9 +60,12 @@ def test_a_model_that_is_not_served(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Nothing" in capsys.readouterr().err
 
 
-def test_one_that_can_be_gets_its_workers() -> None:
-    with pytest.raises(Started, match="2 workers"):
-        serve.main(["demo", "--pp", "2"])
+@pytest.mark.parametrize(
+    ("flags", "num_workers"), [("--pp 2", 2), ("--tp 2", 2), ("--pp 2 --tp 6,1", 7)]
+)
+def test_one_that_can_be_gets_its_workers(flags: str, num_workers: int) -> None:
+    with pytest.raises(Started, match=f"{num_workers} workers"):
+        serve.main(["demo", *flags.split()])
 
 
 def test_the_smallest_cache_that_may_be_enough_passes() -> None:
@@ -72,6 +78,18 @@ def test_the_smallest_cache_that_may_be_enough_passes() -> None:
         less = EngineConfig(max_model_len=64, kv_cache_memory=enough - 1, kv_cache_dtype=dtype)
         with pytest.raises(ValueError, match=f"{enough} at least"):
             plan_model(less)
+
+
+def test_ranks_that_hold_the_same_kv_head_need_more_memory() -> None:
+    enough = {}
+    for ranks in (1, 2, 6):
+        config = EngineConfig(tensor_parallel_size=(ranks,), max_model_len=64, kv_cache_memory=1)
+        with pytest.raises(ValueError, match=r"needs \d+ at least") as caught:
+            plan_model(config)
+        enough[ranks] = int(str(caught.value).split("needs ")[1].split()[0])
+    # The demo model has two KV heads.
+    assert enough[2] == enough[1]
+    assert enough[6] == 3 * enough[1]
 
 
 def test_it_loads_no_torch() -> None:

@@ -92,9 +92,7 @@ class SimulatedNode(Node):
                 continue
             record = os.dup(plan_record) if index == 0 and plan_record is not None else None
             group = groups[place.stage]
-            assignment = Assignment(
-                placement, place.sender, config, self._address, record, group
-            )
+            assignment = Assignment(placement, place.sender, config, self._address, record, group)
             self._assign(worker, assignment)
 
     def _assign(self, worker: Worker, assignment: Assignment) -> None:
