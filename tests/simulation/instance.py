@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Instance:
     """A rank of a stage in one generation."""
 
-    def __init__(self, worker: Worker, assignment: Assignment) -> None:
+    def __init__(self, worker: "Worker", assignment: Assignment) -> None:
         self.worker, self.process, self.world = worker, worker.process, worker.world
         self.assignment, self.placement = assignment, assignment.placement
         self.stage, self.rank = assignment.place.stage, assignment.place.rank
@@ -60,6 +60,8 @@ class Instance:
         num_ranks = self.placement.degrees[self.stage]
         has_sampler = self._is_last and self.rank == 0
         self._arithmetic = Stage(BLOCK_SIZE, has_sampler, self.rank, num_ranks)
+        self.is_waiting = False
+        """True while it waits for the other ranks of its stage."""
         self._is_busy = False
         """True from the moment at which it waits for the other ranks to the end of a step."""
         self._prepared: deque[tuple[StepPlan, Rows]] = deque()
@@ -99,7 +101,7 @@ class Instance:
             self._driver.run_turn()
 
     def disconnect(self) -> None:
-        """End the sessions and the driver; a step under way goes on, unless it needs other ranks."""
+        """End the sessions and the driver; a step of a single rank goes on."""
         self.cancel_group()
         self._is_connected = False
         self._driver = None
@@ -226,12 +228,17 @@ class Instance:
         if group is None:
             on_parts([part])
         else:
-            wait = Wait(self.process, part, on_parts, self._on_closed)
+            self.is_waiting = True
+            wait = Wait(self.process, part, partial(self._on_parts, on_parts), self._on_closed)
             self.process.run(group.exchange, self.rank, kind, wait)
+
+    def _on_parts(self, on_parts: OnParts, parts: list[Any]) -> None:
+        self.is_waiting = False
+        on_parts(parts)
 
     def _on_closed(self) -> None:
         """End the step, because the group was cancelled: the parent closes the instance soon."""
-        self.begin = None
+        self.begin, self.is_waiting = None, False
         self.process.call_later(LOST_SECONDS, self._fail, "another rank was lost")
 
     def _begin(self, plan: StepPlan, rows: Rows) -> None:

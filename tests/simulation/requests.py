@@ -5,7 +5,7 @@ from random import Random
 
 from gllm.runtime.request_stream import RequestStream
 from tests.simulation.model import VOCAB_SIZE, generate, next_tokens
-from tests.simulation.workers import BOMB_TOKEN, MAX_MODEL_LEN, POISON_TOKEN
+from tests.simulation.world import BOMB_TOKEN, MAX_MODEL_LEN, POISON_TOKEN
 
 
 @dataclass

@@ -59,7 +59,7 @@ STRIKES = {
 """Deaths at each moment of a life; with the same number of strikes as processes that end."""
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (3,), (1, 2)], ids=str)
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (3,)], ids=str)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize("name", STRIKES)
 def test_a_death_at_each_moment_costs_that_process_and_a_pause(

@@ -142,6 +142,10 @@ class Worker:
 
     def _on_closed(self) -> None:
         if self.instance is not None:
+            if self.instance.is_waiting:
+                # The thread that computes has to end first.
+                self.process.call_later(0.001, self._on_closed)
+                return
             self.instance.is_closed = True
         self._is_closing = False
         self.head.send(GenerationClosed())
