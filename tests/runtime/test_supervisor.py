@@ -151,8 +151,7 @@ async def test_requests_survive_the_death_of_a_rank(
 
 
 async def test_workers_share_the_memory_of_the_kv_cache() -> None:
-    options = {"tensor_parallel_size": (2, 1), "kv_cache_memory": 605, "max_num_seqs": 8}
-    async with running(**options) as (supervisor, node):
+    async with running(tensor_parallel_size=(2, 1), kv_cache_memory=605) as (supervisor, node):
         assert node.block_counts == [20] * 3, "10 bytes of a block in each of three workers"
         assert (supervisor.num_blocks, supervisor.kv_bytes) == (20, 600)
         # Commands reach all ranks.

@@ -168,7 +168,7 @@ class Instance:
             Scheduler(config),
             self._on_own_command,
             [*others],
-            self.worker.head,  # type: ignore[arg-type]
+            self.worker.head,
             vocab_size=VOCAB_SIZE,
             plan_record=record,
             first_stage_ranks=own if own.senders else None,
