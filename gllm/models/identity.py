@@ -6,6 +6,7 @@ Routers and engines compare it, so that requests never continue on another model
 import hashlib
 import json
 import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,6 +48,23 @@ def hash_numerics(model_hash: str, numerics: str) -> str:
         numerics: dtypes, quantization, devices and kernels, as the stages describe them.
     """
     return hashlib.sha256(f"{model_hash}\n{numerics}".encode()).hexdigest()
+
+
+def describe_numerics(
+    executors: Iterable[str], layer_counts: Sequence[int], degrees: Sequence[int]
+) -> str:
+    """Return what decides the bits of a pipeline, as text.
+
+    Args:
+        executors: dtypes, quantization, device, kernels and ranks of each worker.
+        layer_counts: number of layers of each stage.
+        degrees: number of ranks of each stage, which add up parts of a layer's sums.
+    """
+    texts = sorted(set(executors))
+    if len(set(degrees)) > 1:
+        ranks = (str(each) for n, each in zip(layer_counts, degrees, strict=True) for _ in range(n))
+        texts.append(f"ranks by layer {','.join(ranks)}")
+    return "; ".join(texts)
 
 
 def _hash_weights(digest: "hashlib._Hash", path: Path) -> None:

@@ -24,6 +24,7 @@ from gllm.messages.control import ResetPrefixCache
 from gllm.messages.lifecycle import (
     Shutdown,
 )
+from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
 from gllm.runtime.action_executor import ActionExecutor, Head
 from gllm.runtime.bus import Hub
@@ -150,7 +151,8 @@ class Supervisor:
     def numerics(self) -> str:
         """See StageLoaded, for all stages; known once they are loaded."""
         loaded = [self._executor.loaded.get(sender) for sender in self.senders]
-        return "; ".join(sorted({each.numerics for each in loaded if each is not None}))
+        executors = (each.numerics for each in loaded if each is not None)
+        return describe_numerics(executors, list(map(len, self.layers)), self._config.stage_degrees)
 
     @property
     def node(self) -> Node:

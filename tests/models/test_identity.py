@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO
-from gllm.models.identity import hash_model, hash_numerics
+from gllm.models.identity import describe_numerics, hash_model, hash_numerics
 from gllm.models.weight_files import find_weight_files
 
 
@@ -59,6 +59,23 @@ def test_folders_without_weights(copy: Path) -> None:
     path.unlink()
     with pytest.raises(ModelError):
         hash_model(copy)
+
+
+def test_numerics_of_ranks() -> None:
+    """Which layers have how many ranks decides, where that differs; how stages are cut does not."""
+    one, two = "cpu: bfloat16", "cpu: bfloat16; 2 ranks"
+    assert describe_numerics([one, one], [2, 2], [1, 1]) == describe_numerics([one], [4], [1])
+    assert describe_numerics([two] * 2, [2, 2], [2, 2]) == describe_numerics([two], [4], [2])
+    mixed = [two, two, one]
+    first = describe_numerics(mixed, [2, 2], [2, 1])
+    assert first == describe_numerics([one, *mixed], [2, 1, 1], [2, 1, 1])
+    others = (
+        describe_numerics(mixed, [2, 2], [1, 2]),
+        describe_numerics(mixed, [3, 1], [2, 1]),
+        describe_numerics([one], [4], [1]),
+        describe_numerics([two], [4], [2]),
+    )
+    assert len({first, *others}) == 5
 
 
 def test_numerics() -> None:
