@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,9 +90,10 @@ def rows_on(place: "Place", task: Task) -> Iterator[PendingRow]:
 
         return ceilings.rows(place)
     if task.section == "kernels":
-        from benchmarks.gpu import kernels
+        from benchmarks.gpu import kernels, ranks
 
-        return kernels.rows(place)
+        # Collectives last: where they hang, the process ends with them.
+        return chain(kernels.rows(place), ranks.rows(place))
     from benchmarks.gpu import engine
 
     # If recording graphs made the device unusable, the other rows run without graphs.

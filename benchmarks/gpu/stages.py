@@ -1,9 +1,9 @@
-"""Compare the greedy texts of several stages on one device with those of one stage.
+"""Compare the greedy texts of several workers on one device with those of one worker.
 
-The stages are real processes. The comparison is about correctness alone, because the stages share
-one device. The demo model runs in float32: in bfloat16 other micro-batches may round to another
-token. If a package of the processes is missing, the stages' executors run in this process
-(inline_stages.py).
+Workers are stages, or ranks of a stage (tensor parallelism); they are real processes. The
+comparison is about correctness alone, because the workers share one device. The demo model runs in
+float32: in bfloat16 other micro-batches may round to another token. If a package of the processes
+is missing, the stages' executors run in this process (inline_stages.py), and ranks are skipped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ NEEDED = ("numpy", "safetensors", "tokenizers")
 """Packages that the comparison requires."""
 PROCESSES = ("zmq", "msgspec", "setproctitle", "uvloop", "tqdm", "jinja2")
 """Additional packages of the parent and its workers."""
-STAGES = (2, 4)
+WORKERS = ((2, 1), (4, 1), (1, 2), (2, 2))
+"""Number of stages, and of ranks per stage."""
 PROMPTS = (
     "Once upon a time",
     "Otto the fox",
@@ -32,7 +33,7 @@ TOKENS, KV_BYTES = 32, 64 * 2**20
 
 
 class Baseline:
-    """Texts of one stage, generated on first use."""
+    """Texts of one worker, generated on first use."""
 
     def __init__(self, is_dry: bool, options: dict[str, str]) -> None:
         self.is_dry, self.options = is_dry, options
@@ -41,13 +42,13 @@ class Baseline:
         self._texts: list[list[int]] | None = None
 
     def texts(self) -> list[list[int]]:
-        """Return the token ids of one stage for each prompt."""
+        """Return the token ids of one worker for each prompt."""
         if self._texts is None:
-            self._texts = self.generated(1)
+            self._texts = self.generated(1, 1)
         return self._texts
 
-    def generated(self, stages: int) -> list[list[int]]:
-        """Generate the token ids of each prompt with this number of stages.
+    def generated(self, stages: int, ranks: int) -> list[list[int]]:
+        """Generate the token ids of each prompt with this number of stages and ranks per stage.
 
         Raises:
             SkipRowError: A package is missing.
@@ -62,12 +63,18 @@ class Baseline:
             **self.options,
         }
         count, tokens = (2, 4) if self.is_dry else (len(PROMPTS), TOKENS)
+        if self.missing_packages and ranks > 1:
+            raise SkipRowError(f"ranks are processes: no {', '.join(self.missing_packages)}")
         if self.missing_packages:
             return self._generate_inline(stages, PROMPTS[:count], tokens, options)
         from gllm.config.sampling import SamplingParams
         from gllm.engine.llm import LLM
 
-        options |= {"kv_cache_memory": KV_BYTES, "pipeline_parallel_size": stages}
+        options |= {
+            "kv_cache_memory": KV_BYTES,
+            "pipeline_parallel_size": stages,
+            "tensor_parallel_size": ranks,
+        }
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         with LLM("demo", progress=False, **options) as llm:
             outputs = llm.generate(PROMPTS[:count], params)
@@ -89,15 +96,16 @@ class Baseline:
 
 
 def rows(is_dry: bool, options: dict[str, str]) -> Iterator[PendingRow]:
-    """Yield one row per number of stages."""
+    """Yield one row per number of stages and ranks."""
     baseline = Baseline(is_dry, options)
-    for stages in STAGES:
-        yield PendingRow(f"{stages} stages on one device", partial(compare, baseline, stages))
+    for stages, ranks in WORKERS:
+        name = f"{stages} stage{'s' * (stages > 1)}" + f" of {ranks} ranks" * (ranks > 1)
+        yield PendingRow(f"{name} on one device", partial(compare, baseline, stages, ranks))
 
 
-def compare(baseline: Baseline, stages: int) -> Measured:
-    """Compare the texts of several stages with those of one stage."""
-    expected, got = baseline.texts(), baseline.generated(stages)
+def compare(baseline: Baseline, stages: int, ranks: int = 1) -> Measured:
+    """Compare the texts of several workers with those of one worker."""
+    expected, got = baseline.texts(), baseline.generated(stages, ranks)
     mismatched = sum(text != other for text, other in zip(expected, got, strict=True))
     fault = f"{mismatched} of {len(expected)} texts differ" if mismatched else ""
     note = (

@@ -5,7 +5,7 @@ operations without hidden waits, attention of one layout, and the order in which
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gllm.transport.groups import StageGroups
 
 from gllm.config.engine import EngineConfig
 from gllm.kernels import sampling
@@ -40,6 +41,7 @@ BLOCK_SIZE, NUM_BLOCKS, IN_FLIGHT = 4, 64, 3
 LONGEST = 64
 Answer = tuple[list[SampledToken], list[SampleDetails]]
 """What a step sampled, and what its rows told."""
+NONE: Answer = ([], [])
 
 
 @torch.library.custom_op("gllm_tests::sample", mutates_args=())
@@ -65,6 +67,7 @@ def as_on_a_device() -> Iterator[None]:
     as one kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load_library", lambda: None)
+        patch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False), raising=False)
         patch.setattr(
             sampler,
             "sample",
@@ -127,9 +130,12 @@ def executor_on(
     stages: int = 1,
     graphs: int = 0,
     plan: PlanAttention | None = plan_of_one_layout,
+    ranks: tuple[int, int] = (0, 1),
+    connect: Callable[[CudaExecutor], StageGroups] | None = None,
     **options: Any,
 ) -> CudaExecutor:
-    """A loaded stage; `graphs`: most rows of a decode that is one; `options`: of the engine."""
+    """A loaded stage; `graphs`: most rows of a decode that is one; `ranks`: its own and their
+    number, which `connect` gives groups; `options`: of the engine."""
     config = read_config(folder)
     engine = EngineConfig.from_options(
         str(folder),
@@ -143,10 +149,14 @@ def executor_on(
         **options,
     )
     layers = split_layers(config.model, stages)[stage]
-    executor = CudaExecutor(config, engine, stage, stages, layers, queues, plan)
+    executor = CudaExecutor(
+        config, engine, stage, stages, layers, queues, plan, rank=ranks[0], num_ranks=ranks[1]
+    )
     executor.load(folder, lambda done, total: None)
     queues.adopt(*tensors_of(executor._stage, set()))
     executor.reserve(engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST))
+    if connect is not None:
+        executor.join(connect(executor))
     executor.allocate(NUM_BLOCKS, BLOCK_SIZE)
     if graphs:
         executor.record_graphs(graphs, lambda done, total: None)
@@ -154,10 +164,15 @@ def executor_on(
 
 
 def run_interleaved(
-    queues: FakeQueues, executor: CudaExecutor, plans: list[StepPlan], seed: int
+    queues: FakeQueues,
+    executor: CudaExecutor,
+    plans: list[StepPlan],
+    seed: int,
+    meet: Callable[[int], object] = lambda step: None,
 ) -> list[Answer]:
     """All steps through three threads that take turns at random, as far as each has something to
-    do: a step is planned when the one IN_FLIGHT before it has been sampled."""
+    do: a step is planned when the one IN_FLIGHT before it has been sampled. `meet`: before one is
+    computed."""
     order = random.Random(seed)
     prepared: list[Any] = []
     computed: list[Any] = []
@@ -178,11 +193,16 @@ def run_interleaved(
             case "compute":
                 with queues.thread("compute"):
                     batch = prepared[len(computed)]
+                    meet(batch.step)
                     computed.append(executor.compute(batch, None))
                 queues.hand_over("compute", "sample")
             case "sample":
                 with queues.thread("sample"):
                     batch, made = prepared[len(sampled)], computed[len(sampled)]
-                    sampled.append(executor.sample(batch, made))
+                    if executor.has_sampler:
+                        sampled.append(executor.sample(batch, made))
+                    else:
+                        executor.wait(batch)
+                        sampled.append(NONE)
                 queues.hand_over("sample", "loop")
     return sampled

@@ -20,7 +20,7 @@ MAX_GRAPH_ROWS = 256
 
 
 class CudaBackend:
-    """GPU and executor of a stage; with fewer GPUs than stages, stages share GPUs."""
+    """GPU and executor of a worker; with fewer GPUs than workers on a machine, they share GPUs."""
 
     def __init__(
         self,
@@ -32,13 +32,20 @@ class CudaBackend:
         """Create the executor; see `gllm.runtime.stage_loader.create_backend`."""
         layers = range(*assignment.layers) if layers is None else layers
         self._assignment = assignment
-        self._queues = CudaRuntime(assignment.stage % num_gpus)
+        self._queues = CudaRuntime(assignment.local_index % num_gpus)
         self.executor = CudaExecutor(
-            model, assignment.config, assignment.stage, assignment.num_stages, layers, self._queues
+            model,
+            assignment.config,
+            assignment.stage,
+            assignment.num_stages,
+            layers,
+            self._queues,
+            rank=assignment.rank,
+            num_ranks=assignment.num_ranks,
         )
         self.streams = self._queues, self.executor.stream
-        self._max_stages_per_gpu = -(-assignment.num_stages // num_gpus)
-        self.transport = "nccl" if self._max_stages_per_gpu == 1 else "host-staging"
+        self._max_workers_per_gpu = -(-assignment.num_local_workers // num_gpus)
+        self.transport = "nccl" if self._max_workers_per_gpu == 1 else "host-staging"
         self.collectives = self.transport
         self._counter: CompilationCounter | None = None
 
@@ -49,12 +56,12 @@ class CudaBackend:
         return config
 
     def available_bytes(self) -> int | None:
-        """See DeviceBackend; stages on one GPU get equal shares."""
+        """See DeviceBackend; workers on one GPU get equal shares."""
         config = self._assignment.config
         num_bytes = self.executor.available_bytes(
             config.gpu_memory_utilization, config.scheduler.block_size, self._graph_rows
         )
-        return num_bytes // self._max_stages_per_gpu
+        return num_bytes // self._max_workers_per_gpu
 
     def prepare_steps(self) -> None:
         """See DeviceBackend; the log shows the progress."""

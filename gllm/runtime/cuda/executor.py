@@ -10,7 +10,7 @@ looks back at the output reads it from there, including the last token, which th
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -60,12 +60,12 @@ class CudaExecutor(CudaStartUp):
         begin = time.perf_counter()
         batch = super()._build_batch(plan)
         ids = np.zeros(0, dtype=np.int64)
-        if self.is_last and not self.is_first:
+        if self.has_sampler and not self.is_first:
             sequences = [self._mirror.sequences[row.seq] for row in plan.rows]
             ids = gather_token_ids(plan.rows, sequences)
-        rows = source_slots = target_slots = torch.empty(0, dtype=torch.int64)
-        if self._keeps_last_tokens:
-            rows = torch.tensor([row for row, _ in batch.placeholders], dtype=torch.int64)
+        source_slots = target_slots = torch.empty(0, dtype=torch.int64)
+        rows = torch.tensor([row for row, _ in batch.placeholders], dtype=torch.int64)
+        if self._keeps_last_tokens and self.has_sampler:
             source_slots = self._last_tokens.find([seq for _, seq in batch.placeholders])
             target_slots = self._last_tokens.assign([seq for seq, _ in batch.sampling.sequences])
         inputs = StepInputs(
@@ -77,7 +77,7 @@ class CudaExecutor(CudaStartUp):
             source_slots,
             target_slots,
         )
-        batch.device_state = DeviceStepState(inputs)
+        batch.device_state = DeviceStepState(inputs, self._can_replay(plan, batch))
         self._prepare_seconds += time.perf_counter() - begin
         return batch
 
@@ -94,15 +94,17 @@ class CudaExecutor(CudaStartUp):
             hidden: activations [tokens, hidden] of the previous stage, valid in `stream`.
 
         Returns:
-            Activations [tokens, hidden], on the last stage tokens [samples] int64; both are valid
-            in `stream`.
+            Activations [tokens, hidden], valid in `stream` as the other results; with the sampler
+            tokens [samples] int64; on the other ranks of the last stage nothing of use.
         """
         begin = time.perf_counter()
         inputs, memory = self._staging.put(batch.device_state.inputs, self.stream)
         try:
             output, scores, embeddings = self._forward(batch, inputs, memory, hidden)
-            if self.is_last:
+            if self.has_sampler:
                 output = self._sample_tokens(batch, inputs, output, scores, embeddings)
+            if self._group is not None:
+                self._group.end_step(batch.step)
         finally:
             self._staging.release(self.stream)
         self._compute_seconds += time.perf_counter() - begin
@@ -139,8 +141,8 @@ class CudaExecutor(CudaStartUp):
         return to_sampled(batch.sampling, samples), samples.details + embedded
 
     def _plan_sampling(self, plan: StepPlan, batch: Batch) -> SamplerInputs:
-        """Build the sampler's inputs of a step; they are empty except on the last stage."""
-        sampled = [i for i, row in enumerate(plan.rows) if row.should_sample and self.is_last]
+        """Build the sampler's inputs of a step; they are empty without the sampler."""
+        sampled = [i for i, row in enumerate(plan.rows) if row.should_sample and self.has_sampler]
         num_tokens = [plan.rows[i].start + plan.rows[i].num_tokens for i in sampled]
         block_table = next(iter(batch.inputs.attention.values())).rows.block_table
         return self._sampler.plan(
@@ -153,13 +155,12 @@ class CudaExecutor(CudaStartUp):
         """Queue the layers of a step.
 
         Returns:
-            Activations [tokens, hidden] or, on the last stage, logits [samples, vocabulary]; packed
-            scores of prompts; and embeddings [embedding rows, hidden] float32 or None.
+            Activations [tokens, hidden] or, on the last stage, logits [samples, vocabulary], with
+            no rows where there is no sampler; packed scores of prompts; and embeddings [embedding
+            rows, hidden] float32 or None.
         """
         num_tokens, num_rows = batch.num_tokens, len(batch.inputs.positions)
-        attention = next(iter(batch.inputs.attention.values())).rows
-        uses_graph = attention.num_decodes == num_rows and num_rows in self._graph_sizes
-        uses_graph = uses_graph and not (batch.prompt_chunks or batch.sampling.embedding_rows)
+        uses_graph = batch.device_state.uses_graph
         stage_inputs = inputs.stage
         with self.stream.current():
             if uses_graph:
@@ -167,19 +168,43 @@ class CudaExecutor(CudaStartUp):
             elif hidden is not None and num_tokens < num_rows:
                 hidden = functional.pad(hidden, (0, 0, 0, num_rows - num_tokens))
             if len(inputs.placeholder_rows):
-                known = self._last_tokens.tokens.index_select(0, inputs.placeholder_slots)
+                known = self._read_last_tokens(inputs)
                 stage_inputs.token_ids.index_copy_(0, inputs.placeholder_rows, known)
             self._store_cached_tokens(stage_inputs, inputs.token_ids, num_tokens)
             if uses_graph:
                 # Only the graph is timed: the host queues the operations before it one by one, and
                 # a device that waits for the next one does no work.
-                with self._timed(batch):
+                with self._timed(batch), self._launching():
                     output = self._graphs.replay(num_rows)[:num_tokens]
-                if self.is_last and len(batch.logits_indices) < num_tokens:
+                if self.has_sampler and len(batch.logits_indices) < num_tokens:
                     output = output.index_select(0, inputs.logits_indices)
                 return output, [], None
             with self._timed(batch):
                 return self._run_layers(batch, inputs, stage_inputs, hidden)
+
+    def _can_replay(self, plan: StepPlan, batch: Batch) -> bool:
+        """Return whether a graph computes a step; it is the same on all ranks."""
+        num_rows = len(batch.inputs.positions)
+        attention = next(iter(batch.inputs.attention.values())).rows
+        if attention.num_decodes < num_rows or num_rows not in self._graph_sizes:
+            return False
+        # Not by the sampling rows, which only one rank has.
+        sampled = [self._states[row.seq] for row in plan.rows if row.should_sample and self.is_last]
+        return not batch.prompt_chunks and not any(state.params.embeds for state in sampled)
+
+    def _read_last_tokens(self, inputs: StepInputs) -> Tensor:
+        """Return the tokens [placeholders] int64 of rows whose tokens the host does not know."""
+        known = None
+        if self.has_sampler:
+            known = self._last_tokens.tokens.index_select(0, inputs.placeholder_slots)
+        if self._group is not None:
+            return self._group.tell(known, len(inputs.placeholder_rows))
+        assert known is not None, "without ranks the sampler is here"
+        return known
+
+    def _launching(self) -> AbstractContextManager[None]:
+        """Return a context in which a graph with collectives may be launched."""
+        return nullcontext() if self._group is None else self._group.launching()
 
     def _run_layers(
         self, batch: Batch, inputs: StepInputs, stage_inputs: StageInputs, hidden: Tensor | None
@@ -198,11 +223,11 @@ class CudaExecutor(CudaStartUp):
         return self._stage.compute_logits(hidden), scores, embeddings
 
     def _store_cached_tokens(self, inputs: StageInputs, ids: Tensor, num_tokens: int) -> None:
-        """Store the step's tokens at the slots of their keys and values, on the last stage.
+        """Store the step's tokens at the slots of their keys and values, for the sampler.
 
         ids: [tokens] int64, for stages whose inputs have no token ids.
         """
-        if self.is_last:
+        if self.has_sampler:
             slots = next(iter(inputs.attention.values())).slots
             ids = inputs.token_ids if self.is_first else ids
             self._cached_tokens.index_copy_(0, slots[:num_tokens], ids[:num_tokens])

@@ -122,10 +122,11 @@ class DeviceSampler:
         Args:
             hidden: [tokens, hidden] of the step.
             inputs: of the step, on the device.
-            compute_logits: maps rows of `hidden` to logits [rows, vocabulary].
+            compute_logits: maps rows of `hidden` to logits [rows, vocabulary]; on ranks that only
+                take part in that it returns no rows.
 
         Returns:
-            Packed scores, [rows, width] float64 each.
+            Packed scores, [rows, width] float64 each; none on such ranks.
         """
         parts = zip(
             inputs.prompt_rows.split(MAX_SCORED_ROWS),
@@ -135,7 +136,10 @@ class DeviceSampler:
         scores = []
         for rows, targets in parts:
             if len(rows):
-                logprobs = compute_logprobs(compute_logits(hidden.index_select(0, rows)))
+                logits = compute_logits(hidden.index_select(0, rows))
+                if not len(logits):
+                    continue
+                logprobs = compute_logprobs(logits)
                 scores.append(
                     pack_logprobs(gather_logprobs(logprobs, targets, inputs.num_top_logprobs))
                 )

@@ -1,5 +1,6 @@
 """Start-up of an executor on a device: memory for steps, KV cache, warm-up and graphs."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,8 +28,12 @@ from gllm.runtime.cuda.staging import InputStaging
 from gllm.runtime.cuda.warm_up import PLAIN_PARAMS, example_rows
 from gllm.runtime.kv_cache import KVCache
 from gllm.scheduler.config import SchedulerConfig
+from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.device_streams import DeviceRuntime
+from gllm.transport.groups import StageGroups
 
+START_UP_STEPS = 2**61
+"""Smallest number under which ranks agree on work of the start-up; those of steps are smaller."""
 INTS_PER_TOKEN = 8
 """Expected number of int64 inputs per token; staging grows for steps with more."""
 
@@ -48,6 +53,8 @@ class CudaStartUp(BaseExecutor):
         layers: range,
         queues: DeviceRuntime,
         plan_attention: PlanAttention | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Choose dtypes and the attention backend.
 
@@ -62,8 +69,19 @@ class CudaStartUp(BaseExecutor):
                 only on their padded number and on the width of block tables. Default: the plans
                 of the attention backend; plans of gathers have no fixed layout, so decodes run
                 without graphs.
+            rank: of this worker among those of the stage.
+            num_ranks: workers of the stage.
         """
-        super().__init__(model_config, engine_config, stage, num_stages, layers, queues.device)
+        super().__init__(
+            model_config,
+            engine_config,
+            stage,
+            num_stages,
+            layers,
+            queues.device,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
         self.stream = queues.stream()
         """The compute stream; transports synchronize with it."""
         self._queues = queues
@@ -73,6 +91,24 @@ class CudaStartUp(BaseExecutor):
         self._supports_graphs = plan_attention is not None or reads_tables
         self._graph_sizes: list[int] = []
         """Recorded numbers of rows."""
+        self._group: DeviceRankGroup | None = None
+        """Group of the stage's ranks; None for a stage of one rank."""
+
+    def join(self, groups: StageGroups) -> None:
+        """See Executor; both groups of a device are one, because one thread queues all work."""
+        super().join(groups)
+        assert isinstance(groups.layers, DeviceRankGroup), "groups are opened with the device"
+        self._group = groups.layers
+        self._supports_graphs = self._supports_graphs and groups.layers.can_capture
+
+    def close(self) -> None:
+        """See Executor."""
+        super().close()
+        self._group = None
+        # Graphs refer to the communicator, which is closed next.
+        if hasattr(self, "_graphs"):
+            self._graphs = DecodeGraphs(self._queues, self.stream, get_block_table)
+        self._graph_sizes = []
 
     def reserve(self, scheduler: SchedulerConfig) -> None:
         """Allocate the memory for steps of a resolved configuration."""
@@ -87,7 +123,7 @@ class CudaStartUp(BaseExecutor):
         words_per_row = 2 * self._max_blocks + num_bitmask_words(self.model.vocab_size)
         num_bytes = INTS_PER_TOKEN * 8 * max_tokens + 4 * max_rows * words_per_row
         self._staging = InputStaging(queues, num_bytes)
-        if self.is_last:
+        if self.has_sampler:
             # A sampling row scores its own token, a prompt token the next one.
             max_scores, hidden_size = max_rows + max_tokens, self.model.hidden_size
             self._readback = OutputReadback(queues, max_rows, max_scores, hidden_size, max_steps)
@@ -99,7 +135,7 @@ class CudaStartUp(BaseExecutor):
         # Two blocks that no sequence holds: one stays zero, padding is written to the other.
         zeros, specs = self._queues.zeros, self._layer_specs
         self._cache = KVCache(specs, num_blocks + 1, block_size, self.cache_dtype, zeros)
-        num_slots = (num_blocks + 2) * block_size if self.is_last else 0
+        num_slots = (num_blocks + 2) * block_size if self.has_sampler else 0
         self._cached_tokens = zeros((num_slots,), torch.int64)
         """[slots]: the token of each slot of the KV cache."""
         self._sampler = DeviceSampler(self.model.vocab_size, block_size)
@@ -172,6 +208,7 @@ class CudaStartUp(BaseExecutor):
         if size == largest:
             shape = (0 if self.is_first else size, self.model.hidden_size)
             self._graph_hidden = self._queues.zeros(shape, self.dtype)
+        self._agree(f"graph of {size} rows")
         hidden = None if self.is_first else self._graph_hidden[:size]
         self._graphs.record(size, self._create_graph_inputs(size), hidden, self._run_all_rows)
 
@@ -191,13 +228,16 @@ class CudaStartUp(BaseExecutor):
     ) -> None:
         """Compute a micro-batch whose tokens are all 0, and sample from its first rows."""
         num_tokens = int(rows.query_start[-1])
+        self._agree(f"example of {num_tokens} tokens, {num_samples} samples")
         ids = torch.zeros(num_tokens, dtype=torch.int64)
         host_inputs = StageInputs(
             ids[: num_tokens if self.is_first else 0],
             ids,
             self._plan_attention(rows, self.dtype, self._batch_config.windows),
         )
-        host_sampler = self._sampler.create_example(num_samples, params) if self.is_last else None
+        host_sampler = None
+        if self.has_sampler:
+            host_sampler = self._sampler.create_example(num_samples, params)
         (inputs, sampler), _ = self._staging.put((host_inputs, host_sampler), self.stream)
         with self.stream.current():
             shape = num_tokens, self.model.hidden_size
@@ -205,12 +245,23 @@ class CudaStartUp(BaseExecutor):
             hidden = self._stage.forward(
                 inputs, None if self.is_first else hidden, self._cache.layers
             )
-            if sampler is not None:
+            if self.is_last:
                 # As for embeddings.
                 self._stage.apply_final_norm(hidden[:1])
                 logits = self._stage.compute_logits(hidden[:num_samples])
-                self._sampler.sample(logits, sampler, self._cached_tokens)
+                if sampler is not None:
+                    self._sampler.sample(logits, sampler, self._cached_tokens)
         self._staging.release(self.stream)
+
+    def _agree(self, work: str) -> None:
+        """Wait until all ranks begin the same work of the start-up.
+
+        Raises:
+            GroupMismatchError: they do not, because their GPUs or tuned tiles differ.
+            GroupClosedError: a rank has failed.
+        """
+        if self._group is not None:
+            self._group.meet(START_UP_STEPS + zlib.crc32(work.encode()), "")
 
     def _pad(self, rows: PagedBatch) -> PagedBatch:
         """Pad decodes to a recorded size, if one holds them."""
@@ -238,6 +289,6 @@ class CudaStartUp(BaseExecutor):
         )
 
     def _run_all_rows(self, inputs: StageInputs, hidden: Tensor | None) -> Tensor:
-        """Return activations or, on the last stage, logits of every row."""
+        """Return activations or, on the last stage, logits of every row; none on ranks > 0."""
         hidden = self._stage.forward(inputs, hidden, self._cache.layers)
         return self._stage.compute_logits(hidden) if self.is_last else hidden

@@ -23,7 +23,8 @@ class StepInputs(NamedTuple):
     placeholder_rows: Tensor
     """[placeholders] int64: token rows whose id is the last token of a sequence."""
     placeholder_slots: Tensor
-    """[placeholders] int64: slots of those tokens in the table of last tokens."""
+    """[placeholders] int64: slots of those tokens in the table of last tokens; empty on ranks
+    without one."""
     last_token_slots: Tensor
     """[samples] int64: slots that the sampled tokens are stored in; empty if they are not."""
 
@@ -34,7 +35,9 @@ class DeviceStepState:
 
     inputs: StepInputs
     """On the host."""
+    uses_graph: bool = False
+    """True if a graph computes the layers."""
     spans: list[tuple[DeviceEvent, DeviceEvent]] = field(default_factory=list)
     """Timed events around each part of the step that the device computes, in order."""
     tokens: PendingTokens | None = None
-    """On the last stage, once computed."""
+    """With the sampler, once computed."""
