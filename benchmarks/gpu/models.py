@@ -19,6 +19,7 @@ from benchmarks.gpu.place import Place
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
+from gllm.models.spec import ModelSpec
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch
 from gllm.runtime.cuda.backend import MAX_GRAPH_ROWS
@@ -160,8 +161,8 @@ def mark(weights: dict[str, Tensor], hidden: Tensor, tokens: Sequence[int]) -> N
 class InMemory(Checkpoint):
     """Checkpoint whose tensors are in memory."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], model: ModelSpec, dtype: torch.dtype) -> None:
+        self._tensors, self.model = tensors, model
         self.dtype = dtype
         self.weight_bytes = 0
 
@@ -199,7 +200,7 @@ class Executor(CudaExecutor):
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Load weights from memory, instead of `load`."""
         with self.device:
-            weights = Weights(InMemory(tensors, self.dtype))
+            weights = Weights(InMemory(tensors, self.model, self.dtype))
             self._stage = ModelStage(self.model, weights, self.layers, self._max_model_len)
 
     @torch.inference_mode()

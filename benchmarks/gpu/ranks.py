@@ -10,17 +10,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from gllm.kernels.all_reduce import RankGroup
-from gllm.transport.region import RegionLayout, create_region
 from torch import distributed
 
 from benchmarks.gpu.operations import TOLERANCES, relative_error
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, PendingRow, SkipRowError, judged
+from gllm.kernels.all_reduce import RankGroup
 from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.device_streams import DeviceRuntime, DeviceStream
 from gllm.transport.nccl import create_communicator
 from gllm.transport.nccl_group import open_nccl_groups
+from gllm.transport.region import RegionLayout, create_region
 
 HIDDEN_SIZE, NUM_ROWS, NUM_SUMS = 3584, 16, 56
 """A decode of Qwen2.5-7B at 16 rows: two sums in each of 28 layers."""

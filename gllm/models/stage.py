@@ -80,8 +80,8 @@ class Embedding:
         """
         if len(self.rows) == self.vocab_size:
             return lookup_rows(self.table, ids)
-        if ids.is_cpu and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        if ids.is_cpu:
+            check_token_ids(ids, self.vocab_size)
         local = ids - self.rows.start
         is_elsewhere = (local < 0) | (local >= len(self.rows))
         embeddings = lookup_rows(self.table, local.masked_fill(is_elsewhere, 0))
@@ -90,6 +90,12 @@ class Embedding:
         part = group.partial(*embeddings.shape)
         part = embeddings if part is None else part.copy_(embeddings)
         return group.sum(part, None, embeddings.dtype)
+
+
+def check_token_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raise IndexError if one of the ids [n] is outside the vocabulary; a device has to finish."""
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise IndexError(f"a token id is outside the vocabulary of {vocab_size}")
 
 
 class LMHead:

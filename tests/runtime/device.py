@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gllm.transport.groups import StageGroups
 
 from gllm.config.engine import EngineConfig
 from gllm.kernels import sampling
@@ -29,12 +28,14 @@ from gllm.kernels.attention_plan import (
 from gllm.kernels.native import library
 from gllm.kernels.sampling_plan import plan_sampling
 from gllm.messages.sampling import SampleDetails
+from gllm.models import stage as model_stage
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.batch import PlanAttention
 from gllm.runtime.cuda import sampler
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import SampledToken, StepPlan
+from gllm.transport.groups import StageGroups
 from tests.runtime.fake_streams import FakeQueues
 
 BLOCK_SIZE, NUM_BLOCKS, IN_FLIGHT = 4, 64, 3
@@ -67,7 +68,8 @@ def as_on_a_device() -> Iterator[None]:
     as one kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load_library", lambda: None)
-        patch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False), raising=False)
+        # The fake device's tensors are the CPU's.
+        patch.setattr(model_stage, "check_token_ids", lambda ids, vocab_size: None)
         patch.setattr(
             sampler,
             "sample",

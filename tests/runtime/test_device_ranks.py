@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gllm.transport.groups import StageGroups
 
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.cuda.executor import CudaExecutor
@@ -15,6 +14,7 @@ from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.scheduler.plan import StepPlan
 from gllm.transport import nccl_group
 from gllm.transport.device_group import DeviceRankGroup
+from gllm.transport.groups import StageGroups
 from gllm.transport.nccl_group import NcclRankGroup
 from gllm.transport.staged_group import StagedRankGroup
 from tests.runtime.device import (
