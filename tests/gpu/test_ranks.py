@@ -26,7 +26,7 @@ def test_one_rank_of_nccl_in_a_graph() -> None:
 
 
 def texts(**options: Any) -> Iterator[list[int]]:
-    common = {"dtype": "float32", "kv_cache_memory": 64 * 2**20, "max_num_seqs": 8}
+    common: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 64 * 2**20, "max_num_seqs": 8}
     with LLM("demo", progress=False, device="cuda", **common, **options) as llm:
         for output in llm.generate(PROMPTS, GREEDY):
             yield output.outputs[0].token_ids
