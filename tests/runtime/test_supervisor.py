@@ -134,7 +134,8 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
 async def test_requests_survive_the_death_of_a_rank(
     stage: int, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tensor_parallel_size=(2, 3), max_restarts=1) as (supervisor, node):
+    options: dict[str, Any] = {"tensor_parallel_size": (2, 3), "layers": "even"}
+    async with running(max_restarts=1, **options) as (supervisor, node):
         workers = {each.identity.sender: each for each in node.workers.values()}
         tasks = [asyncio.create_task(generate(supervisor, [i], 100)) for i in range(1, 4)]
         await until(lambda: supervisor.client.stats.running)
@@ -151,7 +152,8 @@ async def test_requests_survive_the_death_of_a_rank(
 
 
 async def test_workers_share_the_memory_of_the_kv_cache() -> None:
-    async with running(tensor_parallel_size=(2, 1), kv_cache_memory=605) as (supervisor, node):
+    options: dict[str, Any] = {"tensor_parallel_size": (2, 1), "layers": "even"}
+    async with running(kv_cache_memory=605, **options) as (supervisor, node):
         assert node.block_counts == [20] * 3, "10 bytes of a block in each of three workers"
         assert (supervisor.num_blocks, supervisor.kv_bytes) == (20, 600)
         # Commands reach all ranks.
