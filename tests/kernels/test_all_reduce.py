@@ -29,7 +29,7 @@ def open_ranks(size: int, layout: RegionLayout = LAYOUT) -> list[RankGroup]:
     return groups
 
 
-@pytest.fixture(params=[2, 3, 4])
+@pytest.fixture(params=[2, 4])
 def groups(way: str, request: pytest.FixtureRequest) -> Iterator[list[RankGroup]]:
     opened = open_ranks(request.param)
     yield opened

@@ -17,7 +17,7 @@ from gllm.kernels.native import library
 from gllm.kernels.native.program import record_kernels
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout, create_region
-from gllm.transport.region_memory import PARTS
+from gllm.transport.region_memory import PARTS, CloseReason
 from gllm.transport.shared_region import MAX_ERROR_BYTES
 from tests.thread_group import run_ranks, thread_groups
 
@@ -184,6 +184,16 @@ def test_a_cancelled_group_ends_every_wait(
         for group in stage:
             with pytest.raises(GroupClosedError):
                 call(group)
+
+
+def test_a_rank_that_dies_while_it_cancels(stages: list[StageGroups]) -> None:
+    """It has closed the groups, but woken nobody."""
+    thread, errors = end_of(lambda group: group.meet(0, ""), stages[0].layers)
+    time.sleep(0.05)
+    memory = stages[1].layers._memory  # type: ignore[attr-defined]
+    memory.region.close(CloseReason.CANCELLED)
+    thread.join(10)
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize("is_late", [False, True])

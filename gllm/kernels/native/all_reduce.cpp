@@ -23,6 +23,7 @@ constexpr int64_t PARALLEL = 1 << 16;  // elements of all ranks from which on th
 constexpr int MAX_RANKS = 64;
 constexpr int PLACES = 5;
 constexpr int PAUSES = 16;  // pauses between two looks at the clock
+constexpr time_t LOOK_SECONDS = 1;  // longest sleep: a rank that dies while it cancels rings for nobody
 
 enum Closed { OPEN, CANCELLED, MISMATCH };            // as in shared_region.py
 enum Collective { ACQUIRE, SUM, MAXIMUM };            // further ones in shared_region.py
@@ -88,13 +89,13 @@ int64_t nanoseconds() {
     return now.tv_sec * 1000000000ll + now.tv_nsec;
 }
 
-long futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
-    return syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+    return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
 void ring(RankLine& line) {
     line.doorbell.fetch_add(1);
-    futex(line.doorbell, FUTEX_WAKE, INT_MAX);
+    futex(line.doorbell, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 // Give a reason to end, unless there is one, and wake the ranks of this group.
@@ -121,13 +122,14 @@ void wait(const RankGroup& group) {
             pause();
         }
     } while (nanoseconds() < end);
+    const timespec longest{LOOK_SECONDS, 0};
     RankLine& line = group.lines[group.rank];
     line.is_sleeping.store(1);
     for (;;) {
         // Read first: whoever arrives after the look at the others rings, and the futex does not sleep.
         const uint32_t bell = line.doorbell.load();
         if (is_over(group)) break;
-        futex(line.doorbell, FUTEX_WAIT, bell);
+        futex(line.doorbell, FUTEX_WAIT, bell, &longest);
     }
     line.is_sleeping.store(0);
 }
