@@ -58,14 +58,12 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.observability gllm.text msgspec "
                 "opentelemetry prometheus_client"
             ),
+            "gllm.server_command": "gllm gllm.config gllm.observability setproctitle",
             "gllm.serve": (
-                "gllm gllm.config gllm.engine gllm.frontend gllm.observability "
-                "gllm.runtime setproctitle uvloop"
+                "gllm.config gllm.engine gllm.frontend gllm.observability gllm.runtime "
+                "gllm.server_command uvloop"
             ),
-            "gllm.router": (
-                "gllm gllm.config gllm.engine gllm.frontend gllm.observability gllm.serve "
-                "setproctitle uvloop"
-            ),
+            "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
             "gllm.sim": (
                 "gllm.config gllm.observability.bubbles gllm.observability "
                 "gllm.observability.step_log gllm.routing gllm.scheduler matplotlib msgspec numpy "

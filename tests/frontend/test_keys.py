@@ -7,7 +7,7 @@ import pytest
 from gllm.config.server import ServerConfig
 from gllm.frontend.middleware.keys import ApiKeys, read_api_keys
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.serve import pop_environment_keys
+from gllm.server_command import pop_environment_keys
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.frontend.raw import connected
 
