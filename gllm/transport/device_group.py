@@ -32,7 +32,7 @@ class DeviceRankGroup(ABC):
         """Create from the groups of the same ranks in host memory."""
         self._host = host
         self.rank, self.size = host.layers.rank, host.layers.size
-        self._launching = threading.Lock()
+        self._launching = threading.RLock()
         """Held while collectives are queued, so that none is aborted halfway."""
         self._is_cancelled = False
 

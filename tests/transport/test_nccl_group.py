@@ -252,7 +252,9 @@ def test_a_launch_behind_a_stuck_collective_delays_a_cancel_only_so_long(
 ) -> None:
     monkeypatch.setattr(device_group, "CANCEL_SECONDS", 0.01)
     with alone() as (group, wire, _), group.launching():
-        group.cancel()
+        thread = threading.Thread(target=group.cancel)
+        thread.start()
+        thread.join(60)
         group._aborting.wait()
         assert wire.aborts == 1
 
