@@ -43,7 +43,7 @@ MAX_KINDS = 4
 """Kinds of layers that are measured; others are estimated from their numbers of weights."""
 SPAN_LAYERS = 3
 """Consecutive layers that are measured together, to separate their time from that of a step."""
-MIN_REPETITIONS, MAX_REPETITIONS = 3, 20
+MIN_REPETITIONS, MAX_REPETITIONS = 5, 200
 WARM_UP_STEPS = 2
 """Steps that are not timed: kernels are chosen and programs recorded in them."""
 MEASURED_SECONDS = 0.25
@@ -149,20 +149,19 @@ class LayerProbe:
             sampling = SequenceSamplingParams(temperature=0.0)
             executor.register(RegisterSequences(seq, length, [0] * length, sampling))
 
-    def measure(self) -> tuple[float, float]:
-        """Return the time of a decode step plus the share of a prefill step.
+    def decode(self, should_sample: bool) -> float:
+        """Compute a decode step and return its time.
 
-        Returns:
-            The time of the layers, and that of the LM head if the last layer is among them.
+        should_sample: compute the logits of each row too.
         """
-        is_sampled = [False, True] if self.executor.is_last else [False]
-        decodes = [partial(self._time_step, self._sizes.decode_rows, each) for each in is_sampled]
-        chunks = [partial(self._time_step, self._sizes.chunk_rows, each) for each in is_sampled]
-        seconds = [
-            self._slowdown * (decode + chunk / DECODES_PER_CHUNK)
-            for decode, chunk in zip(_repeat(decodes), _repeat(chunks), strict=True)
-        ]
-        return seconds[0], max(0.0, seconds[-1] - seconds[0])
+        return self._time_step(self._sizes.decode_rows, should_sample)
+
+    def prefill(self, should_sample: bool) -> float:
+        """Compute a prefill step and return its time.
+
+        should_sample: compute the logits of the last row too.
+        """
+        return self._time_step(self._sizes.chunk_rows, should_sample)
 
     def close(self) -> None:
         """Free everything."""
@@ -181,14 +180,15 @@ class LayerProbe:
         if not executor.is_first:
             shape = sum(row.num_tokens for row in rows), executor.model.hidden_size
             hidden = torch.ones(shape, dtype=executor.dtype, device=executor.device)
-        begin = time.monotonic()
+        # CPU time, because other programs would interrupt nearly every step on a busy machine.
+        begin = time.thread_time()
         output = executor.compute(batch, hidden)
-        seconds = time.monotonic() - begin
+        seconds = time.thread_time() - begin
         if executor.is_asynchronous:
             seconds = executor.wait(batch).busy
         if executor.has_sampler:
             executor.sample(batch, output)
-        return seconds
+        return seconds * self._slowdown
 
 
 class StageProbe:
@@ -209,8 +209,6 @@ class StageProbe:
         self._is_cancelled = False
         self._keeps_weights = True
         self._available_bytes: int | None = None
-        self._item_bytes = 4
-        """Bytes of an element of the embedding."""
 
     def cancel(self) -> None:
         """End `run` soon, from any thread."""
@@ -239,95 +237,108 @@ class StageProbe:
             measured, stage=assignment.stage, rank=assignment.rank
         )
         log.info(
-            "%s: layers take %.3f to %.3f ms, the LM head %.3f ms%s",
-            assignment.name,
+            "measured%s: layers %.3f to %.3f ms, LM head %.3f ms per step",
+            " at an earlier start" if measured.is_cached else "",
             1e3 * min(measured.layer_seconds),
             1e3 * max(measured.layer_seconds),
             1e3 * measured.head_seconds,
-            " (measured at an earlier start)" if measured.is_cached else "",
         )
 
     def _measure(self, model: ModelConfig) -> StageMeasured:
         assignment, specs = self._assignment, model.model.layers
         kinds = find_kinds(specs)
-        times: dict[int, float] = {}
-        sizes: dict[int, int] = {}
-        head_seconds, head_bytes, embedding_bytes = 0.0, 0, 0
-        for first in kinds:
-            times[first], _, sizes[first] = self._time_layers(model, range(first, first + 1))
-        step_seconds = self._time_overhead(model, kinds, times)
-        times = {first: seconds - step_seconds for first, seconds in times.items()}
-        num_layers = len(specs)
-        if assignment.stage == assignment.num_stages - 1:
-            span = range(num_layers - 1, num_layers)
-            _, head_seconds, size = self._time_layers(model, span)
-            kind = _kind_of(specs, kinds, num_layers - 1)
-            head_bytes = max(0, size - sizes[kind])
+        singles = [range(first, first + 1) for first in kinds]
+        together = find_span(specs, kinds)
+        last = range(len(specs) - 1, len(specs))
+        has_head = assignment.stage == assignment.num_stages - 1
+        spans = {*singles, *([] if together is None else [together]), *([last] if has_head else [])}
+        # Single layers first: the first one has the device for itself.
+        order = sorted(spans, key=lambda span: (span not in singles, span.start))
+        probes: dict[range, LayerProbe] = {}
+        try:
+            self._load(model, order, probes)
+            times = self._time_steps(probes)
+            sizes = {span: self._count_bytes(probe) for span, probe in probes.items()}
+            executor = probes[singles[0]].executor
+            self._keeps_weights, item_bytes = executor.keeps_weights, executor.dtype.itemsize
+        finally:
+            for probe in probes.values():
+                probe.close()
+        seconds = {first: times[span, False] for first, span in zip(kinds, singles, strict=True)}
+        step_seconds = 0.0
+        if together is not None:
+            alone = sum(seconds[_kind_of(specs, kinds, index)] for index in together)
+            overhead = (alone - times[together, False]) / (SPAN_LAYERS - 1)
+            step_seconds = min(max(0.0, overhead), 0.9 * min(seconds.values()))
+        head_seconds, head_bytes = 0.0, 0
+        if has_head:
+            head_seconds = max(0.0, times[last, True] - times[last, False])
+            kind = _kind_of(specs, kinds, last.start)
+            head_bytes = max(0, sizes[last] - sizes[range(kind, kind + 1)])
+        embedding_bytes = 0
         if assignment.stage == 0:
-            rows, width = model.model.vocab_size, model.model.hidden_size
-            embedding_bytes = rows * width * self._item_bytes
-        layers = [_kind_of(specs, kinds, index) for index in range(num_layers)]
+            embedding_bytes = model.model.vocab_size * model.model.hidden_size * item_bytes
+        layers = [_kind_of(specs, kinds, index) for index in range(len(specs))]
         weights = [_count_weights(spec, model.model.hidden_size) for spec in specs]
         return StageMeasured(
             assignment.stage,
             assignment.rank,
-            [times[k] * weights[i] / weights[k] for i, k in enumerate(layers)],
+            [
+                (seconds[kind] - step_seconds) * weights[index] / weights[kind]
+                for index, kind in enumerate(layers)
+            ],
             head_seconds,
             step_seconds,
-            [sizes[k] * weights[i] // weights[k] for i, k in enumerate(layers)],
+            [
+                sizes[range(kind, kind + 1)] * weights[index] // weights[kind]
+                for index, kind in enumerate(layers)
+            ],
             embedding_bytes,
             head_bytes,
             self._available_bytes,
             self._keeps_weights,
         )
 
-    def _time_overhead(
-        self, model: ModelConfig, kinds: Sequence[int], times: dict[int, float]
-    ) -> float:
-        """Return the part of a step's time that does not grow with the number of layers.
+    def _load(
+        self, model: ModelConfig, spans: Sequence[range], probes: dict[range, LayerProbe]
+    ) -> None:
+        """Load several parts of the model at once, so that their steps can take turns.
 
-        times: of a step of one layer, by the first layer of each kind.
+        probes: gets each part once it is loaded.
         """
-        specs = model.model.layers
-        first = next(
-            (
-                begin
-                for begin in range(1, len(specs) - SPAN_LAYERS + 1)
-                if all(_is_measured(specs, kinds, begin + i) for i in range(SPAN_LAYERS))
-            ),
-            None,
-        )
-        if first is None:
-            return 0.0
-        span = range(first, first + SPAN_LAYERS)
-        together = self._time_layers(model, span)[0]
-        alone = sum(times[_kind_of(specs, kinds, index)] for index in span)
-        overhead = (alone - together) / (SPAN_LAYERS - 1)
-        return min(max(0.0, overhead), 0.9 * min(times.values()))
+        for span in spans:
+            self._check_cancelled()
+            probe = LayerProbe(self._assignment, model, span)
+            probe.load()
+            probes[span] = probe
+        self._available_bytes = probes[spans[0]].available_bytes
 
-    def _time_layers(self, model: ModelConfig, layers: range) -> tuple[float, float, int]:
-        """Load layers and time them.
+    def _time_steps(self, probes: dict[range, LayerProbe]) -> dict[tuple[range, bool], float]:
+        """Return the time of a decode step plus the share of a prefill step.
 
         Returns:
-            The time of a step, the time of the LM head, and the bytes of the weights, with the
-            keys and values of a sequence.
+            By the layers, and whether logits are computed too, which only the last layer has.
         """
-        self._check_cancelled()
-        probe = LayerProbe(self._assignment, model, layers)
-        try:
-            probe.load()
-            self._check_cancelled()
-            seconds, head_seconds = probe.measure()
-            executor = probe.executor
-            self._keeps_weights = executor.keeps_weights
-            self._available_bytes = probe.available_bytes
-            self._item_bytes = executor.dtype.itemsize
-            config = self._assignment.config
-            assert config.max_model_len is not None
-            blocks = -(-config.max_model_len // config.scheduler.block_size)
-            return seconds, head_seconds, executor.weight_bytes + blocks * executor.block_bytes
-        finally:
-            probe.close()
+        variants = [
+            (span, should_sample)
+            for span, probe in probes.items()
+            for should_sample in ([False, True] if probe.executor.is_last else [False])
+        ]
+        parts = []
+        for name in ("decode", "prefill"):
+            steps = [partial(getattr(probes[span], name), each) for span, each in variants]
+            parts.append(_repeat(steps, self._check_cancelled))
+        return {
+            variant: decode + prefill / DECODES_PER_CHUNK
+            for variant, decode, prefill in zip(variants, *parts, strict=True)
+        }
+
+    def _count_bytes(self, probe: LayerProbe) -> int:
+        """Return the bytes of the weights, with the keys and values of the longest sequence."""
+        config = self._assignment.config
+        assert config.max_model_len is not None
+        num_blocks = -(-config.max_model_len // config.scheduler.block_size)
+        return probe.executor.weight_bytes + num_blocks * probe.executor.block_bytes
 
     def _check_cancelled(self) -> None:
         if self._is_cancelled:
@@ -351,14 +362,18 @@ def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
     return [next((i for i in kind if i in inner), kind[0]) for kind in kinds[:MAX_KINDS]]
 
 
+def find_span(specs: Sequence[LayerSpec], kinds: Sequence[int]) -> range | None:
+    """Return consecutive layers whose kinds are measured, without the first one of the model."""
+    for begin in range(1, len(specs) - SPAN_LAYERS + 1):
+        span = range(begin, begin + SPAN_LAYERS)
+        if all(specs[_kind_of(specs, kinds, index)] == specs[index] for index in span):
+            return span
+    return None
+
+
 def _kind_of(specs: Sequence[LayerSpec], kinds: Sequence[int], index: int) -> int:
     """Return the measured layer of the same kind; the first one if there is none."""
     return next((kind for kind in kinds if specs[kind] == specs[index]), kinds[0])
-
-
-def _is_measured(specs: Sequence[LayerSpec], kinds: Sequence[int], index: int) -> bool:
-    """Return True if a layer of the same kind is measured."""
-    return specs[_kind_of(specs, kinds, index)] == specs[index]
 
 
 def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
@@ -367,7 +382,9 @@ def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
     return attention + spec.mlp.weights_per_token(hidden_size)
 
 
-def _repeat(steps: Sequence[Callable[[], float]]) -> list[float]:
+def _repeat(
+    steps: Sequence[Callable[[], float]], check_cancelled: Callable[[], None]
+) -> list[float]:
     """Return the least time of each step over several repetitions, which is disturbed least.
 
     Steps whose times are compared take turns, so that the load of the machine is the same.
@@ -377,6 +394,7 @@ def _repeat(steps: Sequence[Callable[[], float]]) -> list[float]:
             time_step()
     best, total = [math.inf] * len(steps), 0.0
     for repetition in range(MAX_REPETITIONS):
+        check_cancelled()
         seconds = [time_step() for time_step in steps]
         best, total = list(map(min, best, seconds)), total + sum(seconds)
         if repetition + 1 >= MIN_REPETITIONS and total > MEASURED_SECONDS * len(steps):

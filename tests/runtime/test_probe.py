@@ -73,10 +73,10 @@ def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = measure(assignment, tmp_path)
     assert not first.is_cached
 
-    def fail(*_: Any) -> tuple[float, float]:
+    def fail(*_: Any) -> None:
         raise AssertionError("it is measured again")
 
-    monkeypatch.setattr(probe_module.LayerProbe, "measure", fail)
+    monkeypatch.setattr(probe_module.LayerProbe, "load", fail)
     again = measure(assignment, tmp_path)
     assert again.is_cached
     assert again.layer_seconds == first.layer_seconds
@@ -117,10 +117,13 @@ def replace_config(assignment: StageAssignment, **options: Any) -> StageAssignme
 def test_the_factor_of_a_slowed_stage_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe_module, "_repeat", lambda steps: [0.01] * len(steps))
+    clock = iter(range(10**9))
+    monkeypatch.setattr(probe_module.time, "thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr(probe_module, "MEASURED_SECONDS", 10.0)
     plain = measure(assign(0), tmp_path)
     slowed = measure(assign(0, debug_slowdown=(3, 1)), tmp_path)
     assert slowed.layer_seconds == pytest.approx([3 * each for each in plain.layer_seconds])
+    assert slowed.step_seconds == pytest.approx(3 * plain.step_seconds)
 
 
 def test_a_probe_that_nobody_needs_ends(tmp_path: Path) -> None:
