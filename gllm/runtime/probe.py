@@ -277,7 +277,8 @@ class StageProbe:
             head_bytes = max(0, sizes[last] - sizes[range(kind, kind + 1)])
         embedding_bytes = 0
         if assignment.stage == 0:
-            embedding_bytes = model.model.vocab_size * model.model.hidden_size * item_bytes
+            num_rows = -(-model.model.vocab_size // assignment.num_ranks)
+            embedding_bytes = num_rows * model.model.hidden_size * item_bytes
         layers = [_kind_of(specs, kinds, index) for index in range(len(specs))]
         weights = [_count_weights(spec, model.model.hidden_size) for spec in specs]
         return StageMeasured(
