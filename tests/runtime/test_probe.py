@@ -118,7 +118,7 @@ def test_the_factor_of_a_slowed_stage_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(10**9))
-    monkeypatch.setattr(probe_module.time, "thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))
     monkeypatch.setattr(probe_module, "MEASURED_SECONDS", 10.0)
     plain = measure(assign(0), tmp_path)
     slowed = measure(assign(0, debug_slowdown=(3, 1)), tmp_path)
