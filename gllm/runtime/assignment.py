@@ -12,6 +12,7 @@ import msgspec
 from gllm.cluster.placement import Placement, PlaceName, WorkerPlacement
 from gllm.config.engine import EngineConfig
 from gllm.observability.logs import LogConfig
+from gllm.runtime.device import threads_per_worker
 from gllm.transport.edge import Edge
 from gllm.transport.region import Region
 
@@ -101,6 +102,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     def num_local_workers(self) -> int:
         """Number of workers of the same machine, which share its cores, memory and GPUs."""
         return len(self.placement.workers_on(self.place.node))
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads of the worker."""
+        shared = threads_per_worker(self.config.threads, self.num_local_workers)
+        return self.place.threads or shared
 
     @property
     def num_stages(self) -> int:

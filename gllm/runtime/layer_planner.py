@@ -14,6 +14,7 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
 from gllm.models.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.runtime.device import find_gpu_models
+from gllm.runtime.probe_cache import ProbeCache
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class LayerPlanner:
         self._measured: dict[tuple[int, int], StageMeasured] = {}
         """By stage and rank."""
         self._rebalancer = Rebalancer(self._costs, None, self._limits)
+        self._cache = ProbeCache()
 
     @property
     def layers(self) -> list[range]:
@@ -154,6 +156,9 @@ class LayerPlanner:
             ", ".join(f"{1e3 * seconds:.1f}" for seconds in better.stage_seconds),
             action,
         )
+        # The next start measures again what the times of steps contradict.
+        for measured in self._measured.values():
+            self._cache.forget(measured.cache_key)
         if not self._config.rebalance:
             return None
         self._layers = list(better.layers)

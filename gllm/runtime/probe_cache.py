@@ -1,9 +1,13 @@
-"""Cache of measured speeds, by everything that decides them: device, kernels, threads, model."""
+"""Cache of measured speeds, by everything that decides them: device, kernels, threads, model.
+
+This module imports no torch.
+"""
 
 import hashlib
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,11 +16,10 @@ from gllm.messages.measurement import StageMeasured
 from gllm.models.identity import hash_model
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.device import count_cores, describe_device
-from gllm.runtime.stage_loader import choose_num_threads
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Increased whenever measurements of earlier versions cannot be compared with new ones."""
 
 
@@ -40,7 +43,7 @@ def create_key(assignment: StageAssignment, numerics: str) -> str:
         numerics,
         describe_device(numerics.startswith("cuda")),
         count_cores(),
-        choose_num_threads(assignment),
+        assignment.num_threads,
         assignment.num_local_workers,
         assignment.num_ranks,
         assignment.rank,
@@ -81,6 +84,11 @@ class ProbeCache:
             os.replace(file.name, path)
         except OSError as error:
             log.info("the measured speed is not kept for the next start: %s", error)
+
+    def forget(self, key: str) -> None:
+        """Remove a measurement, if it is kept."""
+        with suppress(OSError):
+            self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"

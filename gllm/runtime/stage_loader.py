@@ -7,7 +7,7 @@ from pathlib import Path
 from gllm.models.config import ModelConfig, read_config
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import DeviceBackend
-from gllm.runtime.device import count_gpus, set_num_threads, threads_per_worker
+from gllm.runtime.device import count_gpus, set_num_threads
 from gllm.runtime.executor import Executor
 
 
@@ -88,7 +88,7 @@ class StageLoader:
         assignment = self._assignment
         folder, config = Path(assignment.model_folder), assignment.config
         previous = self._wait_for_previous()
-        set_num_threads(choose_num_threads(assignment))
+        set_num_threads(assignment.num_threads)
         backend = create_backend(assignment, read_config(folder), count_gpus(config.device))
         backend.executor.load(folder, self._report_progress, previous)
         self.backend = backend
@@ -119,13 +119,6 @@ class StageLoader:
         if self._is_cancelled:
             raise LoadCancelledError
         self._on_progress(done_bytes, total_bytes)
-
-
-def choose_num_threads(assignment: StageAssignment) -> int:
-    """Return the compute threads of a worker."""
-    requested = assignment.config.threads
-    shared = threads_per_worker(requested, assignment.num_local_workers)
-    return assignment.place.threads or shared
 
 
 def create_backend(

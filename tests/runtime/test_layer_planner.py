@@ -1,6 +1,7 @@
 """Which engines measure, how measurements become layers, and what follows from step times."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from gllm.messages.measurement import StageMeasured
 from gllm.models.partition import StageCosts
 from gllm.runtime import layer_planner
 from gllm.runtime.layer_planner import LayerPlanner
+from gllm.runtime.probe_cache import ProbeCache
 
 COSTS = StageCosts((1.0,) * 12)
 LIMITS = BalanceLimits(window_seconds=1.0, num_windows=1, min_steps=1)
@@ -99,6 +101,24 @@ def feed(planner: LayerPlanner, slowness: float) -> Any:
             busy = 0.01 * steps * factor
             better = better or planner.on_totals(stage, steps, busy, 100.0 + second)
     return better
+
+
+def test_a_measurement_that_steps_contradict_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = ProbeCache()
+    planner = plan(debug_slowdown=(1, 2))
+    for stage in (0, 1):
+        cache.store(f"key {stage}", measured(stage, 0.001))
+        planner.on_measured(measured(stage, 0.001, cache_key=f"key {stage}"))
+    planner.choose_layers()
+    planner.begin_generation([])
+    feed(planner, 1.0)
+    assert cache.load("key 0") is not None
+    planner.begin_generation([])
+    feed(planner, 5.0)
+    assert [cache.load(f"key {stage}") for stage in (0, 1)] == [None, None]
 
 
 @pytest.mark.parametrize("rebalance", [False, True])

@@ -15,7 +15,8 @@ from gllm.models.spec import LayerSpec, MLPSpec
 from gllm.runtime import probe as probe_module
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.probe import ProbeCancelledError, StageProbe, StepSizes, find_kinds
+from gllm.runtime.layer_probe import LayerProbe, StepSizes
+from gllm.runtime.probe import ProbeCancelledError, StageProbe, find_kinds
 from gllm.runtime.probe_cache import ProbeCache, create_key
 
 
@@ -76,7 +77,7 @@ def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: Any) -> None:
         raise AssertionError("it is measured again")
 
-    monkeypatch.setattr(probe_module.LayerProbe, "load", fail)
+    monkeypatch.setattr(LayerProbe, "load", fail)
     again = measure(assignment, tmp_path)
     assert again.is_cached
     assert again.layer_seconds == first.layer_seconds
@@ -169,11 +170,11 @@ def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
 def test_the_head_is_what_sampling_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a clock of its own: 2 units per layer, 1 per step and 5 for the head."""
 
-    def time_step(probe: probe_module.LayerProbe, rows: Any, should_sample: bool) -> float:
+    def time_step(probe: LayerProbe, rows: Any, should_sample: bool) -> float:
         executor = probe.executor
         return 1.0 + 2.0 * len(executor.layers) + 5.0 * (should_sample and executor.is_last)
 
-    monkeypatch.setattr(probe_module.LayerProbe, "_time_step", time_step)
+    monkeypatch.setattr(LayerProbe, "_time_step", time_step)
     share = 1 + 1 / probe_module.DECODES_PER_CHUNK
     last = measure(assign(1), tmp_path)
     assert last.layer_seconds == pytest.approx([2.0 * share] * 6)
