@@ -32,7 +32,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = MappingProxyType(
 """Options of each variant; the first one is the reference."""
 STREAMS = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
-"""Of a stream whose decodes are measured."""
+"""Lengths of a stream whose decodes are measured."""
 VOCABULARY = 2048
 """Prompts are of random token ids below this, which any model has."""
 PREFILL_TOKENS = 512
