@@ -84,6 +84,18 @@ def test_every_architecture_and_file_is_in_the_tables() -> None:
     assert set(PUBLISHED) - set(SHAPES) == {"deepseek-v2-lite", "deepseek-v3"}
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("baichuan2-7b", "BaiChuanForCausalLM"),
+        ("chatglm3-6b", "ChatGLMForCausalLM"),
+        ("chatglm3-6b", "ChatGLMForConditionalGeneration"),
+    ],
+)
+def test_other_names_of_an_architecture_mean_the_same(name: str, other: str) -> None:
+    assert read(PUBLISHED[name] | {"architectures": [other]}) == read(PUBLISHED[name])
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str) -> None:
     model = read(PUBLISHED[name])
