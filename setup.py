@@ -1,9 +1,12 @@
 """Packaging of gllm: run-time needs, extras, the console script, compiled kernels for CPUs."""
 
+import copy
+import os
 import platform
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 NATIVE = Path("gllm/kernels/native")
@@ -51,6 +54,21 @@ def native(flavor: str, flags: list[str]) -> Extension:
     )
 
 
+class BuildFlavors(build_ext):
+    """Builds of the compiled kernels, side by side on all cores."""
+
+    def finalize_options(self) -> None:
+        """Set the number of threads unless `-j` has done so."""
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build one flavor. The flavors compile the same sources, so each has its own objects."""
+        command = copy.copy(self)
+        command.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(command, ext)
+
+
 setup(
     name="gllm",
     version="0.1.0",
@@ -61,6 +79,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["gllm", "gllm.*"]),
     ext_modules=[native(flavor, flags) for flavor, flags in FLAVORS.items()],
+    cmdclass={"build_ext": BuildFlavors},
     package_data={
         "gllm": [
             "kernels/triton/tuned/*.json",

@@ -4,6 +4,8 @@ The choice is made when Triton and the kernels are imported, whichever test does
 """
 
 import os
+import sys
+import threading
 from zlib import crc32
 
 import pytest
@@ -19,16 +21,31 @@ if BUILD_VARIABLE not in os.environ and select_build().name != OFF:
 
 settings.register_profile(LONG_PROFILE)
 
+
+def stop_tracing() -> None:
+    """Stop the coverage of this process, which makes Python code two to three times as slow."""
+    sys.settrace(None)
+    threading.settrace(None)
+
+
+# Coverage of a forked process is never saved.
+os.register_at_fork(after_in_child=stop_tracing)
+
 TRACED_SHARE = 3
 """Of the cases of a test in EXPENSIVE, one of this number is traced for coverage."""
 EXPENSIVE = (
     "experiments/test_experiments",
     "runtime/test_device_",
+    "runtime/test_engine_deaths",
+    "runtime/test_greedy",
+    "runtime/test_int8",
     "runtime/test_resume",
-    "sim/test_restarts",
+    "scheduler/",
+    "sim/",
+    "simulation/",
     "triton/",
 )
-"""Tests whose cases take twice the time if they are traced, and reach the same lines."""
+"""Tests whose cases take two to three times as long if traced, and reach the same lines."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

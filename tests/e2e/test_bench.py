@@ -6,14 +6,21 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gllm.commands.bench.command import main
-from tests.e2e.server import DEADLINE, serving, wait_until
+from tests.e2e.server import DEADLINE, Server, serving, wait_until
 
 LOAD = ["--workload", "uniform:3,40,2,9", "--num-prompts", "12", "--no-progress"]
+
+
+@pytest.fixture(scope="module")
+def two_stages(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, "--pp", "2") as server:
+        yield server
 
 
 @pytest.mark.parametrize(
@@ -25,12 +32,15 @@ LOAD = ["--workload", "uniform:3,40,2,9", "--num-prompts", "12", "--no-progress"
     ],
 )
 def test_serve(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    two_stages: Server,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
 ) -> None:
     file = tmp_path / "result.json"
-    with serving(tiny_model, "--pp", "2") as server:
-        to = ["--base-url", server.url, "--save-result", str(file), "--save-detailed"]
-        assert main(["serve", *LOAD, *to, *flags, "--goodput", "e2el:1e9"]) == 0
+    to = ["--base-url", two_stages.url, "--save-result", str(file), "--save-detailed"]
+    assert main(["serve", *LOAD, *to, *flags, "--goodput", "e2el:1e9"]) == 0
     report = capsys.readouterr().out
     assert "Successful requests:                     12" in report
     result = json.loads(file.read_text())
@@ -66,15 +76,14 @@ def test_ctrl_c_ends_the_load_with_a_report(tiny_model: Path) -> None:
     assert 1 <= int(completed[1]) < 1000
 
 
-def test_serve_counts_refusals(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(tiny_model) as server:
-        command = ["serve", "--base-url", server.url, *LOAD, "--num-warmups", "0"]
-        assert main([*command, "--vocab-size", "1000000"]) == 1
-        shown = capsys.readouterr()
-        assert "12 failed: HTTP 400" in shown.err
-        assert "Failed requests:                         12" in shown.out
-        assert main([*command, "--extra-body", '{"top_p": 9}', "--num-warmups", "1"]) == 1
-        assert "a warm-up request failed: HTTP 400: top_p" in capsys.readouterr().err
+def test_serve_counts_refusals(two_stages: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["serve", "--base-url", two_stages.url, *LOAD, "--num-warmups", "0"]
+    assert main([*command, "--vocab-size", "1000000"]) == 1
+    shown = capsys.readouterr()
+    assert "12 failed: HTTP 400" in shown.err
+    assert "Failed requests:                         12" in shown.out
+    assert main([*command, "--extra-body", '{"top_p": 9}', "--num-warmups", "1"]) == 1
+    assert "a warm-up request failed: HTTP 400: top_p" in capsys.readouterr().err
 
 
 def test_serve_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.server import serving
+from tests.e2e.server import Server, serving
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "tests" / "data" / "demo_questions.jsonl"
@@ -39,6 +40,12 @@ doc_to_target: "{{{{choices[gold]}}}}"
 generation_kwargs: {{until: ["###"], max_gen_toks: 60, temperature: 0.0}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("demo", "--dtype", "float32", "--pp", "2") as started:
+        yield started
 
 
 def write_task(folder: Path) -> None:
@@ -86,12 +93,11 @@ def run_harness(url: str, folder: Path, kind: str, task: str, *more: str) -> lis
 
 
 @pytest.mark.timeout(300)
-def test_loglikelihoods_are_those_of_transformers(tmp_path: Path) -> None:
+def test_loglikelihoods_are_those_of_transformers(server: Server, tmp_path: Path) -> None:
     import transformers
 
     write_task(tmp_path)
-    with serving("demo", "--dtype", "float32", "--pp", "2") as server:
-        samples = run_harness(server.url, tmp_path, "local-completions", "demo_questions")
+    samples = run_harness(server.url, tmp_path, "local-completions", "demo_questions")
     assert len(samples) == COUNT
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "gllm" / "demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -111,18 +117,17 @@ def test_loglikelihoods_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_answers_of_chats_are_the_demo_models(tmp_path: Path) -> None:
+def test_answers_of_chats_are_the_demo_models(server: Server, tmp_path: Path) -> None:
     """Every answer is that of one greedy request, and most are right."""
     write_task(tmp_path)
-    with serving("demo", "--pp", "2") as server:
-        samples = run_harness(
-            server.url, tmp_path, "local-chat-completions", "demo_chat", "--apply_chat_template"
-        )
-        for sample in samples:
-            chat = [{"role": "user", "content": sample["doc"]["question"]}]
-            body = {"messages": chat, "temperature": 0, "max_tokens": 60}
-            (answered,) = sample["resps"][0]
-            answer = server.post("/v1/chat/completions", body)[1]
-            assert answered == answer["choices"][0]["message"]["content"]
+    samples = run_harness(
+        server.url, tmp_path, "local-chat-completions", "demo_chat", "--apply_chat_template"
+    )
+    for sample in samples:
+        chat = [{"role": "user", "content": sample["doc"]["question"]}]
+        body = {"messages": chat, "temperature": 0, "max_tokens": 60}
+        (answered,) = sample["resps"][0]
+        answer = server.post("/v1/chat/completions", body)[1]
+        assert answered == answer["choices"][0]["message"]["content"]
     assert len(samples) == COUNT
     assert sum(sample["exact_match"] for sample in samples) >= 0.8 * COUNT

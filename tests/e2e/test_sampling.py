@@ -27,7 +27,7 @@ PENALIZED = {
 }
 
 
-@pytest.fixture(scope="module", params=["1", "2", "4"])
+@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.long), "4"])
 def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
     small = ["--kv-cache-memory", "64MiB", "--max-prefill-tokens", "32"]
     cap = ["--max-num-batched-tokens", "48"]

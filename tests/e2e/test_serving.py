@@ -16,7 +16,7 @@ from tests.frontend.test_every_field import refused_bodies
 TEXT = {"prompt": "The pipeline moves", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["1", "2", "4"])
+@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.long), "4"])
 def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
     flags = ["--pp", request.param, "--served-model-name", "tiny", "--kv-cache-memory", "64MiB"]
     with serving(tiny_model, *flags) as started:

@@ -191,6 +191,8 @@ def test_example_steps_before_the_first_leave_nothing_behind(
     check(results, expected["everything"])
 
 
+# The tests of single settings below reach the same lines.
+@pytest.mark.no_cover
 @settings(
     max_examples=12,
     deadline=None,
@@ -382,6 +384,7 @@ def test_no_wait_can_be_spared(folder: Path, plans: list[StepPlan], name: str) -
             run_often(folder, plans, wait, special=SPECIALS[name])
 
 
+@pytest.mark.no_cover
 def test_without_a_wait_numbers_are_wrong(
     folder: Path, plans: list[StepPlan], expected: dict[str, list[Answer]]
 ) -> None:

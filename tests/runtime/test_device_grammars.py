@@ -84,7 +84,12 @@ def alone(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("blocks", "options"),
-    [(40, {}), (40, {"async_scheduling": False}), (16, {}), (16, {"prefix_cache": False})],
+    [
+        (40, {}),
+        (40, {"async_scheduling": False}),
+        (16, {}),
+        pytest.param(16, {"prefix_cache": False}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_the_device_draws_what_the_cpu_draws(

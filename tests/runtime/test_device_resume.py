@@ -66,7 +66,10 @@ def reported(output: ChoiceOutput) -> tuple:
 
 @pytest.mark.parametrize(
     ("request_name", "options"),
-    [*((name, {}) for name in REQUESTS), ("looking back", {"async_scheduling": False})],
+    [
+        *((name, {}) for name in REQUESTS),
+        pytest.param("looking back", {"async_scheduling": False}, marks=pytest.mark.long),
+    ],
 )
 def test_death_at_every_position(
     queues: FakeQueues, folder: Path, request_name: str, options: dict[str, Any]
@@ -81,7 +84,9 @@ def test_death_at_every_position(
         assert reported(output) == reported(whole), length
 
 
-@pytest.mark.parametrize(("num_stages", "prefix_cache"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_stages", "prefix_cache"), [pytest.param(1, False, marks=pytest.mark.long), (2, True)]
+)
 def test_death_of_several_choices(
     queues: FakeQueues, folder: Path, num_stages: int, prefix_cache: bool
 ) -> None:
