@@ -4,7 +4,7 @@ Two engines of `--pp 2`, one thread per stage, serve the same requests in turns,
 second stage slowed to half the speed (`--debug-slowdown 1,2`): one with `--layers even`, one with
 `--layers auto`. A third one begins with even layers and `--rebalance`, and changes them while it
 serves. Run as `python -m benchmarks.cpu.uneven --model FOLDER`; it prints the figures and writes
-them to docs/benchmarks/uneven.md.
+them to a page of docs/benchmarks.
 """
 
 import os
