@@ -5,8 +5,6 @@ attachment down to the scheduler, run on a virtual clock. Only sockets, processe
 simulated.
 """
 
-import logging
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +13,6 @@ from tests.examples import num_examples
 from tests.simulation.fleet_scenario import FleetLimits, FleetScenario
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """Keep thousands of lost engines out of the log."""
-    logging.getLogger("gllm").setLevel(logging.CRITICAL)
 
 
 def ends(scenario: FleetScenario) -> set[str]:

@@ -5,8 +5,6 @@ virtual clock, over a simulated network, node and stages. The fake model's token
 tokens before them, so that a token lost, doubled or misplaced changes the text.
 """
 
-import logging
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +13,6 @@ from tests.examples import num_examples
 from tests.simulation.scenario import Limits, Scenario
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    """Keep thousands of recoveries out of the log."""
-    logging.getLogger("gllm").setLevel(logging.CRITICAL)
 
 
 @settings(max_examples=num_examples(16, 2000), deadline=None)
