@@ -7,7 +7,7 @@ import pytest
 
 from gllm.commands.experiment import EXPERIMENTS, REAL, main
 from gllm.config.engine import EngineConfig
-from gllm.experiments import real, real_ablation
+from gllm.experiments import profile, real, real_ablation
 from gllm.experiments.ablation import BASE
 from gllm.experiments.base import ExperimentResult, PaperClaim, claims_table, write_result
 from gllm.experiments.latency_vs_rate import slope, turning_point
@@ -42,7 +42,10 @@ def test_replay_of_the_real_engine(tmp_path: Path) -> None:
     assert "**miss**" not in page
 
 
-def test_prediction_of_the_real_engine(tmp_path: Path) -> None:
+def test_prediction_of_the_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A small profile: every kind of workload, but fewer requests and tokens of each.
+    for name, number in {"DECODE_TOKENS": 10, "REPEATS": 2, "BURST": 6}.items():
+        monkeypatch.setattr(profile, name, number)
     # How near it comes depends on what else the machine does; that it says so does not.
     assert main(["prediction", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "prediction.md").read_text()
