@@ -41,8 +41,18 @@ def write(events: list[StepLogEvent], path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize(
+    ("policy", "stages"),
+    [
+        *((policy, 4) for policy in POLICY_NAMES),
+        ("throttle", 1),
+        *(
+            pytest.param(policy, 1, marks=pytest.mark.long)
+            for policy in POLICY_NAMES
+            if policy != "throttle"
+        ),
+    ],
+)
 def test_a_run_comes_again(policy: str, stages: int) -> None:
     _, events = simulated(policy, stages)
     calls, times = replay_calls(events), replay_step_times(events)
