@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
-from gllm.kernels.attention_backends import AttentionRequirements, choose_backend
+from gllm.kernels.attention_backends import AttentionRequirements, BackendChoice, choose_backend
 from gllm.kernels.native.library import describe_kernels
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
@@ -103,7 +103,8 @@ class BaseExecutor(ABC):
         )
         block_size = engine_config.scheduler.block_size
         self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
-        self.backend = self._choose_attention_backend(engine_config, gpu_capability)
+        self._attention = self._choose_attention_backend(engine_config, gpu_capability)
+        self.backend = self._attention.name
         self.weight_bytes = 0
         self._folder: Path | None = None
         """Folder of the loaded weights."""
@@ -130,8 +131,8 @@ class BaseExecutor(ABC):
 
     def _choose_attention_backend(
         self, config: EngineConfig, gpu_capability: tuple[int, int] | None
-    ) -> str:
-        """Choose the attention backend and log the reason.
+    ) -> BackendChoice:
+        """Choose the attention backend.
 
         gpu_capability: compute capability of the GPU; None on a CPU.
         """
@@ -144,19 +145,21 @@ class BaseExecutor(ABC):
             frozenset(head_shape(layer.attention) for layer in self._layer_specs),
         )
         try:
-            choice = choose_backend(config.attention_backend, requirements)
+            return choose_backend(config.attention_backend, requirements)
         except ValueError as error:
             raise FieldError("attention_backend", str(error)) from error
+
+    def log_choices(self) -> None:
+        """See Executor."""
         log.log(
             # The slowest backend on every device.
-            logging.WARNING if choice.name == "torch" else logging.INFO,
+            logging.WARNING if self.backend == "torch" else logging.INFO,
             "attention by %s (%s); KV cache in %s, %d bytes a block",
-            choice.name,
-            choice.reason,
+            self.backend,
+            self._attention.reason,
             self.cache_dtype,
             self.block_bytes,
         )
-        return choice.name
 
     def load(
         self,

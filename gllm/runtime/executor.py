@@ -61,6 +61,9 @@ class Executor(Protocol):
     def numerics(self) -> str:
         """See StageLoaded; once the weights are loaded."""
 
+    def log_choices(self) -> None:
+        """Log what was chosen for the stage: attention backend, dtypes, kernels."""
+
     def load(
         self,
         folder: Path,

@@ -90,6 +90,7 @@ class StageLoader:
         previous = self._wait_for_previous()
         set_num_threads(assignment.num_threads)
         backend = create_backend(assignment, read_config(folder), count_gpus(config.device))
+        backend.executor.log_choices()
         backend.executor.load(folder, self._report_progress, previous)
         self.backend = backend
         self._has_loaded = True

@@ -89,14 +89,16 @@ def test_the_log_tells_the_choice_once_and_why(
     """A stage that is slower than it could be says so louder."""
     caplog.set_level(logging.INFO, "gllm.runtime.base_executor")
     folder = save("llama3", tmp_path)
-    Pipeline(folder, attention_backend="torch")
-    Pipeline(folder, 2, attention_backend="torch", kv_cache_dtype="fp8")
+    one = Pipeline(folder, attention_backend="torch")
+    two = Pipeline(folder, 2, attention_backend="torch", kv_cache_dtype="fp8")
+    for executor in one.executors + two.executors:
+        executor.log_choices()
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in told] == ["WARNING"] * 3
     assert told[0][1].startswith("attention by torch (as requested); KV cache in torch.float32, ")
     if load_library() is not None:
         caplog.clear()
-        Pipeline(folder, kv_cache_dtype="fp8")
+        Pipeline(folder, kv_cache_dtype="fp8").executors[0].log_choices()
         (record,) = caplog.records
         assert record.levelname == "INFO"
         assert record.getMessage().startswith("attention by native (")

@@ -43,10 +43,14 @@ class CpuExecutor(BaseExecutor):
         super().__init__(
             model_config, engine_config, stage, num_stages, layers, device, rank, num_ranks
         )
-        if self.is_first and rank == 0 and device.type == "cpu":
-            log_kernels()
         self._last_tokens: dict[int, int] = {}
         """Last sampled token by sequence, on rank 0."""
+
+    def log_choices(self) -> None:
+        """See Executor."""
+        super().log_choices()
+        if self.is_first and self._rank == 0 and self.device.type == "cpu":
+            log_kernels()
 
     def _release(self, seqs: list[int]) -> None:
         super()._release(seqs)
