@@ -32,6 +32,11 @@ class ThreadGroup:
         """Number of sums computed, for tests that count them."""
         self._shared = shared
 
+    @property
+    def is_waiting(self) -> bool:
+        """See RankGroup; only some rank is known to wait."""
+        return self._shared.barrier.n_waiting > 0
+
     def partial(self, rows: int, width: int) -> Tensor | None:
         """See RankGroup: parts may be anywhere."""
         return None

@@ -23,6 +23,8 @@ STEP_FACTOR = 10.0
 """The step of a frozen worker takes longer than the longest earlier one by this factor ..."""
 STEP_FREEZE_TIMES = 3.0
 """... and by this multiple of the time for a stopped worker, without progress of its CPU time."""
+WAITING_FACTOR = 2.0
+"""A step that waits for another rank of its stage may take longer by this factor."""
 IDLE_SHARE = 0.02
 """Share of a core below which a process makes no progress; heartbeats alone need less."""
 MAX_CHECK_SECONDS = 5.0
@@ -56,6 +58,8 @@ class _Watched:
     step_started: float = math.inf
     longest_step_seconds: float = 0.0
     """Longest time of an earlier step that a heartbeat has reported."""
+    is_waiting: bool = False
+    """True if the step waits for another rank of the stage."""
 
 
 class FrozenDetector:
@@ -80,7 +84,14 @@ class FrozenDetector:
         """Watch the workers of a new generation, in the order of their stages, and no others."""
         self._watched = {sender: _Watched() for sender in senders}
 
-    def on_heartbeat(self, sender: int, step: int | None, step_seconds: float, now: float) -> None:
+    def on_heartbeat(
+        self,
+        sender: int,
+        step: int | None,
+        step_seconds: float,
+        now: float,
+        is_waiting: bool = False,
+    ) -> None:
         """Handle a worker's heartbeat.
 
         Args:
@@ -88,6 +99,7 @@ class FrozenDetector:
             step: number of the step that it computes; None for no step.
             step_seconds: time since it began the step.
             now: time in seconds.
+            is_waiting: True if the step waits for another rank of the stage.
         """
         worker = self._watched.get(sender)
         if worker is None:
@@ -97,7 +109,7 @@ class FrozenDetector:
             # Until the heartbeat before this one the earlier step was under way.
             seconds = now - CHECK_SECONDS - worker.step_started
             worker.longest_step_seconds = max(worker.longest_step_seconds, seconds)
-        worker.step = step
+        worker.step, worker.is_waiting = step, is_waiting
         worker.step_started = math.inf if step is None else now - step_seconds
 
     def check(
@@ -167,6 +179,9 @@ class FrozenDetector:
         """Return the cause if a worker's step does not end, else nothing."""
         seconds = now - worker.step_started
         limit = STEP_FACTOR * worker.longest_step_seconds + self._step_seconds
+        if worker.is_waiting:
+            # The rank that it waits for is found first.
+            limit *= WAITING_FACTOR
         if seconds < limit or now - worker.busy_at < self._step_seconds:
             return ""
         return f"its step {worker.step} has taken {seconds:.0f} seconds without progress"

@@ -33,6 +33,10 @@ class RankGroup(Protocol):
     size: int
     """Number of ranks."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if this rank waits for another one; may be read on any thread."""
+
     def partial(self, rows: int, width: int) -> Tensor | None:
         """Return memory [rows, width] float32 into which the next `sum`'s part should be written.
 

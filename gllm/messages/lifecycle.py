@@ -24,6 +24,8 @@ class Heartbeat(WireMessage, frozen=True):
     """Tokens in the step."""
     cpu_seconds: float
     """CPU time of the process since its start."""
+    is_waiting: bool = False
+    """True if the step waits for another rank of the stage."""
 
 
 class LoadProgress(WireMessage, frozen=True):

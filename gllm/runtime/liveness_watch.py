@@ -52,7 +52,8 @@ class LivenessWatch:
     def on_heartbeat(self, sender: int, message: Heartbeat) -> None:
         """Handle a worker's heartbeat."""
         step = None if message.step < 0 else message.step
-        self._detector.on_heartbeat(sender, step, message.step_seconds, time.monotonic())
+        now, seconds = time.monotonic(), message.step_seconds
+        self._detector.on_heartbeat(sender, step, seconds, now, message.is_waiting)
 
     def close(self) -> None:
         """End the checks."""

@@ -162,6 +162,11 @@ class StageRunner:
             return self._begun[0]
         return None
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if a step waits for another rank of the stage."""
+        return any(group.is_waiting for group in self._groups or ())
+
     def run_plan(self, plan: StepPlan) -> None:
         """Build a step's inputs now and queue it for the compute thread."""
         self._num_accepted += 1

@@ -79,6 +79,12 @@ class StageInstance:
         return None if runner is None else runner.step_under_way
 
     @property
+    def is_waiting(self) -> bool:
+        """True if a step waits for another rank of the stage."""
+        runner = self._resources.runner
+        return runner is not None and runner.is_waiting
+
+    @property
     def executor(self) -> Executor:
         """Executor of the stage, once it has loaded."""
         return self._resources.executor

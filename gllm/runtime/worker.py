@@ -190,10 +190,9 @@ class Worker:
             await asyncio.sleep(CHECK_SECONDS)
 
     def _create_heartbeat(self) -> Heartbeat:
-        step = None
-        if self.instance is not None and self._is_assigned:
-            step = self.instance.step_under_way
-        if step is None:
+        instance = self.instance if self._is_assigned else None
+        step = None if instance is None else instance.step_under_way
+        if instance is None or step is None:
             return Heartbeat(-1, 0.0, 0, time.process_time())
         plan, begin = step
         return Heartbeat(
@@ -201,6 +200,7 @@ class Worker:
             time.monotonic() - begin,
             sum(row.num_tokens for row in plan.rows),
             time.process_time(),
+            instance.is_waiting,
         )
 
 

@@ -68,6 +68,11 @@ class DeviceRankGroup(ABC):
     def tell(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup; the values are in device memory."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """See RankGroup: True while the host waits; a device is not asked."""
+        return any(group.is_waiting for group in self._host)
+
     def meet(self, step: int, error: str) -> str:
         """See RankGroup; the host waits, the device does not."""
         return self._host.layers.meet(step, error)

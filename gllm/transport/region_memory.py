@@ -166,6 +166,12 @@ class GroupMemory:
         ]
         """Places of each rank, uint8."""
 
+    @property
+    def is_ahead(self) -> bool:
+        """True if another rank has not arrived at the last collective of this one."""
+        own = self.lines[self.region.rank].sequence
+        return any((line.sequence - own) % 2**32 >= 2**31 for line in self.lines)
+
     def last_used(self, places: tuple[int, ...]) -> int:
         """Return the place that was used last."""
         sequence = self.state.sequence

@@ -67,6 +67,12 @@ class SharedMemoryGroup:
         self._num_recorded = {PARTS: 0, VALUES: 0}
         """Number of recorded collectives by the places that they use."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """See RankGroup."""
+        memory = getattr(self, "_memory", None)
+        return memory is not None and memory.is_ahead
+
     def partial(self, rows: int, width: int) -> Tensor | None:
         """See RankGroup."""
         place = self._partial_place = self._next_place(PARTS)

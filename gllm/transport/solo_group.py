@@ -16,6 +16,8 @@ from gllm.transport.groups import StageGroups
 class SoloGroup:
     """Group that waits for nobody."""
 
+    is_waiting = False
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 

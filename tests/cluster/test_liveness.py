@@ -1,6 +1,6 @@
 """Frozen workers are found, slow and starved ones are left alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +35,7 @@ class Clock:
         beats: Callable[[int], tuple[int | None, float] | None],
         sample: Callable[[int], ProcessSample | None],
         is_serving: bool = True,
+        waiting: Container[int] = (),
     ) -> dict[int, str]:
         """Return the causes of the first check that finds any."""
         end = self.now + seconds
@@ -42,7 +43,7 @@ class Clock:
             self.now += 1.0
             for sender in (1, 2):
                 if (beat := beats(sender)) is not None:
-                    self.detector.on_heartbeat(sender, *beat, self.now)
+                    self.detector.on_heartbeat(sender, *beat, self.now, sender in waiting)
             samples = {s: each for s in (1, 2) if (each := sample(s)) is not None}
             if causes := self.detector.check(samples, self.now, is_serving):
                 return causes
@@ -140,6 +141,22 @@ def test_a_step_without_progress_is_found_at_the_first_stage_that_waits() -> Non
     assert list(causes) == [1]
     assert "step 7" in causes[1]
     assert STEP_SECONDS - 1 <= clock.now - begin <= STEP_SECONDS + 2
+
+
+def test_a_rank_without_progress_is_found_before_those_that_wait_for_it() -> None:
+    clock = Clock()
+    clock.run(5, beating, idle)
+    begin, waiting = clock.now, {1}
+
+    def beat(sender: int) -> tuple[int | None, float]:
+        return 7, clock.now - begin
+
+    causes = clock.run(200, beat, idle, waiting=waiting)
+    assert list(causes) == [2]
+    waiting.add(2)
+    # Nobody computes: one of them has to end.
+    clock.detector.watch([1, 2])
+    assert list(clock.run(200, beat, idle, waiting=waiting)) == [1]
 
 
 def test_a_long_step_that_computes_is_no_fault() -> None:

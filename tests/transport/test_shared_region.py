@@ -186,6 +186,21 @@ def test_a_cancelled_group_ends_every_wait(
                 call(group)
 
 
+def test_ranks_tell_that_they_wait(ranks: list[RankGroup]) -> None:
+    threads = [threading.Thread(target=group.meet, args=(0, "")) for group in ranks]
+    for number, thread in enumerate(threads):
+        assert not ranks[number].is_waiting
+        thread.start()
+        is_last = number == RANKS - 1
+        while not (is_last or ranks[number].is_waiting):
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(10)
+    assert not any(group.is_waiting for group in ranks)
+    ranks[0].close()
+    assert not ranks[0].is_waiting
+
+
 def test_a_rank_that_dies_while_it_cancels(stages: list[StageGroups]) -> None:
     """It has closed the groups, but woken nobody."""
     thread, errors = end_of(lambda group: group.meet(0, ""), stages[0].layers)
