@@ -87,6 +87,12 @@ class Ranks:
         done = [result for result in self.results[0] if isinstance(result, StepDone)]
         return [(each.result.step, each.result.error) for each in done]
 
+    async def finish(self) -> None:
+        """Close once the other ranks have finished too, which may be after rank 0's report."""
+        while any(runner.is_busy for runner in self.runners):
+            await asyncio.sleep(0.01)
+        await self.close()
+
     async def close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(runner.close) for runner in self.runners))
         alive = [thread for runner in self.runners for thread in runner._threads]
@@ -98,7 +104,7 @@ async def test_all_ranks_compute_and_rank_0_reports(has_receivers: bool) -> None
     ranks = Ranks(has_receivers=has_receivers)
     ranks.run(4, 5, 6)
     assert await ranks.wait_for_results(3) == [(4, ""), (5, ""), (6, "")]
-    await ranks.close()
+    await ranks.finish()
     for executor, results in zip(ranks.executors, ranks.results, strict=True):
         assert executor.sums == [6.0] * 3
         assert bool(results) == (executor.rank == 0)
@@ -113,7 +119,7 @@ async def test_a_plan_that_one_rank_cannot_prepare_fails_on_all(rank: int) -> No
     ranks.run(4, 5, 6)
     error = f"KeyError: ('prepare', {rank})"
     assert await ranks.wait_for_results(3) == [(4, ""), (5, error), (6, "")]
-    await ranks.close()
+    await ranks.finish()
     for executor in ranks.executors:
         assert executor.sums == [6.0] * 2
         failed = executor.plans_given_up if executor.rank == rank else executor.given_up
@@ -126,7 +132,7 @@ async def test_a_step_that_failed_on_an_earlier_stage_fails_on_all_ranks() -> No
     ranks.run(4, 7, 6)
     failed = "an earlier stage failed"
     assert await ranks.wait_for_results(3) == [(4, ""), (7, failed), (6, "")]
-    await ranks.close()
+    await ranks.finish()
     assert [[step for _, step, _ in each.given_up] for each in ranks.executors] == [[7]] * 3
 
 
