@@ -125,6 +125,8 @@ class FakeCommunicator:
 class FakeHostGroup:
     """Group in host memory of ranks that take turns; `has_places`: parts have memory there."""
 
+    is_waiting = False
+
     def __init__(self, rank: int, turns: Turns, calls: list[list[Any]], has_places: bool) -> None:
         self.rank, self.size = rank, len(calls)
         self._turns, self._calls, self._has_places = turns, calls, has_places
