@@ -1,8 +1,8 @@
-"""A Qwen folder's qwen.tiktoken to the files that gllm reads.
+"""Convert the tokenizer of Qwen's first release: qwen.tiktoken to the files that gllm reads.
 
-Owns the way from ranks of byte sequences to merges, and the special tokens, the prompt format and
-the ends of text of Qwen's first release. Needs no tiktoken. Written into the folder:
-tokenizer.json, tokenizer_config.json, generation_config.json; other keys of the latter two stay.
+Converts ranks of byte sequences to merges and adds Qwen's special tokens, chat template and end
+tokens, without tiktoken. Writes tokenizer.json, tokenizer_config.json and generation_config.json
+into the folder; other keys of the latter two stay.
 
     python -m scripts.convert_qwen_tokenizer FOLDER
 """
@@ -27,12 +27,12 @@ SPECIAL = (
     END_OF_TURN,
     *(f"<|extra_{index}|>" for index in range(205)),
 )
-"""Behind the vocabulary, in this order."""
+"""Special tokens in the order of their ids, which follow the vocabulary."""
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Cuts a text into words; pairs are merged within words only."""
+"""Regular expression of a word; pairs are merged within words only."""
 CHAT_FORMAT = "chatml"
 """Value of chat_format in generation_config.json of models that chat."""
 CHAT_TEMPLATE = (
@@ -48,8 +48,8 @@ CHAT_TEMPLATE = (
 )
 
 Ranks = Mapping[bytes, int]
-"""Byte sequences to their ids. Of neighbours that make another sequence, those that make the one of
-the least id are joined first."""
+"""Ids of byte sequences. Of all neighbours that join to a sequence, those with the least id of the
+result are joined first."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def convert(folder: Path) -> None:
-    """Write a folder's tokenizer files. Raises ValueError if its qwen.tiktoken is another."""
+    """Write a folder's tokenizer files. Raises ValueError if its qwen.tiktoken is invalid."""
     ranks = parse((folder / FILE).read_bytes())
     build_tokenizer(ranks).save(str(folder / "tokenizer.json"), pretty=False)
     generation_file = folder / "generation_config.json"
@@ -79,7 +79,7 @@ def convert(folder: Path) -> None:
 def parse(data: bytes) -> Ranks:
     """Return the content of a tiktoken file: lines of a base64 sequence and its id.
 
-    Raises ValueError if it is no vocabulary over all bytes with ids from 0 on.
+    Raises ValueError unless the ids count from 0 and every single byte has one.
     """
     ranks: dict[bytes, int] = {}
     try:
@@ -123,15 +123,15 @@ def build_tokenizer(ranks: Ranks) -> Tokenizer:
 def merges(ranks: Ranks) -> list[tuple[bytes, bytes]]:
     """Return the two tokens that each longer token is joined from, least id first.
 
-    They are what is left of its bytes once all pairs with less ids are joined. No other pair ever
-    makes the token: nothing within its bytes has a greater id, so whatever surrounds them, they
-    are joined in this order or not at all. Raises ValueError if more than two tokens are left.
+    They remain of its bytes once all pairs with smaller ids are joined. No other pair ever joins to
+    the token: no sequence within its bytes has a greater id, so its bytes are joined in this order
+    or not at all, whatever surrounds them. Raises ValueError if more than two tokens remain.
     """
     pairs = []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
         parts = _join(token, ranks, ranks[token])
         if len(parts) != 2:
-            raise ValueError(f"{FILE}: no two tokens with less ids make token {ranks[token]}")
+            raise ValueError(f"{FILE}: no two tokens with smaller ids make token {ranks[token]}")
         pairs.append((parts[0], parts[1]))
     return pairs
 

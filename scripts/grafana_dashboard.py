@@ -12,8 +12,8 @@ DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana-dashboard.json"
 LEFT_OUT = {
     "stage_bubble_share": "since the server's start; the panel has it over time",
     "stage_compilations": "0 once a stage is ready; an alert rather than a panel",
-    "rank_busy_seconds": "the ranks of a stage wait for each other: the stage's panel has them all",
-    "rank_steps": "as many as the stage's",
+    "rank_busy_seconds": "ranks wait for each other, so those of a stage are equally busy",
+    "rank_steps": "equal to the steps of the stage",
     "tensor_parallel_size": "a constant",
     "generation": "1 plus the recoveries since the server's start",
     "stale_frames": "messages that a recovery made void; of use to developers",

@@ -33,7 +33,7 @@ ROWS = (1, 4, 16, 64, 512)
 WIDTHS = (896, 4096)
 RANKS = (2, 4)
 SUMS = 24
-"""Sums between two looks at the clock."""
+"""Sums per measured time."""
 WAYS = MappingProxyType(
     {
         "recorded": "in a recorded program",
@@ -144,7 +144,11 @@ def run_rank(rank: int, args: argparse.Namespace) -> None:
 
 
 def measure(ranks: int, args: argparse.Namespace) -> list[tuple[int, int, dict[str, float]]]:
-    """Return (rows, width, microseconds by way) of so many processes."""
+    """Return (rows, width, microseconds by way) of so many processes.
+
+    Raises:
+        SystemExit: a rank failed; the others, which would wait for it, are killed.
+    """
     region = create_region("benchmark", "auto")
     processes = []
     with tempfile.TemporaryDirectory() as folder:
@@ -163,11 +167,16 @@ def measure(ranks: int, args: argparse.Namespace) -> list[tuple[int, int, dict[s
                     text=True,
                 )
             )
-        outputs = [process.communicate()[0] for process in processes]
+        # Rank 0 prints less than a pipe holds.
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                for process in processes:
+                    process.kill()
+            time.sleep(0.1)
     region.close()
     if any(process.returncode for process in processes):
         raise SystemExit("a rank failed")
-    return [tuple(json.loads(line)) for line in outputs[0].splitlines()]
+    return [tuple(json.loads(line)) for line in processes[0].communicate()[0].splitlines()]
 
 
 def main() -> None:

@@ -77,17 +77,19 @@ async def run_stream(engine: Engine, prompt: list[int], max_tokens: int) -> Stre
 async def measure(config: EngineConfig, rng: Random) -> Figures:
     """Measure all cells with one engine, after a stream that does not count."""
 
-    def draw(length: int) -> list[int]:
+    def random_prompt(length: int) -> list[int]:
         return [rng.randrange(3, VOCABULARY) for _ in range(length)]
 
     figures: Figures = {}
     async with Engine(config) as engine:
-        await run_stream(engine, draw(PREFILL_TOKENS), 8)
+        await run_stream(engine, random_prompt(PREFILL_TOKENS), 8)
         for count in STREAMS:
-            prompts = [draw(PROMPT_TOKENS) for _ in range(count)]
+            prompts = [random_prompt(PROMPT_TOKENS) for _ in range(count)]
             runs = (run_stream(engine, prompt, OUTPUT_TOKENS) for prompt in prompts)
             figures[decode_cell(count)] = decode_rate(list(await asyncio.gather(*runs)))
-        prefills = [await run_stream(engine, draw(PREFILL_TOKENS), 1) for _ in range(PREFILLS)]
+        prefills = [
+            await run_stream(engine, random_prompt(PREFILL_TOKENS), 1) for _ in range(PREFILLS)
+        ]
         figures[PREFILL] = median(PREFILL_TOKENS / (run.first - run.submitted) for run in prefills)
     return figures
 

@@ -1,7 +1,7 @@
-"""Collectives of a stage's ranks by NCCL, on one GPU: a communicator of one rank, within a graph.
+"""Measure NCCL collectives in a CUDA graph on one GPU, by a communicator of one rank.
 
-One rank adds nothing, so the row shows that NCCL's operations can be captured, and what a sum costs
-at least. Several ranks on one device are compared in stages.py.
+One rank adds nothing, so the row shows that NCCL's operations can be captured, and the least time
+of a sum. Several ranks on one device are compared in stages.py.
 """
 
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def _measure(
     }
     measured = judged(figures, {})
     if logits is None or not torch.equal(logits, x) or tokens.tolist() != [0, 1, 2]:
-        measured.fault = measured.fault or "gathered logits or told tokens differ"
+        measured.fault = measured.fault or "gathered logits or broadcast tokens differ"
     return measured
 
 

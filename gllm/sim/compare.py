@@ -20,6 +20,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cost_profile import CostProfile, read_profile
 from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
 from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.hardware import format_degrees
 from gllm.sim.report import format_table, show_value
 from gllm.sim.run_record import RunRecord, build_run_record
 from gllm.sim.step_costs import measure_step_costs
@@ -58,8 +59,8 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
         )
     if profile.degrees != real.start.degrees:
         raise ValueError(
-            f"the run had {real.start.degrees or 'single'} ranks per stage, the profile "
-            f"{profile.degrees or 'single ones'}: measure the profile at the same --tp"
+            f"the run had --tp {format_degrees(real.start.degrees)}, the profile "
+            f"--tp {format_degrees(profile.degrees)}: measure the profile at the same --tp"
         )
     cost, start = FittedCostModel(profile), real.start
     factor = _slowdown(real, cost)

@@ -126,8 +126,8 @@ def roofline_deployment(
     blocks = []
     for stage, count in enumerate(layers):
         shard = shape.shard(ranks[stage])
-        room = hardware.memory * USABLE_MEMORY_SHARE - shard.stage_bytes(stage, layers)
-        blocks.append(int(room // (count * shard.kv_bytes * config.block_size)))
+        free_bytes = hardware.memory * USABLE_MEMORY_SHARE - shard.stage_bytes(stage, layers)
+        blocks.append(int(free_bytes // (count * shard.kv_bytes * config.block_size)))
     if min(blocks) < 1:
         raise ValueError(
             f"model {model} does not fit {sum(ranks)} x {device}: "

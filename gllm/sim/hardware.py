@@ -134,10 +134,13 @@ def expand_degrees(degrees: Sequence[int], stages: int) -> list[int]:
     Raises ValueError for another number of degrees.
     """
     if len(degrees) not in (1, stages):
-        raise ValueError(
-            f"--tp {','.join(map(str, degrees))} is not one number or {stages} numbers"
-        )
+        raise ValueError(f"--tp {format_degrees(degrees)} is not one number or {stages} numbers")
     return list(degrees) * (stages if len(degrees) == 1 else 1)
+
+
+def format_degrees(degrees: Sequence[int]) -> str:
+    """Return numbers of ranks as in --tp; none stand for one rank per stage."""
+    return ",".join(map(str, degrees)) or "1"
 
 
 def split_layers_evenly(layers: int, stages: int) -> list[int]:

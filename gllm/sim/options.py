@@ -11,7 +11,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cost_profile import CostProfile, read_profile
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.hardware import DEVICES, LINKS, MODELS, expand_degrees
+from gllm.sim.hardware import DEVICES, LINKS, MODELS, expand_degrees, format_degrees
 from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
@@ -30,7 +30,9 @@ class SimulationConfig:
         "file of `gllm profile`, or vidur: Llama-2-70B, each stage two A100s, by Vidur's operator "
         "profiles; default: a device of the table",
     )
-    device: str = option("L20", "device of each stage", choices=tuple(DEVICES))
+    device: str = option(
+        "L20", "every device: one per stage, or --tp per stage", choices=tuple(DEVICES)
+    )
     model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS))
     pipeline_parallel_size: int | None = option(
         None,
@@ -160,16 +162,15 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
 
 
 def _check_degrees(config: SimulationConfig, profile: CostProfile) -> None:
-    """Raise ValueError if --tp names other ranks than those that were measured."""
+    """Raise ValueError if the profile was measured with other numbers of ranks than --tp."""
     if config.tensor_parallel_size is None:
         return
     stages = len(profile.layers)
-    measured = profile.degrees or [1] * stages
-    if expand_degrees(config.tensor_parallel_size, stages) != measured:
-        degrees = ",".join(map(str, measured))
+    degrees = expand_degrees(config.tensor_parallel_size, stages)
+    if degrees != expand_degrees(profile.degrees or [1], stages):
         raise ValueError(
-            f"{config.profile} was measured at --tp {degrees}: measure another one, or leave --tp "
-            "out"
+            f"{config.profile} was measured at --tp {format_degrees(profile.degrees)}: "
+            f"measure it at --tp {format_degrees(degrees)}, or leave --tp out"
         )
 
 

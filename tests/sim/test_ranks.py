@@ -222,7 +222,7 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--profile", "vidur", "--tp", "4"], "of --tp 2"),
     ],
 )
-def test_bad_flags_are_told(
+def test_invalid_flags_are_refused(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status: str | int | None

@@ -19,7 +19,7 @@ MAX_RATES = 512
 
 
 RANK_BUSY = "rank_busy_seconds_total"
-"""Metric of the time in which a rank computed."""
+"""Name of the metric of a rank's busy seconds, without its prefix."""
 
 
 class Latency(NamedTuple):

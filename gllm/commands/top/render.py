@@ -64,14 +64,7 @@ def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
             f"{number(figures.step_tokens)} tokens each",
         ),
         *chain.from_iterable(
-            [
-                _stage_line(number, stage, width),
-                *(
-                    _bar_line(f"  rank {number}.{rank}", busy, " busy", width)
-                    for rank, busy in enumerate(stage.ranks)
-                ),
-            ]
-            for number, stage in enumerate(figures.stages)
+            _stage_lines(number, stage, width) for number, stage in enumerate(figures.stages)
         ),
     ]
 
@@ -189,6 +182,11 @@ def _bar_line(label: str, share: float, text: str, width: int) -> str:
     return _labeled_line(label, f"{bar(share, columns)} {percent(share):>7}{text}")
 
 
-def _stage_line(number: int, stage: StageTimeShares, width: int) -> str:
+def _stage_lines(number: int, stage: StageTimeShares, width: int) -> list[str]:
+    """Return the line of a stage, and one for each of several ranks."""
     text = f" busy, {percent(stage.bubble)} bubble"
-    return _bar_line(f"stage {number}", stage.busy, text, width)
+    ranks = (
+        _bar_line(f"  rank {number}.{rank}", busy, " busy", width)
+        for rank, busy in enumerate(stage.ranks)
+    )
+    return [_bar_line(f"stage {number}", stage.busy, text, width), *ranks]

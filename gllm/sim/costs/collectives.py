@@ -12,7 +12,7 @@ from gllm.sim.hardware import NetworkLink
 
 
 def all_reduce_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float:
-    """Return the time in which all ranks get the sum of a tensor of `num_bytes` of each.
+    """Return the time of an all-reduce: each rank has `num_bytes` and gets the sum.
 
     The faster of two algorithms: recursive doubling sends the whole tensor in each of log2(ranks)
     steps, which suits decodes; the ring sends parts of it in twice ranks - 1 steps, which suits
@@ -27,7 +27,7 @@ def all_reduce_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float
 
 
 def gather_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float:
-    """Return the time in which rank 0 gets the other ranks' parts of a tensor of `num_bytes`.
+    """Return the time of a gather: rank 0 gets a tensor of `num_bytes`, divided among the ranks.
 
     A binomial tree: log2(ranks) latencies, and all parts but one over the link of rank 0.
     """

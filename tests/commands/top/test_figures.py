@@ -53,7 +53,7 @@ def test_a_real_server_s_metrics_are_read() -> None:
     assert 0 <= found.itl.p50 <= 0.001
 
 
-def test_ranks_of_a_stage_are_told_apart() -> None:
+def test_ranks_of_a_stage_have_metrics_of_their_own() -> None:
     engine = FakeEngine(Tokenizer(some.byte_level()))
     engine.rank_loads = {
         (0, 0): StageUtilization(0, 10, 3.0),
