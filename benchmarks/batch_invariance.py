@@ -104,7 +104,7 @@ class Model:
         config = read_config(folder)
         engine = EngineConfig.from_options(str(folder), block_size=BLOCK_SIZE, **options)
         layers = range(config.model.num_layers)
-        self.executor = CpuExecutor(config, engine, 0, 1, layers)
+        self.executor = CpuExecutor(config, engine, 1, layers)
         self.executor.load(folder, lambda done, total: None)
         self.num_blocks = num_sequences * BLOCKS_PER_SEQUENCE
         self.executor.allocate(self.num_blocks, BLOCK_SIZE)

@@ -84,7 +84,7 @@ class _StageLoop:
         set_num_threads(threads_per_worker(config.threads, stages))
         model_config = read_config(folder)
         layers = split_layers(model_config.model, stages, config.layer_counts)[stage]
-        self._executor = CpuExecutor(model_config, config, stage, stages, layers)
+        self._executor = CpuExecutor(model_config, config, stages, layers)
         self._executor.load(folder, lambda done, total: None)
         self._batches: list[tuple[Any, Any]] = []
         self._prepare_seconds: dict[int, float] = {}

@@ -46,8 +46,8 @@ class InlinePipeline:
         )
         self._config = engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST)
         self._executors = [
-            CudaExecutor(config, engine, stage, stages, layers, self._queues)
-            for stage, layers in enumerate(split_layers(config.model, stages))
+            CudaExecutor(config, engine, stages, layers, self._queues)
+            for layers in split_layers(config.model, stages)
         ]
         for executor in self._executors:
             executor.load(DEMO, lambda done, total: None)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gllm.models.partition import StageCosts, StageMemory, cut_layers, slowest_cost
+from gllm.models.partition import StageCosts, StageMemory, cut_layers
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,7 @@ class Rebalancer:
             each.cost_of(part.start, part.stop) for each, part in zip(scaled, best, strict=True)
         )
         better = BetterCut(best, tuple(seconds), expected_seconds)
-        is_slower = max(seconds) <= slowest_cost(scaled, best) * (1 + self._limits.min_gain)
-        return None if is_slower or best == self._cut else better
+        return better if better.gain > self._limits.min_gain else None
 
 
 def _add_up(windows: Sequence[dict[int, StageTotals]], stage: int) -> StageTotals:

@@ -122,10 +122,6 @@ class Placement(msgspec.Struct, frozen=True):
         """Return the workers of a stage, in the order of their ranks."""
         return [worker for worker in self.workers if worker.stage == stage]
 
-    def worker_of(self, stage: int, rank: int = 0) -> WorkerPlacement:
-        """Return the worker of a rank of a stage."""
-        return self.workers_of(stage)[rank]
-
     def workers_on(self, node: str) -> list[WorkerPlacement]:
         """Return the workers of a node, which share its cores and memory, in order."""
         return [worker for worker in self.workers if worker.node == node]
@@ -133,11 +129,6 @@ class Placement(msgspec.Struct, frozen=True):
     def place_of(self, sender: int) -> WorkerPlacement | None:
         """Return the place of a worker; None if the worker has none."""
         return next((worker for worker in self.workers if worker.sender == sender), None)
-
-    def stage_of(self, sender: int) -> int | None:
-        """Return the stage of a worker; None if the worker has no place."""
-        place = self.place_of(sender)
-        return None if place is None else place.stage
 
     def name_of(self, sender: int) -> PlaceName | None:
         """Return the name of a worker's place; None if the worker has no place."""

@@ -34,7 +34,6 @@ class LoadProgress(WireMessage, frozen=True):
     stage: int
     done_bytes: int
     total_bytes: int
-    rank: int = 0
 
 
 class StageLoaded(WireMessage, frozen=True):
@@ -50,7 +49,6 @@ class StageLoaded(WireMessage, frozen=True):
     """True if the process can close the stage and use its weights in the next generation."""
     numerics: str = ""
     """Description of all that decides the rounding: device, dtypes, quantization and kernels."""
-    rank: int = 0
 
 
 class InitializeCache(WireMessage, frozen=True):
@@ -64,7 +62,6 @@ class StageReady(WireMessage, frozen=True):
     """Report that a rank of a stage has its KV cache and runs plans."""
 
     stage: int
-    rank: int = 0
 
 
 class StageFailed(WireMessage, frozen=True):
@@ -73,7 +70,6 @@ class StageFailed(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     stage: int
     cause: str
-    rank: int = 0
 
 
 class CloseGeneration(WireMessage, frozen=True):

@@ -58,7 +58,6 @@ class BaseExecutor(ABC):
         self,
         model_config: ModelConfig,
         engine_config: EngineConfig,
-        stage: int,
         num_stages: int,
         layers: range,
         device: torch.device,
@@ -70,7 +69,6 @@ class BaseExecutor(ABC):
         Args:
             model_config: of the whole model.
             engine_config: of the engine.
-            stage: index of the stage.
             num_stages: stages of the pipeline.
             layers: indices of the stage's layers.
             device: that computes.
@@ -89,7 +87,6 @@ class BaseExecutor(ABC):
         self.layers = layers
         self._layer_specs = self.model.layers[layers.start : layers.stop]
         self._max_model_len = engine_config.max_model_len or self.model.context_length
-        # Not by the stage: a probe has layers in the middle of the model on any stage.
         self.is_first = layers.start == 0
         self.is_last = layers.stop == self.model.num_layers
         self.has_sampler = self.is_last and rank == 0
@@ -194,7 +191,6 @@ class BaseExecutor(ABC):
             type(self),
             self.device,
             self.layers,
-            self.is_last,
             self._rank,
             self._num_ranks,
             self.dtype,

@@ -143,7 +143,7 @@ class StageInstance:
         )
         if not assignment.has_driver:
             self._sessions.connect()
-            self._send(StageReady(assignment.stage, assignment.rank))
+            self._send(StageReady(assignment.stage))
             return
         self._create_driver(config)
         self._on_stage_connected(assignment.sender)
@@ -217,8 +217,7 @@ class StageInstance:
             self._step_log.flush()
 
     def _send_progress(self, done_bytes: int, total_bytes: int) -> None:
-        assignment = self.assignment
-        self._send(LoadProgress(assignment.stage, done_bytes, total_bytes, assignment.rank))
+        self._send(LoadProgress(self.assignment.stage, done_bytes, total_bytes))
 
     def _send(self, message: WireMessage) -> None:
         """Send a message to the parent, as long as it concerns the parent's generation."""

@@ -159,7 +159,6 @@ class StageResources:
                 available_bytes,
                 executor.keeps_weights,
                 executor.numerics,
-                self._assignment.rank,
             )
         )
 

@@ -21,9 +21,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.control import ResetPrefixCache
-from gllm.messages.lifecycle import (
-    Shutdown,
-)
+from gllm.messages.lifecycle import Shutdown
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
 from gllm.runtime.action_executor import ActionExecutor, Head

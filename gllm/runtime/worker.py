@@ -137,8 +137,7 @@ class Worker:
             return
         if not isinstance(error, ModelError | FieldError):
             log.error("the stage failed", exc_info=error)
-        place = self._place
-        self._head.send(StageFailed(place.stage, format_error(error), place.rank))
+        self._head.send(StageFailed(self._place.stage, format_error(error)))
         self.has_failed = True
         self.done.set()
 

@@ -34,10 +34,9 @@ def test_a_placement_is_what_it_was_after_the_wire(
     assert placement.degrees == degrees
     assert placement.senders == [slot.sender for slot in slots]
     for name, slot in zip(place_names(degrees), slots, strict=True):
-        assert placement.worker_of(name.stage, name.rank).sender == slot.sender
-        assert placement.stage_of(slot.sender) == name.stage
+        assert placement.workers_of(name.stage)[name.rank].sender == slot.sender
         assert placement.name_of(slot.sender) == name
-    assert placement.stage_of(1) is None
+    assert placement.place_of(1) is None
     assert placement.name_of(1) is None
     decoded = msgspec.json.decode(msgspec.json.encode(placement), type=Placement)
     assert decoded == placement

@@ -155,7 +155,7 @@ def actions_of(world: World, kind: type) -> list[Any]:
 
 def sender_of(world: World, stage: int, rank: int = 0) -> int:
     assert world.recovery.placement is not None
-    return world.recovery.placement.worker_of(stage, rank).sender
+    return world.recovery.placement.workers_of(stage)[rank].sender
 
 
 def test_a_death_restarts_its_place_and_survivors_keep_their_processes() -> None:

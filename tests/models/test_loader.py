@@ -27,7 +27,7 @@ def load(folder: Path, stage: int = 0, stages: int = 1) -> list[tuple[int, int]]
     share = config.model.num_layers // stages
     layers = range(stage * share, (stage + 1) * share)
     seen: list[tuple[int, int]] = []
-    executor = CpuExecutor(config, EngineConfig(dtype="float32"), stage, stages, layers)
+    executor = CpuExecutor(config, EngineConfig(dtype="float32"), stages, layers)
     executor.load(folder, lambda done, total: seen.append((done, total)))
     assert executor.weight_bytes == seen[-1][1]
     return seen
@@ -110,7 +110,7 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(folder: Path) -> None:
     path = "model.layers.1.self_attn.rotary_emb.inv_freq"
     assert path in load_file(folder / "model.safetensors")
     config = read_config(folder)
-    executor = CpuExecutor(config, EngineConfig(), 0, 1, range(4))
+    executor = CpuExecutor(config, EngineConfig(), 1, range(4))
     executor.load(folder, lambda done, total: None)
 
 

@@ -45,11 +45,11 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
     stages = 4 if family.startswith("deepseek") else 2
     cut = split_layers(config.model, stages)[: 1 if stages == 4 else 2]
     hidden = None
-    for stage, layers in enumerate(cut):
+    for layers in cut:
         engine = EngineConfig.from_options(
             str(tmp_path), pipeline_parallel_size=stages, max_model_len=64
         )
-        executor = CpuExecutor(config, engine, stage, stages, layers, META)
+        executor = CpuExecutor(config, engine, stages, layers, META)
         executor.load(tmp_path, lambda done, total: None)
         described = config.model.layers[layers.start : layers.stop]
         rows = PagedBatch(np.array([[1, 0]]), np.array([0, 6]), np.array([6]), 0, 4, 8)

@@ -152,7 +152,7 @@ def executor_on(
     )
     layers = split_layers(config.model, stages)[stage]
     executor = CudaExecutor(
-        config, engine, stage, stages, layers, queues, plan, rank=ranks[0], num_ranks=ranks[1]
+        config, engine, stages, layers, queues, plan, rank=ranks[0], num_ranks=ranks[1]
     )
     executor.load(folder, lambda done, total: None)
     queues.adopt(*tensors_of(executor._stage, set()))

@@ -117,8 +117,8 @@ def stages_on_cpu(folder: Path, num_stages: int = 1, **options: Any) -> Stages:
         **{"block_size": BLOCK_SIZE, "dtype": "float32", "max_model_len": MAX_MODEL_LEN} | options,
     )
     executors = [
-        CpuExecutor(model, config, stage, num_stages, layers)
-        for stage, layers in enumerate(split_layers(model.model, num_stages))
+        CpuExecutor(model, config, num_stages, layers)
+        for layers in split_layers(model.model, num_stages)
     ]
     for executor in executors:
         executor.load(folder, lambda done, total: None)

@@ -63,10 +63,7 @@ class Pipeline:
             block_size=self.block_size,
         )
         cut = split_layers(self.config.model, self.stages)
-        self.executors = [
-            CpuExecutor(self.config, engine, stage, self.stages, layers)
-            for stage, layers in enumerate(cut)
-        ]
+        self.executors = [CpuExecutor(self.config, engine, self.stages, layers) for layers in cut]
         for executor in self.executors:
             executor.load(self.folder, lambda done, total: None)
             executor.allocate(self.num_blocks, self.block_size)

@@ -81,13 +81,9 @@ def make_stages(
     return [
         RankStage(
             [
-                CpuExecutor(
-                    config, engine, stage, len(degrees), layers, rank=rank, num_ranks=num_ranks
-                )
+                CpuExecutor(config, engine, len(degrees), layers, rank=rank, num_ranks=num_ranks)
                 for rank in range(num_ranks)
             ]
         )
-        for stage, (layers, num_ranks) in enumerate(
-            zip(split_layers(config.model, len(degrees)), degrees, strict=True)
-        )
+        for layers, num_ranks in zip(split_layers(config.model, len(degrees)), degrees, strict=True)
     ]

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from gllm.cluster.placement import Placement, PlaceName, Slot, make_placement
 from gllm.config.engine import EngineConfig
 from gllm.runtime import node as node_module
-from gllm.runtime.assignment import (
-    StageAssignment,
-    decode_parent_message,
-    encode_parent_message,
-)
+from gllm.runtime.assignment import StageAssignment, decode_parent_message, encode_parent_message
 from tests.examples import num_examples
 from tests.runtime.scripted_node import ScriptedNode
 

@@ -38,7 +38,7 @@ def executor(folder: Path, **options: Any) -> CudaExecutor:
     given = {"dtype": "bfloat16", "block_size": 256} | options
     config, engine = read_config(folder), EngineConfig.from_options(str(folder), **given)
     layers = range(config.model.num_layers)
-    return CudaExecutor(config, engine, 0, 1, layers, OnGpu())  # type: ignore[arg-type]
+    return CudaExecutor(config, engine, 1, layers, OnGpu())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,8 @@ class Scheduled:
         )
         self.scheduler = Scheduler(engine.scheduler.resolve(self.stages, self.num_blocks, 128))
         self.executors: list[BaseExecutor] = [
-            CpuExecutor(model, engine, stage, self.stages, layers)
-            for stage, layers in enumerate(split_layers(model.model, self.stages))
+            CpuExecutor(model, engine, self.stages, layers)
+            for layers in split_layers(model.model, self.stages)
         ]
         for executor in self.executors:
             executor.load(self.folder, lambda done, total: None)

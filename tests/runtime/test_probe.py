@@ -162,7 +162,7 @@ def test_steps_use_each_block_once(block_size: int) -> None:
 def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
     model = read_config(DEMO)
     config = EngineConfig.from_options("demo", pipeline_parallel_size=2)
-    parts = [CpuExecutor(model, config, 0, 2, range(begin, begin + 1)) for begin in range(6)]
+    parts = [CpuExecutor(model, config, 2, range(begin, begin + 1)) for begin in range(6)]
     assert [each.is_first for each in parts] == [True] + [False] * 5
     assert [each.is_last for each in parts] == [False] * 5 + [True]
 

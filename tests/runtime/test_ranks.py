@@ -117,7 +117,7 @@ def test_a_rank_has_its_part_of_the_cache_and_of_the_weights(folder: Path) -> No
     config = read_config(folder)
     engine = EngineConfig.from_options(str(folder), block_size=8, dtype="float32")
     layers = range(config.model.num_layers)
-    whole = CpuExecutor(config, engine, 0, 1, layers)
+    whole = CpuExecutor(config, engine, 1, layers)
     (stage,) = make_stages(config, engine, (2,))
     whole_bytes = block_bytes(config.model.layers, 8, whole.cache_dtype)
     assert whole.block_bytes == whole_bytes
@@ -134,7 +134,7 @@ def test_ranks_that_cannot_share_the_model_are_refused(folder: Path) -> None:
     config = read_config(folder)
     engine = EngineConfig.from_options(str(folder), block_size=8)
     with pytest.raises(FieldError, match="heads"):
-        CpuExecutor(config, engine, 0, 1, range(1), rank=0, num_ranks=4)
+        CpuExecutor(config, engine, 1, range(1), rank=0, num_ranks=4)
 
 
 def test_weights_go_to_the_same_rank_only(folder: Path) -> None:
@@ -150,6 +150,6 @@ def test_weights_go_to_the_same_rank_only(folder: Path) -> None:
     second.ranks[0].load(folder, lambda done, total: None, first.ranks[0])
     assert second.ranks[0]._stage is stage
     other = first.ranks[1]._stage
-    third = CpuExecutor(config, engine, 0, 1, range(config.model.num_layers), num_ranks=2)
+    third = CpuExecutor(config, engine, 1, range(config.model.num_layers), num_ranks=2)
     third.load(folder, lambda done, total: None, first.ranks[1])
     assert third._stage is not other

@@ -54,7 +54,7 @@ def executor_of(folder: Path, **options: Any) -> CudaExecutor:
     )
     layers = range(config.model.num_layers)
     plan = partial(plan_table_attention, requested_tiles=set())
-    executor = CudaExecutor(config, engine, 0, 1, layers, HostQueues(), plan)
+    executor = CudaExecutor(config, engine, 1, layers, HostQueues(), plan)
     executor.load(folder, lambda done, total: None)
     executor.reserve(engine.scheduler.resolve(1, NUM_BLOCKS, LONGEST))
     return executor

@@ -24,7 +24,7 @@ def make(folder: Path, stage: int = 0, stages: int = 1, **options: Any) -> CpuEx
     config = read_config(folder)
     given = {"dtype": "float32", "block_size": 4, "max_model_len": 64, **options}
     engine = EngineConfig.from_options(str(folder), pipeline_parallel_size=stages, **given)
-    return CpuExecutor(config, engine, stage, stages, split_layers(config.model, stages)[stage])
+    return CpuExecutor(config, engine, stages, split_layers(config.model, stages)[stage])
 
 
 def load(executor: CpuExecutor, folder: Path, previous: CpuExecutor | None = None) -> CpuExecutor:

@@ -123,14 +123,14 @@ class Instance:
 
     def _on_progress(self, part: int, num_parts: int) -> None:
         if self._is_connected:
-            self.worker.head.send(LoadProgress(self.stage, part, num_parts, self.rank))
+            self.worker.head.send(LoadProgress(self.stage, part, num_parts))
         self.world.on_moment("loading", self.process)
         if part == num_parts:
             self.worker.layers = self.placement.layers[self.stage]
             if self._is_connected and self.process.is_alive:
                 block_bytes = (self.assignment.config.kv_cache_memory or 0) // NUM_BLOCKS
                 block_bytes //= len(self.placement.workers)
-                self.worker.head.send(StageLoaded(self.stage, 1000, block_bytes, rank=self.rank))
+                self.worker.head.send(StageLoaded(self.stage, 1000, block_bytes))
 
     def _start(self, num_blocks: int) -> None:
         if not self._is_connected:
@@ -149,7 +149,7 @@ class Instance:
             )
             self._spoke.advance(self.placement.generation)
             self._spoke.start(lambda messages: [*map(self.handle, messages)], self._on_lost)
-            self.worker.head.send(StageReady(self.stage, self.rank))
+            self.worker.head.send(StageReady(self.stage))
             return
         assert self._hub is not None
         record = None

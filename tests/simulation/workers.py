@@ -83,11 +83,11 @@ class Worker:
         """Report an error and end."""
         if not self.process.is_alive:
             return
-        stage = rank = 0
+        stage = 0
         if self.instance is not None:
-            stage, rank = self.instance.stage, self.instance.rank
+            stage = self.instance.stage
             self.instance.cancel_group()
-        self.head.send(StageFailed(stage, cause, rank))
+        self.head.send(StageFailed(stage, cause))
         self.exit(1)
 
     def exit(self, code: int) -> None:

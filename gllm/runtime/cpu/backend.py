@@ -23,7 +23,6 @@ class CpuBackend:
         self.executor = CpuExecutor(
             model,
             assignment.config,
-            assignment.stage,
             assignment.num_stages,
             layers,
             rank=assignment.rank,

@@ -27,7 +27,6 @@ class CpuExecutor(BaseExecutor):
         self,
         model_config: ModelConfig,
         engine_config: EngineConfig,
-        stage: int,
         num_stages: int,
         layers: range,
         device: torch.device = CPU,
@@ -40,9 +39,7 @@ class CpuExecutor(BaseExecutor):
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
                 share the model.
         """
-        super().__init__(
-            model_config, engine_config, stage, num_stages, layers, device, rank, num_ranks
-        )
+        super().__init__(model_config, engine_config, num_stages, layers, device, rank, num_ranks)
         self._last_tokens: dict[int, int] = {}
         """Last sampled token by sequence, on rank 0."""
 

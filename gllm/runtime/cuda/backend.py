@@ -36,7 +36,6 @@ class CudaBackend:
         self.executor = CudaExecutor(
             model,
             assignment.config,
-            assignment.stage,
             assignment.num_stages,
             layers,
             self._queues,

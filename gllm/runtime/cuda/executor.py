@@ -19,14 +19,8 @@ from torch.nn import functional
 
 from gllm.messages.sampling import SampleDetails
 from gllm.models.stage import StageInputs
-from gllm.runtime.batch import (
-    Batch,
-    gather_token_ids,
-)
-from gllm.runtime.cuda.sampler import (
-    SamplerInputs,
-    to_sample_output,
-)
+from gllm.runtime.batch import Batch, gather_token_ids
+from gllm.runtime.cuda.sampler import SamplerInputs, to_sample_output
 from gllm.runtime.cuda.staging import copy_to_device
 from gllm.runtime.cuda.start_up import CudaStartUp
 from gllm.runtime.cuda.step import DeviceStepState, StepInputs

@@ -48,7 +48,6 @@ class CudaStartUp(BaseExecutor):
         self,
         model_config: ModelConfig,
         engine_config: EngineConfig,
-        stage: int,
         num_stages: int,
         layers: range,
         queues: DeviceRuntime,
@@ -61,7 +60,6 @@ class CudaStartUp(BaseExecutor):
         Args:
             model_config: of the checkpoint.
             engine_config: of the engine.
-            stage: index of this stage.
             num_stages: stages of the pipeline.
             layers: of this stage.
             queues: of the device.
@@ -75,7 +73,6 @@ class CudaStartUp(BaseExecutor):
         super().__init__(
             model_config,
             engine_config,
-            stage,
             num_stages,
             layers,
             queues.device,
