@@ -29,7 +29,5 @@ class StageMeasured(WireMessage, frozen=True):
     """Memory for both; None in the host's memory, which all stages share."""
     keeps_weights: bool = True
     """False if the process has to end to free the memory of the measurement."""
-    is_cached: bool = False
-    """True if the measurement is one of an earlier start."""
     cache_key: str = ""
     """Key under which the worker's machine keeps the measurement."""

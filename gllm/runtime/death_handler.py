@@ -63,7 +63,8 @@ class DeathHandler:
     def on_session_lost(self, sender: int, cause: str) -> None:
         """Wait for the exit of a worker whose session has ended; if there is none, replace it."""
         place = self._recovery.name_of(sender)
-        cause = f"the connection to the worker of {place} was lost: {cause}"
+        worker = "a standby worker" if place is None else f"the worker of {place}"
+        cause = f"the connection to {worker} was lost: {cause}"
         asyncio.get_running_loop().call_later(
             LOST_SECONDS, self._on_death, sender, "lost", cause, self._recovery.on_lost
         )

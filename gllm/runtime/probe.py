@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,6 +41,17 @@ class ProbeCancelledError(Exception):
     """Nobody needs the measurement."""
 
 
+class SpanCost(NamedTuple):
+    """Measured cost of consecutive layers that are loaded together."""
+
+    seconds: float
+    """Time of a decode step, plus the share of a prefill step."""
+    head_seconds: float
+    """The same for the LM head; 0 without the last layer."""
+    num_bytes: int
+    """Weights, with the keys and values of the longest sequence."""
+
+
 class StageProbe:
     """Measurement of a worker, on one thread."""
 
@@ -56,8 +68,6 @@ class StageProbe:
         self._assignment = assignment
         self._cache = ProbeCache() if cache is None else cache
         self._is_cancelled = False
-        self._keeps_weights = True
-        self._available_bytes: int | None = None
 
     def cancel(self) -> None:
         """End `run` soon, from any thread."""
@@ -78,75 +88,64 @@ class StageProbe:
         # Without weights: only to know what decides the times.
         numerics = LayerProbe(assignment, model, range(last, last + 1)).executor.numerics
         key = create_key(assignment, numerics)
-        measured = self._cache.load(key)
-        if measured is None:
-            measured = self._measure(model)
+        cached = self._cache.load(key)
+        measured = cached or self._measure(model)
+        if cached is None:
             self._cache.store(key, measured)
         self.result = msgspec.structs.replace(
-            measured, stage=assignment.stage, rank=assignment.rank, cache_key=key
+            measured,
+            stage=assignment.stage,
+            rank=assignment.rank,
+            # With a cached measurement nothing was loaded, so there is no memory to free.
+            keeps_weights=cached is not None or measured.keeps_weights,
+            cache_key=key,
         )
         log.info(
             "measured%s: layers %.3f to %.3f ms, LM head %.3f ms per step",
-            " at an earlier start" if measured.is_cached else "",
+            "" if cached is None else " at an earlier start",
             1e3 * min(measured.layer_seconds),
             1e3 * max(measured.layer_seconds),
             1e3 * measured.head_seconds,
         )
 
     def _measure(self, model: ModelConfig) -> StageMeasured:
+        """Load some layers, time their steps, and estimate the costs of all layers from them."""
         assignment, specs = self._assignment, model.model.layers
         kinds = find_kinds(specs)
-        singles = [range(first, first + 1) for first in kinds]
-        together = find_span(specs, kinds)
-        last = range(len(specs) - 1, len(specs))
+        consecutive = find_span(specs, kinds)
         has_head = assignment.stage == assignment.num_stages - 1
-        spans = {*singles, *([] if together is None else [together]), *([last] if has_head else [])}
+        last = range(len(specs) - 1, len(specs)) if has_head else None
         # Single layers first: the first one has the device for itself.
-        order = sorted(spans, key=lambda span: (span not in singles, span.start))
+        spans = [range(kind, kind + 1) for kind in kinds]
+        spans += [each for each in (consecutive, last) if each is not None and each not in spans]
         probes: dict[range, LayerProbe] = {}
         try:
-            self._load(model, order, probes)
-            times = self._time_steps(probes)
-            sizes = {span: self._count_bytes(probe) for span, probe in probes.items()}
-            executor = probes[singles[0]].executor
-            self._keeps_weights, item_bytes = executor.keeps_weights, executor.dtype.itemsize
+            self._load(model, spans, probes)
+            costs = self._measure_spans(probes)
+            first = probes[spans[0]]
+            keeps_weights, item_bytes = first.executor.keeps_weights, first.executor.dtype.itemsize
         finally:
             for probe in probes.values():
                 probe.close()
-        seconds = {first: times[span, False] for first, span in zip(kinds, singles, strict=True)}
+        kind_of_layer = [_kind_of(specs, kinds, index) for index in range(len(specs))]
+        alone = [costs[range(kind, kind + 1)] for kind in kind_of_layer]
         step_seconds = 0.0
-        if together is not None:
-            alone = sum(seconds[_kind_of(specs, kinds, index)] for index in together)
-            overhead = (alone - times[together, False]) / (SPAN_LAYERS - 1)
-            step_seconds = min(max(0.0, overhead), 0.9 * min(seconds.values()))
-        head_seconds, head_bytes = 0.0, 0
-        if has_head:
-            head_seconds = max(0.0, times[last, True] - times[last, False])
-            kind = _kind_of(specs, kinds, last.start)
-            head_bytes = max(0, sizes[last] - sizes[range(kind, kind + 1)])
-        embedding_bytes = 0
-        if assignment.stage == 0:
-            num_rows = -(-model.model.vocab_size // assignment.num_ranks)
-            embedding_bytes = num_rows * model.model.hidden_size * item_bytes
-        layers = [_kind_of(specs, kinds, index) for index in range(len(specs))]
+        if consecutive is not None:
+            step_seconds = _separate_step(alone, consecutive, costs[consecutive].seconds)
         weights = [_count_weights(spec, model.model.hidden_size) for spec in specs]
+        shares = [weights[index] / weights[kind] for index, kind in enumerate(kind_of_layer)]
+        layers = [*zip(alone, shares, strict=True)]
         return StageMeasured(
             assignment.stage,
             assignment.rank,
-            [
-                (seconds[kind] - step_seconds) * weights[index] / weights[kind]
-                for index, kind in enumerate(layers)
-            ],
-            head_seconds,
+            [(cost.seconds - step_seconds) * share for cost, share in layers],
+            costs[last].head_seconds if last is not None else 0.0,
             step_seconds,
-            [
-                sizes[range(kind, kind + 1)] * weights[index] // weights[kind]
-                for index, kind in enumerate(layers)
-            ],
-            embedding_bytes,
-            head_bytes,
-            self._available_bytes,
-            self._keeps_weights,
+            [int(cost.num_bytes * share) for cost, share in layers],
+            self._count_embedding_bytes(model, item_bytes),
+            max(0, costs[last].num_bytes - alone[-1].num_bytes) if last is not None else 0,
+            first.available_bytes,
+            keeps_weights,
         )
 
     def _load(
@@ -161,27 +160,28 @@ class StageProbe:
             probe = LayerProbe(self._assignment, model, span)
             probe.load()
             probes[span] = probe
-        self._available_bytes = probes[spans[0]].available_bytes
 
-    def _time_steps(self, probes: dict[range, LayerProbe]) -> dict[tuple[range, bool], float]:
-        """Return the time of a decode step plus the share of a prefill step.
-
-        Returns:
-            By the layers, and whether logits are computed too, which only the last layer has.
-        """
+    def _measure_spans(self, probes: dict[range, LayerProbe]) -> dict[range, SpanCost]:
+        """Time decode and prefill steps, where the last layer is also without the LM head."""
         variants = [
             (span, should_sample)
             for span, probe in probes.items()
             for should_sample in ([False, True] if probe.executor.is_last else [False])
         ]
         parts = []
-        for name in ("decode", "prefill"):
-            steps = [partial(getattr(probes[span], name), each) for span, each in variants]
+        for time_step in (LayerProbe.decode, LayerProbe.prefill):
+            steps = [partial(time_step, probes[span], each) for span, each in variants]
             parts.append(_repeat(steps, self._check_cancelled))
-        return {
+        times = {
             variant: decode + prefill / DECODES_PER_CHUNK
             for variant, decode, prefill in zip(variants, *parts, strict=True)
         }
+        costs = {}
+        for span, probe in probes.items():
+            seconds = times[span, False]
+            head_seconds = max(0.0, times.get((span, True), seconds) - seconds)
+            costs[span] = SpanCost(seconds, head_seconds, self._count_bytes(probe))
+        return costs
 
     def _count_bytes(self, probe: LayerProbe) -> int:
         """Return the bytes of the weights, with the keys and values of the longest sequence."""
@@ -189,6 +189,13 @@ class StageProbe:
         assert config.max_model_len is not None
         num_blocks = -(-config.max_model_len // config.scheduler.block_size)
         return probe.executor.weight_bytes + num_blocks * probe.executor.block_bytes
+
+    def _count_embedding_bytes(self, model: ModelConfig, item_bytes: int) -> int:
+        """Return the bytes of this rank's rows of the embedding; 0 except on the first stage."""
+        if self._assignment.stage:
+            return 0
+        num_rows = -(-model.model.vocab_size // self._assignment.num_ranks)
+        return num_rows * model.model.hidden_size * item_bytes
 
     def _check_cancelled(self) -> None:
         if self._is_cancelled:
@@ -224,6 +231,20 @@ def find_span(specs: Sequence[LayerSpec], kinds: Sequence[int]) -> range | None:
 def _kind_of(specs: Sequence[LayerSpec], kinds: Sequence[int], index: int) -> int:
     """Return the measured layer of the same kind; the first one if there is none."""
     return next((kind for kind in kinds if specs[kind] == specs[index]), kinds[0])
+
+
+def _separate_step(alone: Sequence[SpanCost], consecutive: range, seconds: float) -> float:
+    """Return the time of a step in addition to that of its layers.
+
+    Args:
+        alone: cost of each layer of the model in a step of its own.
+        consecutive: layers that are also measured in one step.
+        seconds: time of that step.
+    """
+    separately = sum(alone[index].seconds for index in consecutive)
+    overhead = (separately - seconds) / (len(consecutive) - 1)
+    # Noise must not leave a layer without a cost.
+    return min(max(0.0, overhead), 0.9 * min(cost.seconds for cost in alone))
 
 
 def _count_weights(spec: LayerSpec, hidden_size: int) -> int:

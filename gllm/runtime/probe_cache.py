@@ -68,20 +68,20 @@ class ProbeCache:
     def load(self, key: str) -> StageMeasured | None:
         """Return an earlier measurement; None if there is none that can be read."""
         try:
-            payload = self._path(key).read_bytes()
-            measured = msgspec.json.decode(payload, type=StageMeasured)
+            return msgspec.json.decode(self._path(key).read_bytes(), type=StageMeasured)
         except (OSError, msgspec.DecodeError):
             return None
-        return msgspec.structs.replace(measured, is_cached=True)
 
     def store(self, key: str, measured: StageMeasured) -> None:
         """Keep a measurement; other processes see all of the file or nothing."""
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(msgspec.json.encode(measured))
-            os.replace(file.name, path)
+            # A folder, because it is removed with a file that could not be written to its end.
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                file = Path(folder, path.name)
+                file.write_bytes(msgspec.json.encode(measured))
+                os.replace(file, path)
         except OSError as error:
             log.info("the measured speed is not kept for the next start: %s", error)
 

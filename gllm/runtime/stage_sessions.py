@@ -73,12 +73,15 @@ class StageSessions:
         """
         assert self._hub is not None, "the driver is on the first stage"
         placement = self._assignment.placement
-        own, *others = [
-            RankPeers(self._hub, [worker.sender for worker in placement.workers_of(stage)])
+        first, *others = [
+            [worker.sender for worker in placement.workers_of(stage)]
             for stage in range(placement.num_stages)
         ]
-        own.senders.remove(self._assignment.sender)
-        return (own if own.senders else None), others
+        other_ranks = [sender for sender in first if sender != self._assignment.sender]
+        return (
+            RankPeers(self._hub, other_ranks) if other_ranks else None,
+            [RankPeers(self._hub, senders) for senders in others],
+        )
 
     def connect(self) -> None:
         """Connect to the driver's hub."""
