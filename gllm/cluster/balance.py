@@ -1,7 +1,7 @@
-"""Rebalancing: decides from measured step times whether another cut of the layers is better.
+"""Rebalancing: finds a better cut of the layers from measured step times.
 
-Pure: time is an argument. The supervisor reports the totals of the stages and logs or executes what
-is proposed.
+It has no clock: time is an argument. `LayerPlanner` passes the stages' totals and logs or uses the
+proposals.
 """
 
 import math
@@ -161,7 +161,10 @@ class Rebalancer:
         self._num_proposals = min(self._num_proposals + 1, 32)
 
     def _find_better(self, work: dict[int, StageTotals]) -> BetterCut | None:
-        """Return the best cut under the step times of a window if its gain suffices."""
+        """Return the best cut under some step times; None if its gain is too small.
+
+        work: of each stage in a window.
+        """
         seconds = [work[stage].mean_seconds for stage in range(len(self._cut))]
         scaled = []
         for costs, part, measured in zip(self._costs, self._cut, seconds, strict=True):

@@ -106,7 +106,7 @@ class WorkerPool:
         return actions
 
     def end_measuring(self) -> list[KillWorker]:
-        """Note that all workers have measured; kill those that hold memory since then."""
+        """Note that all workers have measured; kill those that still hold memory."""
         actions = []
         for worker in self.placed:
             worker.rest()
@@ -144,7 +144,7 @@ class WorkerPool:
         self._standbys.on_failure(now, self._jitter)
 
     def count_death(self, place: int) -> bool:
-        """Count the death of a place; return False if that was one too many."""
+        """Count the death of a place; return False if the place has used up its restarts."""
         self._has_deaths = True
         self.places[place].num_deaths += 1
         return self.places[place].num_deaths <= self._limits.max_restarts

@@ -1,7 +1,7 @@
-"""Division of the layers among the stages: by weights, by measured speeds, anew while serving.
+"""Division of the layers among the stages: by weights, by measured speeds, and by step times.
 
-Head side: it knows which measurements have arrived and proposes; the supervisor executes. This
-module imports no torch.
+The planner runs in the head process and proposes divisions; the supervisor starts the generations
+that use them. This module imports no torch.
 """
 
 import logging
@@ -38,7 +38,7 @@ class LayerPlanner:
             config: of the engine.
             layers: of each stage, as configured or by weights.
             costs: of the model's layers, the same on every stage, until they are measured.
-            limits: conditions of another division while serving; None for the defaults.
+            limits: conditions under which another division is proposed; None for the defaults.
         """
         self._config = config
         self._layers = list(layers)
@@ -57,7 +57,7 @@ class LayerPlanner:
 
     @property
     def bounds(self) -> Bounds:
-        """The same, as first layer and first layer after the last."""
+        """First layer of each stage and first layer after it, from the next generation on."""
         return [(part.start, part.stop) for part in self._layers]
 
     @property
@@ -103,9 +103,9 @@ class LayerPlanner:
         return self.bounds
 
     def begin_generation(self, loaded: Sequence[StageLoaded]) -> None:
-        """Begin to compare step times: a generation with the present layers serves.
+        """Start to compare the step times of a generation, which has the current layers.
 
-        loaded: reports of its workers.
+        loaded: reports of the generation's workers.
         """
         if self._memory is None:
             self._memory = self._estimate_memory(loaded)
@@ -156,7 +156,7 @@ class LayerPlanner:
             ", ".join(f"{1e3 * seconds:.1f}" for seconds in better.stage_seconds),
             action,
         )
-        # The next start measures again what the times of steps contradict.
+        # The step times contradict the measurements, so the next start measures again.
         for measured in self._measured.values():
             self._cache.forget(measured.cache_key)
         if not self._config.rebalance:
@@ -182,7 +182,7 @@ def _join_costs(ranks: Sequence[StageMeasured]) -> StageCosts:
 
 
 def _join_memory(ranks: Sequence[StageMeasured]) -> StageMemory:
-    """Return the memory of a stage: of the rank with the least."""
+    """Return the memory of the rank with the least, which limits its stage."""
     limits = [math.inf if rank.available_bytes is None else rank.available_bytes for rank in ranks]
     least = ranks[limits.index(min(limits))]
     needs = StageCosts(

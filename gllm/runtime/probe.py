@@ -1,7 +1,8 @@
 """Probe of a worker's speed: times some layers of the model and the LM head on its device.
 
-The layers are divided by it where workers differ. Only layers of different kinds are loaded, one of
-each, so a probe takes a few seconds; its result is kept in the cache folder.
+The layers are divided by its result where workers differ. It loads one layer of each kind, three
+consecutive layers and the last layer, so it takes a few seconds. The result is kept in the cache
+folder.
 """
 
 import logging
@@ -38,7 +39,7 @@ MEASURED_SECONDS = 0.25
 
 
 class ProbeCancelledError(Exception):
-    """Nobody needs the measurement."""
+    """The measurement was cancelled."""
 
 
 class SpanCost(NamedTuple):
@@ -79,7 +80,7 @@ class StageProbe:
         Raises:
             ModelError: the folder does not have the weights.
             FieldError: weights, KV cache or attention cannot be as configured.
-            ProbeCancelledError: nobody needs the measurement.
+            ProbeCancelledError: `cancel` was called.
         """
         assignment = self._assignment
         set_num_threads(assignment.num_threads)

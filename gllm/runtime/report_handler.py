@@ -1,4 +1,4 @@
-"""Reports of the workers: each is passed to those that it concerns, and leads to actions."""
+"""Dispatch of the workers' reports to the recovery, the client and the layer planner."""
 
 import logging
 import time

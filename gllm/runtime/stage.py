@@ -131,7 +131,7 @@ class StageRunner:
         self._executor.fail_sequences(CLOSED)
         for thread in self._threads:
             thread.join()
-        # What holds this object may outlive the generation; the groups' memory has to be freed.
+        # Others may keep this object for longer, but the memory of the groups is freed now.
         self._groups = None
 
     def _report(self, result: StepDone | GrammarReady) -> None:
@@ -280,7 +280,10 @@ class StageRunner:
         return hidden
 
     def _slow_down(self, begin: float) -> float:
-        """Sleep as long as the step that has just ended is to take longer; return the seconds."""
+        """Sleep until a step has taken as long as configured; return the seconds slept.
+
+        begin: start of the step; time.monotonic().
+        """
         if not self._min_step_seconds and self._slowdown == 1:
             return 0.0
         elapsed = time.monotonic() - begin

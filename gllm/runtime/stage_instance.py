@@ -230,7 +230,7 @@ class StageInstance:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _on_thread_error(self, error: BaseException) -> None:
-        """Report an error of the threads; that of another rank is for that one to report."""
+        """Report an error of the threads; the error of another rank is reported by that rank."""
         if isinstance(error, GroupClosedError):
             self._sessions.fail_later(error)
         else:

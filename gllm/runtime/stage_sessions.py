@@ -137,7 +137,7 @@ class StageSessions:
         self.fail_later(SessionError(f"a session with another stage ended: {cause}"))
 
     def fail_later(self, error: BaseException) -> None:
-        """Report a loss, unless the parent closes the instance first as the other has ended."""
+        """Report an error after LOST_SECONDS, unless the parent closes the instance first."""
         asyncio.get_running_loop().call_later(LOST_SECONDS, self._fail, error)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Stages with several ranks tell what stages with one tell: tokens, log-probabilities, errors."""
+"""Stages with several ranks return the tokens, log-probabilities and errors of one rank."""
 
 from dataclasses import dataclass
 from pathlib import Path
