@@ -99,7 +99,8 @@ class LayerProbe:
         executor.bind_thread()
         executor.load(self._folder, lambda done, total: None)
         if self._num_ranks > 1:
-            executor.join(create_solo_groups(self._rank, self._num_ranks))
+            device = None if backend.streams is None else executor.device
+            executor.join(create_solo_groups(self._rank, self._num_ranks, device))
         config = backend.reserve()
         assert config.max_num_batched_tokens is not None
         max_model_len, max_tokens = config.max_model_len, config.max_num_batched_tokens

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.groups import StageGroups
 
 
@@ -54,7 +55,46 @@ class SoloGroup:
         """See RankGroup; there is nothing to free."""
 
 
-def create_solo_groups(rank: int, size: int) -> StageGroups:
-    """Return groups of a rank that computes alone."""
-    group = SoloGroup(rank, size)
+class SoloDeviceGroup(DeviceRankGroup):
+    """The same on a device."""
+
+    can_capture = True
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """Create a group whose values are in the memory of a device."""
+        self._solo, self._device = SoloGroup(rank, size), device
+        super().__init__(StageGroups(self._solo, self._solo))
+
+    def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See SoloGroup."""
+        return self._solo.sum(partial, bias, dtype)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """See SoloGroup."""
+        return values
+
+    def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """See SoloGroup."""
+        return self._solo.gather(part, sizes)
+
+    def tell(self, values: Tensor | None, count: int) -> Tensor:
+        """See SoloGroup."""
+        return self._solo.tell(values, count).to(self._device)
+
+    def end_step(self, step: int) -> None:
+        """See DeviceRankGroup; no collective is queued."""
+
+    def _abort(self) -> None:
+        """See DeviceRankGroup; no collective is queued."""
+
+
+def create_solo_groups(rank: int, size: int, device: torch.device | None = None) -> StageGroups:
+    """Return groups of a rank that computes alone.
+
+    Args:
+        rank: number of the rank.
+        size: number of ranks of the stage.
+        device: GPU that computes; None for a CPU.
+    """
+    group = SoloGroup(rank, size) if device is None else SoloDeviceGroup(rank, size, device)
     return StageGroups(group, group)

@@ -6,9 +6,10 @@ import torch
 from gllm.transport.solo_group import create_solo_groups
 
 
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_shapes_are_those_of_a_group(rank: int) -> None:
-    group = create_solo_groups(rank, 3).layers
+def test_shapes_are_those_of_a_group(rank: int, device: torch.device | None) -> None:
+    group = create_solo_groups(rank, 3, device).layers
     part, bias = torch.randn(4, 8), torch.randn(8)
     assert group.partial(4, 8) is None
     assert torch.equal(group.sum(part, bias, torch.float32), part + bias)
