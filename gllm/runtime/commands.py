@@ -50,5 +50,5 @@ class CommandRunner:
     def fail_all(self, cause: str) -> None:
         """End all commands with an error, because a worker has died."""
         for command_id, (queue, receivers) in self._reports.items():
-            for stage in range(len(receivers)):
-                queue.put_nowait(CommandDone(command_id, stage, cause))
+            for _ in receivers:
+                queue.put_nowait(CommandDone(command_id, 0, cause))

@@ -56,7 +56,7 @@ class SoloGroup:
 
 
 class SoloDeviceGroup(DeviceRankGroup):
-    """The same on a device."""
+    """Group of a rank that computes alone on a device."""
 
     can_capture = True
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.host import HostQueues
 from gllm.cluster.placement import Slot, make_placement
 from gllm.config.engine import EngineConfig
 from gllm.messages.measurement import StageMeasured
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.spec import LayerSpec, MLPSpec
+from gllm.runtime import layer_probe
 from gllm.runtime import probe as probe_module
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.cpu.executor import CpuExecutor
@@ -166,6 +168,26 @@ def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
     parts = [CpuExecutor(model, config, 2, range(begin, begin + 1)) for begin in range(6)]
     assert [each.is_first for each in parts] == [True] + [False] * 5
     assert [each.is_last for each in parts] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_measured_on_a_device(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of a device have more to do than those of a CPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("gllm.runtime.cuda.backend.CudaRuntime", lambda index: HostQueues())
+    monkeypatch.setattr(layer_probe, "count_gpus", lambda device: 2)
+    config = EngineConfig.from_options(
+        "demo", tensor_parallel_size=2, max_model_len=512, max_num_batched_tokens=64
+    )
+    placement = make_placement(1, [(0, 6)], [Slot(1), Slot(2)], [2])
+    assignment = StageAssignment(placement, rank + 1, config, str(DEMO), "", is_probe=True)
+    measured = measure(assignment, tmp_path)
+    assert all(0 < seconds < 1 for seconds in measured.layer_seconds)
+    assert measured.rank == rank
+    assert measured.available_bytes is not None
+    assert not measured.keeps_weights
 
 
 def test_the_head_is_what_sampling_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
