@@ -252,7 +252,7 @@ def executor_of(
     )
     layers = range(described.model.num_layers)
     planner = place.attention_planner(longest)
-    executor = Executor(described, config, 0, 1, layers, place.queues(), planner)
+    executor = Executor(described, config, 1, layers, place.queues(), planner)
     executor.take(tensors)
     executor.scheduler = config.scheduler.resolve(1, blocks, longest)
     executor.reserve(executor.scheduler)

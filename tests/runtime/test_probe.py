@@ -20,6 +20,7 @@ from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.layer_probe import LayerProbe, StepSizes
 from gllm.runtime.probe import ProbeCancelledError, StageProbe, find_kinds
 from gllm.runtime.probe_cache import ProbeCache, create_key
+from tests.runtime.device import as_on_a_device
 
 
 def assign(stage: int, **options: Any) -> StageAssignment:
@@ -183,7 +184,8 @@ def test_a_rank_is_measured_on_a_device(
     )
     placement = make_placement(1, [(0, 6)], [Slot(1), Slot(2)], [2])
     assignment = StageAssignment(placement, rank + 1, config, str(DEMO), "", is_probe=True)
-    measured = measure(assignment, tmp_path)
+    with as_on_a_device():
+        measured = measure(assignment, tmp_path)
     assert all(0 < seconds < 1 for seconds in measured.layer_seconds)
     assert measured.rank == rank
     assert measured.available_bytes is not None
