@@ -72,15 +72,15 @@ class ThreadGroup:
         errors: list[str] = self._exchange("meet", step, error)
         return next(filter(None, errors), "")
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup."""
         if self.rank == 0:
             assert values is not None
             assert values.dtype == torch.int64
             assert values.shape == (count,)
             values = values.clone()
-        told: Tensor = self._exchange("tell", count, values)[0]
-        return told.clone()
+        received: Tensor = self._exchange("broadcast", count, values)[0]
+        return received.clone()
 
     def cancel(self) -> None:
         """See RankGroup."""

@@ -82,7 +82,7 @@ class RankGroup(Protocol):
             GroupMismatchError: another rank is about to compute another step.
         """
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks."""
 
     def cancel(self) -> None:

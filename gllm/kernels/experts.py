@@ -81,7 +81,7 @@ def run_experts(
     gate_up: Sequence[GatedMatrix],
     down: Sequence[Matrix],
     out: Tensor | None = None,
-    agree: Callable[[Tensor], Tensor] | None = None,
+    reduce_magnitudes: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [tokens, hidden].
 
@@ -96,8 +96,8 @@ def run_experts(
         down: [hidden, intermediate] of each expert.
         out: [tokens, hidden] float32: receives the sum without rounding, if the experts lack some
             intermediate elements. The result is then `out`.
-        agree: returns the largest of all ranks' row magnitudes [tokens * top_k], if the experts
-            lack some intermediate elements and the format of `down` scales rows.
+        reduce_magnitudes: returns the largest of all ranks' row magnitudes [tokens * top_k], if the
+            experts lack some intermediate elements and the format of `down` scales rows.
     """
     order = expert_ids.flatten().argsort(stable=True)
     tokens = order // expert_ids.shape[1]
@@ -108,16 +108,18 @@ def run_experts(
         if begin < end
     ]
     flat_weights = expert_weights.flatten()[order]
-    inner = (gated_linear(x[tokens[span]], gate_up[expert]) for expert, span in spans)
+    inner: Iterable[Tensor] = (
+        gated_linear(x[tokens[span]], gate_up[expert]) for expert, span in spans
+    )
     magnitudes = None
-    if agree is not None and spans:
+    if reduce_magnitudes is not None and spans:
         # All experts at once: ranks agree in one exchange.
-        kept = list(inner)
-        magnitudes = agree(torch.cat([row_magnitudes(part, down[0]) for part in kept]))
-        inner = (part for part in kept)
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device) if out is None else out
-    if out is not None:
-        result.zero_()
+        inner = list(inner)
+        magnitudes = reduce_magnitudes(torch.cat([row_magnitudes(each, down[0]) for each in inner]))
+    if out is None:
+        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    else:
+        result = out.zero_()
     for (expert, span), gated in zip(spans, inner, strict=True):
         output = None if out is None else torch.empty_like(out[: len(gated)])
         scales = None if magnitudes is None else magnitudes[span]

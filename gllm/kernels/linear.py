@@ -24,14 +24,14 @@ def prepare(
         quantization: a format of WEIGHT_FORMATS that is computed from floats; with "none" weights
             stay in the format of the checkpoint.
         magnitudes: [outputs] float32: largest magnitude of each output's whole row, if `weight`
-            lacks some inputs of it; None if the rows are whole.
+            lacks some inputs of it and the format scales rows; else None.
     """
     parts = [weight] if isinstance(weight, Tensor) else weight
     target, parts = convert(parts, quantization)
     if magnitudes is not None:
-        parts_of_rows: Matrix = target.prepare_part(parts, magnitudes)
-        return parts_of_rows
-    matrix: Matrix = target.prepare(parts)
+        matrix: Matrix = target.prepare_part(parts, magnitudes)
+    else:
+        matrix = target.prepare(parts)
     return matrix
 
 

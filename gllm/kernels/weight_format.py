@@ -101,7 +101,7 @@ class WeightFormat(ABC, Generic[M]):
             parts: as in `prepare`.
             magnitudes: [outputs] float32: largest magnitude of each output's whole row.
         """
-        return self.prepare(parts)
+        raise NotImplementedError(f"{type(self).__name__} does not scale rows")
 
     def prepare_gated(self, parts: Sequence[Any], activation: str) -> M:
         """Return one matrix of a gate and an up projection, for `multiply_gated`.

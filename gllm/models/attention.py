@@ -68,7 +68,7 @@ class Attention:
                 self.norms = query_norm, key_norm
         slopes = None
         if spec.alibi_scale is not None:
-            slopes = compute_alibi_slopes(spec.all_heads or num_heads) * spec.alibi_scale
+            slopes = compute_alibi_slopes(spec.total_num_heads or num_heads) * spec.alibi_scale
             slopes = slopes[spec.first_head : spec.first_head + num_heads]
         self.scaling = AttentionScaling(spec.scale, spec.softcap, slopes)
 

@@ -43,7 +43,7 @@ class MLP:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the output [tokens, hidden] of x [tokens, hidden].
 
-        out: see Linear, of which it is that of `down_proj`.
+        out: see Linear; `down_proj` writes to it.
         """
         if isinstance(self.up_proj, GatedMatrix):
             return self.down_proj(gated_linear(x, self.up_proj), out)
@@ -142,10 +142,12 @@ class Experts:
         if isinstance(self.experts, StackedExperts):
             result = run_stacked(x, expert_ids, expert_weights, self.experts)
         else:
-            agree = None
+            reduce_magnitudes = None
             if self._is_summed and scales_rows(self.experts[1][0]):
-                agree = self._ranks.layers.maximum
-            result = run_experts(x, expert_ids, expert_weights, *self.experts, out, agree)
+                reduce_magnitudes = self._ranks.layers.maximum
+            result = run_experts(
+                x, expert_ids, expert_weights, *self.experts, out, reduce_magnitudes
+            )
         if self.shared_expert is not None:
             shared = self.shared_expert(x, None if out is None else torch.empty_like(out))
             if self.shared_expert_gate is not None:

@@ -42,12 +42,12 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
     assert 0 <= rank < ranks, "ranks are numbered from 0"
     if ranks == 1:
         return model
-    if (reason := refusal(model, ranks)) is not None:
+    if (reason := unsupported_reason(model, ranks)) is not None:
         raise ValueError(reason)
     part = _Part(rank, ranks)
     # Families use one object for equal layers.
-    layers = {id(layer): part.of_layer(layer) for layer in model.layers}
-    rows = part.of_vocabulary(model.vocab_size)
+    layers = {id(layer): part.cut_layer(layer) for layer in model.layers}
+    rows = part.cut_vocabulary(model.vocab_size)
     return replace(
         model,
         embedding=replace(model.embedding, rows=rows),
@@ -58,7 +58,7 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
     )
 
 
-def refusal(model: ModelSpec, ranks: int) -> str | None:
+def unsupported_reason(model: ModelSpec, ranks: int) -> str | None:
     """Return why a model does not divide among ranks, with the numbers that do; None if it does."""
     reason = _find_obstacle(model, ranks)
     if reason is None:
@@ -109,7 +109,7 @@ def _find_split_block(layer: LayerSpec, part: "_Part", block: tuple[int, int]) -
     sizes = dict(_divided_sizes(layer))
     if isinstance(layer.attention, AttentionSpec):
         sizes["num_key_value_heads"] = layer.attention.num_kv_heads
-    for name, linear in _cut_linears(part.of_layer(layer)):
+    for name, linear in _cut_linears(part.cut_layer(layer)):
         columns = () if linear.columns is None else (linear.columns,)
         cuts = [(cut, block[0]) for cut in linear.rows] + [(cut, block[1]) for cut in columns]
         if not all(is_aligned(cut, length) for cut, length in cuts):
@@ -150,19 +150,19 @@ class _Part:
     rank: int
     ranks: int
 
-    def of_layer(self, layer: LayerSpec) -> LayerSpec:
+    def cut_layer(self, layer: LayerSpec) -> LayerSpec:
         attention = layer.attention
         return replace(
             layer,
-            attention=self.of_latent_attention(attention)
+            attention=self.cut_latent_attention(attention)
             if isinstance(attention, LatentAttentionSpec)
-            else self.of_attention(attention),
-            mlp=self.of_experts(layer.mlp)
+            else self.cut_attention(attention),
+            mlp=self.cut_experts(layer.mlp)
             if isinstance(layer.mlp, ExpertsSpec)
-            else self.of_mlp(layer.mlp, is_summed=True),
+            else self.cut_mlp(layer.mlp, is_summed=True),
         )
 
-    def of_attention(self, spec: AttentionSpec) -> AttentionSpec:
+    def cut_attention(self, spec: AttentionSpec) -> AttentionSpec:
         heads, kv_heads = self._run(spec.num_heads), self._kv_run(spec.num_kv_heads)
 
         def norm(norm_spec: NormSpec | None, total: int, run: Run) -> NormSpec | None:
@@ -179,10 +179,10 @@ class _Part:
             query_norm=norm(spec.query_norm, spec.num_heads, heads),
             key_norm=norm(spec.key_norm, spec.num_kv_heads, kv_heads),
             first_head=heads[0],
-            all_heads=spec.num_heads,
+            total_num_heads=spec.num_heads,
         )
 
-    def of_latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionSpec:
+    def cut_latent_attention(self, spec: LatentAttentionSpec) -> LatentAttentionSpec:
         def rows(linear: LinearSpec, head_dim: int) -> LinearSpec:
             return replace(linear, rows=(self._cut(spec.num_heads, head_dim),))
 
@@ -194,7 +194,7 @@ class _Part:
             out_proj=self._cut_inputs(spec.out_proj, spec.num_heads, spec.value_dim),
         )
 
-    def of_mlp(self, spec: MLPSpec, is_summed: bool) -> MLPSpec:
+    def cut_mlp(self, spec: MLPSpec, is_summed: bool) -> MLPSpec:
         size, up_proj = spec.intermediate_size, spec.up_proj
         begin, end = self._run(size)
         if spec.is_gated and len(up_proj.names) == 1:
@@ -208,16 +208,16 @@ class _Part:
             down_proj=self._cut_inputs(spec.down_proj, size, is_summed=is_summed),
         )
 
-    def of_experts(self, spec: ExpertsSpec) -> ExpertsSpec:
+    def cut_experts(self, spec: ExpertsSpec) -> ExpertsSpec:
         shared = spec.shared_expert
         return replace(
             spec,
-            expert=self.of_mlp(spec.expert, is_summed=False),
-            shared_expert=None if shared is None else self.of_mlp(shared, is_summed=False),
+            expert=self.cut_mlp(spec.expert, is_summed=False),
+            shared_expert=None if shared is None else self.cut_mlp(shared, is_summed=False),
             is_summed=True,
         )
 
-    def of_vocabulary(self, size: int) -> Cut:
+    def cut_vocabulary(self, size: int) -> Cut:
         share = -(-size // self.ranks)
         return _make_cut(size, (self.rank * share, min((self.rank + 1) * share, size)))
 

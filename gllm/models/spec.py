@@ -118,8 +118,8 @@ class AttentionSpec:
     """True if qkv_proj is stored KV head by KV head: its queries, its key, its value."""
     first_head: int = 0
     """Index of this rank's first query head, for ALiBi: its slopes are those of heads
-    [first_head, first_head + num_heads) of all_heads."""
-    all_heads: int | None = None
+    [first_head, first_head + num_heads) of total_num_heads."""
+    total_num_heads: int | None = None
     """Query heads of all ranks; None if this rank has all."""
 
     @property

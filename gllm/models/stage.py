@@ -73,7 +73,7 @@ class Embedding:
         return hidden if self.norm is None else self.norm(hidden)
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """Return the embeddings [n, hidden] of ids [n]: those of other ranks come by a sum.
+        """Return the embeddings [n, hidden] of ids [n], summed over the ranks: each has its rows.
 
         Raises:
             IndexError: on a CPU, an id is out of range.
@@ -138,8 +138,7 @@ class LMHead:
         group = self._ranks.head
         step = -(-self.vocab_size // group.size)
         sizes = [min(step, self.vocab_size - begin) for begin in range(0, self.vocab_size, step)]
-        # Without rows where nothing is gathered.
-        gathered = [hidden.new_empty(0, self.vocab_size, dtype=torch.float32)]
+        gathered: list[Tensor] = []
         for begin in range(0, len(hidden), HEAD_ROWS):
             normed = self.norm(hidden[begin : begin + HEAD_ROWS])
             part = normed.new_empty(len(normed), len(self.rows), dtype=torch.float32)
@@ -147,7 +146,9 @@ class LMHead:
             logits = group.gather(self._scale(part), sizes)
             if logits is not None:
                 gathered.append(logits)
-        return gathered[-1] if len(gathered) <= 2 else torch.cat(gathered)
+        if not gathered:
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
     def _scale(self, logits: Tensor) -> Tensor:
         """Apply the scale and the cap, in place."""

@@ -110,10 +110,11 @@ def select(tensor: Tensor, outer: TensorCuts, inner: TensorCuts) -> Tensor:
     """Return the elements of cuts from a tensor that holds the cuts `outer`, which contain them."""
     for dimension, (whole, part) in enumerate(zip(outer, inner, strict=True)):
         if whole is not None and part is not None and whole != part:
-            held = [index for run in whole.runs for index in range(*run)]
-            position = {index: at for at, index in enumerate(held)}
-            wanted = [position[index] for run in part.runs for index in range(*run)]
-            tensor = tensor.index_select(dimension, tensor.new_tensor(wanted).long())
+            held, selected = (
+                torch.cat([torch.arange(*run) for run in cut.runs]) for cut in (whole, part)
+            )
+            positions = torch.searchsorted(held, selected).to(tensor.device)
+            tensor = tensor.index_select(dimension, positions)
     return tensor
 
 

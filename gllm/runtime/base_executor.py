@@ -22,7 +22,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
-from gllm.models.shard import refusal, shard
+from gllm.models.shard import shard, unsupported_reason
 from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
 from gllm.runtime.device import (
@@ -79,7 +79,7 @@ class BaseExecutor(ABC):
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
                 share the model.
         """
-        if (reason := refusal(model_config.model, num_ranks)) is not None:
+        if (reason := unsupported_reason(model_config.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
         self.model = shard(model_config.model, rank, num_ranks)
         self._rank, self._num_ranks = rank, num_ranks
@@ -218,7 +218,7 @@ class BaseExecutor(ABC):
     def join(self, groups: StageGroups) -> None:
         """See Executor."""
         self._groups = groups
-        self._stage.ranks.join(groups)
+        self._stage.ranks.join(*groups)
 
     def close(self) -> None:
         """See Executor."""

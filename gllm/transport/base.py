@@ -29,13 +29,6 @@ OnTransportError = Callable[[BaseException], None]
 """Reports, from any thread, why an edge is broken."""
 
 
-class Abortable(Protocol):
-    """Process group whose transfers can be aborted."""
-
-    def abort(self) -> None:
-        """End all transfers in flight."""
-
-
 class EdgeLayout(msgspec.Struct, frozen=True):
     """Capacity of an edge."""
 

@@ -65,7 +65,7 @@ class DeviceRankGroup(ABC):
         """See RankGroup."""
 
     @abstractmethod
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup; the values are in device memory."""
 
     @property

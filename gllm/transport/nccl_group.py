@@ -26,15 +26,10 @@ from gllm.transport.base import OnTransportError, TransportError
 from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.groups import StageGroups
-from gllm.transport.nccl import (
-    TIMEOUT_SECONDS,
-    TransferHandle,
-    TransferMonitor,
-    create_communicator,
-    wait_until,
-)
+from gllm.transport.nccl import TIMEOUT_SECONDS, create_communicator, wait_until
 from gllm.transport.region import RegionLayout
 from gllm.transport.shared_region import open_shared_groups
+from gllm.transport.transfer_monitor import TransferHandle, TransferMonitor
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +62,7 @@ CommunicatorFactory = Callable[[Store, int, int], Communicator]
 
 
 class _QueuedStep:
-    """All work of a step, as a transfer that a TransferMonitor follows."""
+    """All work of a step, as a transfer for a TransferMonitor."""
 
     def __init__(self, ended: DeviceEvent) -> None:
         self._ended = ended
@@ -177,7 +172,7 @@ class NcclRankGroup(DeviceRankGroup):
         used = zip(parts.unbind(), sizes, strict=True)
         return torch.cat([each[:, :size] for each, size in used], dim=1)
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup."""
         if values is None:
             values = torch.empty(count, dtype=torch.int64, device=self._device.device)
@@ -282,6 +277,8 @@ def open_nccl_groups(
 ) -> StageGroups:
     """Open this rank's groups; wait until all ranks are connected.
 
+    A rank that cannot connect cancels the groups in host memory.
+
     Args:
         descriptors: of the region: its memory, and the file at which the ranks meet.
         rank: number of this rank, from 0.
@@ -294,13 +291,19 @@ def open_nccl_groups(
 
     Raises:
         TransportError: the ranks do not connect in time.
-        GroupClosedError: another rank has failed.
+        GroupClosedError: another rank could not connect.
     """
     host = open_shared_groups(descriptors, rank, ranks, layout)
-    # Ranks load their weights in different times; from here on, connecting takes seconds.
-    log.info("rank %d waits for the other ranks of its stage", rank)
-    host.layers.meet(MEETING_STEP, "")
-    store = meeting_store(descriptors[1], ranks)
-    communicator = connect(store, rank, ranks, device, stream, create)
+    try:
+        # Ranks load their weights in different times; from here on, connecting takes seconds.
+        log.info("rank %d waits for the other ranks of its stage", rank)
+        host.layers.meet(MEETING_STEP, "")
+        store = meeting_store(descriptors[1], ranks)
+        communicator = connect(store, rank, ranks, device, stream, create)
+    except BaseException:
+        host.layers.cancel()
+        for group in host:
+            group.close()
+        raise
     group = NcclRankGroup(host, communicator, device, stream, on_error)
     return StageGroups(group, group)

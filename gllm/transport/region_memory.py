@@ -51,7 +51,7 @@ class Collective(IntEnum):
     MAXIMUM = 2
     GATHER = 3
     MEET = 4
-    TELL = 5
+    BROADCAST = 5
 
 
 class RegionMemory:

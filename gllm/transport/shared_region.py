@@ -134,14 +134,14 @@ class SharedMemoryGroup:
                 return message.decode(errors="replace")
         return ""
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup."""
         place = self._next_place(VALUES)
         shared = self._slice(0, place, 8 * count).view(torch.int64)
         if self.rank == 0:
             assert values is not None, "rank 0 has the values"
             shared.copy_(values)
-        self._barrier(Collective.TELL, place, count)
+        self._barrier(Collective.BROADCAST, place, count)
         return shared.clone()
 
     def cancel(self) -> None:

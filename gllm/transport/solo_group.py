@@ -44,7 +44,7 @@ class SoloGroup:
         """Return the error of this rank."""
         return error
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """Return the values, or zeros on other ranks than 0."""
         return torch.zeros(count, dtype=torch.int64) if values is None else values
 

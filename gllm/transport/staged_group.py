@@ -75,10 +75,10 @@ class StagedRankGroup(DeviceRankGroup):
         whole = self._host.head.gather(self._to_host(part), sizes)
         return None if whole is None else self._to_device(whole)
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup."""
         on_host = None if values is None else self._to_host(values)
-        return self._to_device(self._host.head.tell(on_host, count))
+        return self._to_device(self._host.head.broadcast(on_host, count))
 
     def end_step(self, step: int) -> None:
         """See DeviceRankGroup; the host has waited for every collective already."""

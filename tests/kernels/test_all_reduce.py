@@ -117,7 +117,7 @@ def test_a_larger_part_than_the_region_is_refused(groups: list[RankGroup]) -> No
     for call in (
         lambda: groups[0].partial(513, 900),
         lambda: groups[0].sum(torch.zeros(513, 900), None, torch.float32),
-        lambda: groups[0].tell(torch.zeros(10_000, dtype=torch.int64), 10_000),
+        lambda: groups[0].broadcast(torch.zeros(10_000, dtype=torch.int64), 10_000),
     ):
         with pytest.raises(ValueError, match="exceed the group's"):
             call()

@@ -95,7 +95,7 @@ class RankedModel:
         self.groups = [self.open_groups(len(ranks), self.model) for ranks in self.stages]
         for ranks, groups in zip(self.stages, self.groups, strict=True):
             for rank, ends in zip(ranks, groups, strict=True):
-                rank.stage.ranks.join(ends)
+                rank.stage.ranks.join(*ends)
 
     def leave(self) -> None:
         """Close the groups; the weights stay."""

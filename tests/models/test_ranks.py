@@ -85,9 +85,9 @@ def test_weights_outlive_the_groups(tmp_path: Path) -> None:
 def test_ranks_join_no_other_groups() -> None:
     ranks = Ranks(1, 2)
     with pytest.raises(ValueError, match="rank 1 of 2 joins a group as rank 0 of 2"):
-        ranks.join(open_thread_groups(2)[0])
+        ranks.join(*open_thread_groups(2)[0])
     with pytest.raises(ValueError, match="rank 1 of 2 joins a group as rank 1 of 4"):
-        ranks.join(open_thread_groups(4)[1])
+        ranks.join(*open_thread_groups(4)[1])
     with pytest.raises(AssertionError, match="join"):
         _ = ranks.layers
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.registry import spec_builder
-from gllm.models.shard import refusal, shard
+from gllm.models.shard import shard, unsupported_reason
 from gllm.models.spec import (
     AttentionSpec,
     Cut,
@@ -115,7 +115,7 @@ def test_a_rank_has_the_rows_of_its_heads(shape: tuple[int, int, int, int, str])
         own = range(part.first_head, part.first_head + part.num_heads)
         kv_own = sorted({head // (heads // kv_heads) for head in own})
         assert part.num_kv_heads == len(kv_own)
-        assert part.all_heads == heads
+        assert part.total_num_heads == heads
         for tensor, cut in zip(rows, part.qkv_proj.rows, strict=True):
             assert cut.size == len(tensor) * dim
             wanted = [
@@ -184,7 +184,7 @@ def test_the_vocabulary_is_divided(size: int, ranks: int) -> None:
         hidden_size=2 * heads,
         intermediate_size=ranks,
     )
-    if (reason := refusal(model, ranks)) is not None:
+    if (reason := unsupported_reason(model, ranks)) is not None:
         assert f"vocab_size is {size}" in reason
         assert (ranks - 1) * -(-size // ranks) >= size
         return
@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[ModelSpec, int, str]] = {
 def test_refusals_name_the_size_and_what_would_do(
     model: ModelSpec, ranks: int, message: str
 ) -> None:
-    assert refusal(model, ranks) == message
+    assert unsupported_reason(model, ranks) == message
     with pytest.raises(ValueError, match="tensor_parallel_size") as error:
         shard(model, 0, ranks)
     assert str(error.value) == message
@@ -298,14 +298,15 @@ def test_blocks_with_one_scale_are_not_split(
     changes: dict[str, Any], block: tuple[int, int], ranks: int, named: str
 ) -> None:
     model = replace(build(**changes), quantization=QuantizationSpec("fp8", block))
-    message = refusal(model, ranks)
+    message = unsupported_reason(model, ranks)
     assert message is not None
     assert message.startswith(f"tensor_parallel_size is {ranks}, but {named}")
     assert f"split blocks of {block[0]} x {block[1]} weights" in message
     numbers = message.rpartition(": use ")[2].replace(" or ", ", ").split(", ")
     assert ranks not in map(int, numbers)
-    assert all(refusal(model, int(number)) is None for number in numbers)
-    assert refusal(replace(model, quantization=QuantizationSpec("fp8", None)), ranks) is None
+    assert all(unsupported_reason(model, int(number)) is None for number in numbers)
+    without_blocks = replace(model, quantization=QuantizationSpec("fp8", None))
+    assert unsupported_reason(without_blocks, ranks) is None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -313,10 +314,10 @@ def test_published_models_divide_or_say_why(name: str) -> None:
     model = read(PUBLISHED[name])
     attention = model.layers[0].attention
     for ranks in (2, 4, 8):
-        reason = refusal(model, ranks)
+        reason = unsupported_reason(model, ranks)
         if reason is not None:
             assert reason.startswith(f"tensor_parallel_size is {ranks}, but ")
-            assert refusal(model, int(reason.split()[-1])) is None
+            assert unsupported_reason(model, int(reason.split()[-1])) is None
             continue
         parts = [shard(model, rank, ranks).layers[0].attention for rank in range(ranks)]
         assert sum(part.num_heads for part in parts) == attention.num_heads

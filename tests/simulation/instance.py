@@ -258,7 +258,7 @@ class Instance:
         placeholders = self._arithmetic.placeholders(rows)
         compute = partial(self.process.call_later, seconds, self._attend, plan, rows)
         if placeholders and self.stage == 0:
-            self._exchange(("tell", plan.step), placeholders, lambda parts: compute(parts[0]))
+            self._exchange(("broadcast", plan.step), placeholders, lambda parts: compute(parts[0]))
         else:
             compute(placeholders)
 

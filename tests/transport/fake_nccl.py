@@ -159,10 +159,10 @@ class FakeHostGroup:
             raise GroupMismatchError(f"the ranks are at steps {[step for step, _ in steps]}")
         return next((error for _, error in steps if error), "")
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
-        told: Tensor = self._exchange(("tell", count), values)[0]
-        assert len(told) == count
-        return told
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
+        received: Tensor = self._exchange(("broadcast", count), values)[0]
+        assert len(received) == count
+        return received
 
     def cancel(self) -> None:
         self.is_cancelled = True

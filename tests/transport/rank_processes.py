@@ -33,7 +33,7 @@ def is_right(group: RankGroup, shared: random.Random, number: int) -> bool:
 
     shared: has the same state on all ranks.
     """
-    kind, rows = shared.choice(["sum"] * 6 + ["maximum", "gather", "meet", "tell"]), 1
+    kind, rows = shared.choice(["sum"] * 6 + ["maximum", "gather", "meet", "broadcast"]), 1
     if shared.random() < 0.3:
         rows = shared.randrange(1, 129)
     base = torch.full((group.size, 1), float(number % 4096)) + torch.arange(group.size)[:, None]
@@ -49,9 +49,9 @@ def is_right(group: RankGroup, shared: random.Random, number: int) -> bool:
     if kind == "meet":
         errors = ["" if shared.random() < 0.8 else f"{rank}" for rank in range(group.size)]
         return group.meet(number, errors[group.rank]) == next(filter(None, errors), "")
-    if kind == "tell":
-        told = group.tell(torch.full((rows,), number) if group.rank == 0 else None, rows)
-        return torch.equal(told, torch.full((rows,), number))
+    if kind == "broadcast":
+        values = group.broadcast(torch.full((rows,), number) if group.rank == 0 else None, rows)
+        return torch.equal(values, torch.full((rows,), number))
     gathered = group.gather(mine[:, :100], [100] * group.size)
     wanted = numbers[:, :100].reshape(1, -1).expand(rows, -1)
     return (

@@ -108,12 +108,13 @@ def test_ranks_at_different_steps_are_a_mismatch(every_kind: list[RankGroup]) ->
 def test_values_of_rank_0_reach_all(every_kind: list[RankGroup]) -> None:
     values = torch.tensor([1, -1, 2**40])
 
-    def tell(group: RankGroup) -> list[Tensor]:
+    def broadcast(group: RankGroup) -> list[Tensor]:
         mine = values if group.rank == 0 else None
-        return [group.tell(mine, 3), group.tell(values[:0] if group.rank == 0 else None, 0)]
+        none = values[:0] if group.rank == 0 else None
+        return [group.broadcast(mine, 3), group.broadcast(none, 0)]
 
-    for told, nothing in run_ranks(every_kind, tell):
-        assert torch.equal(told, values)
+    for received, nothing in run_ranks(every_kind, broadcast):
+        assert torch.equal(received, values)
         assert nothing.shape == (0,)
 
 
@@ -165,7 +166,7 @@ def end_of(call: Call, group: RankGroup) -> tuple[threading.Thread, list[BaseExc
         lambda group: group.sum(torch.zeros(1, 8), None, torch.float32),
         lambda group: group.maximum(torch.zeros(4)),
         lambda group: group.meet(0, ""),
-        lambda group: group.tell(torch.zeros(4, dtype=torch.int64), 4),
+        lambda group: group.broadcast(torch.zeros(4, dtype=torch.int64), 4),
         lambda group: group.gather(torch.zeros(1, 8), [8] * RANKS),
     ],
 )

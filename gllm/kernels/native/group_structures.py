@@ -1,6 +1,6 @@
 """Structures of all_reduce.cpp, which documents their fields: shared state and arguments.
 
-The implementation without a compiler (`gllm.transport.shared_region`) uses the shared ones too.
+The implementation without a compiler (`gllm.transport.region_memory`) uses the shared ones too.
 """
 
 import ctypes

@@ -89,7 +89,7 @@ class CpuExecutor(BaseExecutor):
             # A sequence whose step failed has no token: it has ended, and this row is discarded.
             tokens = torch.tensor([self._last_tokens.get(seq, 0) for seq in seqs])
         if self._groups is not None:
-            tokens = self._groups.head.tell(tokens, len(rows))
+            tokens = self._groups.head.broadcast(tokens, len(rows))
         assert tokens is not None, "without groups there is only rank 0"
         batch.inputs.token_ids[list(rows)] = tokens
 

@@ -192,7 +192,7 @@ class CudaExecutor(CudaStartUp):
         if self.has_sampler:
             known = self._last_tokens.tokens.index_select(0, inputs.placeholder_slots)
         if self._group is not None:
-            return self._group.tell(known, len(inputs.placeholder_rows))
+            return self._group.broadcast(known, len(inputs.placeholder_rows))
         assert known is not None, "without ranks the sampler is here"
         return known
 
