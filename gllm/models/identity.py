@@ -53,7 +53,7 @@ def hash_numerics(model_hash: str, numerics: str) -> str:
 def describe_numerics(
     executors: Iterable[str], layer_counts: Sequence[int], degrees: Sequence[int]
 ) -> str:
-    """Return what decides the bits of a pipeline, as text.
+    """Describe the settings of a pipeline that affect the bits of its results.
 
     Args:
         executors: dtypes, quantization, device, kernels and ranks of each worker.

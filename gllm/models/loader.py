@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read and the total."""
-COMPARED_ROWS = 1024
-"""Rows of two matrices that are compared at once."""
 
 
 class Checkpoint:
@@ -181,7 +179,7 @@ class Checkpoint:
         if embedding not in homes:
             homes[embedding] = homes[own]
         self.read_bytes += homes[own].nbytes + homes[embedding].nbytes
-        if _are_equal(homes[own], homes[embedding]):
+        if homes[own].is_equal(homes[embedding]):
             del homes[own]
             return model
         if layers.stop == model.num_layers:
@@ -377,14 +375,3 @@ def _head_names(model: ModelSpec) -> tuple[str, str]:
     """Return the possible names of an untied head, without and with the optional prefix."""
     name = f"{model.head.untied_name}.weight"
     return name, model.optional_prefix + name
-
-
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two matrices have the same values, comparing some rows at a time."""
-    shape = first.shape
-    if shape != second.shape or len(shape) != 2:
-        return False
-    parts = (slice(begin, begin + COMPARED_ROWS) for begin in range(0, shape[0], COMPARED_ROWS))
-    return all(
-        torch.equal(first.read_rows(rows).float(), second.read_rows(rows).float()) for rows in parts
-    )

@@ -22,6 +22,8 @@ STACKS_BLOCK = "mlp"
 """Name of a layer's feed-forward block that has stacks, whatever the family calls the block."""
 SUFFIXES = {"": "weight", "_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
 """Ends of a stack's name, and of the names of the tensors in it."""
+COMPARED_ROWS = 1024
+"""Rows of two matrices that are compared at once."""
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element, by safetensors' name of its type; 1 for all others that are read."""
 
@@ -99,11 +101,19 @@ class StoredTensor:
         first = slice(self.rows.start + chosen[0].start, self.rows.start + chosen[0].stop)
         return self.expert, first, *chosen[1:]
 
-    def read_rows(self, rows: slice) -> Tensor:
-        """Return rows of a whole tensor."""
+    def is_equal(self, other: "StoredTensor") -> bool:
+        """Return whether two whole matrices have the same values, comparing some rows at a time."""
+        if self.shape != other.shape or len(self.shape) != 2:
+            return False
+        begins = range(0, self.shape[0], COMPARED_ROWS)
+        slabs = (slice(begin, begin + COMPARED_ROWS) for begin in begins)
+        return all(torch.equal(self._read_rows(slab), other._read_rows(slab)) for slab in slabs)
+
+    def _read_rows(self, rows: slice) -> Tensor:
+        """Return rows of a whole tensor in float32."""
         with CPU:
             part: Tensor = self.handle.get_slice(self.name)[rows]
-            return part
+            return part.float()
 
 
 def select(tensor: Tensor, outer: TensorCuts, inner: TensorCuts) -> Tensor:

@@ -8,6 +8,7 @@ import ctypes
 NUM_PLACES = 5
 """Places per rank of a group, `PLACES` in all_reduce.cpp."""
 MAX_RANKS = 64
+"""Most ranks of a group, as in all_reduce.cpp."""
 
 
 class RankLine(ctypes.Structure):
