@@ -3,7 +3,6 @@
 Tensors that all ranks hold are named.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -383,12 +382,3 @@ def test_any_cut_of_a_stored_tensor(data: st.DataObject, tmp_path_factory: Any) 
             cuts = data.draw(cut(whole.shape[0])), data.draw(cut(whole.shape[1]))
             place = torch.meshgrid(*indices(cuts, whole.shape), indexing="ij")
             assert torch.equal(home.read(cuts), whole[place])
-
-
-def test_the_shard_of_a_config_is_not_the_whole_model_s(tmp_path: Path) -> None:
-    """Sizes of a folder that does not divide are refused before its weights are read."""
-    folder = save("llama2", tmp_path, heads=8)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 81}))
-    with pytest.raises(ValueError, match="intermediate_size is 81"):
-        shard(read_config(folder).model, 0, 2)
