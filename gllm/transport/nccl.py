@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore, Store
 from gllm.transport.base import EdgeLayout, OnTransportError
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.shared_memory import SlotRing
-from gllm.transport.transfer_monitor import TransferHandle, TransferMonitor
+from gllm.transport.transfer_monitor import Abortable, TransferHandle, TransferMonitor
 
 TIMEOUT_SECONDS = 60.0
 """Limit for a transfer once it is announced; the previous stage may still be computing a step."""
@@ -34,7 +34,7 @@ SENDER_RANK, RECEIVER_RANK = 0, 1
 """Ranks of the two ends in their process group."""
 
 
-class ProcessGroup(Protocol):
+class ProcessGroup(Abortable, Protocol):
     """Process group of two ranks: torch.distributed.ProcessGroup."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> TransferHandle:
@@ -42,9 +42,6 @@ class ProcessGroup(Protocol):
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> TransferHandle:
         """Receive one tensor."""
-
-    def abort(self) -> None:
-        """End all transfers in flight."""
 
 
 GroupFactory = Callable[[Store, int], ProcessGroup]

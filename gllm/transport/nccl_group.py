@@ -29,7 +29,7 @@ from gllm.transport.groups import StageGroups
 from gllm.transport.nccl import TIMEOUT_SECONDS, create_communicator, wait_until
 from gllm.transport.region import RegionLayout
 from gllm.transport.shared_region import open_shared_groups
-from gllm.transport.transfer_monitor import TransferHandle, TransferMonitor
+from gllm.transport.transfer_monitor import Abortable, TransferHandle, TransferMonitor
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ ROOT = 0
 """Rank that samples: it receives logits and sends tokens."""
 
 
-class Communicator(Protocol):
+class Communicator(Abortable, Protocol):
     """Process group of the ranks of a stage: torch.distributed.ProcessGroupNCCL."""
 
     def allreduce(self, tensor: Tensor, op: ReduceOp.RedOpType) -> TransferHandle:
@@ -52,9 +52,6 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int) -> TransferHandle:
         """Overwrite a tensor with that of `root`."""
-
-    def abort(self) -> None:
-        """End all collectives in flight."""
 
 
 CommunicatorFactory = Callable[[Store, int, int], Communicator]
