@@ -196,16 +196,16 @@ class GroupMemory:
             with self._fence:
                 pass
         line.sequence = number
-        self._poll(number)
+        self._poll()
         self.state.used[place] = number
         if any(other.tags[number & 1] != tag for other in self.lines):
             self.region.close(CloseReason.MISMATCH)
             self.region.check()
 
-    def _poll(self, number: int) -> None:
+    def _poll(self) -> None:
         """Sleep until all ranks have arrived at a collective, or raise GroupClosedError."""
         spin_end, pause = time.monotonic() + SPIN_SECONDS, MIN_PAUSE_SECONDS
-        while any((line.sequence - number) % 2**32 >= 2**31 for line in self.lines):
+        while self.is_ahead:
             self.region.check()
             if time.monotonic() > spin_end:
                 time.sleep(pause)

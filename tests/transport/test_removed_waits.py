@@ -271,5 +271,5 @@ def test_without_alternating_places_sums_are_wrong(monkeypatch: pytest.MonkeyPat
 def test_without_polling_sums_are_wrong(is_removed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load_library", lambda: None)
     if is_removed:
-        monkeypatch.setattr(GroupMemory, "_poll", lambda memory, number: None)
+        monkeypatch.setattr(GroupMemory, "_poll", lambda memory: None)
     assert Ranks(60).run(sum_eagerly) is not is_removed
