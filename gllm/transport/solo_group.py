@@ -77,9 +77,9 @@ class SoloDeviceGroup(DeviceRankGroup):
         """See SoloGroup."""
         return self._solo.gather(part, sizes)
 
-    def tell(self, values: Tensor | None, count: int) -> Tensor:
+    def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See SoloGroup."""
-        return self._solo.tell(values, count).to(self._device)
+        return self._solo.broadcast(values, count).to(self._device)
 
     def end_step(self, step: int) -> None:
         """See DeviceRankGroup; no collective is queued."""

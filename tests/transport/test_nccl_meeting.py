@@ -170,7 +170,7 @@ def test_the_meeting_file_is_the_second_of_a_region(region: Region) -> None:
 def test_a_rank_that_cannot_connect_cancels_the_groups(region: Region) -> None:
     """A rank that waits in host memory ends at once."""
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any) -> Any:
         raise RuntimeError("unhandled system error")
 
     other = open_shared_groups(region.descriptors, 1, 2, LAYOUT)
