@@ -128,7 +128,8 @@ def format_page(figures: dict[str, Any], slowdown: tuple[float, ...], rounds: in
     ]
     spread = f"{min(figures['ratios']):.2f} to {max(figures['ratios']):.2f}"
     verdict = "met" if ratio >= AIM else "**missed**"
-    before = "too short to measure" if change["before"] is None else f"{change['before']:.0f}"
+    before = change["before"]
+    speed = "changed too early to measure" if before is None else f"{before:.0f} tokens/s"
     return "\n\n".join(
         [
             f"{origin('benchmarks.cpu.uneven')} {NUM_REQUESTS} requests at once of {PROMPT_TOKENS} "
@@ -137,8 +138,9 @@ def format_page(figures: dict[str, Any], slowdown: tuple[float, ...], rounds: in
             f"turns: {rounds}, medians; others used {figures['foreign_cores']:.2f} cores.",
             format_table(["layers", "per stage", "tokens/s", "rounds"], rows),
             f"Ratio auto / even {ratio:.2f} ({spread}); aim at least {AIM}: {verdict}.",
-            f"With --layers even --rebalance: {before} tokens/s before the change, "
-            f"{change['after']:.0f} after it with {' + '.join(map(str, change['layers']))} layers; "
+            f"With --layers even --rebalance: {speed} before the change, "
+            f"{change['after']:.0f} tokens/s after it with "
+            f"{' + '.join(map(str, change['layers']))} layers; "
             f"pause {change['pause_seconds']:.2f} s with {change['resumed_requests']} running "
             f"requests; changes: {change['changes']}.",
         ]
