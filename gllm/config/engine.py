@@ -5,10 +5,10 @@ Declares defaults and ranges. Values that depend on the model or the device are 
 """
 
 import dataclasses
-import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.config.degrees import as_degrees, expand_degrees
 from gllm.config.field_types import FieldError, convert_fields
 from gllm.config.flags import (
     LAYER_DIVISIONS,
@@ -200,16 +200,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
-        degrees: Any = self.tensor_parallel_size
-        if not isinstance(degrees, bool) and isinstance(degrees, numbers.Integral):
-            object.__setattr__(self, "tensor_parallel_size", (degrees,))
+        degrees = as_degrees(self.tensor_parallel_size)
+        object.__setattr__(self, "tensor_parallel_size", degrees)
         convert_fields(self)
         stages = self.pipeline_parallel_size
-        if len(self.tensor_parallel_size) not in (1, stages):
-            raise ValueError(
-                f"tensor_parallel_size {self.tensor_parallel_size} has to be one number for all "
-                f"stages, or one for each of the {stages} stages (pipeline_parallel_size)"
-            )
+        expand_degrees(self.tensor_parallel_size, stages)
         self._check_layers(stages)
         if self.debug_slowdown and len(self.debug_slowdown) != stages:
             raise ValueError(
@@ -226,8 +221,7 @@ class EngineConfig:
     @property
     def stage_degrees(self) -> tuple[int, ...]:
         """Number of workers of each stage."""
-        degrees = self.tensor_parallel_size
-        return degrees * self.pipeline_parallel_size if len(degrees) == 1 else degrees
+        return tuple(expand_degrees(self.tensor_parallel_size, self.pipeline_parallel_size))
 
     @property
     def num_workers(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from gllm.config.degrees import expand_degrees
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengths
@@ -10,7 +11,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.event_loop import run_events
-from gllm.sim.hardware import DEVICES, LINKS, MODELS, expand_degrees, split_layers_evenly
+from gllm.sim.hardware import DEVICES, LINKS, MODELS, split_layers_evenly
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.run_record import RunRecord, StageReport, build_run_record
 from gllm.sim.workload import WorkloadRequest, to_scheduler_requests

@@ -128,16 +128,6 @@ LINKS = {
 NVLink's usable rate are assumptions."""
 
 
-def expand_degrees(degrees: Sequence[int], stages: int) -> list[int]:
-    """Return the number of ranks of each stage; one number holds for all stages.
-
-    Raises ValueError for another number of degrees.
-    """
-    if len(degrees) not in (1, stages):
-        raise ValueError(f"--tp {format_degrees(degrees)} is not one number or {stages} numbers")
-    return list(degrees) * (stages if len(degrees) == 1 else 1)
-
-
 def format_degrees(degrees: Sequence[int]) -> str:
     """Return numbers of ranks as in --tp; none stand for one rank per stage."""
     return ",".join(map(str, degrees)) or "1"

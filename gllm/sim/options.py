@@ -1,8 +1,8 @@
 """Options of `gllm simulate`, and the deployment and workload that they describe."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from gllm.config.degrees import as_degrees, expand_degrees
 from gllm.config.engine import MAX_RANKS
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import parse_counts
@@ -11,7 +11,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cost_profile import CostProfile, read_profile
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.hardware import DEVICES, LINKS, MODELS, expand_degrees, format_degrees
+from gllm.sim.hardware import DEVICES, LINKS, MODELS, format_degrees
 from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
@@ -92,9 +92,8 @@ class SimulationConfig:
         Raises:
             ValueError: A field is invalid; the message names the field and the fix.
         """
-        degrees: Any = self.tensor_parallel_size
-        if isinstance(degrees, int) and not isinstance(degrees, bool):
-            object.__setattr__(self, "tensor_parallel_size", (degrees,))
+        degrees = as_degrees(self.tensor_parallel_size)
+        object.__setattr__(self, "tensor_parallel_size", degrees)
         convert_fields(self)
 
 

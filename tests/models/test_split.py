@@ -1,4 +1,4 @@
-"""How layers are cut: the least worst stage, no empty one, within the memory."""
+"""Cuts of layers: the slowest stage is as fast as possible, none is empty, all fit the memory."""
 
 import math
 from collections.abc import Sequence

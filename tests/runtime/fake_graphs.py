@@ -32,14 +32,14 @@ class FakeGraph:
         self._queues, self._origin = queues, origin.who
         self._nodes: list[Node] = []
         self._seen: dict[int, Clock] = {origin.who: {}}
-        """How many operations of each stream come before what a stream does next."""
+        """Numbers of operations that come before the next one of a stream."""
         self._marks: dict[int, Clock] = {}
         """The same of captured events, by identity."""
         self._branches: dict[int, FakeStream] = {}
         """Streams of replays, by the stream that was captured."""
 
     def holds(self, stream: "FakeStream") -> bool:
-        """Whether what is put into a stream is captured."""
+        """True if operations put into a stream are captured."""
         return stream.who in self._seen
 
     def put(self, stream: "FakeStream", operation: Operation) -> None:
@@ -52,7 +52,7 @@ class FakeGraph:
         self._nodes.append(Node(stream.who, recorded=event))
 
     def wait(self, stream: "FakeStream", event: "FakeEvent") -> bool:
-        """Whether the event is one of the capture, which the stream then is in."""
+        """Let a stream join the capture if the event is part of it; return True if it is."""
         mark = self._marks.get(id(event))
         if mark is None:
             assert not (self.holds(stream) and event.clock), "an event of before the capture"

@@ -91,7 +91,7 @@ class Ranks:
         checks: bool = True,
         examples: bool = False,
     ) -> list[Answer]:
-        """What rank 0 answers; the others answer nothing."""
+        """Return the answers of rank 0; the others have none."""
 
         def one(rank: int) -> list[Answer]:
             eagerness = (0.2, 0.5, 0.9)[(self.seed + rank) % 3]

@@ -28,7 +28,7 @@ class Turns:
         self._alive: set[int] = set()
         self._progress = 0
         self._stalled: dict[int, int] = {}
-        """What had happened when a thread could not go on."""
+        """Value of `_progress` when each thread could not go on."""
         self._works: dict[int, Callable[[], bool]] = {}
         self._is_broken = False
         self._own = threading.local()

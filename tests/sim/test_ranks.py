@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.commands.simulate import main
+from gllm.config.degrees import expand_degrees
 from gllm.observability.step_log import StartEvent, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
@@ -18,7 +19,7 @@ from gllm.sim.cost_profile import build_profile, write_profile
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.hardware import MODELS, DeviceSpec, ModelShape, NetworkLink, expand_degrees
+from gllm.sim.hardware import MODELS, DeviceSpec, ModelShape, NetworkLink
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workload import make_workload
 
@@ -67,7 +68,7 @@ def test_sizes_that_do_not_divide_are_refused(change: dict[str, Any]) -> None:
 def test_degrees_are_of_all_stages_or_of_each() -> None:
     assert expand_degrees((2,), 3) == [2, 2, 2]
     assert expand_degrees((2, 1, 4), 3) == [2, 1, 4]
-    with pytest.raises(ValueError, match="--tp 2,1 is not one number or 3 numbers"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size \(2, 1\) has to be one number"):
         expand_degrees((2, 1), 3)
 
 
@@ -121,7 +122,7 @@ def test_a_stage_of_two_ranks_by_hand() -> None:
     assert cost.stage_seconds(0, work) == pytest.approx(first)
     assert cost.stage_seconds(1, work) == pytest.approx(matrices + attention + 2 * one_sum + head)
     assert cost.collective_seconds(0, work) == pytest.approx(7 * one_sum)
-    # Activations between stages are as large as ever.
+    # Activations between stages do not shrink with the ranks.
     assert cost.link_seconds(0, work) == tiny(1, 1).link_seconds(0, work)
 
 
@@ -160,7 +161,7 @@ def test_more_ranks_leave_more_cache_and_take_less_time_where_links_are_fast() -
     assert (starts[0].degrees, starts[1].degrees) == ([], [2, 2])
     assert starts[1].scheduler.num_blocks > 2 * starts[0].scheduler.num_blocks
     for options, message in (
-        ({"degrees": (2, 1, 1)}, "--tp 2,1,1 is not one number or 2 numbers"),
+        ({"degrees": (2, 1, 1)}, "tensor_parallel_size (2, 1, 1) has to be one number"),
         ({"degrees": (3,)}, "do not divide into 3 ranks"),
         ({"rank_link": "rope"}, "link 'rope' is none of"),
     ):
@@ -216,7 +217,7 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["--tp", "0"], "--tp"),
         (["--tp", "two"], "--tp"),
-        (["--tp", "2,1,1"], "--tp 2,1,1 is not one number or 2 numbers"),
+        (["--tp", "2,1,1"], "tensor_parallel_size (2, 1, 1) has to be one number"),
         (["--tp", "3"], "do not divide into 3 ranks"),
         (["--tp-link", "rope"], "invalid choice: 'rope'"),
         (["--profile", "vidur", "--tp", "4"], "of --tp 2"),

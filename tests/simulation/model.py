@@ -75,7 +75,7 @@ def combine(parts: list[Values]) -> Values:
 
 @dataclass
 class KnownSequence:
-    """What the sampler knows of a sequence."""
+    """State of a sequence in the sampler."""
 
     choice: int
     prompt_len: int

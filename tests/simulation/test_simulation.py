@@ -5,6 +5,8 @@ virtual clock, over a simulated network, node and stages. The fake model's token
 tokens before them, so that a token lost, doubled or misplaced changes the text.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,15 @@ from tests.examples import num_examples
 from tests.simulation.scenario import Limits, Scenario
 
 SEEDS = st.integers(0, 2**32 - 1)
+SLOW_STAGE = Limits(
+    num_requests=120,
+    seconds=60.0,
+    num_faults=0,
+    degrees=(1, 1),
+    poison_share=0.0,
+    slowdown=(1.0, 3.0),
+)
+"""Two stages, of which the second is slowed to a third of its speed."""
 
 
 @settings(max_examples=num_examples(16, 2000), deadline=None)
@@ -82,16 +93,7 @@ def test_a_death_at_each_moment_costs_that_process_and_a_pause(
 @pytest.mark.parametrize("layers", ["auto", "even"])
 def test_a_slow_stage_gets_fewer_layers_and_no_request_notices(layers: str) -> None:
     """Before the first request by measuring, or later by the times of steps."""
-    limits = Limits(
-        num_requests=120,
-        seconds=60.0,
-        num_faults=0,
-        max_restarts=0,
-        degrees=(1, 1),
-        poison_share=0.0,
-        slowdown=(1.0, 3.0),
-        layers=layers,
-    )
+    limits = replace(SLOW_STAGE, max_restarts=0, layers=layers)
     scenario = Scenario(5, limits)
     scenario.world.slowness = (1.0,)
     scenario.play()
@@ -135,17 +137,8 @@ def test_a_death_while_workers_measure_costs_no_request(name: str) -> None:
 
 @pytest.mark.parametrize("moment", ["closing", "closed"])
 def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None:
-    limits = Limits(
-        num_requests=120,
-        seconds=60.0,
-        num_faults=0,
-        max_restarts=3,
-        degrees=(1, 1),
-        poison_share=0.0,
-        slowdown=(1.0, 3.0),
-        layers="even",
-        strikes=((moment, 1, "kill"),),
-    )
+    strikes = ((moment, 1, "kill"),)
+    limits = replace(SLOW_STAGE, max_restarts=3, layers="even", strikes=strikes)
     scenario = Scenario(5, limits)
     scenario.world.slowness = (1.0,)
     scenario.play()
