@@ -161,7 +161,7 @@ def test_more_ranks_leave_more_cache_and_take_less_time_where_links_are_fast() -
     assert (starts[0].degrees, starts[1].degrees) == ([], [2, 2])
     assert starts[1].scheduler.num_blocks > 2 * starts[0].scheduler.num_blocks
     for options, message in (
-        ({"degrees": (2, 1, 1)}, "tensor_parallel_size (2, 1, 1) has to be one number"),
+        ({"degrees": (2, 1, 1)}, r"tensor_parallel_size \(2, 1, 1\) has to be one number"),
         ({"degrees": (3,)}, "do not divide into 3 ranks"),
         ({"rank_link": "rope"}, "link 'rope' is none of"),
     ):
