@@ -1,0 +1,105 @@
+"""Configuration of an engine whose stages run on several machines."""
+
+from dataclasses import dataclass
+
+from gllm.config.field_types import convert_fields
+from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+
+EXECUTOR_BACKENDS = ("mp", "ray")
+"""Values of --distributed-executor-backend."""
+DEFAULT_HEAD_PORT = 29600
+DEFAULT_DATA_PORT = 29601
+
+
+@dataclass(frozen=True)
+class NodesConfig:
+    """Machines of one engine, and how they reach each other."""
+
+    nnodes: int = option(
+        1,
+        "machines that serve the model together; start the same command on each of them",
+        ge=1,
+        le=1024,
+        flags=("--nnodes", "--num-nodes"),
+    )
+    node_rank: int | None = option(
+        None,
+        "number of this machine from 0, the head, which serves the API; default: from the "
+        "environment of LeaderWorkerSet, SLURM or torchrun",
+        ge=0,
+        le=1023,
+    )
+    master_addr: str | None = option(
+        None,
+        f"HOST or HOST:PORT of the head, the same on all machines (port {DEFAULT_HEAD_PORT}); "
+        "default: from the environment of LeaderWorkerSet, SLURM or torchrun",
+        flags=("--master-addr", "--dist-init-addr"),
+    )
+    node_listen: str | None = option(
+        None,
+        "HOST:PORT that the head binds, where --master-addr is not an address of its own, as "
+        "behind a tunnel; default: --master-addr",
+    )
+    node_name: str | None = option(
+        None, "name of this machine, unique in the cluster; default: its host name"
+    )
+    data_port: int = option(
+        DEFAULT_DATA_PORT,
+        "port at which this machine accepts activations of neighbouring stages; 0 if other "
+        "machines cannot reach it, so that it dials them",
+        ge=0,
+        le=2**16 - 1,
+    )
+    advertise: str | None = option(
+        None,
+        "HOST:PORT at which other machines reach the data port, where it is forwarded; default: "
+        "this machine's address and --data-port",
+    )
+    join_timeout: float = option(
+        300.0,
+        "seconds for which the head waits for the other machines, and they for the head",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    node_timeout: float = option(
+        5.0,
+        "seconds of silence after which a machine is lost and its stages are moved",
+        ge=1,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    node_return_timeout: float = option(
+        10.0,
+        "seconds for which the stages of a lost machine wait for it, if no spare takes them, "
+        "before the layers are divided among the machines that are left",
+        ge=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
+    distributed_executor_backend: str = option(
+        "mp",
+        "mp: this command runs on every machine; ray: Ray starts an agent on each machine of a "
+        "placement group",
+        choices=EXECUTOR_BACKENDS,
+    )
+    ray_address: str | None = option(
+        None, "address of the Ray cluster; default: RAY_ADDRESS, or the cluster of this machine"
+    )
+    link_congestion: str | None = option(
+        None,
+        "congestion control of the connections that carry activations, such as cubic or bbr; "
+        "default: that of the system",
+    )
+    max_spares: int = option(
+        64,
+        "machines beyond --nnodes that may join to replace lost ones",
+        ge=0,
+        le=INT32_MAX,
+    )
+
+    def __post_init__(self) -> None:
+        """Convert and check the fields. Raises ValueError that names the field and the fix."""
+        convert_fields(self)
+
+    @property
+    def is_used(self) -> bool:
+        """True if the engine has other machines, or may get them."""
+        return self.nnodes > 1 or self.master_addr is not None

@@ -1,0 +1,311 @@
+"""Messages between the head process of an engine and the agents of its other nodes.
+
+An agent dials the head's hub. A session begins with `JoinCluster`, which the head answers with
+`WelcomeNode` or `RefuseNode`. Both ends send `NodeHeartbeat` each second. Messages between the
+head, or the driver, and the workers of a node travel within the agent's session (`WorkerFrame`,
+`StageFrame`), because a node needs to reach one port of the head only.
+"""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from gllm.messages.base import WireMessage
+
+PROTOCOL = 1
+"""Version of these messages; the head and all agents have to speak the same one."""
+
+Count = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, lt=2**16)]
+
+
+class NodeFacts(msgspec.Struct, frozen=True, array_like=True):
+    """Facts about a machine that do not change while its agent runs."""
+
+    host_name: str
+    system: str
+    """Name and version of the operating system."""
+    version: str
+    """Version of gllm."""
+    address: str
+    """IP address of the interface by which the node reaches the head."""
+    data_port: Port
+    """Port at which the node accepts activations; 0 if it accepts none."""
+    advertised: str
+    """HOST:PORT at which other nodes reach the data port; empty for `address` and `data_port`."""
+    certificate: bytes
+    """Certificate of the node's data connections, in DER; empty without encryption."""
+    devices: list[str]
+    """Names of the GPUs; empty if the workers compute on the CPU."""
+    num_cores: Count
+    memory_bytes: Count
+    """Memory of the host that was available before the workers started."""
+
+
+class NodeLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Load of a machine; None for what cannot be read."""
+
+    cpu_utilization: float | None = None
+    """Share of all cores that is in use, 0 to 1."""
+    memory_available_bytes: int | None = None
+    gpu_utilization: list[float | None] = []
+    """Per GPU, 0 to 1."""
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+
+
+class WorkerSample(msgspec.Struct, frozen=True, array_like=True):
+    """State of a worker process, as its node reads it."""
+
+    sender: int
+    is_stopped: bool
+    cpu_seconds: float
+
+
+class LinkState(msgspec.Struct, frozen=True, array_like=True):
+    """One end of a data connection of a node."""
+
+    edge: Count
+    peer: str
+    """Name of the node at the other end."""
+    transport: str
+    """tcp, tcp+tls or nccl."""
+    is_open: bool
+    num_bytes: Count
+    """Bytes sent or received since the connection opened."""
+    cause: str = ""
+    """Reason for which the connection is not open, or for which NCCL is not used."""
+
+
+class JoinCluster(WireMessage, frozen=True):
+    """First message of an agent: what the head compares, and what is left of an earlier session."""
+
+    is_fenced: ClassVar[bool] = False
+    protocol: int
+    name: str
+    """Unique among the nodes of the cluster."""
+    agent: int
+    """Random number of this start of the agent."""
+    rank: int | None
+    """Node rank; None for a node that joins without one."""
+    is_spare: bool
+    """True if the node shall get stages only when another node is lost."""
+    model_hash: str
+    """Digest of the model (gllm/models/identity.py); empty if the node asks for the model."""
+    config: bytes
+    """Engine configuration as JSON, to be compared field by field; empty without a rank."""
+    facts: NodeFacts
+    workers: list[int] = []
+    """Senders of living workers without a stage, from an earlier session of the same run."""
+    run: int = 0
+    """Run of the head in the earlier session; 0 without one."""
+
+
+class WelcomeNode(WireMessage, frozen=True):
+    """Answer to `JoinCluster`: the node is a member."""
+
+    is_fenced: ClassVar[bool] = False
+    run: int
+    """Number of this start of the head."""
+    model: str
+    """Name of the model as in the head's command line."""
+    model_hash: str
+    config: bytes
+    """The head's engine configuration as JSON."""
+    node_timeout: float
+    """Silence in seconds after which either end takes the other one to be lost."""
+    recovery_timeout: float
+    """Time in seconds after which an agent that has lost its head ends."""
+    workers: list[int] = []
+    """Workers of the earlier session that the head still wants; the agent kills the others."""
+
+
+class RefuseNode(WireMessage, frozen=True):
+    """Answer to `JoinCluster`: the node cannot be a member."""
+
+    is_fenced: ClassVar[bool] = False
+    cause: str
+    """What differs, field by field, and the fix."""
+    is_final: bool = True
+    """False if the agent may try again later, for example while the head still loses it."""
+
+
+class NodeHeartbeat(WireMessage, frozen=True):
+    """Report that a process runs; agents send theirs each second, and the head answers each."""
+
+    is_fenced: ClassVar[bool] = False
+    sent: float
+    """Time of sending by the sender's clock, time.monotonic()."""
+    echo: float
+    """`sent` of the last heartbeat that arrived; 0 for none."""
+    heard: float
+    """Time at which it arrived by the sender's clock."""
+    samples: list[WorkerSample] = []
+    """Of the agent's workers; empty from the head."""
+    load: NodeLoad = NodeLoad()
+    """Of the agent's machine; unknown from the head."""
+    links: list[LinkState] = []
+    """Of the agent's machine."""
+
+
+class EngineState(WireMessage, frozen=True):
+    """State of the engine for the agents' /health, /ready and logs, sent when it changes."""
+
+    is_fenced: ClassVar[bool] = False
+    state: str
+    cause: str
+    generation: int
+
+
+class SpawnWorker(WireMessage, frozen=True):
+    """Command to an agent: start a worker process; `WorkerExited` follows if that fails."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+    log_level: str
+    log_format: str
+
+
+class KillWorker(WireMessage, frozen=True):
+    """Command to an agent: kill a worker process."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+
+
+class DumpStacks(WireMessage, frozen=True):
+    """Command to an agent: let a worker write its stacks; `WorkerStacks` follows."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+
+
+class AssignStages(WireMessage, frozen=True):
+    """Command to an agent: begin a generation, or measure the workers' speed."""
+
+    is_fenced: ClassVar[bool] = False
+    generation: int
+    assignment: bytes
+    """A NodeAssignment (gllm/runtime/node.py) as JSON."""
+
+
+class GenerationReady(WireMessage, frozen=True):
+    """Command to an agent: all workers have connected to the driver, so nothing else may."""
+
+    is_fenced: ClassVar[bool] = False
+    generation: int
+
+
+class WorkerFrame(WireMessage, frozen=True):
+    """A message between the head and a worker of the node, in either direction."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+    """The worker."""
+    generation: int
+    """Generation of the message; -1 if it is about the process."""
+    payload: bytes
+    """The encoded message."""
+
+
+class StageFrame(WireMessage, frozen=True):
+    """A message between the driver and a worker of the node, in either direction."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+    """The worker."""
+    generation: int
+    payload: bytes
+    """The encoded message; empty when the worker connects to the driver."""
+
+
+class WorkerExited(WireMessage, frozen=True):
+    """Report that a worker process has exited and was reaped."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+    description: str
+    stacks: str
+
+
+class WorkerStacks(WireMessage, frozen=True):
+    """Report with the stacks of a worker's threads."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+    stacks: str
+
+
+class WorkerSessionLost(WireMessage, frozen=True):
+    """Report that a worker's session with its agent, or with the driver, has ended."""
+
+    is_fenced: ClassVar[bool] = False
+    sender: int
+    cause: str
+
+
+class AssignmentFailed(WireMessage, frozen=True):
+    """Report that a generation could not be assigned to the node's workers."""
+
+    is_fenced: ClassVar[bool] = False
+    generation: int
+    cause: str
+
+
+class EdgeOpened(WireMessage, frozen=True):
+    """Report that the receiving end of an edge between nodes is connected."""
+
+    is_fenced: ClassVar[bool] = False
+    generation: int
+    edge: int
+
+
+class EdgeLost(WireMessage, frozen=True):
+    """Report that an edge between nodes cannot be connected, or stays disconnected."""
+
+    is_fenced: ClassVar[bool] = False
+    generation: int
+    edge: int
+    cause: str
+
+
+class LeaveCluster(WireMessage, frozen=True):
+    """End of a membership: an agent ends by itself, or the head ends all agents."""
+
+    is_fenced: ClassVar[bool] = False
+    cause: str
+    is_failure: bool = False
+    """True if the receiver shall exit with 1."""
+
+
+ToNodeHub = (
+    WorkerExited
+    | WorkerStacks
+    | WorkerSessionLost
+    | JoinCluster
+    | NodeHeartbeat
+    | WorkerFrame
+    | StageFrame
+    | AssignmentFailed
+    | EdgeOpened
+    | EdgeLost
+    | LeaveCluster
+)
+"""Messages that an agent may send to the head, besides Hello."""
+ToAgent = (
+    WelcomeNode
+    | RefuseNode
+    | NodeHeartbeat
+    | EngineState
+    | SpawnWorker
+    | KillWorker
+    | DumpStacks
+    | AssignStages
+    | GenerationReady
+    | WorkerFrame
+    | StageFrame
+    | EdgeOpened
+    | LeaveCluster
+)
+"""Messages that the head may send to an agent."""
