@@ -75,7 +75,7 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: Count
     """Bytes sent or received since the connection opened."""
     cause: str = ""
-    """Reason for which the connection is not open, or for which NCCL is not used."""
+    """The connection is not open, or does not use NCCL, for this reason; empty for none."""
 
 
 class JoinCluster(WireMessage, frozen=True):
@@ -126,7 +126,7 @@ class RefuseNode(WireMessage, frozen=True):
 
     is_fenced: ClassVar[bool] = False
     cause: str
-    """What differs, field by field, and the fix."""
+    """Differences, field by field, and the fix."""
     is_final: bool = True
     """False if the agent may try again later, for example while the head still loses it."""
 
@@ -142,11 +142,11 @@ class NodeHeartbeat(WireMessage, frozen=True):
     heard: float
     """Time at which it arrived by the sender's clock."""
     samples: list[WorkerSample] = []
-    """Of the agent's workers; empty from the head."""
+    """State of the agent's workers; empty from the head."""
     load: NodeLoad = NodeLoad()
-    """Of the agent's machine; unknown from the head."""
+    """Load of the agent's machine; unknown from the head."""
     links: list[LinkState] = []
-    """Of the agent's machine."""
+    """Data connections of the agent's machine."""
 
 
 class EngineState(WireMessage, frozen=True):
@@ -158,7 +158,7 @@ class EngineState(WireMessage, frozen=True):
     generation: int
 
 
-class SpawnWorker(WireMessage, frozen=True):
+class StartWorker(WireMessage, frozen=True):
     """Command to an agent: start a worker process; `WorkerExited` follows if that fails."""
 
     is_fenced: ClassVar[bool] = False
@@ -167,7 +167,7 @@ class SpawnWorker(WireMessage, frozen=True):
     log_format: str
 
 
-class KillWorker(WireMessage, frozen=True):
+class EndWorker(WireMessage, frozen=True):
     """Command to an agent: kill a worker process."""
 
     is_fenced: ClassVar[bool] = False
@@ -298,8 +298,8 @@ ToAgent = (
     | RefuseNode
     | NodeHeartbeat
     | EngineState
-    | SpawnWorker
-    | KillWorker
+    | StartWorker
+    | EndWorker
     | DumpStacks
     | AssignStages
     | GenerationReady
