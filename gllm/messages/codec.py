@@ -36,6 +36,7 @@ from gllm.messages.lifecycle import (
     StageReady,
 )
 from gllm.messages.measurement import StageMeasured
+from gllm.messages.nodes import ToAgent, ToNodeHub
 from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
@@ -99,7 +100,9 @@ ToEngine = (
     | RefuseEngine
 )
 """Messages that a router may send to an engine."""
-AnyMessage = ToHead | ToWorker | ToDriver | ToStage | ToRouter | ToEngine
+FromAgent = Hello | ToNodeHub
+"""Messages that the agent of another node may send to the head process."""
+AnyMessage = ToHead | ToWorker | ToDriver | ToStage | ToRouter | ToEngine | FromAgent | ToAgent
 """Every message that a process may receive."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -110,6 +113,8 @@ decode_for_head: Callable[[bytes], ToHead] = msgspec.msgpack.Decoder(ToHead).dec
 decode_for_driver: Callable[[bytes], ToDriver] = msgspec.msgpack.Decoder(ToDriver).decode
 decode_for_stage: Callable[[bytes], ToStage] = msgspec.msgpack.Decoder(ToStage).decode
 decode_for_router: Callable[[bytes], ToRouter] = ForwardDecoder[ToRouter](ToRouter).decode
+decode_for_node_hub: Callable[[bytes], FromAgent] = msgspec.msgpack.Decoder(FromAgent).decode
+decode_for_agent: Callable[[bytes], ToAgent] = msgspec.msgpack.Decoder(ToAgent).decode
 
 
 def encode(message: WireMessage) -> bytes:

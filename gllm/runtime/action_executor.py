@@ -36,15 +36,14 @@ from gllm.messages.base import WireMessage
 from gllm.messages.lifecycle import CloseGeneration, InitializeCache, StageLoaded
 from gllm.observability.logs import LogConfig
 from gllm.runtime.assignment import WorkerIdentity
-from gllm.runtime.bus import Hub
 from gllm.runtime.client import EngineClient
 from gllm.runtime.commands import CommandRunner
 from gllm.runtime.deaths import DeathLog
 from gllm.runtime.device import count_kv_blocks
-from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.kv_events import KvEventSource
-from gllm.runtime.node import Node
+from gllm.runtime.node_group import NodeGroup
 from gllm.runtime.plan_record import read_uncommitted
+from gllm.runtime.worker_channels import WorkerChannels
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +73,8 @@ class Head:
 
     run: int
     """Number of this start of the head process."""
-    hub: Hub
-    socket: HeadSocket
-    node: Node
+    channels: WorkerChannels
+    nodes: NodeGroup
     model_folder: Path
     logs: LogConfig
 
@@ -129,7 +127,7 @@ class ActionExecutor:
     def send_to_driver(self, message: WireMessage) -> None:
         """Send a message to the driver of the present generation."""
         assert self._recovery.placement is not None
-        self.connections.hub.send(self._recovery.placement.senders[0], message)
+        self.connections.channels.send(self._recovery.placement.senders[0], message)
 
     def close(self) -> None:
         """Drop the actions that have not been executed, and release the plan record."""
@@ -170,13 +168,13 @@ class ActionExecutor:
             case SpawnWorker(sender):
                 self._spawn(sender)
             case KillWorker(sender):
-                self.connections.node.kill(sender)
+                self.connections.nodes.kill(sender)
             case CloseInstances(senders=senders):
                 for sender in senders:
-                    self.connections.hub.send(sender, CloseGeneration())
+                    self.connections.channels.send(sender, CloseGeneration())
             case MeasureWorkers(placement):
                 head = self.connections
-                head.node.measure(placement, self._config, head.model_folder)
+                head.nodes.measure(placement, self._config, head.model_folder)
             case ChooseLayers():
                 self._listener.on_all_measured()
             case AssignGeneration(placement):
@@ -201,8 +199,8 @@ class ActionExecutor:
     def _spawn(self, sender: int) -> None:
         head = self.connections
         try:
-            address = head.socket.expect(sender)
-            head.node.spawn(WorkerIdentity(head.run, sender, address, head.logs))
+            address = head.channels.expect(sender)
+            head.nodes.spawn(WorkerIdentity(head.run, sender, address, head.logs))
         except (OSError, zmq.ZMQError) as error:
             description = f"a process could not be started: {error}"
             asyncio.get_running_loop().call_soon(self._listener.on_exit, sender, description)
@@ -217,7 +215,7 @@ class ActionExecutor:
         self._close_plan_record()
         try:
             self._plans = os.memfd_create("gllm-plans")
-            head.node.assign(
+            head.nodes.assign(
                 placement,
                 self._config,
                 head.model_folder,
@@ -230,7 +228,7 @@ class ActionExecutor:
             log.warning("the stages could not be assigned: %s", error)
             self._listener.on_assignment_failed(placement.generation, str(error))
             return
-        head.hub.advance(placement.generation)
+        head.channels.advance(placement.generation)
 
     def _initialize_caches(self) -> None:
         """Divide the memory for KV blocks: every worker gets the same number."""
@@ -249,11 +247,11 @@ class ActionExecutor:
         self.kv_bytes = self.num_blocks * sum(worker.block_bytes for worker in loaded)
         scheduler.resolve(placement.num_stages, self.num_blocks, max_model_len)
         for sender in self.loaded:
-            self.connections.hub.send(sender, InitializeCache(self.num_blocks))
+            self.connections.channels.send(sender, InitializeCache(self.num_blocks))
 
     def _warm_up(self, generation: int) -> None:
         """Generate one token."""
-        self.connections.node.on_generation_ready()
+        self.connections.nodes.on_generation_ready()
         loop = asyncio.get_running_loop()
         # Before the first request, so that token ids of all blocks are known.
         self.kv_events.attach(self.send_to_driver)

@@ -6,7 +6,7 @@ from itertools import count
 
 from gllm.messages.base import WireMessage
 from gllm.messages.control import CommandDone
-from gllm.runtime.bus import Hub
+from gllm.runtime.worker_channels import WorkerChannels
 
 
 class CommandRunner:
@@ -18,13 +18,13 @@ class CommandRunner:
         """Reports on the commands that a caller waits for and their receivers, by command id."""
 
     async def run(
-        self, create: Callable[[int], WireMessage], hub: Hub, receivers: list[int]
+        self, create: Callable[[int], WireMessage], channels: WorkerChannels, receivers: list[int]
     ) -> str:
         """Send a command and wait for all receivers.
 
         Args:
             create: creates the command with an id.
-            hub: hub of the receivers' sessions.
+            channels: to the receivers.
             receivers: senders of the workers.
 
         Returns:
@@ -36,7 +36,7 @@ class CommandRunner:
         self._reports[command_id] = queue, receivers
         try:
             for receiver in receivers:
-                hub.send(receiver, command)
+                channels.send(receiver, command)
             reports = [await queue.get() for _ in receivers]
         finally:
             del self._reports[command_id]

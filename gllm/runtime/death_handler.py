@@ -71,7 +71,7 @@ class DeathHandler:
 
     def on_exit(self, sender: int, description: str) -> None:
         """Handle the exit of a process, after its last messages."""
-        stacks = self._executor.connections.node.read_stacks(sender)
+        stacks = self._executor.connections.nodes.read_stacks(sender)
         delay = 0.0 if self._recovery.is_exiting(sender) else REPORT_SECONDS
         asyncio.get_running_loop().call_later(
             delay, self._on_reaped, sender, description, stacks, time.monotonic()
@@ -80,8 +80,7 @@ class DeathHandler:
     def _on_reaped(self, sender: int, description: str, stacks: str, now: float) -> None:
         """Handle the exit of a process whose last messages have arrived."""
         place = self._recovery.name_of(sender)
-        self._executor.connections.hub.forget(sender)
-        self._executor.connections.socket.on_connected(sender)
+        self._executor.connections.channels.forget(sender)
         if place is None or self._recovery.is_exiting(sender):
             if not self._recovery.is_exiting(sender) and not self._recovery.is_over:
                 log.warning("a standby worker has ended: %s", description)
@@ -122,7 +121,7 @@ class DeathHandler:
         num_requests, generation = self._client.num_requests, self._recovery.generation
         suspects = self._executor.read_suspects() if was_ready else set()
         is_poison = was_ready and self._client.on_death(suspects)
-        stacks = stacks or self._executor.connections.node.read_stacks(sender)
+        stacks = stacks or self._executor.connections.nodes.read_stacks(sender)
         death = WorkerDeath(sender, place, kind, cause, now, stacks)
         actions = report(sender, cause, now, is_poison)
         if was_ready and not any(isinstance(action, GiveUp) for action in actions):

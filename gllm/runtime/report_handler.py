@@ -88,7 +88,7 @@ class ReportHandler:
             case CommandDone():
                 self._executor.commands.on_done(message)
             case Hello():
-                self._executor.connections.socket.on_connected(sender)
+                self._executor.connections.channels.on_connected(sender)
                 self._execute(self._recovery.on_connected(sender, time.monotonic()))
             case _:
                 self._on_lifecycle(sender, message, time.monotonic())

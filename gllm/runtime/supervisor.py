@@ -29,18 +29,17 @@ from gllm.runtime.bus import Hub
 from gllm.runtime.client import EngineClient
 from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.deaths import DeathLog
+from gllm.runtime.engine_error import EngineError as EngineError
 from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.liveness_watch import LivenessWatch
 from gllm.runtime.load_progress import TotalLoadProgress
 from gllm.runtime.node import Node
+from gllm.runtime.node_group import NodeGroup
 from gllm.runtime.report_handler import ReportHandler
+from gllm.runtime.worker_channels import WorkerChannels
 
 log = logging.getLogger(__name__)
-
-
-class EngineError(Exception):
-    """The engine could not start, or has died; the message has the cause."""
 
 
 class Supervisor:
@@ -155,7 +154,7 @@ class Supervisor:
     @property
     def node(self) -> Node:
         """Node of the workers, after `start`."""
-        return self._head.node
+        return self._head.nodes.local
 
     @property
     def senders(self) -> list[int]:
@@ -176,7 +175,7 @@ class Supervisor:
     @property
     def num_stale_frames(self) -> int:
         """Messages of earlier generations that arrived late and were dropped."""
-        return self._head.hub.num_stale if self._executor.head is not None else 0
+        return self._head.channels.num_stale if self._executor.head is not None else 0
 
     async def start(self, folder: Path, node: Node, logs: LogConfig) -> None:
         """Load a model and run one token through all stages.
@@ -194,13 +193,15 @@ class Supervisor:
         self._context = zmq.Context()
         run = secrets.randbits(64)
         hub = Hub(self._context, run, decode_for_head)
-        hub.start(self._on_messages, self._death_handler.on_session_lost)
-        self._head = Head(run, hub, HeadSocket(hub), node, folder, logs)
+        channels = WorkerChannels(hub, HeadSocket(hub))
+        channels.start(self._on_messages, self._death_handler.on_session_lost)
+        nodes = NodeGroup(node)
+        self._head = Head(run, channels, nodes, folder, logs)
         self._executor.head = self._head
-        node.watch(self._death_handler.on_exit)
+        nodes.watch(self._death_handler.on_exit)
         if self._config.max_restarts:
             self._reports.liveness = LivenessWatch(
-                self._recovery, node, self._config.freeze_timeout, self._death_handler.on_frozen
+                self._recovery, nodes, self._config.freeze_timeout, self._death_handler.on_frozen
             )
         try:
             self._execute(self._recovery.start(time.monotonic()))
@@ -233,10 +234,9 @@ class Supervisor:
             return
         self._is_stopped = True
         self._die("the engine was stopped")
-        await self._head.node.stop()
-        self._head.hub.close()
+        await self._head.nodes.stop()
+        self._head.channels.close()
         self._context.term()
-        self._head.socket.close()
         self._executor.close()
         # Without restarts a death is described by its one line in the log.
         self.deaths.close(self._has_given_up and self._config.max_restarts > 0)
@@ -257,7 +257,7 @@ class Supervisor:
         if self._recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
         receivers = self.senders[:num_workers]
-        return await self._executor.commands.run(create, self._head.hub, receivers)
+        return await self._executor.commands.run(create, self._head.channels, receivers)
 
     def _execute(self, actions: list[Action]) -> None:
         """Execute the actions that follow from an event."""
@@ -298,10 +298,10 @@ class Supervisor:
             return
         for sender in self._recovery.senders:
             # A process that has not connected yet has nothing to finish.
-            if sender in self._head.socket.connecting:
-                self._head.node.kill(sender)
+            if self._head.channels.is_connecting(sender):
+                self._head.nodes.kill(sender)
             else:
-                self._head.hub.send(sender, Shutdown())
+                self._head.channels.send(sender, Shutdown())
 
     def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
         try:
