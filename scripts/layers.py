@@ -26,11 +26,23 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.cluster": "gllm.models.partition msgspec",
             "gllm.kernels": "flash_attn numpy torch triton",
             "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
-            "gllm.transport": "gllm.kernels msgspec torch",
+            "gllm.transport.base": "msgspec",
+            "gllm.transport.descriptors": "",
+            "gllm.transport.ring": "gllm.transport.base",
+            "gllm.transport": (
+                "gllm.kernels gllm.transport.base gllm.transport.descriptors gllm.transport.ring "
+                "msgspec torch"
+            ),
+            "gllm.link.commands": "gllm.messages msgspec",
+            "gllm.link": (
+                "gllm.link.commands gllm.messages gllm.transport.base gllm.transport.descriptors "
+                "gllm.transport.ring msgspec setproctitle"
+            ),
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
-                "gllm.cluster gllm.config gllm.grammar gllm.kernels gllm.messages gllm.models "
+                "cryptography gllm.cluster gllm.config gllm.grammar gllm.kernels "
+                "gllm.link.commands gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
                 "zmq"

@@ -22,8 +22,8 @@ from gllm.runtime.assignment import (
     WorkerIdentity,
     encode_parent_message,
 )
-from gllm.runtime.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.runtime.node import Node, OnExit
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,6 @@ from gllm.runtime.assignment import (
     WorkerIdentity,
     decode_parent_message,
 )
-from gllm.runtime.descriptors import DescriptorChannel, DescriptorError
 from gllm.runtime.probe import ProbeCancelledError, StageProbe
 from gllm.runtime.profiler import TorchProfiler
 from gllm.runtime.session import SessionError
@@ -41,6 +40,7 @@ from gllm.runtime.spoke import Spoke
 from gllm.runtime.stage import format_error
 from gllm.runtime.stage_instance import StageInstance
 from gllm.runtime.threads import run_in_thread
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 log = logging.getLogger(__name__)
 

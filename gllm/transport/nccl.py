@@ -190,7 +190,7 @@ class NcclSender:
         self._stream.record(filled)
         end.transfers.wait(filled)
         # Before the transfer, for which the host waits in some process groups.
-        end.ring.signal(step, len(hidden))
+        end.ring.signal(step, len(hidden), has_payload=False)
         with end.transfers.current():
             work = end.group.send([buffer], RECEIVER_RANK, 0)
         end.track(step, work)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.runtime.descriptors import (
+from gllm.transport.descriptors import (
     MAX_DESCRIPTORS,
     MAX_PART_BYTES,
     DescriptorChannel,
@@ -116,7 +116,7 @@ def test_too_many_descriptors_are_refused(ends: Ends) -> None:
 
 CHILD = """
 import os, sys
-from gllm.runtime.descriptors import DescriptorChannel
+from gllm.transport.descriptors import DescriptorChannel
 channel = DescriptorChannel.from_descriptor(int(sys.argv[1]))
 payload, (descriptor,) = channel.receive()
 assert not os.get_inheritable(channel.fileno())

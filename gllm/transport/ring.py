@@ -1,0 +1,236 @@
+"""Ring of slots in memory that two processes share, and the event that counts its steps.
+
+The processes are the workers at both ends of an edge, or a worker and the data mover of its machine
+(gllm/link). This module imports no torch.
+
+A step uses slot step % slots, and at most `slots` steps are in flight. The previous step of a slot
+has committed, so its readers are done, before the next one is planned; the receiver therefore needs
+no signal back to the sender.
+
+Memory: a control area of whole pages, then the slots. The control area holds the layout, and for
+each slot the step that was signalled last. A slot is a page with the header of its step and the
+text of an error, then the activations. Numbers have the byte order of the machine that wrote them,
+which is little-endian on all supported ones.
+"""
+
+import mmap
+import os
+import struct
+import threading
+from typing import NamedTuple
+
+from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
+
+PAGE_BYTES = 4096
+"""Bytes reserved for a header and an error, and alignment of slots."""
+SLOT_HEADER = struct.Struct("<QIIIIQ")
+"""Fields of SlotHeader."""
+MAX_ERROR_BYTES = PAGE_BYTES - SLOT_HEADER.size
+"""Longest error text; the rest is cut off."""
+_LAYOUT = struct.Struct("<QIIII")
+"""Magic number, and the fields of EdgeLayout."""
+_MAGIC = 0x3130_6772_6D6C_6C67
+"""Mark of version 1 of this memory, written after all else."""
+_IS_RELAYED_OFFSET = 32
+"""Offset of a byte that is 1 if a data mover fills the ring."""
+_SIGNALLED_OFFSET = 64
+"""Offset of the steps that were signalled last, one per slot."""
+_SIGNALLED = struct.Struct("<Q")
+"""A step plus 1; 0 for none."""
+
+
+class SlotHeader(NamedTuple):
+    """Header of a slot."""
+
+    step: int
+    tokens: int
+    hidden_size: int
+    itemsize: int
+    """Bytes per element."""
+    error_bytes: int
+    """Length of an error text in place of activations; 0 for none."""
+    payload_bytes: int
+    """Length of the activations; 0 if they travel another way."""
+
+    def find_fault(self, layout: EdgeLayout) -> str:
+        """Return the reason for which a ring cannot hold such a step; empty if it can."""
+        sizes = (self.hidden_size, self.itemsize)
+        if sizes != (layout.hidden_size, layout.itemsize):
+            expected = f"{layout.hidden_size} of {layout.itemsize} bytes"
+            return f"activations of {sizes[0]} elements of {sizes[1]} bytes, expected {expected}"
+        if self.tokens > layout.max_tokens:
+            return f"{self.tokens} tokens, at most {layout.max_tokens} fit"
+        if self.error_bytes > MAX_ERROR_BYTES:
+            return f"an error text of {self.error_bytes} bytes, at most {MAX_ERROR_BYTES} fit"
+        payload = self.tokens * self.hidden_size * self.itemsize
+        if self.payload_bytes not in (0, payload):
+            return f"{self.payload_bytes} bytes of activations, expected {payload}"
+        return ""
+
+
+class Ring:
+    """One process's view of a ring. Pages use memory once they are written."""
+
+    def __init__(self, memory: int, event: int, layout: EdgeLayout) -> None:
+        """Map the memory, and write the layout unless the other process has done so.
+
+        Args:
+            memory: descriptor of the memory, which may be closed afterwards.
+            event: descriptor of the event, which stays in use.
+            layout: capacity of the ring.
+
+        Raises:
+            TransportError: the other process expects another layout.
+        """
+        self.event, self.shape = event, layout
+        payload = layout.max_tokens * layout.hidden_size * layout.itemsize
+        self.stride = _pages(PAGE_BYTES + payload)
+        """Bytes from one slot to the next."""
+        self._begin = _pages(_SIGNALLED_OFFSET + layout.slots * _SIGNALLED.size)
+        size = self._begin + self.stride * layout.slots
+        if existing := _read_layout(memory):
+            if existing != layout:
+                raise TransportError(f"the ends of an edge have {existing} and {layout}")
+        else:
+            os.ftruncate(memory, size)
+        self.memory = mmap.mmap(memory, size)
+        self._fence = threading.Lock()
+        self._is_cancelled = False
+        if not existing:
+            fields = (layout.slots, layout.max_tokens, layout.hidden_size, layout.itemsize)
+            _LAYOUT.pack_into(self.memory, 0, 0, *fields)
+            self._order_writes()
+            _LAYOUT.pack_into(self.memory, 0, _MAGIC, *fields)
+
+    @classmethod
+    def attach(cls, memory: int, event: int) -> "Ring | None":
+        """Return a view of a ring that another process has laid out; None if none has yet."""
+        layout = _read_layout(memory)
+        return None if layout is None else cls(memory, event, layout)
+
+    def slot(self, step: int) -> int:
+        """Return the number of a step's slot."""
+        return step % self.shape.slots
+
+    def offset(self, step: int) -> int:
+        """Return the offset of the header of a step's slot, in bytes."""
+        return self._begin + self.slot(step) * self.stride
+
+    def payload(self, step: int) -> int:
+        """Return the offset of a step's activations, in bytes."""
+        return self.offset(step) + PAGE_BYTES
+
+    def header(self, step: int) -> SlotHeader:
+        """Return the header in a step's slot, which may be that of another step."""
+        return SlotHeader(*SLOT_HEADER.unpack_from(self.memory, self.offset(step)))
+
+    @property
+    def signalled_steps(self) -> list[int | None]:
+        """The step that was signalled last in each slot; None for none."""
+        end = _SIGNALLED_OFFSET + self.shape.slots * _SIGNALLED.size
+        values = _SIGNALLED.iter_unpack(self.memory[_SIGNALLED_OFFSET:end])
+        return [value - 1 if value else None for (value,) in values]
+
+    def signal(self, step: int, tokens: int, error: str = "", has_payload: bool = True) -> None:
+        """Announce a step's activations, or an error in their place, to the receiver.
+
+        Args:
+            step: number of the step.
+            tokens: number of rows.
+            error: sent in place of activations.
+            has_payload: False if the activations do not travel through the slot.
+        """
+        shape = self.shape
+        text = error.encode()[:MAX_ERROR_BYTES]
+        begin = self.offset(step) + SLOT_HEADER.size
+        self.memory[begin : begin + len(text)] = text
+        payload = tokens * shape.hidden_size * shape.itemsize if has_payload else 0
+        header = SlotHeader(step, tokens, shape.hidden_size, shape.itemsize, len(text), payload)
+        SLOT_HEADER.pack_into(self.memory, self.offset(step), *header)
+        self.signal_written(step)
+
+    def signal_written(self, step: int) -> None:
+        """Announce a step whose slot is complete, its header included."""
+        self._order_writes()
+        place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
+        _SIGNALLED.pack_into(self.memory, place, step + 1)
+        os.eventfd_write(self.event, 1)
+
+    def has_signalled(self, step: int) -> bool:
+        """Return whether a step, or a later one in its slot, was signalled."""
+        place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
+        (value,) = _SIGNALLED.unpack_from(self.memory, place)
+        return bool(value > step)
+
+    def begin_relay(self) -> None:
+        """Prepare a ring that this process, a data mover, fills from now on.
+
+        An earlier data mover may have been killed between the last step and its event. This one
+        therefore writes an event, and the receiver ignores events without a step.
+        """
+        self.memory[_IS_RELAYED_OFFSET] = 1
+        self._order_writes()
+        if any(step is not None for step in self.signalled_steps):
+            os.eventfd_write(self.event, 1)
+
+    def wait(self, step: int, tokens: int) -> None:
+        """Wait for the sender's signal.
+
+        Raises:
+            StepFailedError: the sender announced an error.
+            TransportError: the sender announced other activations than those of this step.
+            EdgeClosedError: `cancel` was called.
+        """
+        os.eventfd_read(self.event)
+        while self.memory[_IS_RELAYED_OFFSET] and not self._is_cancelled:
+            if self.has_signalled(step):
+                break
+            os.eventfd_read(self.event)
+        if self._is_cancelled:
+            # For the next call, which has to end too.
+            os.eventfd_write(self.event, 1)
+            raise EdgeClosedError("the edge is closed")
+        shape, begin = self.shape, self.offset(step)
+        header = self.header(step)
+        if header.error_bytes and header.step == step:
+            begin += SLOT_HEADER.size
+            text = self.memory[begin : begin + header.error_bytes]
+            raise StepFailedError(text.decode(errors="replace"))
+        received = [*header[:4]]
+        expected = [step, tokens, shape.hidden_size, shape.itemsize]
+        if received != expected:
+            names = "step, tokens, hidden size, element size"
+            raise TransportError(
+                f"received activations have ({names}) {received}, expected {expected}"
+            )
+
+    def cancel(self) -> None:
+        """End `wait` with EdgeClosedError, now and later."""
+        self._is_cancelled = True
+        os.eventfd_write(self.event, 1)
+
+    def close(self) -> None:
+        """Unmap the memory once the last view of it is freed."""
+        # Tensors keep the object alive, but do not prevent its `close`.
+        del self.memory
+
+    def _order_writes(self) -> None:
+        """Make earlier writes visible to other processes before later ones."""
+        for _ in range(2):
+            # Two in a row order the writes before and after them on every processor.
+            with self._fence:
+                pass
+
+
+def _read_layout(memory: int) -> EdgeLayout | None:
+    """Return the layout of a ring; None if no process has written it yet."""
+    data = os.pread(memory, _LAYOUT.size, 0)
+    if len(data) < _LAYOUT.size:
+        return None
+    magic, *fields = _LAYOUT.unpack(data)
+    return EdgeLayout(*fields) if magic == _MAGIC else None
+
+
+def _pages(size: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
