@@ -16,7 +16,7 @@ class SlotRing(Ring):
 
     def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
         """Map the memory of an edge."""
-        super().__init__(*descriptors[:2], shape)
+        super().__init__(descriptors[0], descriptors[1], shape)
         self.dtype = dtype
 
     def tensor(self, step: int, tokens: int) -> Tensor:

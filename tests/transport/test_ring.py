@@ -21,7 +21,7 @@ def edge() -> Iterator[Edge]:
 
 
 def open_ring(edge: Edge, layout: EdgeLayout = LAYOUT) -> Ring:
-    return Ring(*edge.descriptors[:2], layout)
+    return Ring(edge.descriptors[0], edge.descriptors[1], layout)
 
 
 def test_layout_is_found_once_a_process_has_laid_the_ring_out(edge: Edge) -> None:
@@ -76,7 +76,12 @@ def test_receiver_of_a_data_mover_ignores_events_without_a_step(edge: Edge) -> N
     mover.begin_relay()  # A data mover that was restarted: one event more than steps.
     worker.wait(0, 1)
     received: list[int] = []
-    thread = threading.Thread(target=lambda: received.append(bool(worker.wait(1, 2)) or 1))
+
+    def wait() -> None:
+        worker.wait(1, 2)
+        received.append(1)
+
+    thread = threading.Thread(target=wait)
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
