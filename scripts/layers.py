@@ -41,11 +41,11 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
-                "cryptography gllm.cluster gllm.config gllm.grammar gllm.kernels "
+                "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
                 "gllm.link.commands gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
-                "gllm.scheduler gllm.transport llguidance msgspec numpy setproctitle torch uvloop "
-                "zmq"
+                "gllm.scheduler gllm.transport llguidance msgspec numpy psutil pynvml setproctitle "
+                "torch uvloop zmq"
             ),
             "gllm.fleet": (
                 "gllm gllm.config gllm.engine.fleet_control gllm.engine.interface gllm.messages "
@@ -58,15 +58,19 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.config gllm.engine.fleet_control gllm.messages gllm.scheduler gllm.text "
                 "msgspec"
             ),
-            "gllm.engine.chat": "gllm.config gllm.engine.interface gllm.text",
+            "gllm.engine.request_checks": "gllm.config gllm.engine.interface gllm.text",
+            "gllm.engine.chat": (
+                "gllm.config gllm.engine.interface gllm.engine.request_checks gllm.text"
+            ),
             "gllm.engine": (
-                "gllm.config gllm.engine.chat gllm.engine.fleet_control gllm.engine.interface "
-                "gllm.fleet gllm.grammar gllm.messages gllm.models gllm.observability gllm.runtime "
-                "gllm.scheduler gllm.text msgspec tqdm"
+                "gllm gllm.cluster gllm.config gllm.engine.chat gllm.engine.fleet_control "
+                "gllm.engine.interface gllm.engine.request_checks gllm.fleet gllm.grammar "
+                "gllm.messages gllm.models gllm.observability gllm.runtime gllm.scheduler "
+                "gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
                 "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.fleet_control "
-                "gllm.engine.interface gllm.messages "
+                "gllm.engine.interface gllm.engine.request_checks gllm.messages "
                 "gllm.observability gllm.text msgspec "
                 "opentelemetry prometheus_client"
             ),

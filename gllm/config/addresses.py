@@ -1,4 +1,4 @@
-"""Host names and addresses: which of them can be reached from this machine alone."""
+"""Host names and addresses: their text form, and those that only this machine can reach."""
 
 import ipaddress
 
@@ -20,3 +20,24 @@ def is_loopback(name: str) -> bool:
         return name.lower() == "localhost"
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: it is no such address.
+    """
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if is_bracketed:
+        host = host[1:-1]
+    is_host = bool(host) and not set(host) & set("[]/ ") and (is_bracketed or ":" not in host)
+    if not (colon and is_host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(f"{text!r} is no address of the form HOST:PORT")
+    return host, int(port)
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import ModelInfo, check_request, convert_length_errors, truncate_prompt
+from gllm.engine.interface import ModelInfo
+from gllm.engine.request_checks import check_request, convert_length_errors, truncate_prompt
 from gllm.text.chat.output_grammar import constrain_output
 from gllm.text.chat.prompt import render_chat
 from gllm.text.chat.request import ChatRequest

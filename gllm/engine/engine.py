@@ -11,6 +11,7 @@ from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
 from gllm.fleet.announcement import attach_to_routers
+from gllm.messages.node_report import NodeReport
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.runtime.client import EngineClient
@@ -53,6 +54,7 @@ class Engine(TextEngine):
         planner = LayerPlanner(self.config, plan.layers, layer_costs(plan.config.model))
         backend = PipelineBackend(self.config, plan.folder, planner, logs, progress, node)
         self._supervisor = backend.supervisor
+        self._pipeline = backend
         super().__init__(
             backend,
             served_model_name or config.model,
@@ -67,3 +69,7 @@ class Engine(TextEngine):
             backend.attachment = attach_to_routers(
                 backend.supervisor, self.model, plan.folder, self.config, attachment
             )
+
+    def nodes(self) -> list[NodeReport]:
+        """Return the state of each machine of the engine, the head first."""
+        return self._pipeline.nodes()

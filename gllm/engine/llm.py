@@ -18,7 +18,7 @@ from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
-from gllm.engine.interface import check_options, check_request, truncate_prompt
+from gllm.engine.request_checks import check_options, check_request, truncate_prompt
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.request import ChatRequest, ReasoningEffort

@@ -14,11 +14,13 @@ from gllm.engine.interface import EngineStatus, EngineUnavailableError
 from gllm.engine.status import read_status
 from gllm.fleet.attachment import RouterAttachment
 from gllm.messages.control import StartProfile, StopProfile
+from gllm.messages.node_report import NodeReport
 from gllm.observability.logs import LogConfig
 from gllm.runtime.client import EngineClient
 from gllm.runtime.kv_publisher import KvEventPublisher
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.local_node import LocalNode
+from gllm.runtime.machine import MachineMonitor, read_facts
 from gllm.runtime.node import Node
 from gllm.runtime.supervisor import Supervisor
 
@@ -58,6 +60,8 @@ class PipelineBackend:
         self._shows_progress = shows_progress
         self._publisher: KvEventPublisher | None = None
         """None if KV cache events are not published."""
+        self._machine = MachineMonitor()
+        self._facts = read_facts("", 0, devices=self._machine.gpu_names)
         self._bar: tqdm | None = None
         """Progress bar of the weights; None until the first bytes are loaded."""
 
@@ -89,6 +93,23 @@ class PipelineBackend:
             "kv_bytes": self.supervisor.kv_bytes,
             "config": msgspec.to_builtins(self._config),
         }
+
+    def nodes(self) -> list[NodeReport]:
+        """Return the state of each machine, the head first."""
+        facts = self._facts
+        return [
+            NodeReport(
+                name=facts.host_name,
+                state="member",
+                rank=0,
+                host_name=facts.host_name,
+                system=facts.system,
+                version=facts.version,
+                devices=facts.devices,
+                load=self._machine.read(),
+                stages=list(range(self._config.pipeline_parallel_size)),
+            )
+        ]
 
     def check_accepting(self) -> None:
         """See Backend."""

@@ -26,14 +26,12 @@ from gllm.engine.interface import (
     OutputDelta,
     PoisonRequestError,
     ProfileError,
-    check_options,
-    check_request,
     embedding_error,
-    encode_prompt,
-    truncate_prompt,
 )
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
+from gllm.engine.request_checks import check_options, check_request, encode_prompt, truncate_prompt
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
+from gllm.messages.node_report import NodeReport
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import ModelConfig, model_notes
 from gllm.runtime.request_stream import RequestStream
@@ -305,6 +303,10 @@ class TextEngine:
         self._backend.check_ready()
         if cause := await self._backend.stop_profile():
             raise ProfileError(cause)
+
+    def nodes(self) -> list[NodeReport]:
+        """Return the state of each machine of the engine, the head first; none for a router."""
+        return []
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from gllm.config.addresses import format_host_port as format_host_port
+from gllm.config.addresses import parse_host_port as parse_host_port
+
 
 @dataclass(frozen=True)
 class FleetLinkConfig:
@@ -17,27 +20,6 @@ class FleetLinkConfig:
     """Seconds of silence after which a peer is lost."""
     max_guests: int = 256
     """Most peers that the hub accepts at a time."""
-
-
-def parse_host_port(text: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; an IPv6 address is in brackets.
-
-    Raises:
-        ValueError: it is no such address.
-    """
-    host, colon, port = text.rpartition(":")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    if is_bracketed:
-        host = host[1:-1]
-    is_host = bool(host) and not set(host) & set("[]/ ") and (is_bracketed or ":" not in host)
-    if not (colon and is_host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ValueError(f"{text!r} is no address of the form HOST:PORT")
-    return host, int(port)
-
-
-def format_host_port(host: str, port: int) -> str:
-    """Return HOST:PORT, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_hub_address(text: str, has_secret: bool) -> str:

@@ -12,12 +12,8 @@ from aiohttp import web
 
 from gllm.config.field_types import FieldError
 from gllm.config.server import ServerConfig
-from gllm.engine.interface import (
-    EngineUnavailableError,
-    OverloadedError,
-    PoisonRequestError,
-    PromptTooLongError,
-)
+from gllm.engine.interface import EngineUnavailableError, OverloadedError, PoisonRequestError
+from gllm.engine.request_checks import PromptTooLongError
 from gllm.frontend.request_id import current_request_id
 
 log = logging.getLogger(__name__)

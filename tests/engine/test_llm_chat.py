@@ -10,8 +10,9 @@ from tokenizers import AddedToken
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine import llm as llm_module
-from gllm.engine.interface import OutputDelta, PromptTooLongError
+from gllm.engine.interface import OutputDelta
 from gllm.engine.llm import LLM, ChatCompletionOutput
+from gllm.engine.request_checks import PromptTooLongError
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.fake_engine import Call, FakeEngine

@@ -13,15 +13,10 @@ from msgspec.structs import replace
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
-from gllm.engine.interface import (
-    EngineStatus,
-    ModelInfo,
-    OutputDelta,
-    ProfileError,
-    check_request,
-    truncate_prompt,
-)
+from gllm.engine.interface import EngineStatus, ModelInfo, OutputDelta, ProfileError
+from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.grammar.sources.structured_output import to_grammar_source
+from gllm.messages.node_report import NodeReport
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
@@ -168,6 +163,11 @@ class FakeEngine:
     profile_error: str = ""
     max_model_len: int = 256
     fleet: FleetControl | None = None
+    node_reports: list[NodeReport] = field(
+        default_factory=lambda: [NodeReport("head", "member", 0)]
+    )
+    num_node_losses: int = 0
+    refused_peers: dict[str, int] = field(default_factory=dict)
 
     @property
     def model(self) -> ModelInfo:
@@ -198,6 +198,8 @@ class FakeEngine:
             recovery_seconds=self.recovery_seconds,
             num_resumed_requests=self.num_resumed_requests,
             num_stale_frames=self.num_stale_frames,
+            num_node_losses=self.num_node_losses,
+            refused_peers=self.refused_peers,
         )
 
     async def start(self) -> None:
@@ -287,6 +289,9 @@ class FakeEngine:
         if self.profile_error:
             raise ProfileError(self.profile_error)
         self.asked.append("stop_profile")
+
+    def nodes(self) -> list[NodeReport]:
+        return self.node_reports
 
     def describe(self) -> dict[str, Any]:
         return {"state": self.state}

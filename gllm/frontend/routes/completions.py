@@ -8,13 +8,8 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import (
-    EngineInterface,
-    OutputDelta,
-    check_request,
-    encode_prompt,
-    truncate_prompt,
-)
+from gllm.engine.interface import EngineInterface, OutputDelta
+from gllm.engine.request_checks import check_request, encode_prompt, truncate_prompt
 from gllm.frontend.answer import JsonObject, send_answer
 from gllm.frontend.choice_writer import ChoiceWriter
 from gllm.frontend.choices import CollectedChoice

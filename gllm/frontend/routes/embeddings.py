@@ -11,7 +11,8 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
-from gllm.engine.interface import EmbeddingError, EngineInterface, check_request, encode_prompt
+from gllm.engine.interface import EmbeddingError, EngineInterface
+from gllm.engine.request_checks import check_request, encode_prompt
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.completions import parse_prompts

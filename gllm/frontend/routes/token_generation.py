@@ -2,7 +2,8 @@
 
 from aiohttp import web
 
-from gllm.engine.interface import OutputDelta, check_request
+from gllm.engine.interface import OutputDelta
+from gllm.engine.request_checks import check_request
 from gllm.frontend.answer import JsonObject, send_answer
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID

@@ -1,0 +1,29 @@
+"""Facts about an engine that its machines compare when they join."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from gllm import __version__
+from gllm.cluster.join_check import JoinFacts
+from gllm.config.engine import EngineConfig
+from gllm.messages.nodes import PROTOCOL
+from gllm.models.identity import hash_model
+
+
+def make_join_facts(config: EngineConfig, folder: Path, max_model_len: int) -> JoinFacts:
+    """Return the facts of this machine, as head or as a machine with a rank.
+
+    Args:
+        config: of the engine.
+        folder: of the model.
+        max_model_len: most tokens of a sequence, which `config` may leave to the model.
+
+    Raises:
+        ModelError: the model's files cannot be read.
+    """
+    resolved = replace(config, max_model_len=max_model_len)
+    return JoinFacts(
+        PROTOCOL, __version__, config.model, hash_model(folder), msgspec.json.encode(resolved)
+    )

@@ -1,0 +1,110 @@
+"""Checks of a request against the served model, before it is sent to the engine."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from gllm.config.field_types import FieldError, to_int, to_str
+from gllm.config.limits import MAX_PROMPT_LOGPROBS
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import ModelInfo
+from gllm.text.tokenizer import Tokenizer, TooManyTokensError
+
+
+class PromptTooLongError(FieldError):
+    """The prompt leaves no space for output in the model's context."""
+
+
+def truncate_prompt(prompt: list[int], params: SamplingParams, model: ModelInfo) -> list[int]:
+    """Return the last tokens of a prompt that `truncate_prompt_tokens` allows."""
+    num_tokens = params.truncate_prompt_tokens
+    if num_tokens is None:
+        return prompt
+    if num_tokens == -1:
+        num_tokens = max(1, model.max_model_len - (params.max_tokens or 1))
+    return prompt[-num_tokens:]
+
+
+def check_options(
+    params: SamplingParams, priority: int, cache_salt: str, request_id: str
+) -> tuple[int, str]:
+    """Check the options of a request; return the priority and the cache salt, converted.
+
+    Raises FieldError.
+    """
+    is_sampling: object = isinstance(params, SamplingParams)
+    if not is_sampling:
+        type_name = type(params).__name__
+        raise FieldError("params", f"params is of type {type_name}, but has to be SamplingParams")
+    to_str("request_id", request_id)
+    converted = to_int("priority", priority)
+    if not -(2**63) <= converted < 2**63:
+        raise FieldError("priority", "priority has to be a 64-bit signed integer")
+    return converted, to_str("cache_salt", cache_salt)
+
+
+def encode_prompt(
+    text: str,
+    params: SamplingParams,
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    param: str = "prompt",
+) -> list[int]:
+    """Return a prompt's token ids after `truncate_prompt_tokens`. Runs in a thread.
+
+    Raises PromptTooLongError, without tokenizing a text that cannot fit.
+    """
+    with convert_length_errors(param, model):
+        limit = None if params.truncate_prompt_tokens is not None else model.max_model_len - 1
+        return truncate_prompt(tokenizer.encode(text, max_tokens=limit), params, model)
+
+
+@contextmanager
+def convert_length_errors(param: str, model: ModelInfo) -> Iterator[None]:
+    """Raise PromptTooLongError in place of TooManyTokens."""
+    try:
+        yield
+    except TooManyTokensError as error:
+        raise _too_long(param, error.count, model, error.is_exact) from None
+
+
+def _too_long(
+    param: str, count: int, model: ModelInfo, is_exact: bool = True
+) -> PromptTooLongError:
+    return PromptTooLongError(
+        param,
+        f"{param} has {'' if is_exact else 'at least '}{count} tokens, but this model's maximum "
+        f"context length is {model.max_model_len} tokens, of which at least one has to be left for "
+        "the output",
+    )
+
+
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, model: ModelInfo, param: str = "prompt"
+) -> None:
+    """Check that the model can run a request; `param` is the name of the prompt's field.
+
+    Raises FieldError, among them PromptTooLongError.
+    """
+    if not prompt:
+        raise FieldError(param, f"{param} is empty: at least one token is needed")
+    if len(prompt) + 1 > model.max_model_len:
+        raise _too_long(param, len(prompt), model)
+    if params.prompt_logprobs is not None:
+        num_logprobs = len(prompt) * (params.prompt_logprobs + 1)
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
+            raise FieldError(
+                "prompt_logprobs",
+                f"{len(prompt)} prompt tokens with prompt_logprobs {params.prompt_logprobs} are "
+                f"{num_logprobs} log-probabilities, but at most {MAX_PROMPT_LOGPROBS} are allowed",
+            )
+    ids_by_field: dict[str, Collection[int]] = {
+        param: prompt,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": params.logit_bias,
+    }
+    for name, ids in ids_by_field.items():
+        if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
+            raise FieldError(
+                name, f"{name} has ids out of the vocabulary 0..{model.vocab_size - 1}"
+            )

@@ -1,0 +1,41 @@
+"""Report of an engine on one of its machines, for GET /nodes, `gllm nodes` and metrics."""
+
+import msgspec
+
+from gllm.messages.nodes import LinkState, NodeLoad
+
+NODE_STATES = ("member", "spare", "lost", "left")
+"""Values of NodeReport.state."""
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """State of a machine of an engine; null for what is unknown."""
+
+    name: str
+    """Unique among the machines of the engine."""
+    state: str
+    """member, spare, lost or left."""
+    rank: int | None = None
+    """Node rank; null for a machine that joined without one."""
+    host_name: str = ""
+    system: str = ""
+    """Name and version of the operating system."""
+    version: str = ""
+    """Version of gllm."""
+    address: str = ""
+    """IP address of the interface by which the machine reaches the head; empty for the head."""
+    devices: list[str] = []
+    """Names of the GPUs; empty if the workers compute on the CPU."""
+    load: NodeLoad = NodeLoad()
+    stages: list[int] = []
+    """Stages of which the machine has workers, ascending."""
+    round_trip_seconds: float | None = None
+    """Least round trip of the last heartbeats between the head and the machine."""
+    clock_offset_seconds: float | None = None
+    """Clock of the machine minus that of the head."""
+    links: list[LinkState] = []
+    """Data connections of the machine."""
+    last_cause: str = ""
+    """Cause of the last loss of the machine; empty for none."""
+    num_losses: int = 0
+    """Number of times that the head lost the machine."""
