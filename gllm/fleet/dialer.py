@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from gllm.fleet.backoff import Backoff
 from gllm.fleet.connection import PeerConnection
 from gllm.fleet.discovery.base import Resolve
 from gllm.fleet.link_config import parse_host_port
+from gllm.runtime.backoff import Backoff
 
 log = logging.getLogger(__name__)
 

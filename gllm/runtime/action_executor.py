@@ -35,7 +35,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.lifecycle import CloseGeneration, InitializeCache, StageLoaded
 from gllm.observability.logs import LogConfig
-from gllm.runtime.assignment import WorkerIdentity
+from gllm.runtime.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.client import EngineClient
 from gllm.runtime.commands import CommandRunner
 from gllm.runtime.deaths import DeathLog
@@ -216,12 +216,11 @@ class ActionExecutor:
         try:
             self._plans = os.memfd_create("gllm-plans")
             head.nodes.assign(
-                placement,
-                self._config,
+                NodeAssignment(
+                    placement, self._config, self._deaths.cause, self._client.num_requests
+                ),
                 head.model_folder,
                 self._plans,
-                self._deaths.cause,
-                self._client.num_requests,
                 self._client.output_lengths,
             )
         except OSError as error:

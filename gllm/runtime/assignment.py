@@ -1,7 +1,8 @@
-"""Messages of the parent to a worker over their pair of sockets: its identity and its stage.
+"""Assignments of a generation, to a machine and to its workers.
 
-The identity comes once, an assignment for each generation in which the worker has a place. This
-module imports no torch, because the parent does not.
+A worker gets its identity once, over the pair of sockets that it has with its parent, and an
+assignment for each generation in which it has a place. This module imports no torch, because the
+parent does not.
 """
 
 import os
@@ -11,6 +12,7 @@ import msgspec
 
 from gllm.cluster.placement import Placement, PlaceName, WorkerPlacement
 from gllm.config.engine import EngineConfig
+from gllm.link.commands import LinkPeer
 from gllm.observability.logs import LogConfig
 from gllm.runtime.device import threads_per_worker
 from gllm.transport.edge import Edge
@@ -27,6 +29,26 @@ class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
     hub_address: str
     """Address of the parent's hub."""
     logs: LogConfig
+
+
+class NodeAssignment(msgspec.Struct, frozen=True):
+    """Everything that a machine needs to know to run its part of a generation."""
+
+    placement: Placement
+    """Workers of all machines."""
+    config: EngineConfig
+    """With max_model_len resolved."""
+    restart_cause: str = ""
+    """Reason for which the previous generation ended; empty in the first one."""
+    num_resumed_requests: int = 0
+    """Requests that will be submitted again."""
+    is_probe: bool = False
+    """True if the workers only measure their speed; the layers are preliminary."""
+    peers: dict[str, LinkPeer] = {}
+    """Data connections of all machines of the placement by name; empty if it has only one."""
+    transports: dict[int, str] = {}
+    """Transports that were chosen for edges, by the edge's number, in place of the workers'
+    choice."""
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +165,22 @@ ParentMessage = WorkerIdentity | StageAssignment
 """Every message that a worker may receive from its parent over their pair."""
 
 _decoder: msgspec.json.Decoder[ParentMessage] = msgspec.json.Decoder(ParentMessage)
+
+_node_decoder: msgspec.json.Decoder[NodeAssignment] = msgspec.json.Decoder(NodeAssignment)
+
+
+def encode_node_assignment(assignment: NodeAssignment) -> bytes:
+    """Return the content of an AssignStages message."""
+    return msgspec.json.encode(assignment)
+
+
+def decode_node_assignment(content: bytes) -> NodeAssignment:
+    """Return the assignment in an AssignStages message.
+
+    Raises:
+        msgspec.DecodeError: it is no valid assignment.
+    """
+    return _node_decoder.decode(content)
 
 
 def encode_parent_message(message: ParentMessage) -> tuple[bytes, list[int]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.cluster.liveness import ProcessSample
+from gllm.cluster.placement import LOCAL_NODE
 from gllm.kernels.native.builds import select_build
 from gllm.runtime.assignment import (
     ParentMessage,
@@ -75,14 +76,18 @@ class LocalNode(Node):
     while the parent imports its own dependencies and reads the model's configuration.
     """
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, num_processes: int, node_name: str = LOCAL_NODE) -> None:
         """Start the first processes.
+
+        Args:
+            num_processes: number of them.
+            node_name: name of this machine in placements.
 
         Raises:
             ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
         """
         select_build()
-        super().__init__()
+        super().__init__(node_name=node_name)
         self.workers: dict[int, WorkerProcess] = {}
         """Workers that have not been reaped, by sender."""
         self._unused: deque[WorkerProcess] = deque()

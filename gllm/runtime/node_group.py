@@ -5,7 +5,7 @@ from pathlib import Path
 from gllm.cluster.liveness import ProcessSample
 from gllm.cluster.placement import Placement
 from gllm.config.engine import EngineConfig
-from gllm.runtime.assignment import StageAssignment, WorkerIdentity
+from gllm.runtime.assignment import NodeAssignment, StageAssignment, WorkerIdentity
 from gllm.runtime.node import Node, OnExit
 from gllm.runtime.remote_node import RemoteNode
 
@@ -61,24 +61,13 @@ class NodeGroup(Node):
 
     def assign(
         self,
-        placement: Placement,
-        config: EngineConfig,
+        assignment: NodeAssignment,
         folder: Path,
         plan_record: int | None = None,
-        restart_cause: str = "",
-        num_resumed_requests: int = 0,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
         """See Node."""
-        self.local.assign(
-            placement,
-            config,
-            folder,
-            plan_record,
-            restart_cause,
-            num_resumed_requests,
-            output_lengths,
-        )
+        self.local.assign(assignment, folder, plan_record, output_lengths)
 
     def on_generation_ready(self) -> None:
         """See Node."""

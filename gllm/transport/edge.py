@@ -22,6 +22,8 @@ class Edge(msgspec.Struct, frozen=True):
     descriptors: list[int]
     """An anonymous file for activations, an event that counts steps, and an anonymous file at which
     the two ends of a process group find each other."""
+    is_remote: bool = False
+    """True if the other end is on another machine: a data mover empties or fills the file."""
 
     def close(self) -> None:
         """Close the descriptors in this process."""
@@ -29,12 +31,18 @@ class Edge(msgspec.Struct, frozen=True):
             os.close(descriptor)
 
 
-def create_edge(name: str, transport: str = AUTO) -> Edge:
+def create_edge(name: str, transport: str = AUTO, is_remote: bool = False) -> Edge:
     """Create an edge between two processes of this host.
 
     Its files have no path. They are sent to the workers and vanish with the last process that
     holds them.
+
+    Args:
+        name: of the files, for tools that show them.
+        transport: a name of `gllm.transport.registry.TRANSPORTS`, or AUTO.
+        is_remote: True if one of the processes is the data mover, which has the edge's other end
+            on another machine.
     """
     event = os.eventfd(0, os.EFD_SEMAPHORE)
     descriptors = [os.memfd_create(name), event, os.memfd_create(f"{name}-meeting")]
-    return Edge(transport, [], descriptors)
+    return Edge(transport, [], descriptors, is_remote)

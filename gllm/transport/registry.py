@@ -28,6 +28,18 @@ TRANSPORTS = MappingProxyType(
 """Transports to their module, receiver and sender, imported on first use."""
 
 
+def choose_transport(edge: Edge, default: str) -> str:
+    """Return the name of an edge's transport.
+
+    default: transport of an edge that leaves the choice to the workers.
+    """
+    if edge.transport != AUTO:
+        return edge.transport
+    # NCCL encrypts nothing and needs ports of its own: it leaves the machine only where the head
+    # has chosen it.
+    return "host-staging" if edge.is_remote and default == "nccl" else default
+
+
 def open_edges(
     incoming: Edge | None,
     outgoing: Sequence[Edge],
@@ -51,7 +63,7 @@ def open_edges(
     common = (shape, dtype) if device is None else (shape, dtype, *device, on_error)
 
     def open_end(edge: Edge, end: int) -> Any:
-        module, *classes = TRANSPORTS[default if edge.transport == AUTO else edge.transport]
+        module, *classes = TRANSPORTS[choose_transport(edge, default)]
         return getattr(importlib.import_module(module), classes[end])(edge.descriptors, *common)
 
     receiver = None if incoming is None else open_end(incoming, 0)

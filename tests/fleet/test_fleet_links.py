@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gllm.fleet import backoff
 from gllm.fleet.attachment import RouterAttachment
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
+from gllm.runtime import backoff
 from gllm.runtime.security import create_secret_file
 from tests.fleet.links import FakeEngine, Links, announcement, request, until
 

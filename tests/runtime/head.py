@@ -34,7 +34,7 @@ from gllm.messages.lifecycle import (
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.runtime.assignment import WorkerIdentity
+from gllm.runtime.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.bus import Hub
 from gllm.runtime.node import Node
 
@@ -105,7 +105,7 @@ class Head:
         bounds = [(each.start, each.stop) for each in layers or self.layers]
         slots = [Slot(sender) for sender in self.senders]
         placement = make_placement(self.generation, bounds, slots)
-        self.node.assign(placement, self.config, self.model_folder, restart_cause=cause)
+        self.node.assign(NodeAssignment(placement, self.config, cause), self.model_folder)
 
     async def initialize(self, num_blocks: int = 64) -> None:
         """Wait for the weights, and start the stages."""

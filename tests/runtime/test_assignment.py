@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from gllm.cluster.placement import Placement, PlaceName, Slot, make_placement
 from gllm.config.engine import EngineConfig
+from gllm.link.commands import LinkPeer, OpenLinkEdge
 from gllm.runtime import node as node_module
-from gllm.runtime.assignment import StageAssignment, decode_parent_message, encode_parent_message
+from gllm.runtime.assignment import (
+    NodeAssignment,
+    StageAssignment,
+    decode_node_assignment,
+    decode_parent_message,
+    encode_node_assignment,
+    encode_parent_message,
+)
+from gllm.transport.edge import Edge
+from gllm.transport.registry import choose_transport
 from tests.examples import num_examples
 from tests.runtime.scripted_node import ScriptedNode
 
@@ -69,7 +79,8 @@ def assigned(degrees: list[int]) -> tuple[RecordingNode, Placement]:
     placement = make_placement(3, layers, slots, degrees)
     node = RecordingNode()
     record = os.memfd_create("plans")
-    node.assign(placement, EngineConfig(), Path("folder"), record, output_lengths={1: [2]})
+    assignment = NodeAssignment(placement, EngineConfig())
+    node.assign(assignment, Path("folder"), record, output_lengths={1: [2]})
     os.close(record)
     return node, placement
 
@@ -135,7 +146,114 @@ def test_files_that_cannot_be_created_leave_nothing_behind(
     node = RecordingNode()
     placement = make_placement(1, [(0, 1), (1, 2)], [Slot(1), Slot(2), Slot(3)], [1, 2])
     with pytest.raises(OSError, match="region-1"):
-        node.assign(placement, EngineConfig(), Path("folder"))
+        node.assign(NodeAssignment(placement, EngineConfig()), Path("folder"))
     assert not node.received, "no worker was told anything"
     node.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class RecordingEdges:
+    """Edges to other machines that would be connected."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[OpenLinkEdge, tuple[tuple[int, int], ...]]] = []
+        self.closed: list[int] = []
+
+    def open(self, command: OpenLinkEdge, edge: Edge) -> None:
+        self.opened.append((command, files(edge.descriptors)))
+
+    def close_edges(self, generation: int) -> None:
+        self.closed.append(generation)
+
+
+def spread(degrees: list[int], nodes: list[str]) -> Placement:
+    """Placement with the nodes of the stages."""
+    layers = [(stage, stage + 1) for stage in range(len(degrees))]
+    names = [node for node, ranks in zip(nodes, degrees, strict=True) for _ in range(ranks)]
+    slots = [Slot(11 + place, node) for place, node in enumerate(names)]
+    return make_placement(3, layers, slots, degrees)
+
+
+PEERS = {
+    "local": LinkPeer("local", "10.0.0.1:29601", b"head"),
+    "b": LinkPeer("b", "10.0.0.2:29601", b"other"),
+    "c": LinkPeer("c", "", b"outbound only"),
+}
+
+
+@pytest.mark.parametrize("degrees", [[1, 1, 1, 1], [2, 1, 2, 2]])
+def test_each_machine_has_its_part_of_a_placement(degrees: list[int]) -> None:
+    nodes = ["local", "b", "b", "c"]
+    placement = spread(degrees, nodes)
+    assignment = decode_node_assignment(
+        encode_node_assignment(NodeAssignment(placement, EngineConfig(), "a death", 4, peers=PEERS))
+    )
+    received: dict[str, list[StageAssignment]] = {}
+    opened: dict[str, dict[int, OpenLinkEdge]] = {}
+    for name in ("local", "b", "c"):
+        before = len(os.listdir("/proc/self/fd"))
+        node = RecordingNode()
+        node.node_name = name
+        node.remote_edges = edges = RecordingEdges()
+        node.assign(assignment, Path("folder"))
+        received[name] = node.received
+        opened[name] = {command.edge: command for command, _ in edges.opened}
+        assert edges.closed == [2], "edges of earlier generations"
+        # The data mover gets the very files of the worker's ring.
+        remote = [
+            files(edge.descriptors)
+            for each in node.received
+            for edge in ([each.incoming] if each.incoming else []) + each.outgoing
+            if edge.is_remote
+        ]
+        assert sorted(remote) == sorted(ring for _, ring in edges.opened)
+        regions = read_files(node.received).regions.values()
+        expected = [
+            [f"{stage}.{rank}" for rank in range(ranks)]
+            for stage, ranks in enumerate(degrees)
+            if ranks > 1 and nodes[stage] == name
+        ]
+        assert sorted(regions) == expected
+        node.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+    senders = [each.sender for name in received for each in received[name]]
+    assert sorted(senders) == placement.senders, "each worker is assigned once, by its machine"
+    assert {each.restart_cause for each in received["c"]} == {"a death"}
+    for spec in placement.edges:
+        source, target = nodes[spec.source], nodes[spec.target]
+        ends = {
+            name: commands[spec.number]
+            for name, commands in opened.items()
+            if spec.number in commands
+        }
+        if source == target:
+            assert not ends
+            continue
+        assert set(ends) == {source, target}
+        assert ends[source].is_sender
+        assert not ends[target].is_sender
+        # c accepts nothing.
+        assert (ends[source].dials, ends[target].dials) == (target != "c", target == "c")
+        assert (ends[source].peer, ends[target].peer) == (PEERS[target], PEERS[source])
+
+
+def test_machines_that_cannot_reach_each_other_are_named() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    peers = {**PEERS, "b": LinkPeer("b", "", b"")}
+    node = RecordingNode()
+    node.node_name = "b"
+    node.remote_edges = RecordingEdges()
+    placement = spread([1, 1], ["b", "c"])
+    with pytest.raises(ValueError, match=r"'b' nor node 'c'.*--advertise"):
+        node.assign(NodeAssignment(placement, EngineConfig(), peers=peers), Path("folder"))
+    assert not node.received
+    node.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_only_the_head_may_choose_nccl_between_machines() -> None:
+    remote, local = Edge("auto", [], [], True), Edge("auto", [], [])
+    assert choose_transport(remote, "nccl") == "host-staging"
+    assert choose_transport(remote, "shared-memory") == "shared-memory"
+    assert choose_transport(local, "nccl") == "nccl"
+    assert choose_transport(Edge("nccl", [], [], True), "host-staging") == "nccl"

@@ -7,7 +7,7 @@ from pathlib import Path
 from gllm.cluster.liveness import ProcessSample
 from gllm.cluster.placement import Placement
 from gllm.config.engine import EngineConfig
-from gllm.runtime.assignment import StageAssignment, WorkerIdentity
+from gllm.runtime.assignment import NodeAssignment, StageAssignment, WorkerIdentity
 from gllm.runtime.node import Node, OnExit
 from tests.simulation.process import Process
 from tests.simulation.rank_group import RankGroup
@@ -74,15 +74,13 @@ class SimulatedNode(Node):
 
     def assign(
         self,
-        placement: Placement,
-        config: EngineConfig,
+        assignment: NodeAssignment,
         folder: Path,
         plan_record: int | None = None,
-        restart_cause: str = "",
-        num_resumed_requests: int = 0,
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
         self.on_generation_ready()
+        placement, config = assignment.placement, assignment.config
         self._address = f"driver of {placement.generation}"
         loop, rng = self.world.loop, self.world.rng
         groups = [RankGroup(loop, rng, size) if size > 1 else None for size in placement.degrees]
@@ -92,8 +90,8 @@ class SimulatedNode(Node):
                 continue
             record = os.dup(plan_record) if index == 0 and plan_record is not None else None
             group = groups[place.stage]
-            assignment = Assignment(placement, place.sender, config, self._address, record, group)
-            self._assign(worker, assignment)
+            stage = Assignment(placement, place.sender, config, self._address, record, group)
+            self._assign(worker, stage)
 
     def _assign(self, worker: Worker, assignment: Assignment) -> None:
         """Send an assignment, which arrives a little later."""
