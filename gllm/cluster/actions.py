@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from gllm.cluster.placement import Placement
+from gllm.cluster.node_layout import NodeShape
+from gllm.cluster.placement import LOCAL_NODE, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,8 @@ class SpawnWorker:
     sender: int
     place: int | None
     """Index of the place for which the worker is started; None for a standby worker."""
+    node: str = LOCAL_NODE
+    """Name of the machine on which the worker runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,13 @@ class MeasureWorkers:
 @dataclass(frozen=True, slots=True)
 class ChooseLayers:
     """Divide the layers by the workers' measurements; `change_layers` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeShape:
+    """Note other stages, or other nodes of the stages, from the next generation on."""
+
+    shape: NodeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,7 @@ Action = (
     | CloseInstances
     | MeasureWorkers
     | ChooseLayers
+    | ChangeShape
     | AssignGeneration
     | InitializeCaches
     | WarmUp

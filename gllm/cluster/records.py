@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
+from gllm.cluster.placement import LOCAL_NODE
+
 FIRST_BACKOFF_SECONDS = 0.5
 """Delay before the second restart of a place without a committed step between; then it doubles."""
 MAX_BACKOFF_SECONDS = 30.0
@@ -39,12 +41,17 @@ class RecoveryLimits:
     recovery_timeout: float = 60.0
     """Seconds after which the parked requests end."""
     num_standbys: int = 0
-    """Worker processes that wait for a place."""
+    """Worker processes per node that wait for a place."""
     close_seconds: float = 5.0
     """Seconds in which a survivor has to close its instance; then it is killed."""
     phase_seconds: float = 900.0
     """Seconds in which each worker has to measure, load, initialize or warm up; progress of loading
     extends them. Then it is killed."""
+    node_return_seconds: float = 10.0
+    """Seconds for which the stages of a lost node wait for it, if no spare takes them, before the
+    layers are cut anew."""
+    join_seconds: float = 300.0
+    """Seconds for which an engine that has never been ready waits for a lost node; then it ends."""
 
 
 class Activity(StrEnum):
@@ -66,6 +73,8 @@ class WorkerRecord:
     sender: int
     place: int | None
     """Index of its place in the placement; None for a standby worker."""
+    node: str = LOCAL_NODE
+    """Name of the machine on which it runs."""
     activity: Activity = Activity.IDLE
     has_finished_phase: bool = False
     """True if it has answered to the current phase."""
@@ -75,6 +84,8 @@ class WorkerRecord:
     """False while the process may still import its modules, so that it cannot answer."""
     keeps_weights: bool = True
     """True if its instance can be closed without its weights."""
+    is_dropped: bool = False
+    """True if it was killed because its place does not exist any more."""
 
     def begin_phase(self, now: float, limits: RecoveryLimits) -> None:
         """Note that it has to answer to a phase."""
@@ -102,6 +113,10 @@ class PlaceRecord:
     """Deaths since the last committed step."""
     respawn_at: float = 0.0
     """Earliest time of the next worker."""
+    node: str = LOCAL_NODE
+    """Name of the machine of its workers."""
+    is_vacant: bool = False
+    """True if that machine is lost, so that no worker can be started."""
 
 
 @dataclass(slots=True)

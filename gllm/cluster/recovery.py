@@ -3,90 +3,25 @@
 The supervisor reports events with their time and executes the actions that each returns. The first
 start, a restart and the use of a standby worker are one path: give each place a worker without an
 instance, assign the next generation, initialize the caches, warm up, attach the client.
+
+Stages of a lost node get another node at once if a spare has the capacity. Otherwise they wait for
+the same node for `node_return_seconds`; then the layers are cut over the nodes that are left, if
+their memory suffices; otherwise they wait on. An engine that has never been ready gives up after
+`join_seconds` of this, because whoever started it wants to know; later it waits for ever, with the
+parked requests rejected after `recovery_timeout`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from random import Random
 
-from gllm.cluster.actions import (
-    Action,
-    AssignGeneration,
-    AttachClient,
-    ChooseLayers,
-    DetachClient,
-    GiveUp,
-    InitializeCaches,
-    MeasureWorkers,
-    RejectParked,
-    WarmUp,
-)
-from gllm.cluster.placement import Placement, PlaceName, Slot, make_placement, place_names
-from gllm.cluster.records import (
-    Activity,
-    RecoveryLimits,
-    RecoveryState,
-    RetryRecord,
-    WorkerRecord,
-)
-from gllm.cluster.worker_pool import WorkerPool
+from gllm.cluster.actions import Action, AttachClient, GiveUp, KillWorker, RejectParked
+from gllm.cluster.placement import LOCAL_NODE, PlaceName
+from gllm.cluster.records import Activity, RecoveryState, RetryRecord, WorkerRecord
+from gllm.cluster.recovery_phases import RecoveryPhases
 
 
-class Recovery:
+class Recovery(RecoveryPhases):
     """Decides which processes an engine has, and when it gives up."""
-
-    def __init__(
-        self,
-        layers: Sequence[tuple[int, int]],
-        limits: RecoveryLimits,
-        jitter: Random,
-        degrees: Sequence[int] | None = None,
-        should_measure: bool = False,
-    ) -> None:
-        """Create the state of an engine that has not started.
-
-        Args:
-            layers: first layer of each stage and first layer after it.
-            limits: limits of a recovery.
-            jitter: source of the random part of backoffs.
-            degrees: number of ranks of each stage; None for one each.
-            should_measure: divide the layers by measurements of the workers before the first
-                generation.
-        """
-        self.state = RecoveryState.NEW
-        self.placement: Placement | None = None
-        """Placement of the current generation."""
-        self.recovering_since: float | None = None
-        """Time of the death that the engine recovers from; None if it has not been ready before,
-        or is ready."""
-        self.has_been_ready = False
-        self.is_overdue = False
-        """True if this recovery has taken longer than the timeout: requests are rejected."""
-        self.generation = 0
-        """Number of the current generation; 0 before the first."""
-        self._layers = list(layers)
-        self._degrees = [1] * len(self._layers) if degrees is None else list(degrees)
-        self._names = place_names(self._degrees)
-        self._limits = limits
-        self._jitter = jitter
-        self._pool = WorkerPool(len(self._names), limits, jitter)
-        self._assignments = RetryRecord()
-        """Generations that could not be assigned since the engine was ready."""
-        self._was_poisoned = False
-        """True if a request ended the last generation."""
-        self._should_measure = should_measure
-        self._has_begun_measuring = self._has_chosen_layers = False
-        """Actions of the state MEASURING that have been returned."""
-
-    @property
-    def layers(self) -> list[tuple[int, int]]:
-        """First layer of each stage and first layer after it, from the next generation on."""
-        return list(self._layers)
-
-    @property
-    def is_over(self) -> bool:
-        """True if the engine has given up or was stopped."""
-        return self.state is RecoveryState.DEAD
 
     @property
     def next_deadline(self) -> float:
@@ -133,7 +68,8 @@ class Recovery:
         if worker is None or self.is_over:
             return []
         if worker.place is None:
-            self._pool.on_standby_exit(now)
+            if not worker.is_dropped:
+                self._pool.on_standby_exit(now)
             return self._advance(now)
         actions: list[Action] = []
         if worker.activity is not Activity.EXITING:
@@ -165,6 +101,67 @@ class Recovery:
         if worker.place is not None:
             actions += self._on_death(worker.place, activity, cause, now, is_poison)
         return actions
+
+    def on_node_lost(
+        self, node: str, cause: str, now: float, is_death: bool, is_poison: bool = False
+    ) -> list[Action]:
+        """Handle the loss of a node: its workers are gone, whatever they do there.
+
+        Args:
+            node: its name.
+            cause: description of the loss.
+            now: time in seconds.
+            is_death: True if the node's agent has died, which counts as a death of its places;
+                False if the node is silent or its connection was lost.
+            is_poison: True if a request is known to have caused the death.
+        """
+        return self._remove_node(node, cause, now, is_death, is_poison, may_return=True)
+
+    def on_node_left(self, node: str, cause: str, now: float) -> list[Action]:
+        """Handle a node that has ended its membership by itself, so that nothing waits for it."""
+        return self._remove_node(
+            node, cause, now, is_death=False, is_poison=False, may_return=False
+        )
+
+    def wanted_workers(
+        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool = False
+    ) -> list[int]:
+        """Return the workers that a node keeps when it joins; see `on_node_joined`."""
+        return list(self._nodes.wanted_workers(node, capacity, workers, is_spare))
+
+    def on_node_joined(
+        self, node: str, capacity: int, workers: Sequence[int], now: float, is_spare: bool = False
+    ) -> list[Action]:
+        """Handle a node that has joined or returned.
+
+        A node that returns gets its stages back if no other node has got them, with its workers.
+
+        Args:
+            node: its name.
+            capacity: workers that it can have.
+            workers: living workers of an earlier session, whose instances are closed.
+            now: time in seconds.
+            is_spare: True if it does not want its former stages.
+
+        Returns:
+            Actions, among them kills of the workers that are not wanted.
+        """
+        if self.is_over or self._nodes.is_alive(node):
+            return []
+        wanted = self._nodes.wanted_workers(node, capacity, workers, is_spare)
+        kills = [
+            KillWorker(sender, "its stage has got another worker")
+            for sender in workers
+            if sender not in wanted
+        ]
+        if vacancy := self._nodes.add(node, capacity, is_spare):
+            for place, name in enumerate(self._names):
+                if name.stage in vacancy.stages:
+                    self._pool.move_place(place, node)
+            for sender, place in wanted.items():
+                self._pool.restore(sender, place)
+        self._pool.standby_nodes = self._nodes.alive
+        return [*kills, *self._advance(now)]
 
     def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
         """Assign a generation again after a delay, because no worker has got the assignment."""
@@ -274,6 +271,8 @@ class Recovery:
                 actions += self._on_late(worker, now)
             if actions and isinstance(actions[-1], GiveUp):
                 return actions
+        if self._join_time <= now:
+            return [*actions, *self._give_up(self._describe_vacancy())]
         if self._rejection_time <= now:
             self.is_overdue = True
             seconds = self._limits.recovery_timeout
@@ -287,11 +286,31 @@ class Recovery:
             return math.inf
         return self.recovering_since + self._limits.recovery_timeout
 
+    @property
+    def _join_time(self) -> float:
+        """Time at which an engine that has never been ready no longer waits for a lost node."""
+        vacancy = self._nodes.oldest_vacancy
+        if self.has_been_ready or vacancy is None:
+            return math.inf
+        return vacancy.since + self._limits.join_seconds
+
+    def _describe_vacancy(self) -> str:
+        """Return the reason for which the engine cannot start without a lost node."""
+        vacancy = self._nodes.oldest_vacancy
+        assert vacancy is not None
+        return (
+            f"{vacancy.cause}; node {vacancy.node} did not return within "
+            f"{self._limits.join_seconds:g} seconds, no spare node took its stages, and the other "
+            "nodes cannot hold them"
+        )
+
     def _deadlines(self) -> Iterator[float]:
         yield self._rejection_time
+        yield self._join_time
         yield from self._pool.deadlines
         if self.state is RecoveryState.FORMING:
             yield from self._pool.respawn_times
+            yield self._recut_time
             if self._pool.is_formed:
                 yield self._assignments.retry_at
         if self.state is RecoveryState.READY:
@@ -307,92 +326,47 @@ class Recovery:
         cause = f"{self.state} took longer than {self._limits.phase_seconds:g} seconds"
         return self.on_lost(worker.sender, cause, now)
 
-    def _finish_phase(self, sender: int, state: RecoveryState) -> WorkerRecord | None:
-        """Note a worker's answer to a phase; return None if it was not expected."""
-        return self._pool.finish_phase(sender) if self.state is state else None
-
-    def _advance(self, now: float) -> list[Action]:
-        """Do everything that the current state permits; return the actions."""
-        actions: list[Action] = []
-        if self.state is RecoveryState.FORMING:
-            actions += self._pool.fill_places(now)
-            if self._pool.is_formed and self._assignments.retry_at <= now:
-                actions += self._measure(now) if self._should_measure else [self._assign(now)]
-        elif self.state is RecoveryState.MEASURING:
-            actions += self._measure(now)
-        elif self.state is RecoveryState.LOADING and self._pool.is_phase_finished:
-            actions.append(InitializeCaches(self.generation))
-            self._begin_phase(RecoveryState.INITIALIZING, now)
-        elif self.state is RecoveryState.INITIALIZING and self._pool.is_phase_finished:
-            actions.append(WarmUp(self.generation))
-            self._begin_phase(RecoveryState.WARMING, now)
-        elif self.state is RecoveryState.READY:
-            # Only now, because the imports of a standby worker would slow down a recovery.
-            actions += self._pool.fill_standbys(now)
-        return actions
-
-    def _begin_phase(self, state: RecoveryState, now: float) -> None:
-        self.state = state
-        self._pool.begin_phase(now)
-
-    def _measure(self, now: float) -> list[Action]:
-        """Let all workers measure at once, when none imports its modules any more."""
-        if self.state is not RecoveryState.MEASURING:
-            self._begin_phase(RecoveryState.MEASURING, now)
-            self._has_begun_measuring = self._has_chosen_layers = False
-        if self._pool.is_connected and not self._has_begun_measuring:
-            self._has_begun_measuring = True
-            return [MeasureWorkers(self._make_placement(self.generation + 1))]
-        if self._pool.is_phase_finished and not self._has_chosen_layers:
-            self._has_chosen_layers = True
-            return [ChooseLayers()]
-        return []
-
-    def _make_placement(self, generation: int) -> Placement:
-        slots = [Slot(worker.sender) for worker in self._pool.placed]
-        return make_placement(generation, self._layers, slots, self._degrees)
-
-    def _assign(self, now: float) -> Action:
-        """Begin the next generation; every place has a worker without an instance."""
-        self.generation += 1
-        self.placement = self._make_placement(self.generation)
-        self._begin_phase(RecoveryState.LOADING, now)
-        return AssignGeneration(self.placement)
-
-    def _on_death(
-        self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
+    def _remove_node(
+        self,
+        node: str,
+        cause: str,
+        now: float,
+        is_death: bool,
+        is_poison: bool,
+        may_return: bool,
     ) -> list[Action]:
-        """Count the death of a place and leave the generation, or give up if it was one too many.
-
-        Args:
-            place: index of the place.
-            activity: of its worker before the death.
-            cause: description of the death.
-            now: time in seconds.
-            is_poison: True if a request has caused it.
-        """
-        if activity is Activity.CLOSING:
-            # The ranks of a stage compute a request together, so it may kill several of them.
-            is_poison = is_poison or self._was_poisoned
-        if not is_poison and not self._pool.count_death(place):
-            if num_restarts := self._limits.max_restarts:
-                cause += f"; restarts without a finished step before: {num_restarts}"
-            return self._give_up(cause)
-        self._pool.delay_respawn(place, now)
-        if self.state is RecoveryState.FORMING:
+        """Forget a node and its workers, and leave the generation if it had stages."""
+        if self.is_over or node == LOCAL_NODE or not self._nodes.is_alive(node):
             return []
-        self._was_poisoned = is_poison
-        return self._leave(cause, now)
-
-    def _leave(self, cause: str, now: float) -> list[Action]:
-        """End the current generation after a death, or for a planned change."""
+        gone = self._pool.remove_node(node)
+        returning = {
+            worker.sender: worker.place
+            for worker in gone
+            if worker.place is not None
+            and worker.activity is not Activity.EXITING
+            and worker.keeps_weights
+        }
+        stages = self._nodes.remove(node, returning, cause, now, may_return)
+        self._pool.standby_nodes = self._nodes.alive
+        if not stages or self.state is RecoveryState.NEW:
+            return self._advance(now)
+        if is_death and not is_poison and not self._count_deaths(gone, now):
+            return self._give_up(self._describe_restarts(cause))
         actions: list[Action] = []
-        if self.state is RecoveryState.READY:
-            self.recovering_since = now
-            actions.append(DetachClient(cause))
-        self.state = RecoveryState.FORMING
-        return [*actions, *self._pool.close_instances(self.generation, now)]
+        if self.state is not RecoveryState.FORMING:
+            self._was_poisoned = is_poison
+            actions += self._leave(cause, now)
+        return [*actions, *self._advance(now)]
 
-    def _give_up(self, cause: str) -> list[Action]:
-        self.state = RecoveryState.DEAD
-        return [GiveUp(cause)]
+    def _count_deaths(self, gone: Sequence[WorkerRecord], now: float) -> bool:
+        """Count the death of each worker of a node; return False if it was one too many."""
+        places = [
+            worker.place
+            for worker in gone
+            if worker.place is not None and worker.activity is not Activity.EXITING
+        ]
+        is_permitted = True
+        for place in places:
+            is_permitted = self._pool.count_death(place) and is_permitted
+            self._pool.delay_respawn(place, now)
+        return is_permitted

@@ -5,7 +5,7 @@ its place until it is reaped.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from random import Random
 
@@ -23,17 +23,19 @@ from gllm.cluster.records import (
 class WorkerPool:
     """The workers that have not exited, and the places that they hold."""
 
-    def __init__(self, num_places: int, limits: RecoveryLimits, jitter: Random) -> None:
+    def __init__(self, places: Sequence[str], limits: RecoveryLimits, jitter: Random) -> None:
         """Create a pool without workers.
 
         Args:
-            num_places: workers that a generation needs.
+            places: name of the node of each worker that a generation needs.
             limits: limits of a recovery.
             jitter: source of the random part of backoffs.
         """
         self.workers: dict[int, WorkerRecord] = {}
         """Processes that have not exited, by sender."""
-        self.places = [PlaceRecord() for _ in range(num_places)]
+        self.places = [PlaceRecord(node=node) for node in places]
+        self.standby_nodes: list[str] = list(dict.fromkeys(places))
+        """Nodes that have standby workers."""
         self._limits = limits
         self._jitter = jitter
         self._senders = count(1)
@@ -123,11 +125,11 @@ class WorkerPool:
         """Give each empty place a standby worker or a new one, once its backoff is over."""
         actions: list[SpawnWorker] = []
         for index, place in enumerate(self.places):
-            if place.sender is not None or place.respawn_at > now:
+            if place.sender is not None or place.is_vacant or place.respawn_at > now:
                 continue
-            standby = next(self._idle_standbys(), None)
+            standby = next(self._idle_standbys(place.node), None)
             if standby is None:
-                actions.append(self._spawn(index))
+                actions.append(self._spawn(index, place.node))
                 continue
             standby.place, place.sender = index, standby.sender
             self._standbys = RetryRecord()
@@ -137,7 +139,7 @@ class WorkerPool:
         """Start the missing standby workers, once their backoff is over."""
         if self._standbys.retry_at > now:
             return []
-        return [self._spawn(None) for _ in range(self._num_missing_standbys)]
+        return [self._spawn(None, node) for node in self._missing_standbys()]
 
     def on_standby_exit(self, now: float) -> None:
         """Count the death of a standby worker, which delays the next one."""
@@ -169,25 +171,75 @@ class WorkerPool:
     @property
     def respawn_times(self) -> Iterator[float]:
         """Times at which empty places may get a worker."""
-        return (place.respawn_at for place in self.places if place.sender is None)
+        empty = (place for place in self.places if place.sender is None and not place.is_vacant)
+        return (place.respawn_at for place in empty)
 
     @property
     def standby_time(self) -> float:
         """Time at which missing standby workers may be started; infinity if none is missing."""
-        return self._standbys.retry_at if self._num_missing_standbys else math.inf
+        is_missing = any(True for _ in self._missing_standbys())
+        return self._standbys.retry_at if is_missing else math.inf
 
-    @property
-    def _num_missing_standbys(self) -> int:
-        alive = sum(worker.place is None for worker in self.workers.values())
-        return max(0, self._limits.num_standbys - alive)
+    def remove_node(self, node: str) -> list[WorkerRecord]:
+        """Remove the workers of a lost node, and return them; its places are vacant from now on."""
+        gone = [worker for worker in self.workers.values() if worker.node == node]
+        for worker in gone:
+            self.remove(worker.sender)
+        for place in self.places:
+            if place.node == node:
+                place.is_vacant = True
+        return gone
 
-    def _idle_standbys(self) -> Iterator[WorkerRecord]:
+    def move_place(self, place: int, node: str) -> None:
+        """Note the living node of a vacant place."""
+        self.places[place].node, self.places[place].is_vacant = node, False
+
+    def restore(self, sender: int, place: int) -> None:
+        """Note that a worker without an instance has returned with its node to its vacant place."""
+        worker = WorkerRecord(sender, place, self.places[place].node, has_connected=True)
+        self.workers[sender] = worker
+        self.places[place].sender = sender
+
+    def reshape(self, places: Sequence[str], moves: Mapping[int, int]) -> list[KillWorker]:
+        """Replace the places; kill the workers that have none any more.
+
+        Args:
+            places: name of the node of each new place.
+            moves: new place of the workers of old places, on the same node.
+        """
+        old, self.places = self.places, [PlaceRecord(node=node) for node in places]
+        for before, after in moves.items():
+            self.places[after] = old[before]
+        actions = []
+        for worker in [*self.workers.values()]:
+            if worker.place is None or worker.place in moves:
+                continue
+            worker.place, worker.is_dropped = None, True
+            if worker.activity is not Activity.EXITING:
+                actions.append(self.kill(worker, "its stage has been dropped"))
+        for worker in self.workers.values():
+            if worker.place is not None:
+                worker.place = moves[worker.place]
+        return actions
+
+    def _missing_standbys(self) -> Iterator[str]:
+        """Yield the node of each standby worker that has to be started."""
+        nodes = [worker.node for worker in self.workers.values() if worker.place is None]
+        for node in self.standby_nodes:
+            for _ in range(self._limits.num_standbys - nodes.count(node)):
+                yield node
+
+    def _idle_standbys(self, node: str) -> Iterator[WorkerRecord]:
         standbys = (worker for worker in self.workers.values() if worker.place is None)
-        return (worker for worker in standbys if worker.activity is Activity.IDLE)
+        return (
+            worker
+            for worker in standbys
+            if worker.activity is Activity.IDLE and worker.node == node
+        )
 
-    def _spawn(self, place: int | None) -> SpawnWorker:
+    def _spawn(self, place: int | None, node: str) -> SpawnWorker:
         sender = next(self._senders)
-        self.workers[sender] = WorkerRecord(sender, place)
+        self.workers[sender] = WorkerRecord(sender, place, node)
         if place is not None:
             self.places[place].sender = sender
-        return SpawnWorker(sender, place)
+        return SpawnWorker(sender, place, node)

@@ -18,6 +18,7 @@ from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
+    ChangeShape,
     ChooseLayers,
     CloseInstances,
     DetachClient,
@@ -29,6 +30,7 @@ from gllm.cluster.actions import (
     SpawnWorker,
     WarmUp,
 )
+from gllm.cluster.node_layout import NodeShape
 from gllm.cluster.placement import Placement
 from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
@@ -59,6 +61,9 @@ class ActionListener(Protocol):
 
     def on_all_measured(self) -> None:
         """Divide the layers, because all workers have measured their speed."""
+
+    def on_shape_changed(self, shape: NodeShape) -> None:
+        """Handle other stages, or other nodes of the stages, from the next generation on."""
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request; `error` is empty on success."""
@@ -177,6 +182,8 @@ class ActionExecutor:
                 head.nodes.measure(placement, self._config, head.model_folder)
             case ChooseLayers():
                 self._listener.on_all_measured()
+            case ChangeShape(shape):
+                self._listener.on_shape_changed(shape)
             case AssignGeneration(placement):
                 self._assign(placement)
             case InitializeCaches():

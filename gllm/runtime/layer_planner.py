@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from gllm.cluster.balance import BalanceLimits, BetterCut, Rebalancer
+from gllm.cluster.node_layout import NodeShape
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
@@ -101,6 +102,10 @@ class LayerPlanner:
         self._costs, self._memory, self._layers = costs, memory, layers
         self._rebalancer = Rebalancer(costs, memory, self._limits)
         return self.bounds
+
+    def change_shape(self, shape: NodeShape) -> None:
+        """Note other stages, or other nodes of the stages, from the next generation on."""
+        raise NotImplementedError
 
     def begin_generation(self, loaded: Sequence[StageLoaded]) -> None:
         """Start to compare the step times of a generation, which has the current layers.

@@ -15,6 +15,7 @@ from random import Random
 import zmq
 
 from gllm.cluster.actions import Action, AssignGeneration, KillWorker
+from gllm.cluster.node_layout import NodeShape
 from gllm.cluster.records import RecoveryLimits, RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
@@ -321,6 +322,10 @@ class Supervisor:
         """See ActionListener."""
         bounds = self._planner.choose_layers()
         self._execute(self._recovery.change_layers(bounds, "", time.monotonic()))
+
+    def on_shape_changed(self, shape: NodeShape) -> None:
+        """See ActionListener."""
+        self._planner.change_shape(shape)
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request."""

@@ -277,6 +277,7 @@ class World:
         layers = list(pairwise(bounds))
         waits = (RecoveryState.FORMING, RecoveryState.MEASURING, RecoveryState.NEW)
         if layers != self.recovery.layers and self.recovery.state not in waits:
+            self.was_poisoned = False
             for waiting in self.pending.values():
                 waiting.clear()
         self.layers = layers

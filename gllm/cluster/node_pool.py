@@ -1,0 +1,229 @@
+"""Nodes of an engine: the living ones, the stages of each, and stages whose node is lost.
+
+`Recovery` reports losses and joins; the pool decides which node gets the stages of a lost one.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gllm.cluster.placement import LOCAL_NODE
+
+
+@dataclass(frozen=True, slots=True)
+class Vacancy:
+    """Stages whose node is lost."""
+
+    node: str
+    """The lost node."""
+    stages: list[int]
+    workers: Mapping[int, int]
+    """Place of each worker process of the node that may return with it, by sender."""
+    cause: str
+    since: float
+    """Time of the loss."""
+    return_until: float
+    """Time until which only the same node or a spare gets the stages."""
+
+
+class NodePool:
+    """Decides which nodes have the stages."""
+
+    def __init__(
+        self, stage_nodes: Sequence[str], degrees: Sequence[int], return_seconds: float
+    ) -> None:
+        """Create the pool of an engine whose nodes are all alive.
+
+        Args:
+            stage_nodes: name of the node of each stage.
+            degrees: number of ranks of each stage.
+            return_seconds: time for which the stages of a lost node wait for it.
+
+        Raises:
+            ValueError: the first stage is not on the head's node.
+        """
+        self.stage_nodes = list(stage_nodes)
+        """Name of the node of each stage; of a vacant stage, the lost one."""
+        self.vacancies: dict[str, Vacancy] = {}
+        """By the name of the lost node."""
+        self._degrees = list(degrees)
+        self._return_seconds = return_seconds
+        if len(self.stage_nodes) != len(self._degrees) or self.stage_nodes[0] != LOCAL_NODE:
+            raise ValueError(f"stage 0 has to be on the head's node: {self.stage_nodes}")
+        self._capacities = {node: self._num_ranks(node) for node in self.stage_nodes}
+        """Workers that each living node can have, in the order of joining."""
+
+    @property
+    def alive(self) -> list[str]:
+        """Names of the living nodes, the head's first."""
+        return list(self._capacities)
+
+    @property
+    def spares(self) -> list[str]:
+        """Names of the living nodes without stages, in the order of joining."""
+        return [node for node in self._capacities if not self._stages_on(node)]
+
+    @property
+    def survivors(self) -> list[str]:
+        """Names of the living nodes with stages, in the order of their stages."""
+        vacant = self.vacant_stages
+        nodes = [node for i, node in enumerate(self.stage_nodes) if i not in vacant]
+        return list(dict.fromkeys(nodes))
+
+    @property
+    def vacant_stages(self) -> set[int]:
+        """Stages whose node is lost."""
+        return {stage for vacancy in self.vacancies.values() for stage in vacancy.stages}
+
+    @property
+    def return_until(self) -> float:
+        """Time until which lost nodes are awaited before the layers are cut anew."""
+        return max((each.return_until for each in self.vacancies.values()), default=math.inf)
+
+    @property
+    def oldest_vacancy(self) -> Vacancy | None:
+        """The stages that have waited longest for a node; None if there are none."""
+        return min(self.vacancies.values(), key=lambda each: each.since, default=None)
+
+    def is_alive(self, node: str) -> bool:
+        """Return True if a node has joined and was not lost since."""
+        return node in self._capacities
+
+    def remove(
+        self, node: str, workers: Mapping[int, int], cause: str, now: float, may_return: bool
+    ) -> list[int]:
+        """Handle the loss of a node; return the stages that are vacant by it.
+
+        Args:
+            node: the lost node.
+            workers: place of each of its workers that may return with it, by sender.
+            cause: description of the loss.
+            now: time in seconds.
+            may_return: False if nothing has to wait for it.
+        """
+        del self._capacities[node]
+        stages = self._stages_on(node)
+        if stages:
+            until = now + self._return_seconds * may_return
+            self.vacancies[node] = Vacancy(node, stages, workers, cause, now, until)
+        return stages
+
+    def add(self, node: str, capacity: int, is_spare: bool) -> Vacancy | None:
+        """Handle a node that has joined; return the vacancy that it fills as the same node.
+
+        Args:
+            node: its name.
+            capacity: workers that it can have.
+            is_spare: True if it does not want its former stages.
+        """
+        self._capacities[node] = capacity
+        if self._can_return(node, capacity, is_spare):
+            return self.vacancies.pop(node)
+        return None
+
+    def wanted_workers(
+        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool
+    ) -> dict[int, int]:
+        """Return the place of each worker that a node keeps if it joins; see `add`.
+
+        workers: living workers of its earlier session.
+        """
+        if not self._can_return(node, capacity, is_spare):
+            return {}
+        places = self.vacancies[node].workers
+        return {sender: places[sender] for sender in workers if sender in places}
+
+    def _can_return(self, node: str, capacity: int, is_spare: bool) -> bool:
+        """Return True if a node that joins gets its former stages."""
+        vacancy = self.vacancies.get(node)
+        if vacancy is None or is_spare:
+            return False
+        return self._count_ranks(vacancy.stages) <= capacity
+
+    def fill_vacancies(self) -> list[int]:
+        """Move vacant stages to spares, as far as these can have all stages of a lost node.
+
+        Returns:
+            The stages that have got another node.
+        """
+        moved: list[int] = []
+        for vacancy in sorted(self.vacancies.values(), key=lambda each: each.stages):
+            nodes = self._choose_spares(vacancy.stages)
+            if nodes is None:
+                continue
+            del self.vacancies[vacancy.node]
+            for stage, node in zip(vacancy.stages, nodes, strict=True):
+                self.stage_nodes[stage] = node
+            moved += vacancy.stages
+        return moved
+
+    def reshape(self, stage_nodes: Sequence[str], degrees: Sequence[int]) -> None:
+        """Note other stages, all of which are on living nodes.
+
+        Raises:
+            ValueError: one is not, or the first stage is not on the head's node.
+        """
+        if not set(stage_nodes) <= self._capacities.keys() or stage_nodes[0] != LOCAL_NODE:
+            raise ValueError(f"stages are on lost nodes, or stage 0 is remote: {stage_nodes}")
+        self.vacancies.clear()
+        self.stage_nodes, self._degrees = list(stage_nodes), list(degrees)
+
+    def _choose_spares(self, stages: Sequence[int]) -> list[str] | None:
+        """Return the spare for each of some stages; None if the spares cannot have all of them.
+
+        The smallest spare that can have all is best; else several spares share the stages.
+        """
+        capacities = {node: self._capacities[node] for node in self.spares}
+        needed = self._count_ranks(stages)
+        if enough := [node for node, capacity in capacities.items() if capacity >= needed]:
+            return [min(enough, key=lambda node: capacities[node])] * len(stages)
+        largest_first = iter(sorted(capacities, key=lambda node: -capacities[node]))
+        nodes: list[str] = []
+        node = next(largest_first, None)
+        for stage in stages:
+            while node is not None and capacities[node] < self._degrees[stage]:
+                node = next(largest_first, None)
+            if node is None:
+                return None
+            capacities[node] -= self._degrees[stage]
+            nodes.append(node)
+        return nodes
+
+    def _stages_on(self, node: str) -> list[int]:
+        """Return the stages that a living node has."""
+        vacant = self.vacant_stages
+        return [i for i, own in enumerate(self.stage_nodes) if own == node and i not in vacant]
+
+    def _num_ranks(self, node: str) -> int:
+        return self._count_ranks(self._stages_on(node))
+
+    def _count_ranks(self, stages: Sequence[int]) -> int:
+        return sum(self._degrees[stage] for stage in stages)
+
+
+def match_places(
+    old: Sequence[tuple[str, int]], new: Sequence[tuple[str, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of an old and a new place that the same worker holds, after a change of shape.
+
+    The first stage of a node remains its first one, and so on.
+
+    Args:
+        old: node and number of ranks of each stage before.
+        new: node and number of ranks of each stage after.
+    """
+    starts: dict[tuple[str, int, int], int] = {}
+    for place, key in enumerate(_place_keys(old)):
+        starts[key] = place
+    for place, key in enumerate(_place_keys(new)):
+        if key in starts:
+            yield starts[key], place
+
+
+def _place_keys(stages: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the node, the index of the stage on the node and the rank of each place."""
+    counts: dict[str, int] = {}
+    for node, num_ranks in stages:
+        index = counts[node] = counts.get(node, -1) + 1
+        for rank in range(num_ranks):
+            yield node, index, rank

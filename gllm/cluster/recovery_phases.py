@@ -1,0 +1,256 @@
+"""Phases of an engine's life, from empty places to a generation that serves, and back.
+
+`Recovery` handles the events and calls these phases; nothing else does.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+
+from gllm.cluster.actions import (
+    Action,
+    AssignGeneration,
+    ChangeShape,
+    ChooseLayers,
+    DetachClient,
+    GiveUp,
+    InitializeCaches,
+    KillWorker,
+    MeasureWorkers,
+    WarmUp,
+)
+from gllm.cluster.node_layout import NodeShape
+from gllm.cluster.node_pool import NodePool, match_places
+from gllm.cluster.placement import LOCAL_NODE, Placement, Slot, make_placement, place_names
+from gllm.cluster.records import (
+    Activity,
+    RecoveryLimits,
+    RecoveryState,
+    RetryRecord,
+    WorkerRecord,
+)
+from gllm.cluster.worker_pool import WorkerPool
+
+Recut = Callable[[Sequence[str]], NodeShape | None]
+"""Return the stages on some nodes, which have to hold all layers; None if these do not fit."""
+
+
+class RecoveryPhases:
+    """State of an engine's life, and the actions that each phase begins with."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[int, int]],
+        limits: RecoveryLimits,
+        jitter: Random,
+        degrees: Sequence[int] | None = None,
+        should_measure: bool = False,
+        nodes: Sequence[str] | None = None,
+        recut: Recut | None = None,
+    ) -> None:
+        """Create the state of an engine that has not started.
+
+        Args:
+            layers: first layer of each stage and first layer after it.
+            limits: limits of a recovery.
+            jitter: source of the random part of backoffs.
+            degrees: number of ranks of each stage; None for one each.
+            should_measure: divide the layers by measurements of the workers before the first
+                generation.
+            nodes: name of the node of each stage; None for the head's node. All are alive, and have
+                room for exactly the workers of their stages.
+            recut: divides the layers over the nodes that are left after a loss; None if they
+                always wait for the lost ones.
+
+        Raises:
+            ValueError: stage 0 is not on the head's node.
+        """
+        self.state = RecoveryState.NEW
+        self.placement: Placement | None = None
+        """Placement of the current generation."""
+        self.recovering_since: float | None = None
+        """Time of the death that the engine recovers from; None if it has not been ready before,
+        or is ready."""
+        self.has_been_ready = False
+        self.is_overdue = False
+        """True if this recovery has taken longer than the timeout: requests are rejected."""
+        self.generation = 0
+        """Number of the current generation; 0 before the first."""
+        self._layers = list(layers)
+        self._degrees = [1] * len(self._layers) if degrees is None else list(degrees)
+        self._names = place_names(self._degrees)
+        self._limits = limits
+        self._jitter = jitter
+        self._recut = recut
+        self._rejected_survivors: list[str] = []
+        """Nodes on which the layers do not fit, by the last attempt."""
+        self.place_stages(nodes or [LOCAL_NODE] * len(self._layers))
+        self._assignments = RetryRecord()
+        """Generations that could not be assigned since the engine was ready."""
+        self._was_poisoned = False
+        """True if a request ended the last generation."""
+        self._should_measure = should_measure
+        self._has_begun_measuring = self._has_chosen_layers = False
+        """Actions of the state MEASURING that have been returned."""
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """First layer of each stage and first layer after it, from the next generation on."""
+        return list(self._layers)
+
+    def place_stages(self, nodes: Sequence[str]) -> None:
+        """Set the nodes of the stages, before the start.
+
+        Raises:
+            ValueError: stage 0 is not on the head's node.
+        """
+        assert self.state is RecoveryState.NEW, "the engine has started"
+        self._nodes = NodePool(nodes, self._degrees, self._limits.node_return_seconds)
+        self._pool = WorkerPool(self._place_nodes(), self._limits, self._jitter)
+
+    @property
+    def stage_nodes(self) -> list[str]:
+        """Name of the node of each stage; a lost one until another node has the stage."""
+        return list(self._nodes.stage_nodes)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the engine has given up or was stopped."""
+        return self.state is RecoveryState.DEAD
+
+    def _advance(self, now: float) -> list[Action]:
+        """Do everything that the current state permits; return the actions."""
+        actions: list[Action] = []
+        if self.state is RecoveryState.FORMING:
+            actions += self._fill_vacancies(now)
+            actions += self._pool.fill_places(now)
+            if self._pool.is_formed and self._assignments.retry_at <= now:
+                actions += self._measure(now) if self._should_measure else [self._assign(now)]
+        elif self.state is RecoveryState.MEASURING:
+            actions += self._measure(now)
+        elif self.state is RecoveryState.LOADING and self._pool.is_phase_finished:
+            actions.append(InitializeCaches(self.generation))
+            self._begin_phase(RecoveryState.INITIALIZING, now)
+        elif self.state is RecoveryState.INITIALIZING and self._pool.is_phase_finished:
+            actions.append(WarmUp(self.generation))
+            self._begin_phase(RecoveryState.WARMING, now)
+        elif self.state is RecoveryState.READY:
+            # Only now, because the imports of a standby worker would slow down a recovery.
+            actions += self._pool.fill_standbys(now)
+        return actions
+
+    def _fill_vacancies(self, now: float) -> list[Action]:
+        """Give the stages of lost nodes to spares, or cut the layers over the nodes left."""
+        actions: list[Action] = []
+        if moved := self._nodes.fill_vacancies():
+            for place, name in enumerate(self._names):
+                if name.stage in moved:
+                    self._pool.move_place(place, self._nodes.stage_nodes[name.stage])
+            actions.append(ChangeShape(self._shape))
+        if self._recut_time <= now:
+            assert self._recut is not None
+            survivors = self._nodes.survivors
+            shape = self._recut(survivors)
+            if shape is None:
+                self._rejected_survivors = survivors
+            else:
+                actions += [ChangeShape(shape), *self._change_shape(shape)]
+        return actions
+
+    @property
+    def _recut_time(self) -> float:
+        """Time at which the layers are cut over the nodes left; infinity if they are not."""
+        if self._recut is None or self._nodes.survivors == self._rejected_survivors:
+            return math.inf
+        return self._nodes.return_until
+
+    @property
+    def _shape(self) -> NodeShape:
+        return NodeShape(self.layers, list(self._degrees), self.stage_nodes)
+
+    def _change_shape(self, shape: NodeShape) -> list[KillWorker]:
+        """Replace the stages; workers of the same stage of a node remain, others are killed."""
+        old = list(zip(self._nodes.stage_nodes, self._degrees, strict=True))
+        new = list(zip(shape.nodes, shape.degrees, strict=True))
+        self._nodes.reshape(shape.nodes, shape.degrees)
+        self._layers, self._degrees = list(shape.layers), list(shape.degrees)
+        self._names = place_names(self._degrees)
+        return self._pool.reshape(self._place_nodes(), dict(match_places(old, new)))
+
+    def _place_nodes(self) -> list[str]:
+        """Return the name of the node of each place."""
+        return [self._nodes.stage_nodes[name.stage] for name in place_names(self._degrees)]
+
+    def _begin_phase(self, state: RecoveryState, now: float) -> None:
+        self.state = state
+        self._pool.begin_phase(now)
+
+    def _finish_phase(self, sender: int, state: RecoveryState) -> WorkerRecord | None:
+        """Note a worker's answer to a phase; return None if it was not expected."""
+        return self._pool.finish_phase(sender) if self.state is state else None
+
+    def _measure(self, now: float) -> list[Action]:
+        """Let all workers measure at once, when none imports its modules any more."""
+        if self.state is not RecoveryState.MEASURING:
+            self._begin_phase(RecoveryState.MEASURING, now)
+            self._has_begun_measuring = self._has_chosen_layers = False
+        if self._pool.is_connected and not self._has_begun_measuring:
+            self._has_begun_measuring = True
+            return [MeasureWorkers(self._make_placement(self.generation + 1))]
+        if self._pool.is_phase_finished and not self._has_chosen_layers:
+            self._has_chosen_layers = True
+            return [ChooseLayers()]
+        return []
+
+    def _make_placement(self, generation: int) -> Placement:
+        slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
+        return make_placement(generation, self._layers, slots, self._degrees)
+
+    def _assign(self, now: float) -> Action:
+        """Begin the next generation; every place has a worker without an instance."""
+        self.generation += 1
+        self.placement = self._make_placement(self.generation)
+        self._begin_phase(RecoveryState.LOADING, now)
+        return AssignGeneration(self.placement)
+
+    def _on_death(
+        self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
+    ) -> list[Action]:
+        """Count the death of a place and leave the generation, or give up if it was one too many.
+
+        Args:
+            place: index of the place.
+            activity: of its worker before the death.
+            cause: description of the death.
+            now: time in seconds.
+            is_poison: True if a request has caused it.
+        """
+        if activity is Activity.CLOSING:
+            # The ranks of a stage compute a request together, so it may kill several of them.
+            is_poison = is_poison or self._was_poisoned
+        if not is_poison and not self._pool.count_death(place):
+            return self._give_up(self._describe_restarts(cause))
+        self._pool.delay_respawn(place, now)
+        if self.state is RecoveryState.FORMING:
+            return []
+        self._was_poisoned = is_poison
+        return self._leave(cause, now)
+
+    def _leave(self, cause: str, now: float) -> list[Action]:
+        """End the current generation after a death, or for a planned change."""
+        actions: list[Action] = []
+        if self.state is RecoveryState.READY:
+            self.recovering_since = now
+            actions.append(DetachClient(cause))
+        self.state = RecoveryState.FORMING
+        return [*actions, *self._pool.close_instances(self.generation, now)]
+
+    def _give_up(self, cause: str) -> list[Action]:
+        self.state = RecoveryState.DEAD
+        return [GiveUp(cause)]
+
+    def _describe_restarts(self, cause: str) -> str:
+        """Return the cause of a death with the restarts that it follows."""
+        if num_restarts := self._limits.max_restarts:
+            cause += f"; restarts without a finished step before: {num_restarts}"
+        return cause
