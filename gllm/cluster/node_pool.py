@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -201,29 +202,23 @@ class NodePool:
         return sum(self._degrees[stage] for stage in stages)
 
 
-def match_places(
-    old: Sequence[tuple[str, int]], new: Sequence[tuple[str, int]]
-) -> Iterator[tuple[int, int]]:
-    """Yield pairs of an old and a new place that the same worker holds, after a change of shape.
+def match_stages(old: Sequence[str], new: Sequence[str]) -> dict[int, int]:
+    """Return the new stage of each old one that remains, after a change of the stages.
 
     The first stage of a node remains its first one, and so on.
 
     Args:
-        old: node and number of ranks of each stage before.
-        new: node and number of ranks of each stage after.
+        old: node of each stage before.
+        new: node of each stage after.
     """
-    starts: dict[tuple[str, int, int], int] = {}
-    for place, key in enumerate(_place_keys(old)):
-        starts[key] = place
-    for place, key in enumerate(_place_keys(new)):
-        if key in starts:
-            yield starts[key], place
+    after = {key: stage for stage, key in enumerate(_stage_keys(new))}
+    keys = enumerate(_stage_keys(old))
+    return {stage: after[key] for stage, key in keys if key in after}
 
 
-def _place_keys(stages: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield the node, the index of the stage on the node and the rank of each place."""
-    counts: dict[str, int] = {}
-    for node, num_ranks in stages:
-        index = counts[node] = counts.get(node, -1) + 1
-        for rank in range(num_ranks):
-            yield node, index, rank
+def _stage_keys(nodes: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield the node of each stage, and the index of the stage among those of the node."""
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        yield node, counts[node]
+        counts[node] += 1

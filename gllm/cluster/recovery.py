@@ -35,6 +35,10 @@ class Recovery(RecoveryPhases):
         """Processes that have not exited, standby workers included."""
         return list(self._pool.workers)
 
+    def workers_on(self, node: str) -> list[int]:
+        """Return the processes of a node that have not exited."""
+        return [each.sender for each in self._pool.workers.values() if each.node == node]
+
     def name_of(self, sender: int) -> PlaceName | None:
         """Return the place of a worker that has not exited; None for a standby worker."""
         worker = self._pool.workers.get(sender)
@@ -175,6 +179,22 @@ class Recovery(RecoveryPhases):
         if self._assignments.num_failures > self._limits.max_restarts:
             return self._give_up(f"the stages could not be assigned: {cause}")
         return []
+
+    def on_generation_failed(self, generation: int, cause: str, now: float) -> list[Action]:
+        """End a generation without a death, because its workers cannot reach each other.
+
+        It is tried again after a delay: for ever if the engine has been ready, because networks
+        return; otherwise as often as an assignment.
+        """
+        has_instances = self.state not in (RecoveryState.FORMING, RecoveryState.MEASURING)
+        if generation != self.generation or not has_instances or self.is_over:
+            return []
+        self._assignments.on_failure(now, self._jitter, num_earlier=1)
+        is_final = self._assignments.num_failures > self._limits.max_restarts
+        if is_final and not self.has_been_ready:
+            return self._give_up(f"the stages could not be connected: {cause}")
+        self._was_poisoned = False
+        return [*self._leave(cause, now), *self._advance(now)]
 
     def on_connected(self, sender: int, now: float) -> list[Action]:
         """Handle the first message of a process: from now on it has to answer in time."""

@@ -20,7 +20,7 @@ from gllm.cluster.actions import (
     WarmUp,
 )
 from gllm.cluster.node_layout import NodeShape
-from gllm.cluster.node_pool import NodePool, match_places
+from gllm.cluster.node_pool import NodePool, match_stages
 from gllm.cluster.placement import LOCAL_NODE, Placement, Slot, make_placement, place_names
 from gllm.cluster.records import (
     Activity,
@@ -84,7 +84,7 @@ class RecoveryPhases:
         self._recut = recut
         self._rejected_survivors: list[str] = []
         """Nodes on which the layers do not fit, by the last attempt."""
-        self.place_stages(nodes or [LOCAL_NODE] * len(self._layers))
+        self.set_nodes(nodes or [LOCAL_NODE] * len(self._layers))
         self._assignments = RetryRecord()
         """Generations that could not be assigned since the engine was ready."""
         self._was_poisoned = False
@@ -98,7 +98,12 @@ class RecoveryPhases:
         """First layer of each stage and first layer after it, from the next generation on."""
         return list(self._layers)
 
-    def place_stages(self, nodes: Sequence[str]) -> None:
+    @property
+    def degrees(self) -> list[int]:
+        """Number of ranks of each stage, from the next generation on."""
+        return list(self._degrees)
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
         """Set the nodes of the stages, before the start.
 
         Raises:
@@ -170,12 +175,18 @@ class RecoveryPhases:
 
     def _change_shape(self, shape: NodeShape) -> list[KillWorker]:
         """Replace the stages; workers of the same stage of a node remain, others are killed."""
-        old = list(zip(self._nodes.stage_nodes, self._degrees, strict=True))
-        new = list(zip(shape.nodes, shape.degrees, strict=True))
+        stages = match_stages(self._nodes.stage_nodes, shape.nodes)
+        old_names = self._names
         self._nodes.reshape(shape.nodes, shape.degrees)
         self._layers, self._degrees = list(shape.layers), list(shape.degrees)
         self._names = place_names(self._degrees)
-        return self._pool.reshape(self._place_nodes(), dict(match_places(old, new)))
+        new_places = {(name.stage, name.rank): place for place, name in enumerate(self._names)}
+        moves = {
+            place: new_places[stages[name.stage], name.rank]
+            for place, name in enumerate(old_names)
+            if (stages.get(name.stage), name.rank) in new_places
+        }
+        return self._pool.reshape(self._place_nodes(), moves)
 
     def _place_nodes(self) -> list[str]:
         """Return the name of the node of each place."""

@@ -49,6 +49,9 @@ class StageLoaded(WireMessage, frozen=True):
     """True if the process can close the stage and use its weights in the next generation."""
     numerics: str = ""
     """Description of all that decides the rounding: device, dtypes, quantization and kernels."""
+    host_available_bytes: int | None = None
+    """Available bytes of the machine's memory, with the weights loaded; None if the stage has
+    memory of its own."""
 
 
 class InitializeCache(WireMessage, frozen=True):

@@ -41,8 +41,8 @@ from gllm.runtime.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.client import EngineClient
 from gllm.runtime.commands import CommandRunner
 from gllm.runtime.deaths import DeathLog
-from gllm.runtime.device import count_kv_blocks
 from gllm.runtime.kv_events import KvEventSource
+from gllm.runtime.kv_memory import count_placement_blocks, limit_blocks
 from gllm.runtime.node_group import NodeGroup
 from gllm.runtime.plan_record import read_uncommitted
 from gllm.runtime.worker_channels import WorkerChannels
@@ -114,6 +114,8 @@ class ActionExecutor:
         """KV blocks of each worker."""
         self.kv_bytes = 0
         """Bytes of the KV cache over all workers."""
+        self._block_nodes: list[str] = []
+        """Name of the node of each worker when the KV blocks were counted."""
         self._config = config
         self._recovery = recovery
         self._client = client
@@ -241,19 +243,34 @@ class ActionExecutor:
         max_model_len, placement = self._config.max_model_len, self._recovery.placement
         assert max_model_len is not None
         assert placement is not None
-        loaded = self.loaded.values()
         scheduler = self._config.scheduler
-        max_blocks = scheduler.max_num_seqs * -(-max_model_len // scheduler.block_size)
-        workers = [(worker.block_bytes, worker.available_bytes) for worker in loaded]
-        has_own_memory = any(available is not None for _, available in workers)
-        if not self.num_blocks or has_own_memory:
-            num_blocks = count_kv_blocks(self._config.kv_cache_memory, workers)
-            # Requests were accepted by the size of the first cache, so a later one is not larger.
-            self.num_blocks = min(num_blocks, self.num_blocks or max_blocks, max_blocks)
+        self.num_blocks = self._count_blocks(placement, max_model_len)
+        loaded = self.loaded.values()
         self.kv_bytes = self.num_blocks * sum(worker.block_bytes for worker in loaded)
         scheduler.resolve(placement.num_stages, self.num_blocks, max_model_len)
         for sender in self.loaded:
             self.connections.channels.send(sender, InitializeCache(self.num_blocks))
+
+    def _count_blocks(self, placement: Placement, max_model_len: int) -> int:
+        """Return the number of KV blocks of a generation.
+
+        Requests were accepted by the size of the first cache, so a later one is not larger. It can
+        be smaller if layers have moved to other machines, but there is always one sequence of full
+        length if the memory suffices at all, so that every accepted request can be resumed.
+        """
+        scheduler = self._config.scheduler
+        num_needed = -(-max_model_len // scheduler.block_size)
+        most = self.num_blocks or scheduler.max_num_seqs * num_needed
+        nodes = [worker.node for worker in placement.workers]
+        has_own_memory = any(each.available_bytes is not None for each in self.loaded.values())
+        has_moved, self._block_nodes = nodes != self._block_nodes, nodes
+        if self.num_blocks and not (has_own_memory or has_moved):
+            return self.num_blocks
+        count = count_placement_blocks(self._config.kv_cache_memory, placement, self.loaded)
+        if self.num_blocks and has_moved:
+            limit = limit_blocks(placement, self.loaded)
+            count = int(min(max(count, num_needed), limit))
+        return min(count, most)
 
     def _warm_up(self, generation: int) -> None:
         """Generate one token."""

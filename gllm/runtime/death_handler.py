@@ -45,6 +45,8 @@ class DeathHandler:
         self._client = client
         self._deaths = deaths
         self._execute = execute
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        """Timers of workers whose session has ended."""
 
     def on_failed(self, sender: int, cause: str) -> None:
         """Handle a worker's own report that it fails."""
@@ -65,9 +67,19 @@ class DeathHandler:
         place = self._recovery.name_of(sender)
         worker = "a standby worker" if place is None else f"the worker of {place}"
         cause = f"the connection to {worker} was lost: {cause}"
-        asyncio.get_running_loop().call_later(
-            LOST_SECONDS, self._on_death, sender, "lost", cause, self._recovery.on_lost
+        self.forget(sender)
+        self._timers[sender] = asyncio.get_running_loop().call_later(
+            LOST_SECONDS, self._on_lost, sender, cause
         )
+
+    def forget(self, sender: int) -> None:
+        """Do not wait any more for the exit of a worker whose session has ended."""
+        if (timer := self._timers.pop(sender, None)) is not None:
+            timer.cancel()
+
+    def _on_lost(self, sender: int, cause: str) -> None:
+        self._timers.pop(sender, None)
+        self._on_death(sender, "lost", cause, self._recovery.on_lost)
 
     def on_exit(self, sender: int, description: str) -> None:
         """Handle the exit of a process, after its last messages."""
@@ -125,7 +137,7 @@ class DeathHandler:
         death = WorkerDeath(sender, place, kind, cause, now, stacks)
         actions = report(sender, cause, now, is_poison)
         if was_ready and not any(isinstance(action, GiveUp) for action in actions):
-            self._deaths.begin_recovery(death)
+            self._deaths.begin_recovery(kind, cause)
         evidence = self._deaths.keep_evidence(death, generation, num_requests, suspects)
         self._execute(actions)
         if not self._recovery.is_over:

@@ -44,10 +44,15 @@ class DeathLog:
         """Latest heartbeat by sender."""
         self._crashes = CrashFolder(crash_folder)
 
-    def begin_recovery(self, death: WorkerDeath) -> None:
-        """Count a death that ends a generation which was ready."""
-        self.recoveries[death.kind] += 1
-        self.cause = death.cause
+    def begin_recovery(self, kind: str, cause: str) -> None:
+        """Count a death or a loss that ends a generation which was ready.
+
+        Args:
+            kind: of the death; `node` for the loss of a node, `link` for that of its connections.
+            cause: complete description.
+        """
+        self.recoveries[kind] += 1
+        self.cause = cause
 
     def begin_change(self, cause: str) -> None:
         """Count a planned change that ends a generation which was ready."""

@@ -7,9 +7,12 @@ that use them. This module imports no torch.
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gllm.cluster.balance import BalanceLimits, BetterCut, Rebalancer
-from gllm.cluster.node_layout import NodeShape
+from gllm.cluster.node_layout import NodeShape, recut_layers
+from gllm.cluster.node_pool import match_stages
+from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
@@ -19,8 +22,23 @@ from gllm.runtime.probe_cache import ProbeCache
 
 log = logging.getLogger(__name__)
 
+HOST_MEMORY_SHARE = 0.9
+"""Share of a machine's available memory that layers may take when they move to it."""
+
 Bounds = list[tuple[int, int]]
 """First layer of each stage and first layer after it."""
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Memory that the layers need, and that nodes and stages have, in bytes."""
+
+    needs: StageCosts
+    """Weights, and keys and values of the longest sequence."""
+    node_limits: dict[str, float]
+    """Memory of each machine for all stages that it computes on the CPU."""
+    stage_limits: list[float]
+    """Memory of the GPUs of each stage; infinity on the CPU."""
 
 
 class LayerPlanner:
@@ -50,6 +68,12 @@ class LayerPlanner:
         """By stage and rank."""
         self._rebalancer = Rebalancer(self._costs, None, self._limits)
         self._cache = ProbeCache()
+        self._weights = costs
+        self._degrees = list(config.stage_degrees)
+        self._nodes = [LOCAL_NODE] * len(self._layers)
+        """Name of the node of each stage."""
+        self._node_memory: NodeMemory | None = None
+        """None before the first generation is ready."""
 
     @property
     def layers(self) -> list[range]:
@@ -105,17 +129,73 @@ class LayerPlanner:
 
     def change_shape(self, shape: NodeShape) -> None:
         """Note other stages, or other nodes of the stages, from the next generation on."""
-        raise NotImplementedError
+        log.info(
+            "layers per stage: %s, on nodes %s",
+            ",".join(str(end - begin) for begin, end in shape.layers),
+            ", ".join(dict.fromkeys(shape.nodes)),
+        )
+        if len(shape.nodes) != len(self._nodes):
+            stages = match_stages(self._nodes, shape.nodes)
+            old = {after: self._costs[before] for before, after in stages.items()}
+            self._costs = [old.get(stage, self._costs[0]) for stage in range(len(shape.nodes))]
+        self._layers = [range(begin, end) for begin, end in shape.layers]
+        self._degrees, self._nodes = list(shape.degrees), list(shape.nodes)
+        self._measured.clear()
+        # Other machines have another memory, which is known once they have loaded their layers.
+        self._memory = None
+        self._rebalancer = Rebalancer(self._costs, None, self._limits)
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        """Set the name of the node of each stage, before the start."""
+        self._nodes = list(nodes)
+
+    def recut(self, survivors: Sequence[str]) -> NodeShape | None:
+        """Return the stages on the nodes that are left after a loss, which get all layers.
+
+        None if the layers do not fit into the memory of these nodes, with keys and values of the
+        longest sequence, or if it is not known yet what they need.
+        """
+        if self._node_memory is None:
+            return None
+        shape = NodeShape(self.bounds, self._degrees, self._nodes)
+        memory = self._node_memory
+        return recut_layers(
+            shape, survivors, self._costs, memory.needs, memory.node_limits, memory.stage_limits
+        )
 
     def begin_generation(self, loaded: Sequence[StageLoaded]) -> None:
         """Start to compare the step times of a generation, which has the current layers.
 
         loaded: reports of the generation's workers.
         """
+        self._node_memory = self._measure_nodes(loaded)
         if self._memory is None:
             self._memory = self._estimate_memory(loaded)
             self._rebalancer = Rebalancer(self._costs, self._memory, self._limits)
         self._rebalancer.begin(self._layers)
+
+    def _measure_nodes(self, loaded: Sequence[StageLoaded]) -> NodeMemory:
+        """Return what all layers need, and the memory of each node and stage."""
+        scheduler, max_model_len = self._config.scheduler, self._config.max_model_len or 0
+        num_blocks = -(-max_model_len // scheduler.block_size)
+        num_layers = len(self._weights.layers)
+        scale = sum(each.weight_bytes for each in loaded) / self._weights.cost_of(0, num_layers)
+        weights = self._weights.scale(scale)
+        sequence = num_blocks * sum(each.block_bytes for each in loaded) / num_layers
+        needs = replace(weights, layers=tuple(each + sequence for each in weights.layers))
+        node_limits: dict[str, float] = {}
+        for node in dict.fromkeys(self._nodes):
+            own = [each for each in loaded if self._nodes[each.stage] == node]
+            free = [x.host_available_bytes for x in own if x.host_available_bytes is not None]
+            if free:
+                used = sum(each.weight_bytes for each in own)
+                node_limits[node] = HOST_MEMORY_SHARE * (min(free) + used)
+        stage_limits = [math.inf] * len(self._layers)
+        for each in loaded:
+            if each.available_bytes is not None:
+                limit = (each.weight_bytes + each.available_bytes) * self._degrees[each.stage]
+                stage_limits[each.stage] = min(stage_limits[each.stage], limit)
+        return NodeMemory(needs, node_limits, stage_limits)
 
     def _estimate_memory(self, loaded: Sequence[StageLoaded]) -> list[StageMemory] | None:
         """Estimate the memory of layers that were not measured; None for the host's memory.

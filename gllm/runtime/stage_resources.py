@@ -12,7 +12,7 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.steps import GrammarReady, StepDone
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import DeviceBackend
-from gllm.runtime.device import trim_memory
+from gllm.runtime.device import available_memory_bytes, trim_memory
 from gllm.runtime.executor import Executor
 from gllm.runtime.stage import StageRunner
 from gllm.runtime.stage_loader import StageLoader
@@ -159,6 +159,7 @@ class StageResources:
                 available_bytes,
                 executor.keeps_weights,
                 executor.numerics,
+                available_memory_bytes() if available_bytes is None else None,
             )
         )
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -36,6 +36,7 @@ from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.liveness_watch import LivenessWatch
 from gllm.runtime.load_progress import TotalLoadProgress
 from gllm.runtime.node import Node
+from gllm.runtime.node_events import NodeEventHandler
 from gllm.runtime.node_group import NodeGroup
 from gllm.runtime.report_handler import ReportHandler
 from gllm.runtime.worker_channels import WorkerChannels
@@ -79,12 +80,25 @@ class Supervisor:
         )
         self._planner = planner
         self._recovery = Recovery(
-            planner.bounds, limits, Random(), config.stage_degrees, planner.should_measure
+            planner.bounds,
+            limits,
+            Random(),
+            config.stage_degrees,
+            planner.should_measure,
+            recut=planner.recut,
         )
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self.kv_events = self._executor.kv_events
         self._death_handler = DeathHandler(
             self._recovery, self._executor, self.client, self.deaths, self._execute
+        )
+        self.node_events = NodeEventHandler(
+            self._recovery,
+            self._executor,
+            self.client,
+            self.deaths,
+            self._death_handler,
+            self._execute,
         )
         self._timer: asyncio.TimerHandle | None = None
         self._progress = TotalLoadProgress(on_progress)
@@ -150,7 +164,7 @@ class Supervisor:
         """See StageLoaded, for all stages; known once they are loaded."""
         loaded = [self._executor.loaded.get(sender) for sender in self.senders]
         executors = (each.numerics for each in loaded if each is not None)
-        return describe_numerics(executors, list(map(len, self.layers)), self._config.stage_degrees)
+        return describe_numerics(executors, list(map(len, self.layers)), self._recovery.degrees)
 
     @property
     def node(self) -> Node:
@@ -216,6 +230,11 @@ class Supervisor:
         except BaseException:
             await self.stop()
             raise
+
+    def set_nodes(self, nodes: Sequence[str]) -> None:
+        """Set the name of the node of each stage, before `start`; the first has the head's."""
+        self._recovery.set_nodes(nodes)
+        self._planner.set_nodes(nodes)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function after each event that may change the state."""

@@ -1,0 +1,139 @@
+"""Losses and joins of nodes: reports to the recovery, with the requests to blame, and logs."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from gllm.cluster.actions import Action, GiveUp, KillWorker
+from gllm.cluster.records import RecoveryState
+from gllm.cluster.recovery import Recovery
+from gllm.runtime.action_executor import ActionExecutor
+from gllm.runtime.client import EngineClient
+from gllm.runtime.death_handler import DeathHandler
+from gllm.runtime.deaths import DeathLog
+
+log = logging.getLogger(__name__)
+
+
+class NodeEventHandler:
+    """Reports losses and joins of nodes to the recovery."""
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        executor: ActionExecutor,
+        client: EngineClient,
+        deaths: DeathLog,
+        death_handler: DeathHandler,
+        execute: Callable[[list[Action]], None],
+    ) -> None:
+        """Create the handler.
+
+        Args:
+            recovery: decides what follows.
+            executor: has the connections to the workers.
+            client: has the running requests.
+            deaths: log of the deaths.
+            death_handler: waits for exits of workers whose session has ended.
+            execute: executes the actions that follow.
+        """
+        self._recovery = recovery
+        self._executor = executor
+        self._client = client
+        self._deaths = deaths
+        self._death_handler = death_handler
+        self._execute = execute
+
+    def on_lost(self, node: str, cause: str, is_death: bool) -> None:
+        """Handle the loss of a node.
+
+        Args:
+            node: its name.
+            cause: complete description, which names the node.
+            is_death: True if its agent has died, so that a running request may be to blame.
+        """
+        if self._recovery.is_over:
+            return
+        was_ready = self._is_serving(node)
+        suspects = self._executor.read_suspects() if was_ready and is_death else set()
+        is_poison = bool(suspects) and self._client.on_death(suspects)
+        self._forget_workers(node)
+        now = time.monotonic()
+        actions = self._recovery.on_node_lost(node, cause, now, is_death, is_poison)
+        self._end_generation(actions, cause, was_ready)
+        if is_poison:
+            log.warning("a request that was computed on node %s has caused this and ends", node)
+
+    def on_left(self, node: str, cause: str) -> None:
+        """Handle a node that has ended its membership by itself."""
+        if self._recovery.is_over:
+            return
+        was_ready = self._is_serving(node)
+        self._forget_workers(node)
+        actions = self._recovery.on_node_left(node, cause, time.monotonic())
+        self._end_generation(actions, cause, was_ready)
+
+    def wanted_workers(
+        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool = False
+    ) -> list[int]:
+        """Return the workers that a node keeps when it joins; it kills the others by itself.
+
+        Call it, answer the node and prepare the routes to these workers before `on_joined`, which
+        may assign them stages at once.
+        """
+        return self._recovery.wanted_workers(node, capacity, workers, is_spare)
+
+    def on_joined(
+        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool = False
+    ) -> None:
+        """Handle a node that has joined or returned.
+
+        Args:
+            node: its name.
+            capacity: workers that it can have.
+            workers: living workers of an earlier session, whose instances are closed.
+            is_spare: True if it does not want its former stages.
+        """
+        actions = self._recovery.on_node_joined(node, capacity, workers, time.monotonic(), is_spare)
+        # The agent has been told which workers it keeps, and nothing awaits the others' exits.
+        unwanted = set(workers).difference(self._recovery.workers_on(node))
+        self._execute(
+            [
+                each
+                for each in actions
+                if not (isinstance(each, KillWorker) and each.sender in unwanted)
+            ]
+        )
+
+    def on_generation_failed(self, generation: int, cause: str) -> None:
+        """Handle a generation whose workers on different nodes cannot reach each other."""
+        if self._recovery.is_over or generation != self._recovery.generation:
+            return
+        was_ready = self._recovery.state is RecoveryState.READY
+        actions = self._recovery.on_generation_failed(generation, cause, time.monotonic())
+        self._end_generation(actions, cause, was_ready, "link")
+
+    def _is_serving(self, node: str) -> bool:
+        """Return True if the engine is ready, and a node has stages."""
+        placement = self._recovery.placement
+        if self._recovery.state is not RecoveryState.READY or placement is None:
+            return False
+        return bool(placement.workers_on(node))
+
+    def _forget_workers(self, node: str) -> None:
+        """Drop all that is under way with the workers of a node."""
+        for sender in self._recovery.workers_on(node):
+            self._executor.connections.channels.forget(sender)
+            self._death_handler.forget(sender)
+            self._deaths.heartbeats.pop(sender, None)
+
+    def _end_generation(
+        self, actions: list[Action], cause: str, was_ready: bool, kind: str = "node"
+    ) -> None:
+        """Log the end of a generation and execute what follows."""
+        num_requests = self._client.num_requests
+        if was_ready and not any(isinstance(action, GiveUp) for action in actions):
+            self._deaths.begin_recovery(kind, cause)
+        self._execute(actions)
+        if not self._recovery.is_over:
+            log.warning("%s; requests: %d", cause, num_requests)
