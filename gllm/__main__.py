@@ -21,7 +21,11 @@ COMMANDS = {
     "bench": ("gllm.commands.bench.command:main", "measure a server over HTTP, or an engine"),
     "top": ("gllm.commands.top.command:main", "watch a running server in the terminal"),
     "chat": ("gllm.commands.chat:main", "talk to a running server in the terminal"),
-    "node": ("gllm.commands.node:main", "create and rotate the secret of a fleet's machines"),
+    "node": (
+        "gllm.commands.node:main",
+        "join an engine on other machines; create and rotate the machines' secret",
+    ),
+    "nodes": ("gllm.commands.nodes:main", "list the machines of a running engine"),
 }
 
 

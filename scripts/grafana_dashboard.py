@@ -29,6 +29,7 @@ LEFT_OUT = {
     "router_engine_waiting": "as above",
     "router_engine_prefix_cache_queries": "as above",
     "router_engine_prefix_cache_hits": "as above",
+    "node_clock_offset_seconds": "a difference of clocks that the step log corrects",
     "router_stale_outputs": "tokens that a migration made void; of use to developers",
 }
 """Metrics that are on no panel, and why."""
@@ -324,6 +325,49 @@ ROUTER_PANELS = [
 """Panels below the row of routers."""
 
 
+def node_load(name: str) -> Query:
+    """Return a gauge of each machine: heads and agents report their own."""
+    return Query(f"max by (node) (gllm:{name})", "{{node}}")
+
+
+NODE_PANELS = [
+    Panel(
+        "Machines",
+        "short",
+        [
+            Query(f"sum by (state) (gllm:nodes{{{CHOSEN}}})", "{{state}}"),
+            Query(f"sum (increase(gllm:node_losses_total{{{CHOSEN}}}{WINDOW}))", "losses"),
+            Query(
+                f"sum (increase(gllm:refused_peers_total{{{CHOSEN}}}{WINDOW}))",
+                "refused connections",
+            ),
+        ],
+        "Machines of engines by state, as the heads see them.",
+    ),
+    Panel("CPU in use", "percentunit", [node_load("node_cpu_utilization")]),
+    Panel(
+        "GPUs in use",
+        "percentunit",
+        [Query("max by (node, gpu) (gllm:node_gpu_utilization)", "{{node}} GPU {{gpu}}")],
+    ),
+    Panel("Memory available", "bytes", [node_load("node_memory_available_bytes")]),
+    Panel("Power", "watt", [node_load("node_power_watts")], "Where the machine shows it."),
+    Panel("Temperature", "celsius", [node_load("node_temperature_celsius")]),
+    Panel(
+        "Bytes between machines",
+        "Bps",
+        [Query(f"sum by (node, peer) ({each_rate('link_bytes_total')})", "{{node}} with {{peer}}")],
+        "Sent and received, as the heads know them from the machines' heartbeats.",
+    ),
+    Panel(
+        "Round trips to machines",
+        "s",
+        [Query(f"max by (node) (gllm:node_round_trip_seconds{{{CHOSEN}}})", "{{node}}")],
+    ),
+]
+"""Panels below the row of machines."""
+
+
 def dashboard() -> dict[str, Any]:
     """Return the dashboard as Grafana imports it."""
     return {
@@ -369,16 +413,16 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _panels() -> list[dict[str, Any]]:
-    """Return the panels of servers, then a row with those of routers."""
+    """Return the panels of servers, then rows with those of routers and of machines."""
     panels = [_panel(i, panel) for i, panel in enumerate(PANELS)]
     top = -(-len(PANELS) // COLUMNS) * HEIGHT
-    place = {"x": 0, "y": top, "w": COLUMNS * WIDTH, "h": 1}
-    row = {"id": len(PANELS) + 1, "title": "Routers", "type": "row", "collapsed": False}
-    panels.append({**row, "gridPos": place, "panels": []})
-    panels += [
-        _panel(i, panel, first=len(PANELS) + 1, top=top + 1)
-        for i, panel in enumerate(ROUTER_PANELS)
-    ]
+    for title, group in (("Routers", ROUTER_PANELS), ("Machines", NODE_PANELS)):
+        place = {"x": 0, "y": top, "w": COLUMNS * WIDTH, "h": 1}
+        row = {"id": len(panels) + 1, "title": title, "type": "row", "collapsed": False}
+        panels.append({**row, "gridPos": place, "panels": []})
+        first = len(panels)
+        panels += [_panel(i, panel, first, top + 1) for i, panel in enumerate(group)]
+        top += 1 + -(-len(group) // COLUMNS) * HEIGHT
     return panels
 
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus
 from gllm.frontend.metric_aliases import AdapterCollector, repeat_with_aliases
+from gllm.frontend.node_metrics import NodeCollector
 from gllm.frontend.router_metrics import RouterCollector
 
 PREFIX = "gllm:"
@@ -262,6 +263,8 @@ class Metrics:
         self.registry.register(AdapterCollector(engine.model.name))
         if engine.fleet is not None:
             self.registry.register(RouterCollector(engine.fleet, engine.model.name))
+        else:
+            self.registry.register(NodeCollector(engine))
         model = engine.model.name
 
         def counter(name: str, text: str) -> Counter:

@@ -143,6 +143,55 @@ class DrainResponse(ResponseSchema):
     num_requests: int
 
 
+class NodeLoadResponse(ResponseSchema):
+    """Load of a machine; null for what cannot be read."""
+
+    cpu_utilization: float | None
+    memory_available_bytes: int | None
+    gpu_utilization: list[float | None]
+    power_watts: float | None
+    temperature_celsius: float | None
+
+
+class NodeLinkResponse(ResponseSchema):
+    """One end of a data connection between machines."""
+
+    edge: int
+    peer: str
+    transport: str
+    is_open: bool
+    num_bytes: int
+    cause: str
+
+
+class NodeRowResponse(ResponseSchema):
+    """One machine of an engine; null for what is unknown."""
+
+    name: str
+    state: Literal["member", "spare", "lost", "left"]
+    rank: int | None
+    host_name: str
+    system: str
+    version: str
+    address: str
+    devices: list[str]
+    load: NodeLoadResponse
+    stages: list[int]
+    round_trip_seconds: float | None
+    clock_offset_seconds: float | None
+    links: list[NodeLinkResponse]
+    last_cause: str
+    num_losses: int
+
+
+class NodeListResponse(ResponseSchema):
+    """Answer of /nodes: the machines of an engine, and refused connections by address."""
+
+    nodes: list[NodeRowResponse]
+    num_node_losses: int
+    refused_peers: dict[str, int]
+
+
 class RankLoad(ResponseSchema):
     """Load of the engine: requests, tokens, KV cache and rates of the last ten seconds."""
 

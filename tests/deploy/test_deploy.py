@@ -31,10 +31,12 @@ GETS = {one.path for one in ENDPOINTS if one.method == "GET"}
 @pytest.fixture(scope="module")
 def families() -> dict[str, set[str]]:
     """Metrics of a server, and what their samples are called."""
-    engine = FakeEngine(Tokenizer(some.byte_level()), fleet=ScriptedFleet())
-    metrics = Metrics(engine)
-    metrics.count_finished("stop")
-    found = text_string_to_metric_families(metrics.render().decode())
+    texts = []
+    for fleet in (ScriptedFleet(), None):
+        metrics = Metrics(FakeEngine(Tokenizer(some.byte_level()), fleet=fleet))
+        metrics.count_finished("stop")
+        texts.append(metrics.render().decode())
+    found = [family for text in texts for family in text_string_to_metric_families(text)]
     # When a counter was made is no metric of ours, and vLLM's names are shown under ours.
     mine = (
         family
@@ -94,16 +96,18 @@ def test_every_panel_asks_the_chosen_source_and_overlaps_no_other(dashboard: Any
         }
         assert asked <= {*variables, "__rate_interval"}
         places.add((panel["gridPos"]["x"], panel["gridPos"]["y"]))
-    (row,) = [panel for panel in dashboard["panels"] if panel["type"] == "row"]
-    places.add((row["gridPos"]["x"], row["gridPos"]["y"]))
+    for row in (panel for panel in dashboard["panels"] if panel["type"] == "row"):
+        places.add((row["gridPos"]["x"], row["gridPos"]["y"]))
     assert len(places) == len({panel["id"] for panel in dashboard["panels"]})
 
 
 def test_prometheus_asks_where_the_server_answers() -> None:
-    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    jobs = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    job, agents = jobs
     config = ServerConfig()
     assert job["static_configs"] == [{"targets": [f"{config.host}:{config.port}"]}]
-    assert "metrics_path" not in job
+    assert agents["job_name"] == "gllm-agents"
+    assert not any("metrics_path" in each for each in jobs)
     assert "/metrics" in GETS
 
 

@@ -17,6 +17,7 @@ from gllm.engine.interface import EngineStatus, ModelInfo, OutputDelta, ProfileE
 from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.messages.node_report import NodeReport
+from gllm.messages.nodes import LinkState, NodeLoad
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
@@ -116,6 +117,18 @@ def joined(deltas: list[OutputDelta]) -> OutputDelta:
     )
 
 
+def node_report(name: str = "head", **fields: Any) -> NodeReport:
+    """A machine of which everything is known."""
+    load = NodeLoad(0.5, 2**30, [0.25, None], 150.0, 60.0)
+    known: dict[str, Any] = {
+        "state": "member", "rank": 0, "host_name": name, "system": "Linux 6", "version": "1",
+        "address": "10.0.0.1", "devices": ["A", "B"], "load": load, "stages": [0],
+        "round_trip_seconds": 0.002, "clock_offset_seconds": -1.5,
+        "links": [LinkState(0, "other", "tcp+tls", True, 1000)],
+    }  # fmt: skip
+    return NodeReport(name=name, **(known | fields))
+
+
 @dataclass
 class FakeEngine:
     """Answers every choice with `reply`, one token at a time."""
@@ -163,9 +176,7 @@ class FakeEngine:
     profile_error: str = ""
     max_model_len: int = 256
     fleet: FleetControl | None = None
-    node_reports: list[NodeReport] = field(
-        default_factory=lambda: [NodeReport("head", "member", 0)]
-    )
+    node_reports: list[NodeReport] = field(default_factory=lambda: [node_report()])
     num_node_losses: int = 0
     refused_peers: dict[str, int] = field(default_factory=dict)
 

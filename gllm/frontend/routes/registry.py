@@ -26,6 +26,7 @@ from gllm.frontend.routes import (
     messages,
     metrics,
     models,
+    nodes,
     openapi,
     page,
     render,
@@ -233,6 +234,13 @@ SERVER_ENDPOINTS = (
         "/is_sleeping",
         sleep.get_is_sleeping,
         response_schema=server_schemas.SleepingResponse,
+        is_polled=True,
+    ),
+    Endpoint(
+        "GET",
+        "/nodes",
+        nodes.list_nodes,
+        response_schema=server_schemas.NodeListResponse,
         is_polled=True,
     ),
     Endpoint(

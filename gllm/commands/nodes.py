@@ -1,0 +1,163 @@
+"""`gllm nodes [URL]`: list the machines of a running engine."""
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gllm.config.flags import FlagParser, FlagType, parse_url
+from gllm.config.server import check_api_key
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_SECONDS = 10.0
+UNKNOWN = "-"
+"""Cell of a value that is not known."""
+COLUMNS = (
+    "name", "rank", "state", "stages", "devices", "cpu", "gpu", "memory", "power", "temp",
+    "round trip", "clock", "links", "last cause",
+)  # fmt: skip
+
+
+class NodesUnavailableError(Exception):
+    """The server returns no list of machines; the message is the reason."""
+
+
+def read_nodes(url: str, api_key: str | None) -> dict[str, Any]:
+    """Return the answer of /nodes.
+
+    Raises:
+        NodesUnavailableError: the server cannot be reached, or refuses.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(f"{url}/nodes", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            answer: Any = json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise NodesUnavailableError(_explain(url, error)) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NodesUnavailableError(f"cannot read {url}/nodes ({error})") from error
+    if not isinstance(answer, dict) or not isinstance(answer.get("nodes"), list):
+        raise NodesUnavailableError(f"{url} is no server of gllm, or an older one")
+    return answer
+
+
+def render_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the machines as lines of a table with a heading."""
+    rows = [COLUMNS, *(_cells(node) for node in nodes)]
+    # The last column is not padded, because causes are long.
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+    return [
+        "  ".join(
+            [*(f"{cell:{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _cells(node: Mapping[str, Any]) -> tuple[str, ...]:
+    load, links = node["load"], node["links"]
+    gpus = [_percent(share) for share in load["gpu_utilization"]]
+    devices = node["devices"]
+    return (
+        node["name"],
+        _number(node["rank"], "{}"),
+        node["state"],
+        ",".join(map(str, node["stages"])) or UNKNOWN,
+        _devices(devices),
+        _percent(load["cpu_utilization"]),
+        ",".join(gpus) or UNKNOWN,
+        _number(load["memory_available_bytes"], "{:.1f} GiB", 2**30),
+        _number(load["power_watts"], "{:.0f} W"),
+        _number(load["temperature_celsius"], "{:.0f} °C"),
+        _number(node["round_trip_seconds"], "{:.1f} ms", 1e-3),
+        _number(node["clock_offset_seconds"], "{:+.3f} s"),
+        _links(links),
+        node["last_cause"] or UNKNOWN,
+    )
+
+
+def _devices(names: Sequence[str]) -> str:
+    if not names:
+        return "CPU"
+    counts = {name: names.count(name) for name in names}
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def _links(links: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of open connections and their bytes, and the cause of a closed one."""
+    if not links:
+        return UNKNOWN
+    num_open = sum(link["is_open"] for link in links)
+    num_bytes = sum(link["num_bytes"] for link in links)
+    transports = "/".join(sorted({link["transport"] for link in links}))
+    text = f"{num_open}/{len(links)} {transports} {num_bytes / 2**20:.1f} MiB"
+    cause = next((link["cause"] for link in links if not link["is_open"] and link["cause"]), "")
+    return f"{text} ({cause})" if cause else text
+
+
+def _percent(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.0%}"
+
+
+def _number(value: float | None, form: str, unit: float = 1) -> str:
+    if value is None:
+        return UNKNOWN
+    return form.format(value if unit == 1 else value / unit)
+
+
+def _explain(url: str, error: urllib.error.HTTPError) -> str:
+    """Return the server's reason to refuse."""
+    if error.code == 401:
+        return f"{url} needs an API key: set --api-key or $GLLM_API_KEY"
+    try:
+        message = json.load(error)["error"]["message"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{url}/nodes returned {error.code}"
+    return f"{url}/nodes returned {error.code}: {message}"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    parser = FlagParser(prog="gllm nodes", description="List the machines of a running engine.")
+    parser.add_argument(
+        "url",
+        nargs="?",
+        default=DEFAULT_URL,
+        type=FlagType(parse_url),
+        help=f"URL of the engine, of its head on several machines (default {DEFAULT_URL})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer of /nodes as it is")
+    parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `gllm nodes`; return the exit status: 1 if the server returns no list."""
+    arguments = make_parser().parse_args(argv)
+    key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
+    try:
+        if key:
+            check_api_key(key, "--api-key or $GLLM_API_KEY")
+        answer = read_nodes(arguments.url, key)
+    except ValueError as error:
+        print(f"gllm nodes: {error}", file=sys.stderr)
+        return 2
+    except NodesUnavailableError as error:
+        print(f"gllm nodes: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(answer, indent=1))
+        return 0
+    print("\n".join(render_table(answer["nodes"])))
+    if refused := answer.get("refused_peers"):
+        addresses = ", ".join(f"{address} ({count})" for address, count in refused.items())
+        print(f"\nrefused connections: {addresses}")
+    return 0

@@ -1,0 +1,166 @@
+"""HTTP server of a machine that is not the head: probes and metrics, without the model's API."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gllm.frontend.node_metrics import PREFIX, link_bytes, machine_load
+from gllm.messages.nodes import LinkState, NodeLoad
+
+
+class NodeStatus(Protocol):
+    """State of an agent, as its probes and metrics show it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the machine."""
+
+    @property
+    def head(self) -> str:
+        """HOST:PORT of the head."""
+
+    @property
+    def state(self) -> str:
+        """State in one word, such as joining or member."""
+
+    @property
+    def cause(self) -> str:
+        """Cause of the state; empty for none."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """True while the agent has not lost its head for too long."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the head has a session with the agent and its engine is ready."""
+
+    @property
+    def load(self) -> NodeLoad:
+        """Load of the machine."""
+
+    @property
+    def num_workers(self) -> int:
+        """Living worker processes of the machine."""
+
+    @property
+    def links(self) -> Sequence[LinkState]:
+        """Data connections of the machine."""
+
+    @property
+    def clock_offset_seconds(self) -> float | None:
+        """Clock of the head minus that of the machine; None if unknown."""
+
+    @property
+    def round_trip_seconds(self) -> float | None:
+        """Round trip to the head; None if unknown."""
+
+
+ReadStatus = Callable[[], NodeStatus]
+
+
+class AgentCollector(Collector):
+    """Collector of an agent's metrics, read at each scrape."""
+
+    def __init__(self, read_status: ReadStatus) -> None:
+        self._read_status = read_status
+
+    def collect(self) -> "list[Metric]":
+        """Return the metrics."""
+        status = self._read_status()
+        gauges = []
+        for name, text, value in (
+            ("node_ready", "1 if the machine has a session with the head of a ready engine",
+             float(status.is_ready)),
+            ("node_workers", "Living worker processes of a machine", status.num_workers),
+            # As on the head: the clock of the machine minus that of the head.
+            ("node_clock_offset_seconds", "Clock of a machine minus that of the head",
+             None if status.clock_offset_seconds is None else -status.clock_offset_seconds),
+            ("node_round_trip_seconds", "Round trip between the head and a machine",
+             status.round_trip_seconds),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("node",))
+            if value is not None:
+                gauge.add_metric([status.name], value)
+            gauges.append(gauge)
+        return [
+            *gauges,
+            link_bytes({}, [(status.name, status.links)]),
+            *machine_load({}, [(status.name, status.load)]),
+        ]
+
+
+def make_node_app(read_status: ReadStatus) -> web.Application:
+    """Return the application of an agent.
+
+    Args:
+        read_status: returns the present state of the agent.
+    """
+    registry = CollectorRegistry()
+    registry.register(AgentCollector(read_status))
+
+    async def get_health(request: web.Request) -> web.Response:
+        status = read_status()
+        return _probe(status, status.is_healthy)
+
+    async def get_readiness(request: web.Request) -> web.Response:
+        status = read_status()
+        return _probe(status, status.is_ready)
+
+    async def get_metrics(request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4"}
+        )
+
+    async def refuse(request: web.Request) -> web.Response:
+        status = read_status()
+        message = (
+            f"This is node {status.name!r} of an engine on several machines: it has /health, "
+            f"/ready and /metrics. The API is served by the head, the machine at {status.head}."
+        )
+        error = {"message": message, "type": "not_found_error", "param": None, "code": "not_found"}
+        return web.json_response({"error": error}, status=404)
+
+    app = web.Application()
+    app.router.add_get("/health", get_health)
+    app.router.add_get("/ready", get_readiness)
+    app.router.add_get("/metrics", get_metrics)
+    app.router.add_route("*", "/{path:.*}", refuse)
+    return app
+
+
+async def start_node_server(read_status: ReadStatus, host: str, port: int) -> web.AppRunner:
+    """Serve an agent's probes and metrics; `cleanup` of the result ends that.
+
+    Raises:
+        ValueError: the address cannot be used; the message names the flags.
+    """
+    runner = web.AppRunner(make_node_app(read_status), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        code = error.errno or 0
+        cause = os.strerror(code) if code > 0 else error.strerror
+        raise ValueError(
+            f"--host {host} --port {port}: cannot listen there: {cause}; choose an address of "
+            "this machine and a free port"
+        ) from error
+    return runner
+
+
+def _probe(status: NodeStatus, is_good: bool) -> web.Response:
+    body = {
+        "status": "ok" if is_good else "unavailable",
+        "state": status.state,
+        "cause": status.cause,
+        "node": status.name,
+        "head": status.head,
+    }
+    return web.json_response(body, status=200 if is_good else 503)

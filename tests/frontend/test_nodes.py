@@ -1,0 +1,90 @@
+"""GET /nodes, and metrics of an engine's machines."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gllm.messages.nodes import LinkState, NodeLoad
+from tests.frontend.conftest import serving
+from tests.frontend.fake_engine import node_report
+from tests.frontend.test_engines import ScriptedFleet
+
+
+def lost_node():
+    """A machine of which nothing is known but that it is lost."""
+    return node_report(
+        "b",
+        state="lost",
+        rank=1,
+        load=NodeLoad(),
+        round_trip_seconds=None,
+        clock_offset_seconds=None,
+        last_cause="no heartbeat for 5 s",
+        num_losses=2,
+        links=[
+            LinkState(0, "head", "tcp", False, 10, "refused"),
+            LinkState(3, "head", "tcp", True, 32),
+        ],
+    )
+
+
+async def test_nodes_with_all_fields(engine):
+    engine.node_reports.append(lost_node())
+    engine.refused_peers = {"10.0.0.7": 3}
+    engine.num_node_losses = 2
+    async with serving(engine) as server:
+        body = await (await server.client.get("/nodes")).json()
+    head, lost = body["nodes"]
+    assert body["refused_peers"] == {"10.0.0.7": 3}
+    assert body["num_node_losses"] == 2
+    assert head["load"] == {
+        "cpu_utilization": 0.5,
+        "memory_available_bytes": 2**30,
+        "gpu_utilization": [0.25, None],
+        "power_watts": 150.0,
+        "temperature_celsius": 60.0,
+    }
+    assert (head["rank"], head["stages"], head["system"]) == (0, [0], "Linux 6")
+    assert lost["links"][0]["cause"] == "refused"
+    assert lost["load"]["cpu_utilization"] is None
+    assert (lost["state"], lost["last_cause"]) == ("lost", "no heartbeat for 5 s")
+
+
+async def test_a_router_has_engines_instead(engine):
+    engine.fleet = ScriptedFleet()
+    async with serving(engine) as server:
+        answer = await server.client.get("/nodes")
+        assert answer.status == 404
+        assert "/engines" in (await answer.json())["error"]["message"]
+
+
+async def test_metrics_of_machines(engine):
+    engine.node_reports.append(lost_node())
+    engine.refused_peers = {"10.0.0.7": 3, "10.0.0.8": 1}
+    engine.num_node_losses = 2
+    async with serving(engine) as server:
+        text = await (await server.client.get("/metrics")).text()
+    values = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            values[sample.name, *sorted(labels.values())] = sample.value
+    assert values["gllm:nodes", "member"] == 1
+    assert values["gllm:nodes", "lost"] == 1
+    assert values["gllm:nodes", "spare"] == 0
+    assert values["gllm:node_losses_total",] == 2
+    assert values["gllm:refused_peers_total",] == 4
+    assert values["gllm:link_bytes_total", "b", "head", "tcp"] == 42
+    assert values["gllm:link_bytes_total", "head", "other", "tcp+tls"] == 1000
+    assert values["gllm:node_clock_offset_seconds", "head"] == -1.5
+    assert values["gllm:node_round_trip_seconds", "head"] == 0.002
+    assert ("gllm:node_clock_offset_seconds", "b") not in values
+    assert values["gllm:node_cpu_utilization", "head"] == 0.5
+    assert values["gllm:node_gpu_utilization", "0", "head"] == 0.25
+    assert ("gllm:node_gpu_utilization", "1", "head") not in values
+    assert values["gllm:node_power_watts", "head"] == 150
+
+
+async def test_nodes_need_an_api_key(engine):
+    async with serving(engine, api_key=("k",)) as server:
+        assert (await server.client.get("/nodes")).status == 401
+        answer = await server.client.get("/nodes", headers={"Authorization": "Bearer k"})
+        assert answer.status == 200
