@@ -5,13 +5,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
 from gllm.__main__ import main
 from gllm.commands.nodes import render_table
 
-NODE = {
+NODE: dict[str, Any] = {
     "name": "head",
     "rank": 0,
     "state": "member",
@@ -32,9 +33,12 @@ NODE = {
     ],
     "last_cause": "",
 }
-LOST = {
+LOST: dict[str, Any] = {
     "name": "b", "rank": None, "state": "lost", "stages": [], "devices": [],
-    "load": dict.fromkeys(NODE["load"], None) | {"gpu_utilization": []},  # type: ignore[arg-type]
+    "load": {
+        "cpu_utilization": None, "memory_available_bytes": None, "gpu_utilization": [],
+        "power_watts": None, "temperature_celsius": None,
+    },
     "round_trip_seconds": None, "clock_offset_seconds": None, "links": [],
     "last_cause": "no heartbeat for 5 s",
 }  # fmt: skip
