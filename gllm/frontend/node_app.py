@@ -13,7 +13,7 @@ from gllm.frontend.node_metrics import PREFIX, link_bytes, machine_load
 from gllm.messages.nodes import LinkState, NodeLoad
 
 
-class NodeStatus(Protocol):
+class AgentView(Protocol):
     """State of an agent, as its probes and metrics show it."""
 
     @property
@@ -61,7 +61,7 @@ class NodeStatus(Protocol):
         """Round trip to the head; None if unknown."""
 
 
-ReadStatus = Callable[[], NodeStatus]
+ReadStatus = Callable[[], AgentView]
 
 
 class AgentCollector(Collector):
@@ -155,7 +155,7 @@ async def start_node_server(read_status: ReadStatus, host: str, port: int) -> we
     return runner
 
 
-def _probe(status: NodeStatus, is_good: bool) -> web.Response:
+def _probe(status: AgentView, is_good: bool) -> web.Response:
     body = {
         "status": "ok" if is_good else "unavailable",
         "state": status.state,
