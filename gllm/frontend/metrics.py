@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from gllm.engine.interface import EngineInterface, EngineStatus
 from gllm.frontend.metric_aliases import AdapterCollector, repeat_with_aliases
 from gllm.frontend.node_metrics import NodeCollector
+from gllm.frontend.process_metrics import EventLoopCollector
 from gllm.frontend.router_metrics import RouterCollector
 
 PREFIX = "gllm:"
@@ -261,6 +262,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
         self.registry.register(AdapterCollector(engine.model.name))
+        self.registry.register(EventLoopCollector(engine.model.name))
         if engine.fleet is not None:
             self.registry.register(RouterCollector(engine.fleet, engine.model.name))
         else:
