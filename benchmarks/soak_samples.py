@@ -179,7 +179,7 @@ def drift_at_equal_age(samples: Sequence[ProcessSample], figure: str) -> Drift:
     points = []
     for rows in classes.values():
         if len({row.pid for row in rows}) > 1:
-            usual = median(getattr(row, figure) for row in rows)
+            usual = median(getattr(row, figure) for row in rows) or 1
             points += [(row.seconds, getattr(row, figure) / usual) for row in rows]
     relative = measure_drift(points)
     usual = median(getattr(sample, figure) for sample in samples)
