@@ -94,6 +94,7 @@ setup(
         "sim": requirements("requirements-sim.txt"),
         "dev": requirements("requirements-dev.txt"),
         "otel": requirements("requirements-otel.txt"),
+        "ray": requirements("requirements-ray.txt"),
         "gpu": ["triton>=3.6", "flash-attn"],
     },
     entry_points={"console_scripts": ["gllm = gllm.__main__:main"]},

@@ -52,6 +52,11 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.models gllm.routing gllm.runtime gllm.scheduler msgspec zmq"
             ),
             "gllm.runtime.security": "gllm.config zmq",
+            "gllm.runtime.parent_death": "",
+            "gllm.ray": (
+                "gllm.cluster gllm.config gllm.observability gllm.runtime.parent_death "
+                "gllm.runtime.security msgspec ray setproctitle"
+            ),
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.fleet_control": "gllm.scheduler msgspec",
             "gllm.engine.interface": (

@@ -83,6 +83,13 @@ class NodesConfig:
     ray_address: str | None = option(
         None, "address of the Ray cluster; default: RAY_ADDRESS, or the cluster of this machine"
     )
+    ray_spares: int = option(
+        0,
+        "machines of the Ray cluster beyond --nnodes on which an agent waits as a spare; machines "
+        "that are added later count too",
+        ge=0,
+        le=1024,
+    )
     link_congestion: str | None = option(
         None,
         "congestion control of the connections that carry activations, such as cubic or bbr; "

@@ -5,7 +5,6 @@ its stacks when it crashes, and garbage collection is off. Its identity and its 
 the channel, because the parent reads the model's configuration meanwhile.
 """
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -14,15 +13,7 @@ import sys
 
 import setproctitle
 
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that this process gets when its parent exits."""
-
-
-def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the parent's thread that created it exits."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+from gllm.runtime.parent_death import die_with_parent
 
 
 def main() -> None:
