@@ -28,15 +28,17 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
             "gllm.transport.base": "msgspec",
             "gllm.transport.descriptors": "",
+            "gllm.transport.meeting_log": "msgspec",
             "gllm.transport.ring": "gllm.transport.base",
             "gllm.transport": (
-                "gllm.kernels gllm.transport.base gllm.transport.descriptors gllm.transport.ring "
-                "msgspec torch"
+                "gllm.kernels gllm.transport.base gllm.transport.descriptors "
+                "gllm.transport.meeting_log gllm.transport.ring msgspec torch"
             ),
             "gllm.link.commands": "gllm.messages msgspec",
             "gllm.link": (
-                "gllm.link.commands gllm.messages gllm.transport.base gllm.transport.descriptors "
-                "gllm.transport.ring msgspec setproctitle"
+                "gllm.link.commands gllm.messages gllm.observability gllm.transport.base "
+                "gllm.transport.descriptors gllm.transport.meeting_log gllm.transport.ring msgspec "
+                "setproctitle"
             ),
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",

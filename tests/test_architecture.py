@@ -96,7 +96,7 @@ LIGHT = (
     "gllm.engine.engine",
     "gllm.commands.chat",
     "gllm.commands.bench.serve",
-    "gllm.link.commands",
+    "gllm.link.mover",
     "gllm.routing.policy_registry",
     "gllm.sim.deployment",
     "gllm.sim.report",

@@ -35,6 +35,8 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     """Congestion control of TCP; None for that of the system."""
     node_timeout: float = 5.0
     """Seconds; an edge is lost when it stays disconnected for twice as long."""
+    log_level: str = "warning"
+    log_format: str = "text"
 
 
 class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,360 @@
+"""One end of an edge between two machines: its connection, which is dialed again when it breaks.
+
+Subclasses move the steps (sender.py, receiver.py). Each end has a thread.
+"""
+
+import logging
+import os
+import random
+import select
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gllm.link.commands import OpenLinkEdge
+from gllm.link.connection import FrameConnection, TlsIdentity, dial, receive_answer
+from gllm.link.frames import (
+    EdgeAnswer,
+    EdgeHello,
+    EdgeName,
+    EdgeResume,
+    FrameClass,
+    FrameError,
+    FrameHeader,
+    decode_payload,
+    encode_payload,
+)
+from gllm.link.listener import describe_tls_error
+from gllm.link.meeting import MeetingLogs
+from gllm.link.refusals import Refusals
+from gllm.messages.nodes import LinkState
+
+log = logging.getLogger(__name__)
+
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 1.0
+"""First and largest pause between attempts to dial; a random part of it is left out."""
+
+
+class EdgeRefusedError(Exception):
+    """The other machine refuses the edge, and trying again does not help."""
+
+
+class _SupersededError(Exception):
+    """The other end has dialed again, or this end is closed."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """Settings and callbacks that all edges share."""
+
+    node: str
+    """Name of this machine."""
+    tls: TlsIdentity | None
+    congestion: str | None
+    lost_seconds: float
+    """Time after which an edge without a connection is lost."""
+    refusals: Refusals
+    on_opened: Callable[[EdgeName], None]
+    on_lost: Callable[[EdgeName, str], None]
+
+
+class EdgeEnd(ABC):
+    """End of an edge."""
+
+    def __init__(
+        self,
+        name: EdgeName,
+        command: OpenLinkEdge,
+        descriptors: Sequence[int],
+        settings: LinkSettings,
+    ) -> None:
+        """Prepare an end; `start` connects it.
+
+        Args:
+            name: of the edge.
+            command: that opens it.
+            descriptors: of the worker's Edge, which this end closes in the end.
+            settings: of this data mover.
+        """
+        self.name, self.command = name, command
+        self.refusal = ""
+        """Reason for which the edge cannot work; empty for none."""
+        self._settings = settings
+        self._memory, self._event = descriptors[:2]
+        self._descriptors = list(descriptors)
+        self._meeting = MeetingLogs(descriptors[2:])
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        """Protects the three fields that other threads change."""
+        self._offered: FrameConnection | None = None
+        """Connection that the other end has dialed."""
+        self._connection: FrameConnection | None = None
+        """Connection in use."""
+        self._is_closed = False
+        self._num_earlier_bytes = 0
+        self._is_open = self._was_opened = self._is_lost = False
+        self._cause = "not connected yet"
+        self._disconnected_since = time.monotonic()
+
+    @property
+    def state(self) -> LinkState:
+        """State for people."""
+        connection = self._connection
+        num_bytes = self._num_earlier_bytes + (connection.num_bytes if connection else 0)
+        peer, plain = self.command.peer.node, "tcp" if self._settings.tls is None else "tcp+tls"
+        verdict = self._meeting.verdict
+        transport = verdict.transport if verdict and verdict.transport == "nccl" else plain
+        cause = (verdict.cause if verdict else "") if self._is_open else self._cause
+        return LinkState(self.name.edge, peer, transport, self._is_open, num_bytes, cause)
+
+    def start(self) -> None:
+        """Connect, and move steps until `close`, on a thread."""
+        threading.Thread(target=self._run, name=f"edge-{self.name.edge}", daemon=True).start()
+
+    def find_refusal(self, certificate: bytes, hello: EdgeHello) -> str:
+        """Return the reason to refuse a connection of another machine; empty for none."""
+        peer = self.command.peer
+        if self.refusal:
+            return self.refusal
+        if certificate != peer.certificate:
+            return f"the certificate is not that of {peer.node}"
+        if (hello.node, hello.peer) != (peer.node, self._settings.node):
+            return (
+                f"{hello.node} expects {hello.peer}, but this is {self._settings.node}, "
+                f"which expects {peer.node}"
+            )
+        if hello.is_sender == self.command.is_sender or self.command.dials:
+            return "both ends have the same part"
+        return ""
+
+    def offer(self, connection: FrameConnection) -> None:
+        """Use a connection that the other end has dialed, in place of an earlier one."""
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
+            if self._offered is not None:
+                self._offered.close()
+            self._offered = connection
+            if self._connection is not None:
+                self._connection.shut_down()
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End the connection and the thread, which then closes the descriptors."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._connection is not None:
+                self._connection.shut_down()
+            os.eventfd_write(self._wake, 1)
+
+    @abstractmethod
+    def _resume(self, connection: FrameConnection, resume: EdgeResume) -> None:
+        """Begin to use a connection on which nothing else has been sent yet."""
+
+    @abstractmethod
+    def _signalled_steps(self) -> list[int | None]:
+        """Return the steps that the ring has signalled, if this end receives; else nothing."""
+
+    @abstractmethod
+    def _on_frame(self, connection: FrameConnection, header: FrameHeader) -> None:
+        """Receive the payload of a frame."""
+
+    def _on_event(self, connection: FrameConnection) -> None:
+        """Send the steps that were signalled; called after events of a ring that is sent."""
+        raise NotImplementedError("a receiving end has no events")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._use_one_connection()
+        except Exception as error:
+            # The edge cannot work: it is lost, until the parent closes it.
+            if not isinstance(error, EdgeRefusedError):
+                log.exception("edge %d ends", self.name.edge)
+            self.refusal = str(error) or type(error).__name__
+            self._report_loss(self.refusal)
+            self._wait_until_closed()
+        finally:
+            with self._lock:
+                self._is_closed = True
+                if self._offered is not None:
+                    self._offered.close()
+                for descriptor in (*self._descriptors, self._wake):
+                    os.close(descriptor)
+                self._descriptors.clear()
+
+    def _use_one_connection(self) -> None:
+        connection = self._dial() if self.command.dials else self._await_offer()
+        if connection is None:
+            return
+        try:
+            self._serve(connection)
+        except _SupersededError:
+            self._cause = "the other end connects again"
+        except FrameError as error:
+            self._cause = str(error)
+            self._settings.refusals.add(self.command.peer.node, str(error), is_malformed=True)
+        except OSError as error:
+            self._cause = str(error) or type(error).__name__
+        finally:
+            with self._lock:
+                self._connection = None
+                self._num_earlier_bytes += connection.num_bytes
+                connection.close()
+            if self._is_open:
+                self._is_open, self._is_lost = False, False
+                self._disconnected_since = time.monotonic()
+
+    def _serve(self, connection: FrameConnection) -> None:
+        """Use a connection until it ends. Raises OSError, FrameError, EdgeRefusedError."""
+        if not self.command.dials:
+            answer = encode_payload(EdgeAnswer())
+            connection.send(self.name.header(FrameClass.ANSWER, answer))
+        resume = EdgeResume(self._signalled_steps(), self._meeting.num_received_bytes)
+        connection.send(self.name.header(FrameClass.RESUME, encode_payload(resume)))
+        header, payload = receive_answer(connection)
+        self._check_name(header)
+        if header.frame_class != FrameClass.RESUME:
+            raise FrameError(f"{header.frame_class.name} in place of RESUME")
+        peer_resume = decode_payload(payload, EdgeResume)
+        self._is_open, self._is_lost, self._cause = True, False, ""
+        if not self._was_opened:
+            self._was_opened = True
+            self._settings.on_opened(self.name)
+        self._meeting.resume(peer_resume.meeting_bytes)
+        self._resume(connection, peer_resume)
+        self._pump(connection)
+
+    def _pump(self, connection: FrameConnection) -> None:
+        """Send and receive until the connection ends."""
+        waiting = select.poll()
+        sources = [connection.fileno(), self._wake, *self._meeting.events]
+        sources += [self._event] if self.command.is_sender else []
+        for source in sources:
+            waiting.register(source, select.POLLIN)
+        while True:
+            self._meeting.send(connection, self.name)
+            ready = {descriptor for descriptor, _ in waiting.poll()}
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                with self._lock:
+                    if self._is_closed or self._offered is not None:
+                        raise _SupersededError
+            if self.command.is_sender and self._event in ready:
+                os.eventfd_read(self._event)
+                self._on_event(connection)
+            self._meeting.clear_events(ready)
+            if connection.fileno() in ready:
+                self._receive_frames(connection)
+
+    def _receive_frames(self, connection: FrameConnection) -> None:
+        """Handle the frames that have arrived."""
+        while True:
+            header = connection.try_receive_header()
+            if header is None:
+                return
+            self._check_name(header)
+            if header.frame_class == FrameClass.MEETING:
+                self._meeting.receive(header.offset, connection.receive(header.length))
+            elif header.frame_class == FrameClass.ANSWER:
+                answer = decode_payload(connection.receive(header.length), EdgeAnswer)
+                raise EdgeRefusedError(f"{self.command.peer.node} refuses: {answer.cause}")
+            else:
+                self._on_frame(connection, header)
+
+    def _refuse(self, connection: FrameConnection, cause: str) -> None:
+        """Tell the other end that the edge cannot work. Raises EdgeRefusedError."""
+        answer = encode_payload(EdgeAnswer(cause, is_final=True))
+        connection.send(self.name.header(FrameClass.ANSWER, answer))
+        raise EdgeRefusedError(cause)
+
+    def _check_name(self, header: FrameHeader) -> None:
+        if difference := self.name.find_difference(header):
+            raise FrameError(difference)
+
+    def _dial(self) -> FrameConnection | None:
+        """Return a connection that the other end has accepted; None once this end is closed."""
+        pause = MIN_PAUSE_SECONDS
+        while not self._is_closed:
+            try:
+                return self._dial_once()
+            except ssl.SSLError as error:
+                self._cause = describe_tls_error(error)
+            except (OSError, ValueError, FrameError) as error:
+                self._cause = str(error) or type(error).__name__
+            self._check_loss()
+            self._sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        return None
+
+    def _dial_once(self) -> FrameConnection | None:
+        peer, settings = self.command.peer, self._settings
+        connection = FrameConnection(
+            dial(peer.address, settings.congestion, settings.tls, peer.certificate)
+        )
+        try:
+            if not self._adopt(connection):
+                return None
+            hello = EdgeHello(settings.node, peer.node, self.command.is_sender)
+            connection.send(self.name.header(FrameClass.HELLO, encode_payload(hello)))
+            header, payload = receive_answer(connection)
+            if header.frame_class != FrameClass.ANSWER:
+                raise FrameError(f"{header.frame_class.name} in place of ANSWER")
+            answer = decode_payload(payload, EdgeAnswer)
+            if answer.is_final:
+                raise EdgeRefusedError(f"{peer.node} refuses: {answer.cause}")
+            if answer.cause:
+                raise ConnectionRefusedError(f"{peer.node}: {answer.cause}")
+        except BaseException:
+            with self._lock:
+                self._connection = None
+                connection.close()
+            raise
+        return connection
+
+    def _await_offer(self) -> FrameConnection | None:
+        """Return a connection that the other end has dialed; None once this end is closed."""
+        while not self._is_closed:
+            with self._lock:
+                connection, self._offered = self._offered, None
+            if connection is not None and self._adopt(connection):
+                return connection
+            self._check_loss()
+            self._sleep(MAX_PAUSE_SECONDS if not self._is_lost else None)
+        return None
+
+    def _adopt(self, connection: FrameConnection) -> bool:
+        """Make a connection the one that `close` ends; return False once this end is closed."""
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+            else:
+                self._connection = connection
+            return not self._is_closed
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Wait, at most until `close` or `offer`."""
+        waiting = select.poll()
+        waiting.register(self._wake, select.POLLIN)
+        if waiting.poll(None if seconds is None else seconds * 1000) and not self._is_closed:
+            os.eventfd_read(self._wake)
+
+    def _wait_until_closed(self) -> None:
+        while not self._is_closed:
+            self._sleep(None)
+
+    def _check_loss(self) -> None:
+        seconds = time.monotonic() - self._disconnected_since
+        if seconds > self._settings.lost_seconds and not self._is_lost:
+            self._report_loss(f"no connection for {seconds:.0f} s: {self._cause}")
+
+    def _report_loss(self, cause: str) -> None:
+        self._is_lost, self._cause = True, cause
+        log.warning("edge %d to %s: %s", self.name.edge, self.command.peer.node, cause)
+        self._settings.on_lost(self.name, cause)

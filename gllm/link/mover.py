@@ -1,0 +1,241 @@
+"""Data mover: the edges of a machine, its data port, and the reports to the parent."""
+
+import logging
+import os
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from gllm.link.commands import (
+    CloseLinkEdges,
+    LinkEdgeLost,
+    LinkEdgeOpened,
+    LinkIdentity,
+    LinkListening,
+    LinkMessage,
+    LinkReport,
+    OpenLinkEdge,
+    decode_link_command,
+    encode_link_message,
+)
+from gllm.link.connection import FrameConnection, TlsIdentity, peer_certificate
+from gllm.link.edge_end import EdgeEnd, LinkSettings
+from gllm.link.frames import (
+    EdgeAnswer,
+    EdgeHello,
+    EdgeName,
+    FrameClass,
+    FrameHeader,
+    encode_payload,
+)
+from gllm.link.listener import Listener
+from gllm.link.receiver import ReceivingEnd
+from gllm.link.refusals import Refusals
+from gllm.link.sender import SendingEnd
+from gllm.observability.logs import LogConfig, configure_logging
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 1.0
+"""Least interval between two LinkReports."""
+LOST_TIMEOUTS = 2
+"""Node timeouts without a connection after which an edge is lost."""
+
+
+class Outbox:
+    """Messages to the parent, which may be sent on any thread."""
+
+    def __init__(self, channel: DescriptorChannel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._unsent: deque[bytes] = deque()
+
+    def send(self, message: LinkMessage) -> None:
+        """Send a message, after those that are kept."""
+        with self._lock:
+            self._unsent.append(encode_link_message(message))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is kept: a parent that has not read for long gets it later."""
+        with self._lock, suppress(DescriptorError):
+            while self._unsent:
+                self._channel.send(self._unsent[0])
+                self._unsent.popleft()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all messages were sent."""
+        return not self._unsent
+
+
+class DataMover:
+    """Main thread of a data mover, and the state that its threads share."""
+
+    def __init__(self, channel: DescriptorChannel) -> None:
+        """Serve the parent at the other end of a channel."""
+        self._channel, self._outbox = channel, Outbox(channel)
+        self._refusals = Refusals()
+        self._lock = threading.Lock()
+        """Protects the edges."""
+        self._edges: dict[tuple[int, int], EdgeEnd] = {}
+        """By generation and number."""
+        self._certificates: dict[str, bytes] = {}
+        """Certificates of other machines by name. That of a machine without an edge is kept: it may
+        dial for the next generation before this machine has heard of that."""
+        self._listener: Listener | None = None
+        self._generation = 0
+        """Latest generation with an edge."""
+        self._run = 0
+        self._settings: LinkSettings | None = None
+        self._accepting: tuple[frozenset[bytes], ssl.SSLContext] | None = None
+        """Certificates that are accepted, and the context for them."""
+        self._last_report: LinkReport | None = None
+        self._is_changed = threading.Event()
+
+    def run(self) -> None:
+        """Handle the parent's commands until it closes the channel."""
+        threading.Thread(target=self._report_changes, name="reports", daemon=True).start()
+        with suppress(DescriptorError, OSError):
+            while True:
+                payload, descriptors = self._channel.receive()
+                try:
+                    self._handle(payload, descriptors)
+                except (msgspec.DecodeError, ValueError) as error:
+                    log.error("a command of the parent is invalid: %s", error)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+
+    def _handle(self, payload: bytes, descriptors: Sequence[int]) -> None:
+        match decode_link_command(payload, descriptors):
+            case LinkIdentity() as identity if self._settings is None:
+                self._begin(identity, descriptors)
+            case LinkIdentity() as identity:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                self._close_edges(self._generation)
+                self._run, self._generation = identity.run, 0
+            case OpenLinkEdge() as command:
+                self._open_edge(command, descriptors)
+            case CloseLinkEdges(generation):
+                self._close_edges(generation)
+
+    def _begin(self, identity: LinkIdentity, descriptors: Sequence[int]) -> None:
+        """Bind the data port and answer."""
+        configure_logging(LogConfig(identity.log_level, identity.log_format), "link")
+        self._run = identity.run
+        tls = TlsIdentity(descriptors[0]) if identity.has_tls else None
+        self._settings = LinkSettings(
+            identity.node,
+            tls,
+            identity.congestion,
+            LOST_TIMEOUTS * identity.node_timeout,
+            self._refusals,
+            self._on_opened,
+            self._on_lost,
+        )
+        port = 0
+        if identity.listen:
+            try:
+                context = self._accepting_context if tls else None
+                self._listener = Listener(
+                    identity.listen, identity.congestion, context, self._on_hello, self._refusals
+                )
+                port = self._listener.port
+            except (OSError, ValueError) as error:
+                self._outbox.send(LinkListening(0, f"{identity.listen}: {error}"))
+                return
+        self._outbox.send(LinkListening(port))
+
+    def _open_edge(self, command: OpenLinkEdge, descriptors: Sequence[int]) -> None:
+        if self._settings is None:
+            raise ValueError("an edge before the identity")
+        key = command.generation, command.edge
+        name = EdgeName(self._run, *key)
+        kind = SendingEnd if command.is_sender else ReceivingEnd
+        end = kind(name, command, descriptors, self._settings)
+        with self._lock:
+            previous = self._edges.get(key)
+            self._edges[key] = end
+            self._certificates[command.peer.node] = command.peer.certificate
+            self._generation = max(self._generation, command.generation)
+        if previous is not None:
+            previous.close()
+        end.start()
+        if self._listener is not None:
+            self._listener.on_edge_opened()
+        self._is_changed.set()
+
+    def _close_edges(self, generation: int) -> None:
+        with self._lock:
+            keys = [key for key in self._edges if key[0] <= generation]
+            closed = [self._edges.pop(key) for key in keys]
+        for end in closed:
+            end.close()
+        self._is_changed.set()
+
+    def _accepting_context(self) -> ssl.SSLContext | None:
+        """Return the context for connections of the machines so far; None for no machine."""
+        with self._lock:
+            certificates = frozenset(self._certificates.values())
+        if not certificates or self._settings is None or self._settings.tls is None:
+            return None
+        if self._accepting is None or self._accepting[0] != certificates:
+            self._accepting = certificates, self._settings.tls.accepting(sorted(certificates))
+        return self._accepting[1]
+
+    def _on_hello(
+        self, connection: socket.socket, address: str, header: FrameHeader, hello: EdgeHello
+    ) -> None:
+        """Pass a connection on to its edge, or refuse it; called on the listener's thread."""
+        with self._lock:
+            end = self._edges.get((header.generation, header.edge))
+            is_early = end is None and header.generation >= self._generation
+        if header.run != self._run:
+            cause, is_early = f"its run is {header.run}, here is run {self._run}", False
+        elif end is None:
+            cause = f"edge {header.edge} of generation {header.generation} is not open here"
+        else:
+            cause = end.find_refusal(peer_certificate(connection), hello)
+        frames = FrameConnection(connection)
+        if end is not None and not cause:
+            end.offer(frames)
+            return
+        if not is_early:
+            self._refusals.add(address, cause)
+        is_final = end is not None and end.refusal != ""
+        answer = encode_payload(EdgeAnswer(cause, is_final))
+        name = EdgeName(header.run, header.generation, header.edge)
+        with suppress(OSError):
+            frames.send(name.header(FrameClass.ANSWER, answer))
+        frames.close()
+
+    def _on_opened(self, name: EdgeName) -> None:
+        self._outbox.send(LinkEdgeOpened(name.generation, name.edge))
+        self._is_changed.set()
+
+    def _on_lost(self, name: EdgeName, cause: str) -> None:
+        self._outbox.send(LinkEdgeLost(name.generation, name.edge, cause))
+        self._is_changed.set()
+
+    def _report_changes(self) -> None:
+        """Send a report each second in which something has changed; sleep without edges."""
+        pause = threading.Event()
+        while True:
+            with self._lock:
+                ends = list(self._edges.values())
+            if not ends and self._outbox.is_empty:
+                self._is_changed.wait(REPORT_SECONDS if self._settings else None)
+                self._is_changed.clear()
+            report = LinkReport([end.state for end in ends], *self._refusals.snapshot())
+            if report != self._last_report:
+                self._last_report = report
+                self._outbox.send(report)
+            self._outbox.flush()
+            pause.wait(REPORT_SECONDS)

@@ -1,0 +1,61 @@
+"""Logs of keys and values by which the workers at both ends of an edge meet before they use NCCL.
+
+Each worker appends to its own log and reads the other one's, which the data movers copy. A log is
+an anonymous file with records: the lengths of key and value, key, value. This module imports no
+torch.
+"""
+
+import os
+import struct
+
+import msgspec
+
+MAX_LOG_BYTES = 2**20
+"""Largest log; NCCL and gloo exchange some kilobytes."""
+VERDICT_KEY = "gllm/transport"
+"""Key of a TransportVerdict."""
+
+_LENGTHS = struct.Struct("<II")
+
+
+class TransportVerdict(msgspec.Struct, frozen=True):
+    """Transport that both workers have chosen."""
+
+    transport: str
+    cause: str = ""
+    """Reason for which it is not NCCL; empty for none."""
+
+
+def append_record(descriptor: int, key: str, value: bytes) -> None:
+    """Append a record to a log that only this process writes. Raises ValueError if it is full."""
+    name, begin = key.encode(), os.fstat(descriptor).st_size
+    record = _LENGTHS.pack(len(name), len(value)) + name + value
+    if begin + len(record) > MAX_LOG_BYTES:
+        raise ValueError(f"the log of a meeting would exceed {MAX_LOG_BYTES} bytes")
+    os.pwrite(descriptor, record, begin)
+
+
+class LogReader:
+    """Reader of a log that another process, or this one, appends to."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._offset = 0
+        self._data = b""
+
+    def read(self) -> list[tuple[str, bytes]]:
+        """Return the records that were completed since the last call."""
+        size = os.fstat(self._descriptor).st_size
+        new = os.pread(self._descriptor, max(0, size - self._offset), self._offset)
+        self._offset += len(new)
+        self._data += new
+        records: list[tuple[str, bytes]] = []
+        while len(self._data) >= _LENGTHS.size:
+            key, value = _LENGTHS.unpack_from(self._data)
+            begin, end = _LENGTHS.size, _LENGTHS.size + key + value
+            if len(self._data) < end:
+                break
+            name = self._data[begin : begin + key].decode(errors="replace")
+            records.append((name, self._data[begin + key : end]))
+            self._data = self._data[end:]
+        return records

@@ -1,0 +1,214 @@
+"""Data movers as processes, with rings at both ends, as the parents of workers run them."""
+
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from gllm.link.commands import (
+    LinkCommand,
+    LinkEdgeOpened,
+    LinkIdentity,
+    LinkListening,
+    LinkMessage,
+    LinkPeer,
+    LinkReport,
+    OpenLinkEdge,
+    decode_link_message,
+    encode_link_message,
+)
+from gllm.runtime.certificates import NodeCertificate, create_certificate
+from gllm.transport.base import EdgeLayout
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
+from gllm.transport.ring import Ring
+
+RUN = 77
+LAYOUT = EdgeLayout(slots=4, max_tokens=64, hidden_size=96, itemsize=4)
+WAIT_SECONDS = 60.0
+
+
+class Mover:
+    """A `gllm-link` process; `messages` has its reports."""
+
+    def __init__(self, node: str, has_tls: bool = True, listen: str = "127.0.0.1:0") -> None:
+        self.node, self.listen = node, listen
+        self.certificate: NodeCertificate | None = create_certificate() if has_tls else None
+        self.commands: list[tuple[OpenLinkEdge, list[int]]] = []
+        self.start()
+
+    @property
+    def der(self) -> bytes:
+        return self.certificate.certificate if self.certificate else b""
+
+    def start(self) -> None:
+        own, inherited = create_channels()
+        self.channel = own
+        command = [sys.executable, "-m", "gllm.link", str(inherited.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[inherited.fileno()])
+        inherited.close()
+        self.messages: queue.SimpleQueue[LinkMessage] = queue.SimpleQueue()
+        self.report = LinkReport([], 0, {})
+        threading.Thread(target=self._receive, args=(own, self.messages), daemon=True).start()
+        descriptors = [self.certificate.descriptor] if self.certificate else []
+        identity = LinkIdentity(
+            RUN,
+            self.node,
+            self.listen,
+            bool(descriptors),
+            node_timeout=2.0,
+        )
+        self.send(identity, descriptors)
+        listening = self.wait_for(LinkListening)
+        assert listening.cause == ""
+        self.port = listening.port
+        if self.listen:
+            # The same port after a restart, as with --data-port.
+            self.listen = f"127.0.0.1:{self.port}"
+
+    def peer(self, address: str | None = None) -> LinkPeer:
+        own = f"127.0.0.1:{self.port}" if self.port else ""
+        return LinkPeer(self.node, own if address is None else address, self.der)
+
+    def send(self, command: LinkCommand, descriptors: list[int] | None = None) -> None:
+        self.channel.send(encode_link_message(command), descriptors or [])
+
+    def open(self, command: OpenLinkEdge, descriptors: list[int]) -> None:
+        self.commands.append((command, descriptors))
+        self.send(command, descriptors)
+
+    def restart(self) -> None:
+        """Kill the process in the middle of what it does, and start another one."""
+        self.stop()
+        self.start()
+        for command, descriptors in self.commands:
+            self.send(command, descriptors)
+
+    def wait_for(self, kind: Any, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+        end = time.monotonic() + WAIT_SECONDS
+        while True:
+            message = self.messages.get(timeout=max(0.0, end - time.monotonic()))
+            if isinstance(message, kind) and accept(message):
+                return message
+
+    def rss_bytes(self) -> int:
+        with open(f"/proc/{self.process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._close_channel()
+
+    def close(self) -> None:
+        """End the process as its parent's death does."""
+        self._close_channel()
+        try:
+            assert self.process.wait(WAIT_SECONDS) in (0, -signal.SIGKILL)
+        finally:
+            self.process.kill()
+        if self.certificate is not None:
+            self.certificate.close()
+
+    def _close_channel(self) -> None:
+        # A thread waits for messages, so closing alone would not end the connection.
+        with suppress(OSError), socket.socket(fileno=os.dup(self.channel.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _receive(
+        self, channel: DescriptorChannel, messages: "queue.SimpleQueue[LinkMessage]"
+    ) -> None:
+        try:
+            while True:
+                if not select.select([channel.fileno()], [], [], WAIT_SECONDS)[0]:
+                    continue
+                message = decode_link_message(channel.receive()[0])
+                if isinstance(message, LinkReport):
+                    self.report = message
+                messages.put(message)
+        except (DescriptorError, OSError, ValueError):
+            return
+
+
+@dataclass
+class Files:
+    """Files of one worker's end of an edge."""
+
+    memory: int = field(default_factory=lambda: os.memfd_create("test-link"))
+    event: int = field(default_factory=lambda: os.eventfd(0, os.EFD_SEMAPHORE))
+    own_log: int = field(default_factory=lambda: os.memfd_create("test-own-log"))
+    peer_log: int = field(default_factory=lambda: os.memfd_create("test-peer-log"))
+    log_event: int = field(default_factory=lambda: os.eventfd(0))
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.memory, self.event, self.own_log, self.peer_log, self.log_event]
+
+    def ring(self, layout: EdgeLayout = LAYOUT) -> Ring:
+        return Ring(self.memory, self.event, layout)
+
+
+def connect(
+    source: Mover,
+    target: Mover,
+    generation: int = 1,
+    edge: int = 3,
+    target_dials: bool = False,
+    address: str | None = None,
+    waits: bool = True,
+) -> tuple[Files, Files]:
+    """Open an edge; `address` replaces that of the end that is dialed, as a proxy does."""
+    sent, received = Files(), Files()
+    to_target = target.peer(address if not target_dials else None)
+    to_source = source.peer(address if target_dials else None)
+    source.open(OpenLinkEdge(generation, edge, True, not target_dials, to_target), sent.descriptors)
+    target.open(
+        OpenLinkEdge(generation, edge, False, target_dials, to_source), received.descriptors
+    )
+    if waits:
+        for mover in (source, target):
+            mover.wait_for(LinkEdgeOpened)
+    return sent, received
+
+
+def write_step(ring: Ring, step: int, tokens: int, value: int, error: str = "") -> None:
+    """Send a step as a worker does; its bytes depend on `value`."""
+    if not error:
+        size = tokens * ring.shape.hidden_size * ring.shape.itemsize
+        begin = ring.payload(step)
+        ring.memory[begin : begin + size] = payload_of(value, size)
+    ring.signal(step, 0 if error else tokens, error)
+
+
+def payload_of(value: int, size: int) -> bytes:
+    unit = value.to_bytes(8, "little") + b"abcdefgh"
+    return (unit * (size // len(unit) + 1))[:size]
+
+
+def read_step(ring: Ring, step: int, tokens: int) -> bytes:
+    """Receive a step as a worker does."""
+    ring.wait(step, tokens)
+    size = tokens * ring.shape.hidden_size * ring.shape.itemsize
+    begin = ring.payload(step)
+    return ring.memory[begin : begin + size]
