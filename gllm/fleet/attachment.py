@@ -6,7 +6,6 @@ from collections.abc import Callable
 from gllm.fleet.attached_engine import AttachedEngine
 from gllm.fleet.connection import PeerConnection
 from gllm.fleet.connection_pool import ConnectionPool
-from gllm.fleet.discovery.base import Resolve, resolve_host
 from gllm.fleet.identity import is_valid_name
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.fleet.router_session import RouterSession
@@ -23,6 +22,7 @@ from gllm.messages.fleet import (
     RefuseRouter,
     is_compatible,
 )
+from gllm.runtime.host_names import Resolve, resolve_host
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ import zmq
 
 from gllm.fleet.connection import PeerConnection, PeerHandler
 from gllm.fleet.dialer import Dialer
-from gllm.fleet.discovery.base import Resolve, resolve_host
 from gllm.fleet.discovery.registry import make_discovery
 from gllm.fleet.link_config import FleetLinkConfig, parse_hub_address
 from gllm.messages.base import WireMessage
@@ -24,6 +23,7 @@ from gllm.messages.lifecycle import Hello
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import Decode
+from gllm.runtime.host_names import Resolve, resolve_host
 from gllm.runtime.security import SecretFile, check_dialed_address, check_hub_address
 from gllm.runtime.spoke import Spoke
 

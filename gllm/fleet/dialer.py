@@ -7,9 +7,9 @@ from collections.abc import Callable
 from random import Random
 
 from gllm.fleet.connection import PeerConnection
-from gllm.fleet.discovery.base import Resolve
 from gllm.fleet.link_config import parse_host_port
 from gllm.runtime.backoff import Backoff
+from gllm.runtime.host_names import Resolve
 
 log = logging.getLogger(__name__)
 

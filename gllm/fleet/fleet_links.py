@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from gllm.fleet.connection import PeerConnection
 from gllm.fleet.connection_pool import ConnectionPool
-from gllm.fleet.discovery.base import Resolve, resolve_host
 from gllm.fleet.engine_link import EngineLink, Refusal
 from gllm.fleet.identity import is_valid_name, new_run
 from gllm.fleet.link_config import FleetLinkConfig
@@ -25,6 +24,7 @@ from gllm.messages.fleet import (
     RouterHeartbeat,
     is_compatible,
 )
+from gllm.runtime.host_names import Resolve, resolve_host
 
 log = logging.getLogger(__name__)
 

@@ -174,10 +174,12 @@ class Hub(BusSocket):
         generation = self._generation if message.is_fenced else ANY_GENERATION
         self._send(sender, encode(message), generation)
 
-    def send_encoded(self, senders: Iterable[int], payload: bytes) -> None:
-        """Queue an encoded message of the current generation for several receivers."""
+    def send_encoded(
+        self, senders: Iterable[int], payload: bytes, generation: int | None = None
+    ) -> None:
+        """Queue an encoded message for several receivers, by default of the current generation."""
         for sender in senders:
-            self._send(sender, payload, self._generation)
+            self._send(sender, payload, self._generation if generation is None else generation)
 
     def advance(self, generation: int) -> None:
         """Begin a generation: frames of earlier ones are dropped from now on."""

@@ -102,7 +102,8 @@ class LinkProcess:
 
         Args:
             run: number of the head's start.
-            on_opened: called with generation and number of an edge that is connected.
+            on_opened: called with generation and number of an edge that is connected and whose
+                receiving end is here; again after a restart of the process.
             on_lost: called with generation and number of an edge that cannot be connected, and the
                 cause.
         """
@@ -115,11 +116,13 @@ class LinkProcess:
             self._send_identity()
 
     async def listen(self) -> int:
-        """Start the process; return the port that it has bound, 0 for none.
+        """Start the process if it has to listen; return the port that it has bound, 0 for none.
 
         Raises:
             OSError: it cannot be started or cannot bind.
         """
+        if not self._identity.listen:
+            return 0
         if self._process is None:
             self._start()
         assert self._listening is not None
@@ -221,7 +224,8 @@ class LinkProcess:
             case LinkListening(port, cause):
                 self._on_listening(port, cause)
             case LinkEdgeOpened(generation, edge):
-                if (generation, edge) in self._edges:
+                opened = self._edges.get((generation, edge))
+                if opened is not None and not opened[0].is_sender:
                     self._on_opened(generation, edge)
             case LinkEdgeLost(generation, edge, cause):
                 if (generation, edge) in self._edges:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from gllm.fleet.attachment import RouterAttachment
-from gllm.fleet.discovery.base import Resolve, resolve_host
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.fleet_links import FleetLinks
 from gllm.fleet.link_config import FleetLinkConfig
@@ -17,6 +16,7 @@ from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine, Engin
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
+from gllm.runtime.host_names import Resolve, resolve_host
 from gllm.runtime.kv_events import KvEventSource
 from tests.runtime.fake_driver import FakeDriver
 

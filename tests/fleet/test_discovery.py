@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.fleet.discovery.base import resolve_host
 from gllm.fleet.discovery.dns import DnsDiscovery
 from gllm.fleet.discovery.registry import make_discovery
 from gllm.fleet.discovery.static import StaticDiscovery
 from gllm.fleet.link_config import format_host_port, parse_host_port, parse_hub_address
 from gllm.runtime.backoff import MAX_SECONDS, Backoff
+from gllm.runtime.host_names import resolve_host
 from tests.fleet.links import Links, announcement, until
 
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from gllm.fleet.discovery.base import Resolve
 from gllm.fleet.link_config import format_host_port, parse_host_port
+from gllm.runtime.host_names import Resolve
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from gllm.fleet.discovery.base import Discovery, Resolve, resolve_host
+from gllm.fleet.discovery.base import Discovery
 from gllm.fleet.discovery.dns import DnsDiscovery
 from gllm.fleet.discovery.static import StaticDiscovery
+from gllm.runtime.host_names import Resolve, resolve_host
 
 SCHEMES: Mapping[str, Callable[[str, Resolve], Discovery]] = MappingProxyType({"dns": DnsDiscovery})
 """Kinds by the word before the first colon; entries without one are HOST:PORT."""

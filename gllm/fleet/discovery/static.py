@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from gllm.fleet.discovery.base import Resolve
 from gllm.fleet.link_config import format_host_port, parse_host_port
+from gllm.runtime.host_names import Resolve
 
 
 class StaticDiscovery:
