@@ -3,32 +3,35 @@
 import time
 from collections.abc import Callable
 
+from gllm.cluster.clock_offset import ClockOffset
 from gllm.cluster.liveness import ProcessSample
 from gllm.messages.base import WireMessage
 from gllm.messages.nodes import JoinCluster, NodeHeartbeat
 
 
 class AgentSession:
-    """A node that has asked to join, and the state that its heartbeats report."""
+    """A node that has joined, and the state that its heartbeats report."""
 
     def __init__(
-        self, join: JoinCluster, address: str, send: Callable[[WireMessage], None], now: float
+        self, sender: int, join: JoinCluster, address: str, send: Callable[[WireMessage], None]
     ) -> None:
-        """Create the session of an agent whose first message has arrived.
+        """Create the session of an agent.
 
         Args:
-            join: the message.
+            sender: number of the session, never used again.
+            join: the agent's first message.
             address: the agent's IP address.
             send: queues a message to the agent.
-            now: time in seconds.
         """
+        self.sender = sender
         self.join = join
         self.address = address
-        self.send = send
-        self.last_heard = now
+        self.last_heard = time.monotonic()
         self.is_open = True
-        self.heartbeat: NodeHeartbeat | None = None
+        self.clock_offset = ClockOffset()
+        self.heartbeat = NodeHeartbeat(0.0, 0.0, 0.0)
         """Latest one."""
+        self._send = send
 
     @property
     def name(self) -> str:
@@ -36,18 +39,25 @@ class AgentSession:
         return self.join.name
 
     @property
-    def silent_seconds(self) -> float:
-        """Time since the last message."""
-        return time.monotonic() - self.last_heard
+    def capacity(self) -> int:
+        """Workers that the node can have."""
+        facts = self.join.facts
+        return max(1, len(facts.devices) or facts.num_cores)
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message; it is dropped if the session has ended."""
+        if self.is_open:
+            self._send(message)
+
+    def on_heartbeat(self, heartbeat: NodeHeartbeat, now: float) -> None:
+        """Handle a heartbeat of the agent, and answer it."""
+        self.heartbeat = heartbeat
+        if heartbeat.echo:
+            self.clock_offset.on_echo(heartbeat.echo, heartbeat.heard, heartbeat.sent, now)
+        self.send(NodeHeartbeat(time.monotonic(), heartbeat.sent, now))
 
     def sample(self, sender: int) -> ProcessSample | None:
         """Return the state of a worker in the latest heartbeat; None if it has none."""
-        samples = () if self.heartbeat is None else self.heartbeat.samples
-        return next(
-            (
-                ProcessSample(each.is_stopped, each.cpu_seconds)
-                for each in samples
-                if each.sender == sender
-            ),
-            None,
-        )
+        samples = self.heartbeat.samples
+        found = next((each for each in samples if each.sender == sender), None)
+        return None if found is None else ProcessSample(found.is_stopped, found.cpu_seconds)

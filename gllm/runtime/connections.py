@@ -49,16 +49,28 @@ class RefusedPeers:
         self.num_refused = 0
         self.by_address: Counter[str] = Counter()
         """Refusals by IP address; OTHER_ADDRESSES when there are too many."""
+        self.causes: dict[str, str] = {}
+        """Cause of the last refusal, by the same addresses."""
+        self.on_refused: Callable[[str, str], None] | None = None
+        """Called with one of these addresses and the cause of each refusal."""
 
     def add(self, address: str, cause: str) -> None:
         """Count a refused connection and warn, at most once per minute and address."""
-        self.num_refused += 1
-        is_known = address in self.by_address or len(self.by_address) < _MAX_ADDRESSES
-        self.by_address[address if is_known else OTHER_ADDRESSES] += 1
+        self.count(address, cause)
         # Probes of load balancers and port scans connect and leave.
         level = logging.DEBUG if cause in (NO_HANDSHAKE, NO_HELLO) else logging.WARNING
         message = "a connection from %s was refused: %s"
         log.log(level, message, address, cause, extra={"about": address})
+
+    def count(self, address: str, cause: str) -> None:
+        """Count a refused connection."""
+        self.num_refused += 1
+        if not (address in self.by_address or len(self.by_address) < _MAX_ADDRESSES):
+            address = OTHER_ADDRESSES
+        self.by_address[address] += 1
+        self.causes[address] = cause
+        if self.on_refused is not None:
+            self.on_refused(address, cause)
 
 
 class HubConnection:

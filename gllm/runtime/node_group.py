@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from gllm.cluster.dial_direction import source_dials
 from gllm.cluster.liveness import ProcessSample
-from gllm.cluster.placement import Placement
+from gllm.cluster.placement import LOCAL_NODE, Placement
 from gllm.config.engine import EngineConfig
+from gllm.link.commands import LinkPeer
+from gllm.messages.nodes import GenerationReady
 from gllm.runtime.assignment import NodeAssignment, StageAssignment, WorkerIdentity
+from gllm.runtime.edge_gate import remote_edges
 from gllm.runtime.node import Node, OnExit
 from gllm.runtime.remote_node import RemoteNode
 
@@ -20,16 +26,63 @@ class NodeGroup(Node):
         """
         super().__init__()
         self.local = local
+        self.local_peer = LinkPeer(LOCAL_NODE, "", b"")
+        """Data connections of this machine."""
         self.remotes: dict[str, RemoteNode] = {}
-        """Nodes of agents that have joined, by name."""
-        self._nodes: dict[int, Node] = {}
+        """Nodes of agents that are members, by name."""
+        self._nodes: dict[int, RemoteNode] = {}
         """Node of each worker of another machine."""
+        self._assigned: list[RemoteNode] = []
+        """Nodes of the present generation."""
+        self._generation = 0
         self._on_exit: OnExit | None = None
 
     def watch(self, on_exit: OnExit) -> None:
         """See Node."""
         self._on_exit = on_exit
         self.local.watch(on_exit)
+
+    def add(self, remote: RemoteNode) -> None:
+        """Add the node of an agent that has joined."""
+        self.remotes[remote.node_name] = remote
+        if self._on_exit is not None:
+            remote.watch(self._on_exit)
+
+    def remove(self, remote: RemoteNode) -> None:
+        """Remove the node of an agent that is lost, with its workers."""
+        if self.remotes.get(remote.node_name) is remote:
+            del self.remotes[remote.node_name]
+        for sender in remote.workers:
+            self._nodes.pop(sender, None)
+
+    def place(self, sender: int, node: str) -> RemoteNode | None:
+        """Decide on which node a worker runs; return it, None for this machine.
+
+        Raises:
+            OSError: the node is lost.
+        """
+        if node == LOCAL_NODE:
+            return None
+        remote = self.remotes.get(node)
+        if remote is None:
+            raise OSError(f"node {node} is lost")
+        remote.workers.add(sender)
+        self._nodes[sender] = remote
+        return remote
+
+    def forget(self, sender: int) -> None:
+        """Forget a worker that has exited."""
+        if remote := self._nodes.pop(sender, None):
+            remote.forget(sender)
+
+    def remote_of(self, sender: int) -> RemoteNode | None:
+        """Return the node of a worker of another machine; None for others."""
+        return self._nodes.get(sender)
+
+    def is_silent(self, sender: int) -> bool:
+        """Return True if nothing is known of a worker, because its node is silent."""
+        remote = self._nodes.get(sender)
+        return remote is not None and remote.is_silent
 
     def spawn(self, identity: WorkerIdentity) -> None:
         """See Node; the worker runs where `place` has put it, by default on this machine."""
@@ -56,8 +109,12 @@ class NodeGroup(Node):
         await self.local.stop()
 
     def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
-        """See Node."""
+        """See Node; raises OSError if a node is lost."""
+        self._check_nodes(placement)
         self.local.measure(placement, config, folder)
+        assignment = NodeAssignment(placement, config, is_probe=True)
+        for remote in self._remotes_of(placement):
+            remote.assign(assignment, folder)
 
     def assign(
         self,
@@ -67,14 +124,38 @@ class NodeGroup(Node):
         output_lengths: dict[int, list[int]] | None = None,
     ) -> None:
         """See Node."""
+        placement = assignment.placement
+        self._check_nodes(placement)
+        if self.remotes:
+            peers = {LOCAL_NODE: self.local_peer}
+            peers |= {name: each.peer for name, each in self.remotes.items()}
+            names = {worker.node for worker in placement.workers}
+            peers = {name: peers[name] for name in sorted(names)}
+            for source, target in remote_edges(placement).values():
+                source_dials(source, peers[source].address, target, peers[target].address)
+            assignment = replace(assignment, peers=peers)
         self.local.assign(assignment, folder, plan_record, output_lengths)
+        self._generation, self._assigned = placement.generation, self._remotes_of(placement)
+        for remote in self._assigned:
+            remote.assign(assignment, folder)
 
     def on_generation_ready(self) -> None:
         """See Node."""
         self.local.on_generation_ready()
+        for remote in self._assigned:
+            remote.session.send(GenerationReady(self._generation))
 
     def _send(self, assignment: StageAssignment) -> None:
         raise AssertionError("each node sends the assignments of its workers")
+
+    def _check_nodes(self, placement: Placement) -> None:
+        for worker in placement.workers:
+            if worker.node != LOCAL_NODE and worker.node not in self.remotes:
+                raise OSError(f"node {worker.node} is lost")
+
+    def _remotes_of(self, placement: Placement) -> list[RemoteNode]:
+        names = dict.fromkeys(worker.node for worker in placement.workers)
+        return [self.remotes[name] for name in names if name != LOCAL_NODE]
 
     def _node_of(self, sender: int) -> Node:
         return self._nodes.get(sender, self.local)

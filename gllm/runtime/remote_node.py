@@ -1,10 +1,23 @@
 """Node of another machine, as the head sees it: its agent carries everything out."""
 
+import time
+from pathlib import Path
+
 from gllm.cluster.liveness import ProcessSample
+from gllm.config.addresses import format_host_port
+from gllm.link.commands import LinkPeer
 from gllm.messages.nodes import AssignStages, DumpStacks, EndWorker, StartWorker
 from gllm.runtime.agent_session import AgentSession
-from gllm.runtime.assignment import StageAssignment, WorkerIdentity
+from gllm.runtime.assignment import (
+    NodeAssignment,
+    StageAssignment,
+    WorkerIdentity,
+    encode_node_assignment,
+)
 from gllm.runtime.node import Node, OnExit
+
+SILENT_SECONDS = 2.5
+"""Time without a heartbeat after which the state of a node's workers is unknown."""
 
 
 class RemoteNode(Node):
@@ -12,7 +25,7 @@ class RemoteNode(Node):
 
     def __init__(self, session: AgentSession) -> None:
         """Create the node of a session."""
-        super().__init__()
+        super().__init__(node_name=session.name)
         self.session = session
         self.workers: set[int] = set()
         """Senders of the workers that were started and have not exited."""
@@ -21,9 +34,18 @@ class RemoteNode(Node):
         self._on_exit: OnExit | None = None
 
     @property
-    def name(self) -> str:
-        """Name of the node."""
-        return self.session.name
+    def is_silent(self) -> bool:
+        """True if the agent has sent nothing for some time."""
+        return time.monotonic() - self.session.last_heard > SILENT_SECONDS
+
+    @property
+    def peer(self) -> LinkPeer:
+        """Data connections of the machine."""
+        facts = self.session.join.facts
+        address = facts.advertised
+        if not address and facts.data_port:
+            address = format_host_port(facts.address, facts.data_port)
+        return LinkPeer(self.node_name, address, facts.certificate)
 
     def watch(self, on_exit: OnExit) -> None:
         """See Node."""
@@ -31,7 +53,6 @@ class RemoteNode(Node):
 
     def spawn(self, identity: WorkerIdentity) -> None:
         """See Node; the address of the worker's hub is the agent's."""
-        self.workers.add(identity.sender)
         logs = identity.logs
         self.session.send(StartWorker(identity.sender, logs.level, logs.format))
 
@@ -52,30 +73,31 @@ class RemoteNode(Node):
         return self._stacks.get(sender, "")
 
     def on_stacks(self, sender: int, stacks: str) -> None:
-        """Keep the stacks of a worker."""
-        if sender in self.workers:
+        """Keep the stacks that the agent reports of a worker."""
+        if stacks and sender in self.workers:
             self._stacks[sender] = stacks
 
-    def on_exited(self, sender: int, description: str, stacks: str) -> bool:
-        """Report the exit of a worker; return False if it is none of this node."""
-        if sender not in self.workers:
-            return False
-        if stacks:
-            self._stacks[sender] = stacks
+    def on_exited(self, sender: int, description: str, stacks: str) -> None:
+        """Report the exit of a worker."""
+        self.on_stacks(sender, stacks)
         if self._on_exit is not None:
-            self._on_exit(sender, description)
+            self._on_exit(sender, f"{description}, on node {self.node_name}")
+
+    def forget(self, sender: int) -> None:
+        """Forget a worker that has exited."""
         self.workers.discard(sender)
         self._stacks.pop(sender, None)
-        return True
 
-    def assign_stages(self, generation: int, assignment: bytes) -> None:
-        """Begin a generation on the node.
-
-        Args:
-            generation: its number.
-            assignment: a NodeAssignment as JSON.
-        """
-        self.session.send(AssignStages(generation, assignment))
+    def assign(
+        self,
+        assignment: NodeAssignment,
+        folder: Path,
+        plan_record: int | None = None,
+        output_lengths: dict[int, list[int]] | None = None,
+    ) -> None:
+        """See Node; the agent knows its own folder of the model, and the driver is elsewhere."""
+        generation = assignment.placement.generation
+        self.session.send(AssignStages(generation, encode_node_assignment(assignment)))
 
     async def stop(self) -> None:
         """Wait for nothing: the agent ends its workers."""

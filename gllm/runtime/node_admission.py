@@ -1,0 +1,76 @@
+"""Admission of nodes: the head's address, and the comparison of a node that joins with the head."""
+
+import socket
+
+import msgspec
+
+from gllm.cluster.join_check import JoinFacts, find_differences
+from gllm.cluster.placement import LOCAL_NODE
+from gllm.config.addresses import format_host_port
+from gllm.config.node_environment import parse_head_address
+from gllm.config.nodes import NodesConfig
+from gllm.messages.nodes import JoinCluster
+
+MAX_NAME_LENGTH = 200
+
+
+def node_hub_address(config: NodesConfig) -> str:
+    """Return the address that the hub of the nodes binds, for ZeroMQ.
+
+    Raises:
+        ValueError: there is none, or its host name is unknown.
+    """
+    text = config.node_listen or config.master_addr
+    if text is None:
+        raise ValueError("an engine on several machines needs --master-addr, the head's address")
+    host, port = parse_head_address(text)
+    try:
+        # ZeroMQ binds numeric addresses only.
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"the host name of {text!r} is unknown: {error}") from None
+    return f"tcp://{format_host_port(str(found[0][4][0]), port)}"
+
+
+class NodeAdmission:
+    """Compares nodes with the head."""
+
+    def __init__(self, facts: JoinFacts, head_name: str) -> None:
+        """Create the comparison.
+
+        Args:
+            facts: of the head.
+            head_name: name of the head's node, which no other node may have.
+        """
+        self._facts = facts
+        self._head_name = head_name
+
+    def difference(self, join: JoinCluster) -> str:
+        """Return the differences that forbid a node to join, with the fixes; empty for none."""
+        name = join.name
+        if not (0 < len(name) <= MAX_NAME_LENGTH and name.isprintable()):
+            return f"the name of a node has 1 to {MAX_NAME_LENGTH} printable characters"
+        if name in (self._head_name, LOCAL_NODE):
+            return f"{name} is the head's node: give each machine a --node-name of its own"
+        node = JoinFacts(
+            join.protocol,
+            join.facts.version,
+            _model_of(join.config),
+            join.model_hash,
+            join.config,
+        )
+        return "; ".join(find_differences(self._facts, node))
+
+
+class _ModelName(msgspec.Struct):
+    """The model in an engine configuration."""
+
+    model: str = ""
+
+
+def _model_of(config: bytes) -> str:
+    """Return the model's name in a configuration; empty if it has none."""
+    try:
+        return msgspec.json.decode(config, type=_ModelName).model
+    except msgspec.DecodeError:
+        return ""
