@@ -112,6 +112,12 @@ class FrozenDetector:
         worker.step, worker.is_waiting = step, is_waiting
         worker.step_started = math.inf if step is None else now - step_seconds
 
+    def forgive(self, senders: Iterable[int], now: float) -> None:
+        """Restart the times of workers of which nothing can be known at the moment."""
+        for sender in senders:
+            if worker := self._watched.get(sender):
+                self._forgive(worker, now)
+
     def check(
         self, samples: Mapping[int, ProcessSample], now: float, is_serving: bool
     ) -> dict[int, str]:

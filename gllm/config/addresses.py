@@ -13,6 +13,12 @@ def parse_ip_address(name: str) -> Address | None:
         return None
 
 
+def is_wildcard(name: str) -> bool:
+    """Return True if an IP address stands for all addresses of a machine."""
+    address = parse_ip_address(name)
+    return address is not None and address.is_unspecified
+
+
 def is_loopback(name: str) -> bool:
     """Return True if a host name or IP address is a loopback one."""
     address = parse_ip_address(name)

@@ -32,6 +32,7 @@ from gllm.cluster.actions import (
 )
 from gllm.cluster.node_layout import NodeShape
 from gllm.cluster.placement import Placement
+from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
@@ -41,6 +42,7 @@ from gllm.runtime.assignment import NodeAssignment, WorkerIdentity
 from gllm.runtime.client import EngineClient
 from gllm.runtime.commands import CommandRunner
 from gllm.runtime.deaths import DeathLog
+from gllm.runtime.edge_gate import EdgeGate
 from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.kv_memory import count_placement_blocks, limit_blocks
 from gllm.runtime.node_group import NodeGroup
@@ -114,6 +116,10 @@ class ActionExecutor:
         """KV blocks of each worker."""
         self.kv_bytes = 0
         """Bytes of the KV cache over all workers."""
+        self.edges = EdgeGate()
+        """Edges between nodes of the present generation."""
+        self._initializing = 0
+        """Generation whose workers have loaded, and whose caches are due when the edges are."""
         self._block_nodes: list[str] = []
         """Name of the node of each worker when the KV blocks were counted."""
         self._config = config
@@ -172,8 +178,8 @@ class ActionExecutor:
 
     def _execute(self, action: Action) -> None:
         match action:
-            case SpawnWorker(sender):
-                self._spawn(sender)
+            case SpawnWorker(sender, node=node):
+                self._spawn(sender, node)
             case KillWorker(sender):
                 self.connections.nodes.kill(sender)
             case CloseInstances(senders=senders):
@@ -188,8 +194,9 @@ class ActionExecutor:
                 self._listener.on_shape_changed(shape)
             case AssignGeneration(placement):
                 self._assign(placement)
-            case InitializeCaches():
-                self._initialize_caches()
+            case InitializeCaches(generation):
+                self._initializing = generation
+                self._initialize_if_connected()
             case WarmUp(generation):
                 self._warm_up(generation)
             case DetachClient(cause):
@@ -205,10 +212,14 @@ class ActionExecutor:
             case GiveUp(cause):
                 self._listener.on_give_up(cause)
 
-    def _spawn(self, sender: int) -> None:
+    def _spawn(self, sender: int, node: str) -> None:
         head = self.connections
         try:
-            address = head.channels.expect(sender)
+            address = ""
+            if remote := head.nodes.place(sender, node):
+                head.channels.expect_remote(sender, remote.session.send)
+            else:
+                address = head.channels.expect(sender)
             head.nodes.spawn(WorkerIdentity(head.run, sender, address, head.logs))
         except (OSError, zmq.ZMQError) as error:
             description = f"a process could not be started: {error}"
@@ -221,6 +232,7 @@ class ActionExecutor:
         self._client.detach(self._deaths.cause)
         self.kv_events.detach()
         self.loaded.clear()
+        self.edges.begin(placement)
         self._close_plan_record()
         try:
             self._plans = os.memfd_create("gllm-plans")
@@ -232,11 +244,27 @@ class ActionExecutor:
                 self._plans,
                 self._client.output_lengths,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("the stages could not be assigned: %s", error)
             self._listener.on_assignment_failed(placement.generation, str(error))
             return
         head.channels.advance(placement.generation)
+
+    def on_edge_opened(self, generation: int, edge: int) -> None:
+        """Handle an edge between nodes that is connected; the last one lets the stages start."""
+        if self.edges.on_opened(generation, edge) and generation == self._initializing:
+            self._initialize_if_connected()
+
+    def _initialize_if_connected(self) -> None:
+        """Start the stages, unless edges between nodes are not connected yet."""
+        if self._recovery.state is not RecoveryState.INITIALIZING:
+            return
+        if self.edges.is_open:
+            self._initializing = 0
+            self._initialize_caches()
+        else:
+            pairs = (f"{source} and {target}" for source, target in self.edges.missing_pairs)
+            log.info("waiting for the data connections between %s", ", ".join(pairs))
 
     def _initialize_caches(self) -> None:
         """Divide the memory for KV blocks: every worker gets the same number."""

@@ -1,7 +1,8 @@
 """Messages and events of the agents, passed on to what handles those of this machine's workers."""
 
 import logging
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
 
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.lifecycle import Hello
@@ -16,32 +17,16 @@ from gllm.messages.nodes import (
     WorkerSessionLost,
     WorkerStacks,
 )
+from gllm.runtime.action_executor import ActionExecutor
 from gllm.runtime.agent_session import AgentSession
-from gllm.runtime.driver_proxies import DriverProxies
+from gllm.runtime.death_handler import DeathHandler
+from gllm.runtime.edge_gate import REPEAT_SECONDS
 from gllm.runtime.node_events import NodeEventHandler
-from gllm.runtime.node_group import NodeGroup
 from gllm.runtime.node_hub import NodeHub
 from gllm.runtime.remote_node import RemoteNode
 from gllm.runtime.session import SessionError
-from gllm.runtime.worker_channels import WorkerChannels
 
 log = logging.getLogger(__name__)
-
-
-class WorkerListener(Protocol):
-    """Receiver of what the workers of other machines report, and of the state of edges."""
-
-    def on_worker_message(self, sender: int, message: AnyMessage) -> None:
-        """Handle a message of a worker."""
-
-    def on_worker_session_lost(self, sender: int, cause: str) -> None:
-        """Handle the end of a worker's session."""
-
-    def on_edge_opened(self, generation: int, edge: int) -> None:
-        """Handle an edge between nodes that is connected."""
-
-    def on_edge_lost(self, generation: int, edge: int, cause: str) -> None:
-        """Handle an edge between nodes that cannot be connected."""
 
 
 class AgentMessageHandler:
@@ -50,28 +35,30 @@ class AgentMessageHandler:
     def __init__(
         self,
         hub: NodeHub,
-        nodes: NodeGroup,
-        channels: WorkerChannels,
-        proxies: DriverProxies,
+        executor: ActionExecutor,
         events: NodeEventHandler,
-        listener: WorkerListener,
+        death_handler: DeathHandler,
+        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
+        num_workers: int,
     ) -> None:
         """Create the handler.
 
         Args:
             hub: of the nodes.
-            nodes: of the engine.
-            channels: to the workers.
-            proxies: sessions with the driver in place of other machines' workers.
+            executor: has the nodes, the channels to the workers and the edges.
             events: handles nodes that join, leave or are lost.
-            listener: handles the workers' reports.
+            death_handler: handles workers whose session has ended.
+            on_messages: handles messages of workers, with their senders.
+            num_workers: of the engine.
         """
         self._hub = hub
-        self._nodes = nodes
-        self._channels = channels
-        self._proxies = proxies
+        self._executor = executor
+        self._nodes = executor.connections.nodes
+        self._channels = executor.connections.channels
         self._events = events
-        self._listener = listener
+        self._death_handler = death_handler
+        self._on_messages = on_messages
+        self._num_workers = num_workers
         self._state = EngineState("", "", 0)
         """Latest one that the agents were sent."""
 
@@ -81,11 +68,18 @@ class AgentMessageHandler:
             self._nodes.add(RemoteNode(session))
         self._hub.listener = self
 
-    def add_spares(self) -> None:
-        """Report the other nodes that have joined, after the start of the engine."""
+    def add_spares(self, members: Sequence[str]) -> None:
+        """Report the other nodes that have joined, after the start of the engine.
+
+        members: nodes with which it starts; some may have been lost since they joined.
+        """
         for name, session in list(self._hub.sessions.items()):
-            if name in self._hub.membership.spares:
-                self._events.on_joined(name, session.capacity, [], is_spare=True)
+            if name not in members:
+                capacity = session.capacity(self._num_workers)
+                self._events.on_joined(name, capacity, [], is_spare=True)
+        for name in members:
+            if name not in self._hub.sessions:
+                self._events.on_lost(name, f"node {name} was lost", is_death=False)
 
     def publish_state(self, state: str, cause: str, generation: int) -> None:
         """Send the engine's state to all agents, if it has changed."""
@@ -99,14 +93,15 @@ class AgentMessageHandler:
         join, name = session.join, session.name
         self._nodes.add(RemoteNode(session))
         workers = join.workers if join.run == self._hub.run else []
-        wanted = self._events.wanted_workers(name, session.capacity, workers, join.is_spare)
+        capacity = session.capacity(self._num_workers)
+        wanted = self._events.wanted_workers(name, capacity, workers, join.is_spare)
         for sender in wanted:
             self._nodes.place(sender, name)
             self._channels.expect_remote(sender, session.send)
             self._channels.on_connected(sender)
         self._hub.welcome(session, wanted)
         session.send(self._state)
-        self._events.on_joined(name, session.capacity, wanted, join.is_spare)
+        self._events.on_joined(name, capacity, wanted, join.is_spare)
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
         """See NodeListener."""
@@ -117,21 +112,21 @@ class AgentMessageHandler:
         match message:
             case WorkerFrame():
                 self._on_worker_frame(remote, message)
-            case StageFrame() if message.sender in remote.workers:
-                self._proxies.on_frame(message)
+            case StageFrame() if message.sender in remote.workers and self._nodes.proxies:
+                self._nodes.proxies.on_frame(message)
             case WorkerExited(sender, description, stacks) if sender in remote.workers:
                 remote.on_exited(sender, description, stacks)
             case WorkerStacks(sender, stacks):
                 remote.on_stacks(sender, stacks)
             case WorkerSessionLost(sender, cause) if sender in remote.workers:
-                self._listener.on_worker_session_lost(sender, cause)
+                self._death_handler.on_session_lost(sender, cause)
             case AssignmentFailed(generation, cause):
                 cause = f"node {session.name} could not assign the stages: {cause}"
                 self._events.on_generation_failed(generation, cause)
             case EdgeOpened(generation, edge):
-                self._listener.on_edge_opened(generation, edge)
+                self._executor.on_edge_opened(generation, edge)
             case EdgeLost(generation, edge, cause):
-                self._listener.on_edge_lost(generation, edge, cause)
+                self.on_edge_lost(generation, edge, cause)
             case _:
                 # About a worker that is gone, or is none of this node.
                 self._channels.drop()
@@ -144,13 +139,28 @@ class AgentMessageHandler:
         if remote is None or remote.session is not session:
             return
         self._nodes.remove(remote)
-        for sender in remote.workers:
-            self._proxies.forget(sender)
         cause = f"node {session.name} was lost: {cause}"
         if has_left:
             self._events.on_left(session.name, cause)
         else:
             self._events.on_lost(session.name, cause, is_death)
+
+    def on_edge_lost(self, generation: int, edge: int, cause: str) -> None:
+        """Handle an edge between nodes that stays disconnected: the generation ends."""
+        lost = self._executor.edges.on_lost(generation, edge, time.monotonic())
+        if lost is None:
+            return
+        (source, target), is_repeated = lost
+        cause = f"the data connection from node {source} to node {target} was lost: {cause}"
+        if is_repeated:
+            log.warning(
+                "nodes %s and %s have lost their data connection twice within %g seconds: check "
+                "the network between them",
+                source,
+                target,
+                REPEAT_SECONDS,
+            )
+        self._events.on_generation_failed(generation, cause)
 
     def _on_worker_frame(self, remote: RemoteNode, frame: WorkerFrame) -> None:
         """Handle a worker's message; one that it may not send ends the session of its node."""
@@ -164,4 +174,4 @@ class AgentMessageHandler:
             raise SessionError(f"no message that a worker may send: {error}") from error
         if isinstance(message, Hello) and message.sender != frame.sender:
             raise SessionError(f"worker {frame.sender} sent the Hello of {message.sender}")
-        self._listener.on_worker_message(frame.sender, message)
+        self._on_messages([(frame.sender, message)])

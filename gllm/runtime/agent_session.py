@@ -38,11 +38,14 @@ class AgentSession:
         """Name of the node."""
         return self.join.name
 
-    @property
-    def capacity(self) -> int:
-        """Workers that the node can have."""
+    def capacity(self, num_workers: int) -> int:
+        """Return the number of workers that the node can have, one per GPU.
+
+        num_workers: of the engine; a machine without a GPU can have all of them, with fewer threads
+            each.
+        """
         facts = self.join.facts
-        return max(1, len(facts.devices) or facts.num_cores)
+        return len(facts.devices) or max(facts.num_cores, num_workers)
 
     def send(self, message: WireMessage) -> None:
         """Queue a message; it is dropped if the session has ended."""

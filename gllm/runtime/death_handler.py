@@ -93,6 +93,7 @@ class DeathHandler:
         """Handle the exit of a process whose last messages have arrived."""
         place = self._recovery.name_of(sender)
         self._executor.connections.channels.forget(sender)
+        self._executor.connections.nodes.forget(sender)
         if place is None or self._recovery.is_exiting(sender):
             if not self._recovery.is_exiting(sender) and not self._recovery.is_over:
                 log.warning("a standby worker has ended: %s", description)

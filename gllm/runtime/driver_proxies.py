@@ -6,7 +6,7 @@ Nothing is decoded in between.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import zmq
@@ -42,7 +42,7 @@ class DriverProxies:
         """By worker; None once its session with the driver has ended."""
 
     def begin(
-        self, generation: int, address: str, sends: dict[int, Callable[[WireMessage], None]]
+        self, generation: int, address: str, sends: Mapping[int, Callable[[WireMessage], None]]
     ) -> None:
         """Begin a generation; proxies connect when their worker or the end of loading requires it.
 

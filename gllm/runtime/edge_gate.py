@@ -19,6 +19,8 @@ class EdgeGate:
         self._pairs: dict[int, NodePair] = {}
         """Nodes of the edges between nodes, by the edge's number."""
         self._missing: set[int] = set()
+        self._lost: set[int] = set()
+        """Edges of the generation that were lost; both ends report it."""
         self._losses: dict[NodePair, deque[float]] = {}
         """Times of the last two losses."""
 
@@ -37,6 +39,7 @@ class EdgeGate:
         self._generation = placement.generation
         self._pairs = remote_edges(placement)
         self._missing = set(self._pairs)
+        self._lost.clear()
 
     def on_opened(self, generation: int, edge: int) -> bool:
         """Handle the report that an edge is connected; return True if it was the last one."""
@@ -50,10 +53,11 @@ class EdgeGate:
 
         Returns:
             Its nodes, and True if edges between them were lost twice within REPEAT_SECONDS. None if
-            it is no edge of the present generation.
+            it is no edge of the present generation, or was lost before.
         """
-        if generation != self._generation or edge not in self._pairs:
+        if generation != self._generation or edge not in self._pairs or edge in self._lost:
             return None
+        self._lost.add(edge)
         pair = self._pairs[edge]
         losses = self._losses.setdefault(pair, deque(maxlen=2))
         losses.append(now)

@@ -10,7 +10,7 @@ from gllm.cluster.placement import Placement
 from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.messages.lifecycle import Heartbeat
-from gllm.runtime.node import Node
+from gllm.runtime.node_group import NodeGroup
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class LivenessWatch:
     def __init__(
         self,
         recovery: Recovery,
-        node: Node,
+        nodes: NodeGroup,
         freeze_seconds: float,
         on_frozen: Callable[[int, str], None],
     ) -> None:
@@ -32,12 +32,12 @@ class LivenessWatch:
 
         Args:
             recovery: knows which workers have been killed.
-            node: runs the workers.
+            nodes: run the workers.
             freeze_seconds: time for which a frozen worker has been stopped.
             on_frozen: called with the sender of a frozen worker and a description.
         """
         self._recovery = recovery
-        self._node = node
+        self._nodes = nodes
         self._on_frozen = on_frozen
         self._loop = asyncio.get_running_loop()
         self._detector = FrozenDetector(freeze_seconds)
@@ -63,13 +63,16 @@ class LivenessWatch:
         self._timer = self._loop.call_later(self._detector.check_seconds, self._check)
         if self._placement is None:
             return
-        sampled = {sender: self._node.sample(sender) for sender in self._placement.senders}
+        now = time.monotonic()
+        sampled = {sender: self._nodes.sample(sender) for sender in self._placement.senders}
         samples = {sender: each for sender, each in sampled.items() if each is not None}
+        # A silent node is lost as a whole, or its workers are heard again.
+        self._detector.forgive(filter(self._nodes.is_silent, self._placement.senders), now)
         is_serving = self._recovery.state is RecoveryState.READY
-        causes = self._detector.check(samples, time.monotonic(), is_serving)
+        causes = self._detector.check(samples, now, is_serving)
         for sender, cause in causes.items():
             if not self._recovery.is_exiting(sender):
-                self._node.dump_stacks(sender)
+                self._nodes.dump_stacks(sender)
                 place = self._placement.name_of(sender)
                 cause = f"the worker of {place} is frozen: {cause}"
                 self._loop.call_later(DUMP_SECONDS, self._report, sender, cause)
@@ -77,6 +80,6 @@ class LivenessWatch:
     def _report(self, sender: int, cause: str) -> None:
         """Report a frozen worker, once it had the time to write its stacks."""
         if not self._recovery.is_exiting(sender):
-            stacks = self._node.read_stacks(sender) or "none"
+            stacks = self._nodes.read_stacks(sender) or "none"
             log.warning("%s; its stacks: %s", cause, stacks, extra={"about": sender})
             self._on_frozen(sender, cause)

@@ -14,13 +14,17 @@ from gllm.messages.nodes import JoinCluster
 MAX_NAME_LENGTH = 200
 
 
-def node_hub_address(config: NodesConfig) -> str:
-    """Return the address that the hub of the nodes binds, for ZeroMQ.
+def resolve_hub(config: NodesConfig, text: str | None = None) -> tuple[str, int]:
+    """Return the IP address and the port that the hub of the nodes binds.
+
+    Args:
+        config: of the nodes.
+        text: HOST or HOST:PORT; None for what `config` says.
 
     Raises:
         ValueError: there is none, or its host name is unknown.
     """
-    text = config.node_listen or config.master_addr
+    text = text or config.node_listen or config.master_addr
     if text is None:
         raise ValueError("an engine on several machines needs --master-addr, the head's address")
     host, port = parse_head_address(text)
@@ -29,7 +33,12 @@ def node_hub_address(config: NodesConfig) -> str:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"the host name of {text!r} is unknown: {error}") from None
-    return f"tcp://{format_host_port(str(found[0][4][0]), port)}"
+    return str(found[0][4][0]), port
+
+
+def node_hub_address(config: NodesConfig) -> str:
+    """Return the address that the hub of the nodes binds, for ZeroMQ. Raises ValueError."""
+    return f"tcp://{format_host_port(*resolve_hub(config))}"
 
 
 class NodeAdmission:

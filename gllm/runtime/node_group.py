@@ -11,6 +11,7 @@ from gllm.config.engine import EngineConfig
 from gllm.link.commands import LinkPeer
 from gllm.messages.nodes import GenerationReady
 from gllm.runtime.assignment import NodeAssignment, StageAssignment, WorkerIdentity
+from gllm.runtime.driver_proxies import DriverProxies
 from gllm.runtime.edge_gate import remote_edges
 from gllm.runtime.node import Node, OnExit
 from gllm.runtime.remote_node import RemoteNode
@@ -35,6 +36,8 @@ class NodeGroup(Node):
         self._assigned: list[RemoteNode] = []
         """Nodes of the present generation."""
         self._generation = 0
+        self.proxies: DriverProxies | None = None
+        """Sessions with the driver in place of other nodes' workers; None without such nodes."""
         self._on_exit: OnExit | None = None
 
     def watch(self, on_exit: OnExit) -> None:
@@ -54,6 +57,8 @@ class NodeGroup(Node):
             del self.remotes[remote.node_name]
         for sender in remote.workers:
             self._nodes.pop(sender, None)
+            if self.proxies is not None:
+                self.proxies.forget(sender)
 
     def place(self, sender: int, node: str) -> RemoteNode | None:
         """Decide on which node a worker runs; return it, None for this machine.
@@ -74,6 +79,8 @@ class NodeGroup(Node):
         """Forget a worker that has exited."""
         if remote := self._nodes.pop(sender, None):
             remote.forget(sender)
+            if self.proxies is not None:
+                self.proxies.forget(sender)
 
     def remote_of(self, sender: int) -> RemoteNode | None:
         """Return the node of a worker of another machine; None for others."""
@@ -107,10 +114,11 @@ class NodeGroup(Node):
     async def stop(self) -> None:
         """See Node; agents end their own workers."""
         await self.local.stop()
+        if self.proxies is not None:
+            self.proxies.close()
 
     def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
-        """See Node; raises OSError if a node is lost."""
-        self._check_nodes(placement)
+        """See Node."""
         self.local.measure(placement, config, folder)
         assignment = NodeAssignment(placement, config, is_probe=True)
         for remote in self._remotes_of(placement):
@@ -136,11 +144,20 @@ class NodeGroup(Node):
             assignment = replace(assignment, peers=peers)
         self.local.assign(assignment, folder, plan_record, output_lengths)
         self._generation, self._assigned = placement.generation, self._remotes_of(placement)
+        if self.proxies is not None:
+            sends = {
+                worker.sender: self.remotes[worker.node].session.send
+                for worker in placement.workers
+                if worker.node != LOCAL_NODE
+            }
+            self.proxies.begin(placement.generation, self.local.driver_address, sends)
         for remote in self._assigned:
             remote.assign(assignment, folder)
 
     def on_generation_ready(self) -> None:
         """See Node."""
+        if self.proxies is not None:
+            self.proxies.connect_all()
         self.local.on_generation_ready()
         for remote in self._assigned:
             remote.session.send(GenerationReady(self._generation))
@@ -155,7 +172,7 @@ class NodeGroup(Node):
 
     def _remotes_of(self, placement: Placement) -> list[RemoteNode]:
         names = dict.fromkeys(worker.node for worker in placement.workers)
-        return [self.remotes[name] for name in names if name != LOCAL_NODE]
+        return [self.remotes[name] for name in names if name in self.remotes]
 
     def _node_of(self, sender: int) -> Node:
         return self._nodes.get(sender, self.local)

@@ -108,6 +108,8 @@ class NodeHub:
         """None until the engine starts."""
         self.sessions: dict[str, AgentSession] = {}
         """Sessions of the living members and spares, by name."""
+        self.sessions_by_name: dict[str, AgentSession] = {}
+        """Last session of each node that has ever joined."""
         self.num_violations = 0
         """Messages of agents that they may not send at that moment."""
         self.address = ""
@@ -315,6 +317,7 @@ class NodeHub:
             self._hub.forget(sender)
             return
         self._by_sender[sender] = self.sessions[join.name] = session
+        self.sessions_by_name[join.name] = session
         self.membership.on_accepted(session.address)
         log.info("node %s (%s) has joined", join.name, session.address)
         self._has_changed.set()

@@ -14,11 +14,12 @@ from random import Random
 
 import zmq
 
-from gllm.cluster.actions import Action, AssignGeneration, KillWorker
+from gllm.cluster.actions import Action, AssignGeneration
 from gllm.cluster.node_layout import NodeShape
-from gllm.cluster.records import RecoveryLimits, RecoveryState
+from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
+from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.control import ResetPrefixCache
@@ -28,6 +29,7 @@ from gllm.observability.logs import LogConfig
 from gllm.runtime.action_executor import ActionExecutor, Head
 from gllm.runtime.bus import Hub
 from gllm.runtime.client import EngineClient
+from gllm.runtime.cluster_head import ClusterHead
 from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.deaths import DeathLog
 from gllm.runtime.engine_error import EngineError as EngineError
@@ -38,10 +40,15 @@ from gllm.runtime.load_progress import TotalLoadProgress
 from gllm.runtime.node import Node
 from gllm.runtime.node_events import NodeEventHandler
 from gllm.runtime.node_group import NodeGroup
+from gllm.runtime.recovery_limits import make_recovery_limits
+from gllm.runtime.recovery_timer import RecoveryTimer
 from gllm.runtime.report_handler import ReportHandler
 from gllm.runtime.worker_channels import WorkerChannels
 
 log = logging.getLogger(__name__)
+
+STOPPED = "the engine was stopped"
+"""Cause of the end of an engine without a failure."""
 
 
 class Supervisor:
@@ -49,13 +56,13 @@ class Supervisor:
 
     _head: Head
     _context: "zmq.Context[zmq.Socket[bytes]]"
-    _loop: asyncio.AbstractEventLoop
 
     def __init__(
         self,
         config: EngineConfig,
         planner: LayerPlanner,
         on_progress: Callable[[int, int], None],
+        nodes: NodesConfig | None = None,
     ) -> None:
         """Create the supervisor of an engine that has not started.
 
@@ -64,6 +71,7 @@ class Supervisor:
             planner: divides the layers among the stages.
             on_progress: called during the first start while weights are loaded, with the bytes
                 loaded and in total.
+            nodes: machines of the engine; None for this one alone.
         """
         self.client = EngineClient()
         self.cause = ""
@@ -72,16 +80,10 @@ class Supervisor:
         """Set when the engine is dead."""
         self.deaths = DeathLog(config.crash_folder)
         self._config = config
-        limits = RecoveryLimits(
-            config.max_restarts,
-            config.recovery_timeout,
-            # Without restarts nothing could use a standby worker.
-            config.standby_workers if config.max_restarts else 0,
-        )
         self._planner = planner
         self._recovery = Recovery(
             planner.bounds,
-            limits,
+            make_recovery_limits(config, nodes),
             Random(),
             config.stage_degrees,
             planner.should_measure,
@@ -100,7 +102,8 @@ class Supervisor:
             self._death_handler,
             self._execute,
         )
-        self._timer: asyncio.TimerHandle | None = None
+        self._cluster: ClusterHead | None = None
+        self._timer = RecoveryTimer(self._recovery, self._execute)
         self._progress = TotalLoadProgress(on_progress)
         self._reports = ReportHandler(
             self._recovery,
@@ -192,21 +195,24 @@ class Supervisor:
         """Messages of earlier generations that arrived late and were dropped."""
         return self._head.channels.num_stale if self._executor.head is not None else 0
 
-    async def start(self, folder: Path, node: Node, logs: LogConfig) -> None:
+    async def start(
+        self, folder: Path, node: Node, logs: LogConfig, cluster: ClusterHead | None = None
+    ) -> None:
         """Load a model and run one token through all stages.
 
         Args:
             folder: of the model.
             node: of the workers.
             logs: configuration of the workers' logs.
+            cluster: nodes that have joined; None for this machine alone.
 
         Raises:
             EngineError: a stage failed.
             ValueError: the memory does not suffice for the configuration.
         """
-        self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
-        run = secrets.randbits(64)
+        self._cluster = cluster
+        run = secrets.randbits(64) if cluster is None else cluster.run
         hub = Hub(self._context, run, decode_for_head)
         channels = WorkerChannels(hub, HeadSocket(hub))
         channels.start(self._on_messages, self._death_handler.on_session_lost)
@@ -214,12 +220,22 @@ class Supervisor:
         self._head = Head(run, channels, nodes, folder, logs)
         self._executor.head = self._head
         nodes.watch(self._death_handler.on_exit)
+        if cluster is not None:
+            cluster.begin(
+                self._context,
+                self._executor,
+                self.node_events,
+                self._death_handler,
+                self._on_messages,
+            )
         if self._config.max_restarts:
             self._reports.liveness = LivenessWatch(
                 self._recovery, nodes, self._config.freeze_timeout, self._death_handler.on_frozen
             )
         try:
             self._execute(self._recovery.start(time.monotonic()))
+            if cluster is not None:
+                cluster.on_started()
             while self.state == "loading":
                 await self._has_changed.wait()
                 self._has_changed.clear()
@@ -253,8 +269,10 @@ class Supervisor:
         if self._is_stopped:
             return
         self._is_stopped = True
-        self._die("the engine was stopped")
+        self._die(STOPPED)
         await self._head.nodes.stop()
+        if self._cluster is not None:
+            await self._cluster.stop(self.cause, is_failure=self.cause != STOPPED)
         self._head.channels.close()
         self._context.term()
         self._executor.close()
@@ -294,7 +312,7 @@ class Supervisor:
             else:
                 log.exception("the workers could not be supervised")
             self._die(f"the workers could not be supervised: {error}")
-        self._schedule_timer()
+        self._timer.schedule()
         self._notify_changed()
 
     def _die(self, cause: str) -> None:
@@ -303,8 +321,7 @@ class Supervisor:
         if self.died.is_set():
             return
         self.cause = cause
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         if self._reports.liveness is not None:
             self._reports.liveness.close()
         self._executor.fail_all(cause)
@@ -375,24 +392,8 @@ class Supervisor:
         self._die(cause)
 
     def _notify_changed(self) -> None:
+        if self._cluster is not None:
+            self._cluster.publish_state(self.state, self.state_cause, self.generation)
         self._has_changed.set()
         for listener in self._change_listeners:
             listener()
-
-    def _schedule_timer(self) -> None:
-        """Call `on_timer` of the recovery at its next deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self._recovery.next_deadline
-        if deadline < float("inf"):
-            delay = max(0.0, deadline - time.monotonic())
-            self._timer = self._loop.call_later(delay, self._on_timer)
-
-    def _on_timer(self) -> None:
-        actions = self._recovery.on_timer(time.monotonic())
-        for action in actions:
-            if isinstance(action, KillWorker):
-                name, about = self._recovery.name_of(action.sender), {"about": action.sender}
-                log.warning("the worker of %s is killed: %s", name, action.cause, extra=about)
-        self._execute(actions)

@@ -1,0 +1,93 @@
+"""Reports on the nodes of an engine, from what the head knows of them."""
+
+from collections.abc import Mapping, Sequence
+
+from gllm.cluster.membership import NodeRecord
+from gllm.cluster.placement import LOCAL_NODE
+from gllm.messages.node_report import NodeReport
+from gllm.messages.nodes import LinkState, NodeFacts, NodeLoad
+from gllm.runtime.agent_session import AgentSession
+
+
+def report_head(
+    name: str,
+    facts: NodeFacts | None,
+    load: NodeLoad,
+    stages: Sequence[int],
+    links: Sequence[LinkState],
+) -> NodeReport:
+    """Return the report on the head's own node.
+
+    Args:
+        name: of the node.
+        facts: of the machine; None if they are not known yet.
+        load: of the machine.
+        stages: that it computes.
+        links: its data connections.
+    """
+    return NodeReport(
+        name,
+        "member",
+        rank=0,
+        host_name="" if facts is None else facts.host_name,
+        system="" if facts is None else facts.system,
+        version="" if facts is None else facts.version,
+        devices=[] if facts is None else facts.devices,
+        load=load,
+        stages=sorted(stages),
+        links=list(links),
+    )
+
+
+def report_node(
+    record: NodeRecord, session: AgentSession | None, stages: Mapping[str, list[int]]
+) -> NodeReport:
+    """Return the report on another node.
+
+    Args:
+        record: of its membership.
+        session: its last one, which may have ended.
+        stages: of each node, by name.
+    """
+    report = NodeReport(
+        record.name,
+        record.status.value,
+        rank=record.rank,
+        last_cause=record.last_cause,
+        num_losses=record.num_losses,
+    )
+    if session is None:
+        return report
+    facts = session.join.facts
+    is_open = session.is_open
+    return NodeReport(
+        record.name,
+        record.status.value,
+        rank=record.rank,
+        host_name=facts.host_name,
+        system=facts.system,
+        version=facts.version,
+        address=session.address,
+        devices=facts.devices,
+        # Of a node that is lost nothing is known.
+        load=session.heartbeat.load if is_open else NodeLoad(),
+        stages=sorted(stages.get(record.name, [])) if is_open else [],
+        round_trip_seconds=session.clock_offset.round_trip_seconds if is_open else None,
+        clock_offset_seconds=session.clock_offset.seconds if is_open else None,
+        links=session.heartbeat.links if is_open else [],
+        last_cause=record.last_cause,
+        num_losses=record.num_losses,
+    )
+
+
+def stages_by_node(placement_nodes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
+    """Return the stages of each node.
+
+    placement_nodes: node and stage of each worker.
+    """
+    stages: dict[str, list[int]] = {LOCAL_NODE: []}
+    for node, stage in placement_nodes:
+        own = stages.setdefault(node, [])
+        if stage not in own:
+            own.append(stage)
+    return stages
