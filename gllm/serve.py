@@ -1,18 +1,25 @@
 """`python -m gllm.serve MODEL`: serve one pipeline over HTTP.
 
-This process is the HTTP frontend and the parent of the workers. Exit status: 0 after SIGTERM or
-SIGINT, 1 if the engine failed, 2 for an invalid command line or a model that cannot be served.
+This process is the HTTP frontend and the parent of the workers. With --nnodes, the same command
+runs on every machine: rank 0 is the head, which serves the API, and the others run its workers.
+Exit status: 0 after SIGTERM or SIGINT, 1 if the engine failed, 2 for an invalid command line or a
+model that cannot be served.
 """
 
 import argparse
 import os
 import sys
+from dataclasses import replace
 
+from gllm.cluster.node_layout import distribute_stages
+from gllm.config.addresses import format_host_port
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import config_from_flags
+from gllm.config.node_environment import NodePlace, read_node_place
+from gllm.config.nodes import NodesConfig
 from gllm.config.server import ServerConfig
-from gllm.engine.preflight import plan_model
+from gllm.engine.preflight import ModelPlan, plan_model
 from gllm.observability.logs import LogConfig
 from gllm.runtime.local_node import LocalNode
 from gllm.server_command import (
@@ -26,7 +33,8 @@ from gllm.server_command import (
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line: the model and a flag per configuration field."""
     description = "Serve a model over HTTP in OpenAI's API."
-    return build_server_parser("gllm.serve", description, EngineConfig, AttachmentConfig)
+    configs = (EngineConfig, AttachmentConfig, NodesConfig)
+    return build_server_parser("gllm.serve", description, *configs)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,21 +45,86 @@ def main(argv: list[str] | None = None) -> int:
         engine_config = config_from_flags(EngineConfig, values)
         attachment = config_from_flags(AttachmentConfig, values)
         server_config = config_from_flags(ServerConfig, values)
+        nodes = config_from_flags(NodesConfig, values)
+        place = read_node_place(nodes, os.environ, engine_config.pipeline_parallel_size)
+        if place.extra_process:
+            print(
+                f"gllm: {place.extra_process} marks an extra process of this machine, of which "
+                "gllm needs one: it ends"
+            )
+            return 0
+        nodes = _place_in(nodes, place)
         # Before the workers start, which takes seconds and memory.
-        plan_model(engine_config)
-        node = LocalNode(engine_config.num_workers)
+        plan = plan_model(engine_config)
+        if not place.is_head:
+            secret = attachment.node_secret_file
+            return _run_node(engine_config, plan, nodes, secret, server_config, logs)
+        node = LocalNode(_count_own_workers(engine_config, nodes))
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
     try:
-        return _serve(engine_config, attachment, server_config, node, logs)
+        return _serve(engine_config, attachment, server_config, nodes, node, logs)
     finally:
         node.close()
+
+
+def _place_in(nodes: NodesConfig, place: NodePlace) -> NodesConfig:
+    """Return the nodes with what the environment adds to the flags."""
+    address = format_host_port(place.host, place.port) if place.host else None
+    return replace(nodes, nnodes=place.num_nodes, node_rank=place.rank, master_addr=address)
+
+
+def _count_own_workers(engine: EngineConfig, nodes: NodesConfig) -> int:
+    """Return the number of workers that this machine starts with."""
+    degrees = engine.stage_degrees
+    owners = distribute_stages(degrees, nodes.nnodes)
+    return sum(n for n, node in zip(degrees, owners, strict=True) if node == nodes.node_rank)
+
+
+def _run_node(
+    engine: EngineConfig,
+    plan: ModelPlan,
+    nodes: NodesConfig,
+    secret_file: str | None,
+    server: ServerConfig,
+    logs: LogConfig,
+) -> int:
+    """Run this machine's part of an engine whose head is another one; return the exit status."""
+    import uvloop
+
+    from gllm.engine.join_facts import make_join_facts
+    from gllm.node_process import NodeOptions, NodeProcess
+
+    facts = make_join_facts(engine, plan.folder, plan.max_model_len)
+    options = NodeOptions(
+        head=nodes.master_addr or "",
+        name=nodes.node_name,
+        rank=nodes.node_rank,
+        model=engine.model,
+        model_hash=facts.model_hash,
+        engine_config=facts.config,
+        node_secret_file=secret_file,
+        data_port=nodes.data_port,
+        advertise=nodes.advertise or "",
+        link_congestion=nodes.link_congestion,
+        join_timeout=nodes.join_timeout,
+        node_timeout=nodes.node_timeout,
+        host=server.host,
+        port=server.port,
+        uses_gpus=engine.device != "cpu",
+        num_workers=_count_own_workers(engine, nodes),
+    )
+    try:
+        return uvloop.run(NodeProcess(options).run())
+    except (ValueError, OSError) as error:
+        return report_error(error, 2, logs)
 
 
 def _serve(
     engine: EngineConfig,
     attachment: AttachmentConfig,
     server: ServerConfig,
+    nodes: NodesConfig,
     node: LocalNode,
     logs: LogConfig,
 ) -> int:
@@ -63,7 +136,9 @@ def _serve(
 
     try:
         shows_progress = logs.format == "text"
-        served = Engine(engine, server.served_model_name, logs, shows_progress, node, attachment)
+        served = Engine(
+            engine, server.served_model_name, logs, shows_progress, node, attachment, nodes
+        )
         return uvloop.run(Server(served, server).run())
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)

@@ -82,9 +82,12 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "opentelemetry prometheus_client"
             ),
             "gllm.server_command": "gllm gllm.config gllm.observability setproctitle",
+            "gllm.node_process": (
+                "gllm.config gllm.frontend gllm.models gllm.runtime setproctitle"
+            ),
             "gllm.serve": (
-                "gllm.config gllm.engine gllm.frontend gllm.observability gllm.runtime "
-                "gllm.server_command uvloop"
+                "gllm.cluster gllm.config gllm.engine gllm.frontend gllm.node_process "
+                "gllm.observability gllm.runtime gllm.server_command uvloop"
             ),
             "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
             "gllm.sim": (
@@ -97,9 +100,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.sim tqdm"
             ),
             "gllm.commands": (
-                "aiohttp gllm.config gllm.engine gllm.experiments gllm.observability "
-                "gllm.observability.step_log gllm.runtime.security gllm.scheduler gllm.sim "
-                "matplotlib msgspec prometheus_client tqdm uvloop"
+                "aiohttp gllm.config gllm.engine gllm.experiments gllm.node_process "
+                "gllm.observability gllm.observability.step_log gllm.runtime.security "
+                "gllm.scheduler gllm.sim matplotlib msgspec prometheus_client tqdm uvloop"
             ),
             "gllm.__main__": "gllm",
         }.items()

@@ -1,10 +1,13 @@
-"""`gllm node`: create and rotate the file of node secrets that a fleet's machines share."""
+"""`gllm node`: join an engine on other machines; create and rotate the machines' node secrets."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
-from gllm.config.flags import FlagParser
+from gllm.config.flags import FlagParser, add_flags, config_from_flags
+from gllm.config.join import JoinConfig
+from gllm.observability.logs import LogConfig, configure_logging
 from gllm.runtime.security import SecretFileError, add_secret, create_secret_file, drop_secret
 
 _CREATED = (
@@ -25,18 +28,27 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags."""
     parser = FlagParser(prog="gllm node", description=(__doc__ or "").splitlines()[0])
     actions = parser.add_mutually_exclusive_group(required=True)
+    actions.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="run workers of the engine whose head has this address (its --master-addr) until the "
+        "engine ends; the flags below are for that",
+    )
     for flag, text in (
         ("--new-secret", "create a file with a random secret that only its owner can read"),
         ("--add-secret", "add a second secret to the file: the first step of a rotation"),
         ("--drop-secret", "remove the first of two secrets: the last step of a rotation"),
     ):
         actions.add_argument(flag, metavar="FILE", type=Path, help=text)
+    add_flags(parser, JoinConfig)
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Run `gllm node` and return the exit status."""
     values = make_parser().parse_args(argv)
+    if values.join is not None:
+        return _join(values)
     try:
         if values.new_secret is not None:
             path, text = values.new_secret, _CREATED
@@ -55,3 +67,39 @@ def main(argv: list[str]) -> int:
         return 2
     print(text.format(path=path))
     return 0
+
+
+def _join(values: argparse.Namespace) -> int:
+    """Run this machine's part of an engine until its membership ends; return the exit status."""
+    # Imported late: the other actions need neither.
+    import uvloop
+
+    from gllm.node_process import NodeOptions, NodeProcess
+
+    try:
+        config = config_from_flags(JoinConfig, values)
+        configure_logging(LogConfig(config.log_level, config.log_format))
+        own_config = {
+            "device": config.device,
+            "threads": config.threads,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        options = NodeOptions(
+            head=values.join,
+            name=config.node_name,
+            is_spare=config.spare,
+            model=config.model,
+            engine_config=json.dumps(own_config).encode(),
+            node_secret_file=config.node_secret_file,
+            data_port=config.data_port,
+            advertise=config.advertise or "",
+            link_congestion=config.link_congestion,
+            join_timeout=config.join_timeout,
+            host=config.host,
+            port=config.port,
+            uses_gpus=config.device != "cpu",
+        )
+        return uvloop.run(NodeProcess(options).run())
+    except (ValueError, OSError) as error:
+        print(f"gllm node: {error}", file=sys.stderr)
+        return 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
+from gllm.config.nodes import NodesConfig
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
@@ -31,7 +32,9 @@ class Engine(TextEngine):
         logs: Level and format of the workers' logs.
         progress: Show a progress bar while the weights load.
         node: Node with worker processes that were started before; by default `start` creates it.
-        attachment: Routers whose requests the engine runs too; by default none.
+        attachment: Routers whose requests the engine runs too, and the file of the node secret; by
+            default none.
+        nodes: Machines of the engine, of which this one is the head; by default this one alone.
 
     Raises:
         ModelError: The model cannot be served.
@@ -48,6 +51,7 @@ class Engine(TextEngine):
         progress: bool = False,
         node: Node | None = None,
         attachment: AttachmentConfig | None = None,
+        nodes: NodesConfig | None = None,
     ) -> None:
         plan = plan_model(config)
         self.config = replace(config, max_model_len=plan.max_model_len)

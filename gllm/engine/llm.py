@@ -6,14 +6,16 @@ Runs the engine's event loop on a thread of its own and shows a progress bar.
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import to_str, to_token_ids
+from gllm.config.nodes import NodesConfig
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.chat import prepare_chat
@@ -98,7 +100,8 @@ class LLM:
             shows.
         reasoning_parser: Tags at which `chat` splits off reasoning; `auto`: as the chat template
             shows.
-        options: Fields of EngineConfig and SchedulerConfig.
+        options: Fields of EngineConfig, SchedulerConfig and NodesConfig, and `node_secret_file`.
+            With `nnodes`, this process is the head; `gllm node --join` runs on the other machines.
     """
 
     def __init__(
@@ -116,7 +119,9 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
         self._thread.start()
         try:
-            self._engine = self._wait(_start(EngineConfig.from_options(model, **options), progress))
+            nodes, secret_file = _pop_nodes(options)
+            config = EngineConfig.from_options(model, **options)
+            self._engine = self._wait(_start(config, progress, nodes, secret_file))
         except BaseException:
             self._end_loop()
             raise
@@ -281,7 +286,26 @@ def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> Chat
     )
 
 
-async def _start(config: EngineConfig, progress: bool) -> Engine:
-    engine = Engine(config, progress=progress)
+async def _start(
+    config: EngineConfig, progress: bool, nodes: NodesConfig, secret_file: str | None
+) -> Engine:
+    attachment = AttachmentConfig(node_secret_file=secret_file)
+    engine = Engine(config, progress=progress, attachment=attachment, nodes=nodes)
     await engine.start()
     return engine
+
+
+def _pop_nodes(options: dict[str, Any]) -> tuple[NodesConfig, str | None]:
+    """Remove the options about machines; return them and the file of the node secret.
+
+    Raises ValueError, because only the head has an LLM.
+    """
+    names = {spec.name for spec in fields(NodesConfig)}
+    nodes = NodesConfig(**{name: options.pop(name) for name in list(options) if name in names})
+    backend = nodes.distributed_executor_backend
+    if nodes.node_rank or (nodes.nnodes > 1 and nodes.master_addr is None and backend != "ray"):
+        raise ValueError(
+            "an LLM with nnodes is the head: leave node_rank out, set master_addr to an address of "
+            "this machine, and run `gllm node --join` with that address on the other machines"
+        )
+    return replace(nodes, node_rank=0), options.pop("node_secret_file", None)

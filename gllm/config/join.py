@@ -1,0 +1,57 @@
+"""Configuration of a machine that joins a running engine without a rank."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from gllm.config.engine import DEVICES, EngineConfig
+from gllm.config.field_types import convert_fields
+from gllm.config.nodes import NodesConfig
+from gllm.config.options import option
+from gllm.config.server import ServerConfig
+
+
+def _same_as(config: type, name: str) -> Any:
+    """Declare a field like that of another configuration."""
+    spec = next(each for each in dataclasses.fields(config) if each.name == name)
+    return dataclasses.field(default=spec.default, metadata=spec.metadata)
+
+
+@dataclass(frozen=True)
+class JoinConfig:
+    """Machine that joins an engine, what it has, and how others reach it."""
+
+    model: str | None = option(
+        None,
+        "the head's model on this machine, a folder or a hub name; default: the name that the "
+        "head has, which is looked for here and never downloaded",
+        flags=("--model", "--model-path"),
+    )
+    spare: bool = option(
+        False,
+        "take stages only when another machine is lost; default: fill a place of --nnodes that "
+        "is free",
+    )
+    node_name: str | None = _same_as(NodesConfig, "node_name")
+    node_secret_file: str | None = option(
+        None, "file of `gllm node --new-secret`, the same as on the head; needed off this machine"
+    )
+    data_port: int = _same_as(NodesConfig, "data_port")
+    advertise: str | None = _same_as(NodesConfig, "advertise")
+    link_congestion: str | None = _same_as(NodesConfig, "link_congestion")
+    join_timeout: float = _same_as(NodesConfig, "join_timeout")
+    host: str = option("127.0.0.1", "address of /health, /ready and /metrics")
+    port: int = option(
+        8000, "port of /health, /ready and /metrics; 0 picks a free one", ge=0, le=65535
+    )
+    device: str = option(
+        "auto", "device of the workers; auto: GPUs if there are any", choices=DEVICES
+    )
+    threads: int | None = _same_as(EngineConfig, "threads")
+    gpu_memory_utilization: float = _same_as(EngineConfig, "gpu_memory_utilization")
+    log_level: str = _same_as(ServerConfig, "log_level")
+    log_format: str = _same_as(ServerConfig, "log_format")
+
+    def __post_init__(self) -> None:
+        """Convert and check the fields. Raises ValueError that names the field and the fix."""
+        convert_fields(self)

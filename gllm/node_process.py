@@ -1,0 +1,206 @@
+"""Process of a machine that is not the head: the agent, its HTTP server and its signals.
+
+Both `gllm.serve` with --node-rank 1 or more and `gllm node --join` run it.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import setproctitle
+
+from gllm.config.addresses import format_host_port
+from gllm.config.node_environment import parse_head_address
+from gllm.frontend.node_app import start_node_server
+from gllm.frontend.open_files import raise_open_files_limit
+from gllm.models.local_search import find_local_model
+from gllm.runtime.agent import Agent, AgentConfig
+from gllm.runtime.certificates import NodeCertificate, create_certificate
+from gllm.runtime.link_process import LinkProcess
+from gllm.runtime.local_node import LocalNode
+from gllm.runtime.machine import MachineMonitor, find_own_address, read_facts
+from gllm.runtime.security import SecretFile, check_dialed_address
+
+log = logging.getLogger("gllm")
+
+TITLE = "gllm-node"
+RESOLVE_SECONDS = 2.0
+"""Interval of attempts to resolve the head's name, which a cluster manager may create late."""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Options of a machine that joins an engine."""
+
+    head: str
+    """HOST or HOST:PORT of the head."""
+    name: str | None = None
+    """Unique in the cluster; None for the host name."""
+    rank: int | None = None
+    """Node rank; None for a machine that joins without one."""
+    is_spare: bool = False
+    model: str | None = None
+    """Model on this machine; None for the head's name of it."""
+    model_hash: str = ""
+    """Digest of the model; empty if the machine learns the model from the head."""
+    engine_config: bytes = b""
+    """Own engine configuration as JSON; it may be a part of it without a rank."""
+    node_secret_file: str | None = None
+    data_port: int = 0
+    """Port at which activations are accepted; 0 for none."""
+    advertise: str = ""
+    """HOST:PORT at which others reach the data port; empty for its own."""
+    link_congestion: str | None = None
+    join_timeout: float = 300.0
+    node_timeout: float = 5.0
+    host: str = "127.0.0.1"
+    """Address of the HTTP server."""
+    port: int = 8000
+    uses_gpus: bool = True
+    num_workers: int = 0
+    """Workers to start before the head asks for them."""
+
+
+class NodeProcess:
+    """Runs an agent until a signal, or until its membership ends."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        """Check the options and start the first workers.
+
+        Raises:
+            ValueError: an address or the secret cannot be used; the message says what to do.
+        """
+        self._options = options
+        host, port = parse_head_address(options.head)
+        self._head = host, port
+        secret = options.node_secret_file
+        check_dialed_address(f"tcp://{format_host_port(host, port)}", secret is not None)
+        if secret is not None:
+            SecretFile(secret)
+        if options.advertise:
+            parse_head_address(options.advertise)
+        self._name = options.name or socket.gethostname()
+        self._should_stop = asyncio.Event()
+        self._agent: Agent | None = None
+        setproctitle.setproctitle(TITLE)
+        self._node = LocalNode(options.num_workers, node_name=self._name)
+
+    async def run(self) -> int:
+        """Run the agent; return the exit status of the process.
+
+        Raises:
+            ValueError: an address or a port cannot be used; the message names the flag.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        raise_open_files_limit()
+        certificate = None
+        try:
+            address = await self._wait_for_own_address()
+            if address is None:
+                return 0
+            if self._options.node_secret_file is not None:
+                certificate = create_certificate()
+            return await self._run_agent(address, certificate)
+        finally:
+            self._node.close()
+            if certificate is not None:
+                certificate.close()
+
+    async def _run_agent(self, address: str, certificate: NodeCertificate | None) -> int:
+        options, (host, port) = self._options, self._head
+        monitor = MachineMonitor()
+        listen = format_host_port(address, options.data_port) if options.data_port else ""
+        links = LinkProcess(
+            self._name, listen, certificate, options.link_congestion, options.node_timeout
+        )
+        try:
+            data_port = await self._listen(links) if listen else 0
+            facts = read_facts(
+                address,
+                data_port,
+                options.advertise,
+                b"" if certificate is None else certificate.certificate,
+                monitor.gpu_names if options.uses_gpus else [],
+            )
+            config = AgentConfig(
+                head=format_host_port(host, port),
+                name=self._name,
+                rank=options.rank,
+                is_spare=options.is_spare,
+                model_hash=options.model_hash,
+                engine_config=options.engine_config,
+                node_secret_file=options.node_secret_file,
+                join_timeout=options.join_timeout,
+            )
+            find_model = partial(find_local_model, own_model=options.model)
+            agent = Agent(config, facts, self._node, links, find_model, monitor.read)
+            runner = await start_node_server(agent.status, options.host, options.port)
+        except BaseException:
+            links.close()
+            raise
+        own_host, own_port = runner.addresses[0][:2]
+        log.info(
+            "node %s (%s, data port %s) joins the head at %s; probes and metrics at http://%s",
+            self._name, address, data_port or "none", config.head,
+            format_host_port(str(own_host), int(own_port)),
+        )  # fmt: skip
+        self._agent = agent
+        if self._should_stop.is_set():
+            agent.leave("a signal")
+        try:
+            return await agent.run()
+        finally:
+            await runner.cleanup()
+
+    async def _listen(self, links: LinkProcess) -> int:
+        try:
+            return await links.listen()
+        except OSError as error:
+            raise ValueError(
+                f"--data-port {self._options.data_port}: cannot listen there: "
+                f"{error.strerror or error}; choose a free port, or 0 if no other machine reaches "
+                "this one"
+            ) from error
+
+    async def _wait_for_own_address(self) -> str | None:
+        """Return the own address towards the head once its name is known; None after a signal.
+
+        Raises:
+            ValueError: the name is still unknown, or there is no route, after the join timeout.
+        """
+        host, port = self._head
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._options.join_timeout
+        has_warned = False
+        while not self._should_stop.is_set():
+            try:
+                return await asyncio.to_thread(find_own_address, host, port)
+            except OSError as error:
+                cause = error.strerror or str(error)
+                if loop.time() >= deadline:
+                    raise ValueError(
+                        f"the head {host} is not known here, or there is no route to it, for "
+                        f"{self._options.join_timeout:g} s: {cause}; check the address with "
+                        f"`gllm doctor --master-addr {format_host_port(host, port)}`"
+                    ) from error
+            if not has_warned:
+                log.warning("the head %s cannot be resolved yet: %s; trying again", host, cause)
+                has_warned = True
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._should_stop.wait(), RESOLVE_SECONDS)
+        return None
+
+    def _on_signal(self, number: int) -> None:
+        if self._should_stop.is_set():
+            # Workers die with their parent.
+            os._exit(1)
+        self._should_stop.set()
+        if self._agent is not None:
+            self._agent.leave(f"node {self._name} got {signal.Signals(number).name}")
