@@ -67,9 +67,13 @@ class NodePool:
     @property
     def survivors(self) -> list[str]:
         """Names of the living nodes with stages, in the order of their stages."""
+        return [node for node in dict.fromkeys(self.living_nodes) if node]
+
+    @property
+    def living_nodes(self) -> list[str]:
+        """Name of the node of each stage; empty for a vacant stage."""
         vacant = self.vacant_stages
-        nodes = [node for i, node in enumerate(self.stage_nodes) if i not in vacant]
-        return list(dict.fromkeys(nodes))
+        return ["" if i in vacant else node for i, node in enumerate(self.stage_nodes)]
 
     @property
     def vacant_stages(self) -> set[int]:
@@ -109,37 +113,30 @@ class NodePool:
             self.vacancies[node] = Vacancy(node, stages, workers, cause, now, until)
         return stages
 
-    def add(self, node: str, capacity: int, is_spare: bool) -> Vacancy | None:
+    def add(self, node: str, capacity: int) -> Vacancy | None:
         """Handle a node that has joined; return the vacancy that it fills as the same node.
 
         Args:
             node: its name.
             capacity: workers that it can have.
-            is_spare: True if it does not want its former stages.
         """
         self._capacities[node] = capacity
-        if self._can_return(node, capacity, is_spare):
-            return self.vacancies.pop(node)
-        return None
+        return self.vacancies.pop(node) if self._can_return(node, capacity) else None
 
-    def wanted_workers(
-        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool
-    ) -> dict[int, int]:
+    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> dict[int, int]:
         """Return the place of each worker that a node keeps if it joins; see `add`.
 
         workers: living workers of its earlier session.
         """
-        if not self._can_return(node, capacity, is_spare):
+        if not self._can_return(node, capacity):
             return {}
         places = self.vacancies[node].workers
         return {sender: places[sender] for sender in workers if sender in places}
 
-    def _can_return(self, node: str, capacity: int, is_spare: bool) -> bool:
+    def _can_return(self, node: str, capacity: int) -> bool:
         """Return True if a node that joins gets its former stages."""
         vacancy = self.vacancies.get(node)
-        if vacancy is None or is_spare:
-            return False
-        return self._count_ranks(vacancy.stages) <= capacity
+        return vacancy is not None and self._count_ranks(vacancy.stages) <= capacity
 
     def fill_vacancies(self) -> list[int]:
         """Move vacant stages to spares, as far as these can have all stages of a lost node.
@@ -192,8 +189,7 @@ class NodePool:
 
     def _stages_on(self, node: str) -> list[int]:
         """Return the stages that a living node has."""
-        vacant = self.vacant_stages
-        return [i for i, own in enumerate(self.stage_nodes) if own == node and i not in vacant]
+        return [i for i, own in enumerate(self.living_nodes) if own == node]
 
     def _num_ranks(self, node: str) -> int:
         return self._count_ranks(self._stages_on(node))

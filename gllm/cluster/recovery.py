@@ -127,38 +127,36 @@ class Recovery(RecoveryPhases):
             node, cause, now, is_death=False, is_poison=False, may_return=False
         )
 
-    def wanted_workers(
-        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool = False
-    ) -> list[int]:
+    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
         """Return the workers that a node keeps when it joins; see `on_node_joined`."""
-        return list(self._nodes.wanted_workers(node, capacity, workers, is_spare))
+        return list(self._nodes.wanted_workers(node, capacity, workers))
 
     def on_node_joined(
-        self, node: str, capacity: int, workers: Sequence[int], now: float, is_spare: bool = False
+        self, node: str, capacity: int, workers: Sequence[int], now: float
     ) -> list[Action]:
         """Handle a node that has joined or returned.
 
         A node that returns gets its stages back if no other node has got them, with its workers.
+        Any other node is a spare.
 
         Args:
             node: its name.
             capacity: workers that it can have.
             workers: living workers of an earlier session, whose instances are closed.
             now: time in seconds.
-            is_spare: True if it does not want its former stages.
 
         Returns:
             Actions, among them kills of the workers that are not wanted.
         """
         if self.is_over or self._nodes.is_alive(node):
             return []
-        wanted = self._nodes.wanted_workers(node, capacity, workers, is_spare)
+        wanted = self._nodes.wanted_workers(node, capacity, workers)
         kills = [
             KillWorker(sender, "its stage has got another worker")
             for sender in workers
             if sender not in wanted
         ]
-        if vacancy := self._nodes.add(node, capacity, is_spare):
+        if vacancy := self._nodes.add(node, capacity):
             for place, name in enumerate(self._names):
                 if name.stage in vacancy.stages:
                     self._pool.move_place(place, node)
@@ -189,8 +187,8 @@ class Recovery(RecoveryPhases):
         has_instances = self.state not in (RecoveryState.FORMING, RecoveryState.MEASURING)
         if generation != self.generation or not has_instances or self.is_over:
             return []
-        self._assignments.on_failure(now, self._jitter, num_earlier=1)
-        is_final = self._assignments.num_failures > self._limits.max_restarts
+        self._connections.on_failure(now, self._jitter, num_earlier=1)
+        is_final = self._connections.num_failures > self._limits.max_restarts
         if is_final and not self.has_been_ready:
             return self._give_up(f"the stages could not be connected: {cause}")
         self._was_poisoned = False
@@ -270,7 +268,7 @@ class Recovery(RecoveryPhases):
         self.state = RecoveryState.READY
         self.has_been_ready = True
         self.recovering_since, self.is_overdue = None, False
-        self._assignments = RetryRecord()
+        self._assignments, self._connections = RetryRecord(), RetryRecord()
         for worker in self._pool.placed:
             worker.deadline = math.inf
         return [AttachClient(self.generation), *self._advance(now)]
@@ -332,7 +330,7 @@ class Recovery(RecoveryPhases):
             yield from self._pool.respawn_times
             yield self._recut_time
             if self._pool.is_formed:
-                yield self._assignments.retry_at
+                yield self._assign_time
         if self.state is RecoveryState.READY:
             yield self._pool.standby_time
 
@@ -380,10 +378,12 @@ class Recovery(RecoveryPhases):
 
     def _count_deaths(self, gone: Sequence[WorkerRecord], now: float) -> bool:
         """Count the death of each worker of a node; return False if it was one too many."""
+        # A request may have killed those that close.
+        uncounted = {Activity.EXITING, *([Activity.CLOSING] if self._was_poisoned else [])}
         places = [
             worker.place
             for worker in gone
-            if worker.place is not None and worker.activity is not Activity.EXITING
+            if worker.place is not None and worker.activity not in uncounted
         ]
         is_permitted = True
         for place in places:

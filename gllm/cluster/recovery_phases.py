@@ -31,8 +31,9 @@ from gllm.cluster.records import (
 )
 from gllm.cluster.worker_pool import WorkerPool
 
-Recut = Callable[[Sequence[str]], NodeShape | None]
-"""Return the stages on some nodes, which have to hold all layers; None if these do not fit."""
+Recut = Callable[[NodeShape, Sequence[str]], NodeShape | None]
+"""Return the stages on some of the nodes of a shape, which have to hold all layers; None if these
+do not fit. The node of a vacant stage of the shape is an empty string."""
 
 
 class RecoveryPhases:
@@ -87,6 +88,8 @@ class RecoveryPhases:
         self.set_nodes(nodes or [LOCAL_NODE] * len(self._layers))
         self._assignments = RetryRecord()
         """Generations that could not be assigned since the engine was ready."""
+        self._connections = RetryRecord()
+        """Generations whose workers could not reach each other since the engine was ready."""
         self._was_poisoned = False
         """True if a request ended the last generation."""
         self._should_measure = should_measure
@@ -97,6 +100,11 @@ class RecoveryPhases:
     def layers(self) -> list[tuple[int, int]]:
         """First layer of each stage and first layer after it, from the next generation on."""
         return list(self._layers)
+
+    @property
+    def vacant_nodes(self) -> list[str]:
+        """Names of the lost nodes whose stages wait for a node."""
+        return list(self._nodes.vacancies)
 
     @property
     def degrees(self) -> list[int]:
@@ -115,8 +123,8 @@ class RecoveryPhases:
 
     @property
     def stage_nodes(self) -> list[str]:
-        """Name of the node of each stage; a lost one until another node has the stage."""
-        return list(self._nodes.stage_nodes)
+        """Name of the node of each stage; empty while its node is lost."""
+        return self._nodes.living_nodes
 
     @property
     def is_over(self) -> bool:
@@ -129,7 +137,7 @@ class RecoveryPhases:
         if self.state is RecoveryState.FORMING:
             actions += self._fill_vacancies(now)
             actions += self._pool.fill_places(now)
-            if self._pool.is_formed and self._assignments.retry_at <= now:
+            if self._pool.is_formed and self._assign_time <= now:
                 actions += self._measure(now) if self._should_measure else [self._assign(now)]
         elif self.state is RecoveryState.MEASURING:
             actions += self._measure(now)
@@ -144,6 +152,11 @@ class RecoveryPhases:
             actions += self._pool.fill_standbys(now)
         return actions
 
+    @property
+    def _assign_time(self) -> float:
+        """Earliest time of the next generation, once all places have workers."""
+        return max(self._assignments.retry_at, self._connections.retry_at)
+
     def _fill_vacancies(self, now: float) -> list[Action]:
         """Give the stages of lost nodes to spares, or cut the layers over the nodes left."""
         actions: list[Action] = []
@@ -155,7 +168,7 @@ class RecoveryPhases:
         if self._recut_time <= now:
             assert self._recut is not None
             survivors = self._nodes.survivors
-            shape = self._recut(survivors)
+            shape = self._recut(self._shape, survivors)
             if shape is None:
                 self._rejected_survivors = survivors
             else:
@@ -171,11 +184,11 @@ class RecoveryPhases:
 
     @property
     def _shape(self) -> NodeShape:
-        return NodeShape(self.layers, list(self._degrees), self.stage_nodes)
+        return NodeShape(self.layers, self.degrees, self.stage_nodes)
 
     def _change_shape(self, shape: NodeShape) -> list[KillWorker]:
         """Replace the stages; workers of the same stage of a node remain, others are killed."""
-        stages = match_stages(self._nodes.stage_nodes, shape.nodes)
+        stages = match_stages(self.stage_nodes, shape.nodes)
         old_names = self._names
         self._nodes.reshape(shape.nodes, shape.degrees)
         self._layers, self._degrees = list(shape.layers), list(shape.degrees)

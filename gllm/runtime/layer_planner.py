@@ -149,16 +149,19 @@ class LayerPlanner:
         """Set the name of the node of each stage, before the start."""
         self._nodes = list(nodes)
 
-    def recut(self, survivors: Sequence[str]) -> NodeShape | None:
+    def recut(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
         """Return the stages on the nodes that are left after a loss, which get all layers.
 
         None if the layers do not fit into the memory of these nodes, with keys and values of the
         longest sequence, or if it is not known yet what they need.
+
+        Args:
+            shape: present stages.
+            survivors: names of the nodes that are left.
         """
-        if self._node_memory is None:
-            return None
-        shape = NodeShape(self.bounds, self._degrees, self._nodes)
         memory = self._node_memory
+        if memory is None:
+            return None
         return recut_layers(
             shape, survivors, self._costs, memory.needs, memory.node_limits, memory.stage_limits
         )

@@ -73,28 +73,23 @@ class NodeEventHandler:
         actions = self._recovery.on_node_left(node, cause, time.monotonic())
         self._end_generation(actions, cause, was_ready)
 
-    def wanted_workers(
-        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool = False
-    ) -> list[int]:
+    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
         """Return the workers that a node keeps when it joins; it kills the others by itself.
 
         Call it, answer the node and prepare the routes to these workers before `on_joined`, which
         may assign them stages at once.
         """
-        return self._recovery.wanted_workers(node, capacity, workers, is_spare)
+        return self._recovery.wanted_workers(node, capacity, workers)
 
-    def on_joined(
-        self, node: str, capacity: int, workers: Sequence[int], is_spare: bool = False
-    ) -> None:
+    def on_joined(self, node: str, capacity: int, workers: Sequence[int]) -> None:
         """Handle a node that has joined or returned.
 
         Args:
             node: its name.
             capacity: workers that it can have.
             workers: living workers of an earlier session, whose instances are closed.
-            is_spare: True if it does not want its former stages.
         """
-        actions = self._recovery.on_node_joined(node, capacity, workers, time.monotonic(), is_spare)
+        actions = self._recovery.on_node_joined(node, capacity, workers, time.monotonic())
         # The agent has been told which workers it keeps, and nothing awaits the others' exits.
         unwanted = set(workers).difference(self._recovery.workers_on(node))
         self._execute(

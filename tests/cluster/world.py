@@ -106,6 +106,11 @@ class World:
             is_awaited = bool(self.killed & self.alive)
             assert is_awaited or self.recovery.next_deadline < float("inf")
 
+    def check_standbys(self) -> None:
+        """Check the number of standby workers."""
+        standbys = [s for s in self.alive if self.place[s] is None]
+        assert len(standbys) <= self.limits.num_standbys
+
     def _execute(self, action: Action) -> None:
         match action:
             case SpawnWorker(sender, place):
@@ -115,8 +120,7 @@ class World:
                 self.alive.add(sender)
                 self.place[sender] = place
                 self.spawn_times.append((self.now, place))
-                standbys = [s for s in self.alive if self.place[s] is None]
-                assert len(standbys) <= self.limits.num_standbys
+                self.check_standbys()
             case KillWorker(sender):
                 assert sender in self.alive - self.killed
                 self.killed.add(sender)

@@ -1,0 +1,254 @@
+"""A world of worker processes on several nodes that are lost, return and join as spares."""
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+from gllm.cluster.actions import Action, ChangeShape, KillWorker, SpawnWorker
+from gllm.cluster.node_layout import NodeShape, recut_layers
+from gllm.cluster.placement import LOCAL_NODE, place_names
+from gllm.cluster.records import RecoveryLimits, RecoveryState
+from gllm.cluster.recovery import Recovery
+from gllm.models.partition import StageCosts
+from tests.cluster.world import World
+
+
+class NodeWorld(World):
+    """Nodes, which of them the head takes to be alive, and the processes on each."""
+
+    def __init__(
+        self,
+        degrees: Sequence[int],
+        nodes: Sequence[str],
+        limits: RecoveryLimits,
+        seed: int = 0,
+        should_measure: bool = False,
+        can_recut: bool = True,
+    ) -> None:
+        super().__init__(degrees, limits, seed, should_measure)
+        self.can_recut = can_recut
+        self.shape = NodeShape(self.layers, list(degrees), list(nodes))
+        self.recovery = Recovery(
+            self.layers, limits, Random(seed), degrees, should_measure, nodes, self.recut
+        )
+        self.up = dict.fromkeys(nodes, 99)
+        """Capacity of each living node."""
+        self.lost: set[str] = set()
+        """Nodes that have not returned."""
+        self.vacant_since: dict[str, float] = {}
+        """Time since which the stages of a lost node have been waiting."""
+        self.away: dict[str, set[int]] = {}
+        """Processes that live on a lost node."""
+        self.node_of: dict[int, str] = {}
+        self.dropped: set[int] = set()
+        """Processes whose stage does not exist any more."""
+        self.num_failed_links = 0
+        """Since the engine was ready."""
+        self._arriving: set[int] = set()
+        """Processes of a node that is joining."""
+
+    def recut(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
+        """Return the stages on some nodes if their memory suffices."""
+        assert set(survivors) <= self.up.keys()
+        if not self.can_recut:
+            return None
+        assert (shape.layers, shape.nodes) == (self.recovery.layers, self.recovery.stage_nodes)
+        costs = StageCosts((1.0,) * self.layers[-1][1])
+        return recut_layers(shape, survivors, [costs] * len(self.layers), costs, {})
+
+    def run(self, actions: list[Action]) -> None:
+        super().run(actions)
+        assert self.recovery.stage_nodes[0] == LOCAL_NODE
+        if self.is_attached and not self.given_up:
+            assert set(self.recovery.stage_nodes) <= self.up.keys(), "it serves without a node"
+            self.num_failed_links = 0
+
+    def check_waiting(self) -> None:
+        is_waiting_for_ever = self.recovery.is_overdue and bool(self.recovery.vacant_nodes)
+        if not is_waiting_for_ever:
+            super().check_waiting()
+
+    def check_standbys(self) -> None:
+        standbys = [s for s in self.alive - self.dropped if self.place[s] is None]
+        counts = Counter(self.node_of[sender] for sender in standbys)
+        assert all(count <= self.limits.num_standbys for count in counts.values())
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case SpawnWorker(sender, place, node):
+                assert node in self.up, "a process on a lost node"
+                self.node_of[sender] = node
+                if place is not None:
+                    assert self.recovery.stage_nodes[self.names[place].stage] == node
+            case KillWorker(sender) if sender in self._arriving:
+                self._arriving.discard(sender)
+                return
+            case ChangeShape(shape):
+                self._change_shape(shape)
+                return
+        super()._execute(action)
+
+    def _change_shape(self, shape: NodeShape) -> None:
+        """Follow other stages: workers of the n-th stage of a node keep it."""
+        assert not any(self.pending.values())
+        assert set(shape.nodes) <= {*self.up, ""}
+        assert shape.layers[-1][1] == self.layers[-1][1], "all layers"
+        old_keys, new_keys = self._keys(self.shape), self._keys(shape)
+        if len(shape.nodes) == len(self.shape.nodes):
+            # A spare has got the stages, with other processes.
+            assert (shape.degrees, shape.layers) == (self.shape.degrees, self.layers)
+            new_keys = old_keys
+        else:
+            assert set(shape.nodes) <= self.up.keys(), "cut anew over a lost node"
+        for sender in self.alive:
+            place = self.place[sender]
+            if place is None:
+                continue
+            self.place[sender] = None
+            if old_keys[place] in new_keys:
+                self.place[sender] = new_keys.index(old_keys[place])
+            else:
+                self.dropped.add(sender)
+        deaths = dict(zip(old_keys, self.num_deaths, strict=True))
+        self.num_deaths = [deaths[key] for key in new_keys]
+        self.layers, self.names, self.shape = shape.layers, place_names(shape.degrees), shape
+        self.measured_layers = shape.layers
+
+    def _mark(self, node: str, name: str) -> None:
+        """Note the name of a node in the present shape."""
+        nodes = [name if own == node else own for own in self.shape.nodes]
+        self.shape = NodeShape(self.shape.layers, self.shape.degrees, nodes)
+
+    @staticmethod
+    def _keys(shape: NodeShape) -> list[tuple[str, int, int]]:
+        counts: Counter[str] = Counter()
+        keys = []
+        for node, degree in zip(shape.nodes, shape.degrees, strict=True):
+            keys += [(node, counts[node], rank) for rank in range(degree)]
+            counts[node] += 1
+        return keys
+
+    def _assign(self, action: object) -> None:
+        assert self.recovery.placement is not None
+        workers = self.recovery.placement.workers
+        assert {worker.node for worker in workers} <= self.up.keys(), "a place on a lost node"
+        assert all(self.node_of[worker.sender] == worker.node for worker in workers)
+        super()._assign(action)  # type: ignore[arg-type]
+
+    # Events.
+
+    def lose_node(self, node: str, is_death: bool, keeps_workers: bool = True) -> None:
+        """Let the head lose a node."""
+        has_stages = node in self.recovery.stage_nodes
+        senders = {sender for sender in self.alive if self.node_of[sender] == node}
+        is_forming = self.recovery.state in (RecoveryState.FORMING, RecoveryState.NEW)
+        was_poisoned = self.was_poisoned
+        for sender in senders:
+            if is_death:
+                self.was_poisoned = was_poisoned
+                self._count(sender, is_poison=False)
+        living = {sender for sender in senders - self.killed if self.place[sender] is not None}
+        self.away[node] = set() if is_death or not keeps_workers else living
+        for sender in senders:
+            self.alive.discard(sender)
+            self._forget(sender)
+        if has_stages and not is_forming:
+            self.was_poisoned = False
+            for waiting in self.pending.values():
+                waiting.clear()
+        self._mark(node, f"lost {node}")
+        del self.up[node]
+        self.lost.add(node)
+        if node not in self.recovery.vacant_nodes:
+            self.vacant_since[node] = self.now
+        self.run(self.recovery.on_node_lost(node, f"{node} is lost", self.now, is_death))
+        self._check_count()
+
+    def leave(self, node: str) -> None:
+        """Let a node end its membership."""
+        self.away[node] = set()
+        senders = {sender for sender in self.alive if self.node_of[sender] == node}
+        is_forming = self.recovery.state in (RecoveryState.FORMING, RecoveryState.NEW)
+        if node in self.recovery.stage_nodes and not is_forming:
+            self.was_poisoned = False
+        for sender in senders:
+            self.alive.discard(sender)
+            self._forget(sender)
+        self._mark(node, f"lost {node}")
+        del self.up[node]
+        self.lost.add(node)
+        if node not in self.recovery.vacant_nodes:
+            self.vacant_since[node] = self.now
+        self.run(self.recovery.on_node_left(node, f"{node} has left", self.now))
+
+    def join(self, node: str, capacity: int = 99) -> set[int]:
+        """Let a node join or return; return the processes that it keeps."""
+        workers = self.away.pop(node, set())
+        waits = node in self.recovery.vacant_nodes
+        num_needed = self._num_ranks(f"lost {node}") if waits else 0
+        wanted = set(self.recovery.wanted_workers(node, capacity, sorted(workers)))
+        assert wanted <= workers
+        self.up[node] = capacity
+        self.lost.discard(node)
+        self._arriving = workers - wanted
+        if waits and capacity >= num_needed:
+            self._mark(f"lost {node}", node)
+        self.alive |= wanted
+        self.connected |= wanted
+        self.run(self.recovery.on_node_joined(node, capacity, sorted(workers), self.now))
+        assert not self._arriving or self.given_up, "processes that are neither kept nor killed"
+        if waits and capacity >= num_needed and not self.given_up:
+            assert node not in self.recovery.vacant_nodes, "a node that returns gets its stages"
+        return wanted
+
+    def close_all(self) -> None:
+        """Let all survivors close their instances."""
+        for sender in sorted(self.closing):
+            self.close(sender)
+
+    def fail_link(self) -> None:
+        """Let workers of two nodes lose each other."""
+        states = (RecoveryState.NEW, RecoveryState.FORMING, RecoveryState.MEASURING)
+        if self.recovery.state not in states:
+            self.num_failed_links += 1
+            self.was_poisoned = False
+            for waiting in self.pending.values():
+                waiting.clear()
+        actions = self.recovery.on_generation_failed(self.generation, "no route", self.now)
+        self.run(actions)
+        self._check_count()
+
+    def _num_ranks(self, node: str) -> int:
+        stages = zip(self.shape.nodes, self.shape.degrees, strict=True)
+        return sum(degree for own, degree in stages if own == node)
+
+    def _check_count(self) -> None:
+        is_over = max(*self.num_deaths, self.num_failed_assignments) > self.limits.max_restarts
+        if not self.has_been_ready:
+            is_over |= self.num_failed_links > self.limits.max_restarts
+            if "did not return" in self.given_up:
+                assert self.recovery.vacant_nodes
+                oldest = min(self.vacant_since[node] for node in self.recovery.vacant_nodes)
+                assert self.now >= oldest + self.limits.join_seconds
+                return
+        assert is_over == bool(self.given_up)
+
+    def settle(self) -> None:
+        """Answer to everything; nodes return once nothing else can happen."""
+        for _ in range(300):
+            if self.is_attached or self.given_up:
+                return
+            if self._act_fairly():
+                continue
+            if self.recovery.next_deadline < float("inf"):
+                self.wait(max(0.0, self.recovery.next_deadline - self.now))
+            elif not self.is_attached and not self.given_up:
+                assert self.recovery.vacant_nodes, "it waits for nothing"
+                self._return_node(self.recovery.vacant_nodes[0])
+        raise AssertionError("no progress")
+
+    def _return_node(self, node: str) -> None:
+        """Let a lost node, or one that has joined with too little capacity, return."""
+        if node in self.up:
+            self.lose_node(node, is_death=False)
+        self.join(node)
