@@ -76,7 +76,7 @@ class AgentMessageHandler:
         for name, session in list(self._hub.sessions.items()):
             if name not in members:
                 capacity = session.capacity(self._num_workers)
-                self._events.on_joined(name, capacity, [], is_spare=True)
+                self._events.on_joined(name, capacity, [])
         for name in members:
             if name not in self._hub.sessions:
                 self._events.on_lost(name, f"node {name} was lost", is_death=False)
@@ -94,14 +94,14 @@ class AgentMessageHandler:
         self._nodes.add(RemoteNode(session))
         workers = join.workers if join.run == self._hub.run else []
         capacity = session.capacity(self._num_workers)
-        wanted = self._events.wanted_workers(name, capacity, workers, join.is_spare)
+        wanted = self._events.wanted_workers(name, capacity, workers)
         for sender in wanted:
             self._nodes.place(sender, name)
             self._channels.expect_remote(sender, session.send)
             self._channels.on_connected(sender)
         self._hub.welcome(session, wanted)
         session.send(self._state)
-        self._events.on_joined(name, capacity, wanted, join.is_spare)
+        self._events.on_joined(name, capacity, wanted)
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
         """See NodeListener."""
