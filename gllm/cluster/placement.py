@@ -114,6 +114,16 @@ class Placement(msgspec.Struct, frozen=True):
         return [stages.count(stage) for stage in range(self.num_stages)]
 
     @property
+    def node_stages(self) -> dict[str, list[int]]:
+        """Stages of each node in order, by its name."""
+        stages: dict[str, list[int]] = {}
+        for worker in self.workers:
+            own = stages.setdefault(worker.node, [])
+            if worker.stage not in own:
+                own.append(worker.stage)
+        return stages
+
+    @property
     def senders(self) -> list[int]:
         """Senders of the workers, in the order of their places."""
         return [worker.sender for worker in self.workers]

@@ -32,9 +32,10 @@ class Engine(TextEngine):
         logs: Level and format of the workers' logs.
         progress: Show a progress bar while the weights load.
         node: Node with worker processes that were started before; by default `start` creates it.
-        attachment: Routers whose requests the engine runs too, and the file of the node secret; by
-            default none.
-        nodes: Machines of the engine, of which this one is the head; by default this one alone.
+        attachment: Routers whose requests the engine runs too, by default none; and the node secret
+            that these, and the machines of the engine, share.
+        nodes: Machines of the engine, of which this one is the head; by default this one alone. The
+            others run `python -m gllm.serve` with another `--node-rank`, or `gllm node --join`.
 
     Raises:
         ModelError: The model cannot be served.
@@ -56,7 +57,10 @@ class Engine(TextEngine):
         plan = plan_model(config)
         self.config = replace(config, max_model_len=plan.max_model_len)
         planner = LayerPlanner(self.config, plan.layers, layer_costs(plan.config.model))
-        backend = PipelineBackend(self.config, plan.folder, planner, logs, progress, node)
+        secret_file = None if attachment is None else attachment.node_secret_file
+        backend = PipelineBackend(
+            self.config, plan.folder, planner, logs, progress, node, nodes, secret_file
+        )
         self._supervisor = backend.supervisor
         self._pipeline = backend
         super().__init__(

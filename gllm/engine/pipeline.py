@@ -9,14 +9,17 @@ import msgspec
 from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
+from gllm.config.nodes import NodesConfig
 from gllm.config.slo import Slo
 from gllm.engine.interface import EngineStatus, EngineUnavailableError
+from gllm.engine.join_facts import make_join_facts
 from gllm.engine.status import read_status
 from gllm.fleet.attachment import RouterAttachment
 from gllm.messages.control import StartProfile, StopProfile
 from gllm.messages.node_report import NodeReport
 from gllm.observability.logs import LogConfig
 from gllm.runtime.client import EngineClient
+from gllm.runtime.cluster_head import ClusterHead
 from gllm.runtime.kv_publisher import KvEventPublisher
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.local_node import LocalNode
@@ -39,6 +42,8 @@ class PipelineBackend:
         logs: LogConfig,
         shows_progress: bool,
         node: Node | None,
+        nodes: NodesConfig | None = None,
+        node_secret_file: str | None = None,
     ) -> None:
         """Create the backend; `start` starts the workers.
 
@@ -49,8 +54,21 @@ class PipelineBackend:
             logs: level and format of the workers' logs.
             shows_progress: show a progress bar while the weights load.
             node: with worker processes that were started before; None to start them.
+            nodes: machines of the engine, with the head's address; None for this one alone.
+            node_secret_file: file of the secret that the machines share.
+
+        Raises:
+            ValueError: the machines cannot form an engine; the message says what to do.
+            ModelError: the model's files cannot be read.
         """
-        self.supervisor = Supervisor(config, planner, self._show_progress)
+        self.supervisor = Supervisor(config, planner, self._show_progress, nodes)
+        self._cluster: ClusterHead | None = None
+        """Other machines; None for this one alone."""
+        if nodes is not None and nodes.is_used:
+            facts = make_join_facts(config, folder, config.max_model_len or 0)
+            self._cluster = ClusterHead(
+                nodes, node_secret_file, facts, config.stage_degrees, config.recovery_timeout
+            )
         self.attachment: RouterAttachment | None = None
         """Sessions with routers; None without."""
         self._config = config
@@ -82,7 +100,16 @@ class PipelineBackend:
 
     def status(self) -> EngineStatus:
         """See Backend."""
-        return read_status(self.supervisor, self._config)
+        return read_status(self.supervisor, self._config, self._cluster)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Number of the workers that start on this machine."""
+        degrees = self._config.stage_degrees
+        if self._cluster is None:
+            return sum(degrees)
+        stage_nodes = self._cluster.stage_nodes
+        return sum(size for size, node in zip(degrees, stage_nodes, strict=True) if node == 0)
 
     def describe(self) -> dict[str, Any]:
         """See Backend."""
@@ -97,6 +124,8 @@ class PipelineBackend:
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine, the head first."""
         facts = self._facts
+        if self._cluster is not None:
+            return self._cluster.reports(self.supervisor.node_events.node_stages)
         return [
             NodeReport(
                 name=facts.host_name,
@@ -146,12 +175,16 @@ class PipelineBackend:
             open(self._config.step_log, "wb").close()
         try:
             self._start_publisher()
-            node = self._node or LocalNode(self._config.num_workers)
-            await self.supervisor.start(self._folder, node, self._logs)
+            if self._cluster is not None:
+                self.supervisor.set_nodes(await self._cluster.form())
+            node = self._node or LocalNode(self.num_local_workers)
+            await self.supervisor.start(self._folder, node, self._logs, self._cluster)
             if self.attachment is not None:
                 await self.attachment.start()
         except BaseException:
             await self._stop_publisher()
+            if self._cluster is not None:
+                await self._cluster.stop("the engine could not start", is_failure=True)
             raise
         finally:
             if self._bar is not None:

@@ -2,11 +2,20 @@
 
 from gllm.config.engine import EngineConfig
 from gllm.engine.interface import EngineStatus
+from gllm.runtime.cluster_head import ClusterHead
 from gllm.runtime.supervisor import Supervisor
 
 
-def read_status(supervisor: Supervisor, config: EngineConfig) -> EngineStatus:
-    """Return the state and the counters of an engine."""
+def read_status(
+    supervisor: Supervisor, config: EngineConfig, cluster: ClusterHead | None = None
+) -> EngineStatus:
+    """Return the state and the counters of an engine.
+
+    Args:
+        supervisor: of the engine.
+        config: of the engine.
+        cluster: its other machines; None for this one alone.
+    """
     client, deaths = supervisor.client, supervisor.deaths
     is_moving = client.stalled_seconds < config.health_timeout
     return EngineStatus(
@@ -31,4 +40,6 @@ def read_status(supervisor: Supervisor, config: EngineConfig) -> EngineStatus:
         recovery_seconds=tuple(deaths.recovery_seconds),
         num_resumed_requests=client.num_resumed_requests,
         num_stale_frames=supervisor.num_stale_frames,
+        num_node_losses=0 if cluster is None else cluster.num_losses,
+        refused_peers={} if cluster is None else cluster.refused_peers,
     )

@@ -44,6 +44,12 @@ class NodeEventHandler:
         self._death_handler = death_handler
         self._execute = execute
 
+    @property
+    def node_stages(self) -> dict[str, list[int]]:
+        """Stages of each node in the present generation, by its name."""
+        placement = self._recovery.placement
+        return {} if placement is None else placement.node_stages
+
     def on_lost(self, node: str, cause: str, is_death: bool) -> None:
         """Handle the loss of a node.
 

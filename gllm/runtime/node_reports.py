@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from gllm.cluster.membership import NodeRecord
-from gllm.cluster.placement import LOCAL_NODE
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeFacts, NodeLoad
 from gllm.runtime.agent_session import AgentSession
@@ -78,16 +77,3 @@ def report_node(
         last_cause=record.last_cause,
         num_losses=record.num_losses,
     )
-
-
-def stages_by_node(placement_nodes: Sequence[tuple[str, int]]) -> dict[str, list[int]]:
-    """Return the stages of each node.
-
-    placement_nodes: node and stage of each worker.
-    """
-    stages: dict[str, list[int]] = {LOCAL_NODE: []}
-    for node, stage in placement_nodes:
-        own = stages.setdefault(node, [])
-        if stage not in own:
-            own.append(stage)
-    return stages
