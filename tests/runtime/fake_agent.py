@@ -1,0 +1,162 @@
+"""Agents of other nodes without workers: real sessions with the hub of the nodes."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from gllm.cluster.join_check import JoinFacts
+from gllm.config.nodes import NodesConfig
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage, decode_for_agent
+from gllm.messages.nodes import (
+    PROTOCOL,
+    JoinCluster,
+    NodeFacts,
+    NodeHeartbeat,
+    NodeLoad,
+    RefuseNode,
+    WelcomeNode,
+    WorkerSample,
+)
+from gllm.runtime.agent_session import AgentSession
+from gllm.runtime.node_hub import NODE_RUN, NodeHub
+from gllm.runtime.security import KeyPair
+from gllm.runtime.spoke import Spoke
+
+RUN = 77
+"""Number of the head's start."""
+CONFIG = msgspec.json.encode({"model": "demo", "pipeline_parallel_size": 2, "threads": 3})
+"""Engine configuration of the head."""
+HEAD_FACTS = JoinFacts(PROTOCOL, "1.0", "demo", "hash-of-demo", CONFIG)
+NODE_FACTS = NodeFacts("host", "system", "1.0", "127.0.0.1", 29601, "", b"", [], 2, 10**9)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def make_join(name: str, rank: int | None = 1, **fields: Any) -> JoinCluster:
+    """Return the first message of an agent that fits the head."""
+    join = JoinCluster(
+        PROTOCOL, name, secrets.randbits(62), rank, False, "hash-of-demo", CONFIG, NODE_FACTS
+    )
+    return msgspec.structs.replace(join, **fields)
+
+
+class FakeAgent:
+    """An agent's session with the head, and the messages that it has received."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: KeyPair | None = None,
+        join: JoinCluster | None = None,
+    ) -> None:
+        self.messages: list[AnyMessage] = []
+        self.lost: list[str] = []
+        self.spoke = Spoke(context, NODE_RUN, secrets.randbits(62), address, decode_for_agent, keys)
+        self.spoke.start(self.messages.extend, self.lost.append)
+        self._beats: asyncio.Task[None] | None = None
+        if join is not None:
+            self.spoke.send(join)
+
+    @property
+    def is_welcome(self) -> bool:
+        return any(isinstance(each, WelcomeNode) for each in self.messages)
+
+    @property
+    def refusal(self) -> RefuseNode | None:
+        return next((each for each in self.messages if isinstance(each, RefuseNode)), None)
+
+    def of(self, kind: type) -> list[Any]:
+        """Return the messages of a class."""
+        return [each for each in self.messages if isinstance(each, kind)]
+
+    def send(self, message: WireMessage) -> None:
+        self.spoke.send(message)
+
+    def beat(self, samples: list[WorkerSample] | None = None, ahead: float = 0.0) -> None:
+        """Send heartbeats until the session ends; the clock is `ahead` of the head's."""
+
+        async def run() -> None:
+            while not self.lost:
+                beats = self.of(NodeHeartbeat)
+                echo = beats[-1].sent if beats else 0.0
+                now = time.monotonic() + ahead
+                load = NodeLoad(cpu_utilization=0.5)
+                self.send(NodeHeartbeat(now, echo, now, samples or [], load))
+                await asyncio.sleep(0.02)
+
+        self._beats = asyncio.create_task(run())
+
+    def stop_beating(self) -> None:
+        """Fall silent."""
+        if self._beats is not None:
+            self._beats.cancel()
+            self._beats = None
+
+    def close(self) -> None:
+        self.stop_beating()
+        self.spoke.close()
+
+
+class RecordingListener:
+    """Welcomes every node and records what follows."""
+
+    def __init__(self, hub: NodeHub) -> None:
+        self.joined: list[str] = []
+        self.messages: list[tuple[str, AnyMessage]] = []
+        self.lost: list[tuple[str, str, bool, bool]] = []
+        self.error: Exception | None = None
+        self._hub = hub
+        hub.listener = self
+
+    def on_node_joined(self, session: AgentSession) -> None:
+        self.joined.append(session.name)
+        self._hub.welcome(session, [])
+
+    def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
+        if self.error is not None:
+            raise self.error
+        self.messages.append((session.name, message))
+
+    def on_node_lost(
+        self, session: AgentSession, cause: str, is_death: bool, has_left: bool
+    ) -> None:
+        self.lost.append((session.name, cause, is_death, has_left))
+
+
+class HubUnderTest:
+    """A hub on a free port of this machine, and its agents."""
+
+    def __init__(
+        self, secret_file: str | None = None, keys: KeyPair | None = None, **options: Any
+    ) -> None:
+        config = NodesConfig(**{"nnodes": 2, "master_addr": "127.0.0.1:1"} | options)
+        self.hub = NodeHub(config, secret_file, RUN, HEAD_FACTS, "head")
+        # Port 0 is no address that others could dial, so it is not in the configuration.
+        self.hub._bind_address = "tcp://127.0.0.1:0"
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.keys = keys
+        self.agents: list[FakeAgent] = []
+
+    def dial(self, join: JoinCluster | None = None, keys: KeyPair | None = None) -> FakeAgent:
+        """Begin the session of an agent."""
+        agent = FakeAgent(self.context, self.hub.address, keys or self.keys, join)
+        self.agents.append(agent)
+        return agent
+
+    async def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+        await self.hub.stop("the test is over")
+        self.context.destroy(linger=0)
