@@ -141,7 +141,8 @@ class HubUnderTest:
     def __init__(
         self, secret_file: str | None = None, keys: KeyPair | None = None, **options: Any
     ) -> None:
-        config = NodesConfig(**{"nnodes": 2, "master_addr": "127.0.0.1:1"} | options)
+        defaults: dict[str, Any] = {"nnodes": 2, "master_addr": "127.0.0.1:1"}
+        config = NodesConfig(**(defaults | options))
         self.hub = NodeHub(config, secret_file, RUN, HEAD_FACTS, "head")
         # Port 0 is no address that others could dial, so it is not in the configuration.
         self.hub._bind_address = "tcp://127.0.0.1:0"
