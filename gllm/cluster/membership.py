@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gllm.cluster.placement import LOCAL_NODE
+
 
 class NodeStatus(StrEnum):
     """Status of a node in the cluster."""
@@ -108,8 +110,10 @@ class Membership:
         """Note that the engine starts with the members; whoever joins from now on is a spare."""
         self._has_formed = True
 
-    def unsupported_reason(self, rank: int | None) -> str:
+    def unsupported_reason(self, rank: int | None, name: str = "") -> str:
         """Return the reason for which a node can never join; empty if it may."""
+        if name == LOCAL_NODE:
+            return f"the name {LOCAL_NODE} belongs to the head: give this machine a --node-name"
         if rank is None or 0 < rank < self._num_nodes:
             return ""
         if rank == 0:
@@ -136,7 +140,7 @@ class Membership:
             try again, because the head may not yet have noticed that an earlier session is over.
             See `unsupported_reason` for causes that stay.
         """
-        if cause := self.unsupported_reason(rank) or self._conflict(name, rank):
+        if cause := self.unsupported_reason(rank, name) or self._conflict(name, rank):
             return cause
         before = self.nodes.get(name)
         is_member = not is_spare and not self._has_formed and not self.is_complete

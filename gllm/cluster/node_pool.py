@@ -110,7 +110,12 @@ class NodePool:
         stages = self._stages_on(node)
         if stages:
             until = now + self._return_seconds * may_return
-            self.vacancies[node] = Vacancy(node, stages, workers, cause, now, until)
+            # One that has returned with too little capacity may have got other stages since.
+            if earlier := self.vacancies.get(node):
+                all_stages, since = sorted([*earlier.stages, *stages]), earlier.since
+            else:
+                all_stages, since = stages, now
+            self.vacancies[node] = Vacancy(node, all_stages, workers, cause, since, until)
         return stages
 
     def add(self, node: str, capacity: int) -> Vacancy | None:

@@ -143,6 +143,9 @@ class ClusterHead:
             [] if self._links is None else self._links.links,
         )
         records = self.hub.membership.nodes.values()
+        if any(stages.values()):
+            for record in records:
+                self.hub.membership.set_spare(record.name, not stages.get(record.name))
         return [
             head,
             *(

@@ -304,7 +304,8 @@ class NodeHub:
         assert self._hub is not None
         send: Callable[[WireMessage], None] = partial(self._hub.send, sender)
         session = AgentSession(sender, join, self._hub.address_of(sender), send)
-        cause = self._admission.difference(join) or self.membership.unsupported_reason(join.rank)
+        cause = self._admission.difference(join)
+        cause = cause or self.membership.unsupported_reason(join.rank, join.name)
         is_final = bool(cause)
         earlier = self.sessions.get(join.name)
         if not cause and earlier is not None and earlier.join.agent == join.agent:

@@ -69,6 +69,7 @@ class NodeWorld(World):
             super().check_waiting()
 
     def check_standbys(self) -> None:
+        """Check the number of standby workers of each node."""
         standbys = [s for s in self.alive - self.dropped if self.place[s] is None]
         counts = Counter(self.node_of[sender] for sender in standbys)
         assert all(count <= self.limits.num_standbys for count in counts.values())
