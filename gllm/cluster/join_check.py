@@ -28,6 +28,9 @@ OWN_FIELDS = frozenset(
     {"threads", "device", "gpu_memory_utilization", "attention_backend", "debug_step_seconds"}
 )
 """Fields of MACHINE_FIELDS of which a machine uses its own value, not that of the head."""
+PROBE_PROTOCOL = 0
+"""Version of the protocol in a JoinCluster that only asks for the head's facts (`gllm doctor`); the
+head answers with RefuseNode and `describe_facts`."""
 HASH_CHARACTERS = 12
 """Characters of a model's hash that a message shows."""
 
@@ -75,6 +78,19 @@ def find_differences(head: JoinFacts, node: JoinFacts) -> list[str]:
     if node.config and not (head.protocol != node.protocol or head.version != node.version):
         differences += _compare_configs(head.config, node.config)
     return differences
+
+
+def describe_facts(facts: JoinFacts) -> str:
+    """Return facts as text, for the answer to a probe."""
+    return msgspec.json.encode(facts).decode()
+
+
+def parse_facts(text: str) -> JoinFacts | None:
+    """Return the facts in the answer to a probe; None if the head is one that does not know it."""
+    try:
+        return msgspec.json.decode(text, type=JoinFacts)
+    except msgspec.DecodeError:
+        return None
 
 
 def apply_own_fields(head_config: bytes, own_config: bytes) -> bytes:

@@ -26,7 +26,7 @@ def find_local_model(name: str, model_hash: str, own_model: str | None = None) -
         ModelError: the model is not here, or another one is; the message says what to do.
     """
     wanted = own_model or name
-    folder = _find_folder(wanted)
+    folder = find_folder(wanted)
     if folder is None:
         raise ModelError(
             f"the model {wanted!r} is not on this machine: copy the head's folder of it here and "
@@ -42,7 +42,7 @@ def find_local_model(name: str, model_hash: str, own_model: str | None = None) -
     return folder
 
 
-def _find_folder(model: str) -> Path | None:
+def find_folder(model: str) -> Path | None:
     """Return the folder of `demo`, a path or a hub repository in the local cache."""
     if model == "demo":
         return DEMO
