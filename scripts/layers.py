@@ -99,6 +99,10 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.config gllm.engine gllm.models gllm.observability.step_log gllm.scheduler "
                 "gllm.sim tqdm"
             ),
+            "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
+            "gllm.commands.doctor": (
+                "gllm gllm.cluster gllm.config gllm.doctor gllm.messages gllm.runtime"
+            ),
             "gllm.commands": (
                 "aiohttp gllm.config gllm.engine gllm.experiments gllm.node_process "
                 "gllm.observability gllm.observability.step_log gllm.runtime.security "

@@ -108,6 +108,11 @@ def read_node_place(
     return NodePlace(rank, num_nodes, host, port, extra)
 
 
+def has_launcher(environment: Mapping[str, str]) -> bool:
+    """Return True if a launcher's environment has the number of machines."""
+    return any(_first_set(environment, launcher.size) for launcher in LAUNCHERS)
+
+
 def parse_head_address(text: str) -> tuple[str, int]:
     """Return host and port of HOST or HOST:PORT; an IPv6 address with a port is in brackets.
 

@@ -46,7 +46,9 @@ def check_model(name: str) -> tuple[Finding, LocalModel | None]:
     return good("model", text), LocalModel(name, folder, digest, num_bytes)
 
 
-def check_memory(model: LocalModel, num_nodes: int, available_bytes: int, has_gpus: bool) -> Finding:
+def check_memory(
+    model: LocalModel, num_nodes: int, available_bytes: int, has_gpus: bool
+) -> Finding:
     """Check that this machine's share of the weights fits into its memory.
 
     Args:

@@ -2,7 +2,6 @@
 
 import errno
 import socket
-from contextlib import suppress
 
 from gllm.config.addresses import format_host_port, is_loopback
 from gllm.doctor.finding import Finding, bad, good, note
@@ -135,10 +134,6 @@ def check_data_port_of_head(address: str, port: int, seconds: float = CONNECT_SE
 def _connect(address: str, port: int, seconds: float) -> str:
     """Connect once; return "", "refused", "filtered" or another cause."""
     try:
-        with suppress(OSError):
-            socket.create_connection((address, port), seconds).close()
-            return ""
-        # The second attempt, whose error counts: a first one may be a moment early.
         socket.create_connection((address, port), seconds).close()
     except ConnectionRefusedError:
         return "refused"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from gllm.cluster.join_check import JoinFacts
+from gllm.cluster.join_check import PROBE_PROTOCOL, JoinFacts, describe_facts
 from gllm.cluster.membership import Membership
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.nodes import NodesConfig
@@ -302,6 +302,10 @@ class NodeHub:
     def _join(self, sender: int, join: JoinCluster, now: float) -> None:
         """Compare a node with the head, and accept or refuse it."""
         assert self._hub is not None
+        if join.protocol == PROBE_PROTOCOL:
+            self._hub.send(sender, RefuseNode(describe_facts(self.facts)))
+            self._hub.forget(sender)
+            return
         send: Callable[[WireMessage], None] = partial(self._hub.send, sender)
         session = AgentSession(sender, join, self._hub.address_of(sender), send)
         cause = self._admission.difference(join)
