@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gllm.link.commands import OpenLinkEdge
@@ -302,7 +303,9 @@ class EdgeEnd(ABC):
             if not self._adopt(connection):
                 return None
             hello = EdgeHello(settings.node, peer.node, self.command.is_sender)
-            connection.send(self.name.header(FrameClass.HELLO, encode_payload(hello)))
+            with suppress(OSError):
+                # A machine that refuses the certificate may have gone; its alert says so.
+                connection.send(self.name.header(FrameClass.HELLO, encode_payload(hello)))
             header, payload = receive_answer(connection)
             if header.frame_class != FrameClass.ANSWER:
                 raise FrameError(f"{header.frame_class.name} in place of ANSWER")

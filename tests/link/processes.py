@@ -40,8 +40,14 @@ WAIT_SECONDS = 60.0
 class Mover:
     """A `gllm-link` process; `messages` has its reports."""
 
-    def __init__(self, node: str, has_tls: bool = True, listen: str = "127.0.0.1:0") -> None:
-        self.node, self.listen = node, listen
+    def __init__(
+        self,
+        node: str,
+        has_tls: bool = True,
+        listen: str = "127.0.0.1:0",
+        node_timeout: float = 5.0,
+    ) -> None:
+        self.node, self.listen, self.node_timeout = node, listen, node_timeout
         self.certificate: NodeCertificate | None = create_certificate() if has_tls else None
         self.commands: list[tuple[OpenLinkEdge, list[int]]] = []
         self.start()
@@ -65,11 +71,13 @@ class Mover:
             self.node,
             self.listen,
             bool(descriptors),
-            node_timeout=2.0,
+            node_timeout=self.node_timeout,
         )
         self.send(identity, descriptors)
         listening = self.wait_for(LinkListening)
-        assert listening.cause == ""
+        if listening.cause:
+            self.close()
+            raise OSError(listening.cause)
         self.port = listening.port
         if self.listen:
             # The same port after a restart, as with --data-port.

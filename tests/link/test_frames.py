@@ -1,0 +1,192 @@
+"""Headers of frames and slots: what is packed comes back, and what does not fit writes nothing."""
+
+import os
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.link.frames import (
+    FRAME,
+    MAX_BYTES,
+    EdgeHello,
+    EdgeName,
+    EdgeResume,
+    FrameClass,
+    FrameError,
+    FrameHeader,
+    decode_payload,
+    encode_payload,
+    unpack_frame,
+)
+from gllm.link.slots import SlotWriter, read_step
+from gllm.transport.base import EdgeLayout
+from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
+from tests.examples import num_examples
+from tests.link.processes import Files, payload_of, write_step
+
+LAYOUT = EdgeLayout(slots=3, max_tokens=4, hidden_size=6, itemsize=4)
+NAME = EdgeName(2**64 - 1, 2**32 - 1, 2**16 - 1)
+
+
+def number(bits: int) -> st.SearchStrategy[int]:
+    return st.integers(0, 2**bits - 1)
+
+
+@given(
+    st.tuples(number(64), number(32), number(16), number(16), number(64), number(32), number(32))
+)
+def test_headers_come_back(fields: tuple[int, int, int, int, int, int, int]) -> None:
+    header = FrameHeader(FrameClass.ACTIVATIONS, *fields)
+    assert unpack_frame(header.pack()) == header
+    assert len(header.pack()) == FRAME.size == 36
+
+
+@given(st.binary(min_size=FRAME.size, max_size=FRAME.size), st.booleans())
+def test_any_bytes_are_a_header_or_an_error(data: bytes, has_magic: bool) -> None:
+    data = (b"gA\1" + data[3:]) if has_magic else data
+    try:
+        header = unpack_frame(data)
+    except FrameError:
+        return
+    assert header.pack() == data
+    assert header.length <= MAX_BYTES[header.frame_class]
+
+
+@pytest.mark.parametrize("frame_class", [each for each in FrameClass if each])
+def test_other_frames_are_limited_and_name_no_slot(frame_class: FrameClass) -> None:
+    header = FrameHeader(frame_class, *NAME, 0, 0, 0, MAX_BYTES[frame_class])
+    assert unpack_frame(header.pack()) == header
+    longer = header._replace(length=header.length + 1)
+    for invalid in (longer, header._replace(slot=1), header._replace(step=1)):
+        with pytest.raises(FrameError, match=frame_class.name):
+            unpack_frame(invalid.pack())
+
+
+@pytest.mark.parametrize("field", ["run", "generation", "edge"])
+def test_a_frame_of_another_edge_is_named(field: str) -> None:
+    header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, 0, 0, 0, 0)
+    assert NAME.find_difference(header) == ""
+    changed = FrameHeader(**{**header._asdict(), field: 1})
+    assert field in NAME.find_difference(changed)
+
+
+@given(st.binary(max_size=64))
+def test_any_payload_is_valid_or_an_error(data: bytes) -> None:
+    with suppress(FrameError):
+        hello = decode_payload(data, EdgeHello)
+        assert decode_payload(encode_payload(hello), EdgeHello) == hello
+    with suppress(FrameError):
+        resume = decode_payload(data, EdgeResume)
+        assert decode_payload(encode_payload(resume), EdgeResume) == resume
+
+
+def send(writer: SlotWriter, data: bytes) -> None:
+    """Let a writer receive a byte stream, as the receiving end does."""
+    while data:
+        header, data = unpack_frame(data), data[FRAME.size :]
+        payload, data = data[: header.length], data[header.length :]
+        place = writer.place(header)
+        if place is not None:
+            place[:] = payload
+            writer.finish(header)
+
+
+def stream_of(source: Ring, step: int) -> bytes:
+    frames = read_step(source, NAME, step)
+    assert frames is not None
+    return frames.head + bytes(frames.payload)
+
+
+@settings(max_examples=num_examples(20, 500))
+@given(st.lists(st.tuples(st.integers(0, 4), st.text(max_size=20)), max_size=12))
+def test_steps_pass_from_ring_to_ring(steps: list[tuple[int, str]]) -> None:
+    ends = Files(), Files()
+    source, target = (files.ring(LAYOUT) for files in ends)
+    writer = SlotWriter(target)
+    for step, (tokens, error) in enumerate(steps):
+        write_step(source, step, tokens, step, error)
+        data = stream_of(source, step)
+        send(writer, data)
+        assert target.has_signalled(step)
+        assert target.header(step) == source.header(step)
+        size = target.header(step).payload_bytes
+        begin = target.payload(step)
+        assert target.memory[begin : begin + size] == payload_of(step, size)
+        # A second time, and in any part, it changes nothing.
+        before = target.memory[:]
+        source.memory[source.payload(step)] ^= 255
+        send(writer, stream_of(source, step))
+        assert target.memory[:] == before
+        assert os.eventfd_read(ends[1].event) == 1
+    close(*ends)
+
+
+def close(*ends: Files) -> None:
+    for files in ends:
+        for descriptor in files.descriptors:
+            os.close(descriptor)
+
+
+FIELDS = {
+    "slot": st.one_of(st.integers(0, 4), number(16)),
+    "step": st.one_of(st.integers(0, 9), number(64)),
+    "offset": st.one_of(
+        st.sampled_from([0, 1, PAGE_BYTES, PAGE_BYTES + 24, PAGE_BYTES + 96]), number(32)
+    ),
+    "length": st.one_of(
+        st.sampled_from([0, SLOT_HEADER.size, SLOT_HEADER.size + 5, 24, 96, PAGE_BYTES]),
+        number(32),
+    ),
+}
+HEADS = st.builds(
+    SlotHeader,
+    st.one_of(st.integers(0, 9), number(64)),
+    st.one_of(st.integers(0, 5), number(32)),
+    st.one_of(st.just(6), number(32)),
+    st.one_of(st.just(4), number(32)),
+    st.one_of(st.sampled_from([0, 5]), number(32)),
+    st.one_of(st.sampled_from([0, 24, 96]), number(64)),
+)
+
+
+@settings(max_examples=num_examples(100, 5000))
+@given(st.lists(st.tuples(st.fixed_dictionaries(FIELDS), HEADS), min_size=1, max_size=8))
+def test_frames_write_within_their_slot_or_not_at_all(frames: list) -> None:
+    """Any frames, most of them invalid: nothing changes outside the slot, or before the check."""
+    files = Files()
+    ring = files.ring(LAYOUT)
+    writer = SlotWriter(ring)
+    for fields, head in frames:
+        header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, **fields)
+        before = ring.memory[:]
+        try:
+            place = writer.place(header)
+            if place is None:
+                assert ring.has_signalled(header.step)
+                continue
+            assert len(place) == header.length
+            place[:] = (SLOT_HEADER.pack(*head) + b"e" * PAGE_BYTES)[: len(place)]
+            writer.finish(header)
+        except FrameError:
+            assert ring.memory[:] == before
+            break
+        begin = ring.offset(header.step)
+        outside = slice(64 + 8 * LAYOUT.slots, begin), slice(begin + ring.stride, None)
+        assert all(ring.memory[:][part] == before[part] for part in outside)
+        if ring.has_signalled(header.step):
+            assert ring.header(header.step).step == header.step
+            assert ring.header(header.step).find_fault(LAYOUT) == ""
+    close(files)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slot_of_a_later_step_is_not_read_as_the_earlier_one(seed: int) -> None:
+    files = Files()
+    ring = files.ring(LAYOUT)
+    write_step(ring, seed, 2, 1)
+    write_step(ring, seed + 3, 2, 1)
+    assert read_step(ring, NAME, seed) is None
+    assert read_step(ring, NAME, seed + 3) is not None
+    close(files)
