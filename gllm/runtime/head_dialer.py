@@ -146,7 +146,7 @@ class HeadDialer:
         except zmq.ZMQError as error:
             return str(error)
         if self.session is None:
-            return f"the name {self._host} could not be resolved in time"
+            return self.cause or f"the name {self._host} could not be resolved in time"
         return await asyncio.shield(self.session.ended)
 
     def _log_failure(self) -> None:
