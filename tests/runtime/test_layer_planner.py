@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gllm.cluster.balance import BalanceLimits
+from gllm.cluster.node_layout import NodeShape
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
@@ -156,3 +157,80 @@ def test_devices_with_their_own_memory_get_no_more_than_fits() -> None:
     planner.begin_generation(loaded)
     assert feed(planner, 11.0) is not None
     assert planner.bounds == [(0, 9), (9, 12)]
+
+
+SHAPE = NodeShape([(0, 4), (4, 8), (8, 12)], [1, 1, 1], ["local", "b", "c"])
+
+
+def plan_on_nodes(available_bytes: int | None, own_bytes: int | None = None) -> LayerPlanner:
+    """A planner of three stages with 12 layers of 300 bytes and 64 tokens of 16 bytes a layer."""
+    planner = plan(3, block_size=16)
+    planner.set_nodes(SHAPE.nodes)
+    planner.begin_generation(
+        [
+            StageLoaded(stage, 1200, 16, own_bytes, host_available_bytes=available_bytes)
+            for stage in range(3)
+        ]
+    )
+    return planner
+
+
+@pytest.mark.parametrize(
+    ("available_bytes", "own_bytes", "fits"),
+    # A stage with half of the layers: 1,800 bytes of weights, and 6 x 16 of keys and values.
+    [(1000, None, True), (900, None, False), (None, 700, True), (None, 600, False)],
+)
+def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
+    available_bytes: int | None, own_bytes: int | None, fits: bool
+) -> None:
+    planner = plan_on_nodes(available_bytes, own_bytes)
+    shape = planner.recut(SHAPE, ["local", "c"])
+    if not fits:
+        assert shape is None
+        return
+    assert shape == NodeShape([(0, 6), (6, 12)], [1, 1], ["local", "c"])
+    planner.change_shape(shape)
+    assert planner.layers == [range(6), range(6, 12)]
+    # With the other stages everything goes on: totals, and another loss.
+    planner.begin_generation([StageLoaded(0, 1800, 24), StageLoaded(1, 1800, 24)])
+    assert planner.on_totals(1, 100, 1.0, 10.0) is None
+    assert planner.recut(shape, ["local"]) == NodeShape([(0, 12)], [1], ["local"])
+
+
+def test_before_the_first_generation_nobody_knows_what_fits() -> None:
+    planner = plan(3)
+    planner.set_nodes(SHAPE.nodes)
+    assert planner.recut(SHAPE, ["local", "c"]) is None
+
+
+def test_measured_speeds_stay_with_the_stages_that_are_left() -> None:
+    planner = plan(3, debug_slowdown=(1, 1, 2))
+    planner.set_nodes(SHAPE.nodes)
+    for stage in range(3):
+        planner.on_measured(
+            StageMeasured(stage, 0, [0.001 * (1 + (stage == 2))] * 12, 0.0, 0.0, [1] * 12, 0, 0)
+        )
+    planner.choose_layers()
+    planner.begin_generation([StageLoaded(stage, 1200, 16) for stage in range(3)])
+    shape = planner.recut(SHAPE, ["local", "c"])
+    assert shape is not None
+    assert shape.layers == [(0, 8), (8, 12)], "the slow stage is the one on c"
+    planner.change_shape(shape)
+    planner.begin_generation([StageLoaded(0, 2400, 32), StageLoaded(1, 1200, 16)])
+    # As fast as expected: nothing is proposed although the stages have different sizes.
+    for step in range(1, 40):
+        for stage in (0, 1):
+            assert planner.on_totals(stage, 100 * step, 0.8 * step, 500.0 + step) is None
+
+
+def test_the_nodes_of_stages_change_without_their_layers() -> None:
+    planner = plan_on_nodes(1000)
+    planner.change_shape(NodeShape(SHAPE.layers, SHAPE.degrees, ["local", "spare", "c"]))
+    assert planner.bounds == SHAPE.layers
+    reports = [(1000, 0), (100, 1), (1000, 2)]
+    planner.begin_generation(
+        [StageLoaded(stage, 1200, 16, host_available_bytes=free) for free, stage in reports]
+    )
+    shape = NodeShape(SHAPE.layers, SHAPE.degrees, ["local", "spare", "c"])
+    assert planner.recut(shape, ["local", "spare"]) is None, "the spare has little memory"
+    assert planner.recut(shape, ["local", "c"]) is not None
