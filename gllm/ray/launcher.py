@@ -90,6 +90,14 @@ class RayLauncher:
     def close(self) -> None:
         """End the agents and return the machines to Ray."""
         self._is_closed.set()
+        self._end_process()
+        if self._watcher.is_alive():
+            self._watcher.join()
+            # The watcher may have been starting another one.
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """End the launcher process, if there is one, and close its pipes."""
         process = self._process
         if process is None:
             return
@@ -99,8 +107,6 @@ class RayLauncher:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if self._watcher.is_alive():
-            self._watcher.join()
         assert process.stdout is not None
         process.stdout.close()
 
@@ -139,8 +145,7 @@ class RayLauncher:
             )
             if self._is_closed.wait(delay):
                 return
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+            self._end_process()
             try:
                 cause = self._start().error
             except OSError as error:
