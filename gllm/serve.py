@@ -21,6 +21,7 @@ from gllm.config.nodes import NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.preflight import ModelPlan, plan_model
 from gllm.observability.logs import LogConfig
+from gllm.ray.launcher import RayLauncher
 from gllm.runtime.local_node import LocalNode
 from gllm.server_command import (
     build_server_parser,
@@ -46,6 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         attachment = config_from_flags(AttachmentConfig, values)
         server_config = config_from_flags(ServerConfig, values)
         nodes = config_from_flags(NodesConfig, values)
+        if nodes.distributed_executor_backend == "ray":
+            plan_model(engine_config)
+            with RayLauncher(engine_config, nodes, attachment.node_secret_file, logs) as nodes:
+                return _serve_head(engine_config, attachment, server_config, nodes, logs)
         place = read_node_place(nodes, os.environ, engine_config.pipeline_parallel_size)
         if place.extra_process:
             print(
@@ -59,13 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         if not place.is_head:
             secret = attachment.node_secret_file
             return _run_node(engine_config, plan, nodes, secret, server_config, logs)
-        node = LocalNode(_count_own_workers(engine_config, nodes))
+        return _serve_head(engine_config, attachment, server_config, nodes, logs)
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
-    try:
-        return _serve(engine_config, attachment, server_config, nodes, node, logs)
-    finally:
-        node.close()
 
 
 def _place_in(nodes: NodesConfig, place: NodePlace) -> NodesConfig:
@@ -118,6 +119,25 @@ def _run_node(
         return uvloop.run(NodeProcess(options).run())
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
+
+
+def _serve_head(
+    engine: EngineConfig,
+    attachment: AttachmentConfig,
+    server: ServerConfig,
+    nodes: NodesConfig,
+    logs: LogConfig,
+) -> int:
+    """Start this machine's workers and serve; return the exit status.
+
+    Raises:
+        ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
+    """
+    node = LocalNode(_count_own_workers(engine, nodes))
+    try:
+        return _serve(engine, attachment, server, nodes, node, logs)
+    finally:
+        node.close()
 
 
 def _serve(

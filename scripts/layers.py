@@ -72,7 +72,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.engine": (
                 "gllm gllm.cluster gllm.config gllm.engine.chat gllm.engine.fleet_control "
                 "gllm.engine.interface gllm.engine.request_checks gllm.fleet gllm.grammar "
-                "gllm.messages gllm.models gllm.observability gllm.runtime gllm.scheduler "
+                "gllm.messages gllm.models gllm.observability gllm.ray gllm.runtime gllm.scheduler "
                 "gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
@@ -87,7 +87,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.serve": (
                 "gllm.cluster gllm.config gllm.engine gllm.frontend gllm.node_process "
-                "gllm.observability gllm.runtime gllm.server_command uvloop"
+                "gllm.observability gllm.ray gllm.runtime gllm.server_command uvloop"
             ),
             "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
             "gllm.sim": (

@@ -22,6 +22,7 @@ from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
 from gllm.engine.request_checks import check_options, check_request, truncate_prompt
 from gllm.messages.sampling import TokenLogprobs
+from gllm.ray.launcher import RayLauncher
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.request import ChatRequest, ReasoningEffort
 from gllm.text.chat.tools import parse_tools
@@ -102,6 +103,7 @@ class LLM:
             shows.
         options: Fields of EngineConfig, SchedulerConfig and NodesConfig, and `node_secret_file`.
             With `nnodes`, this process is the head; `gllm node --join` runs on the other machines.
+            With `distributed_executor_backend="ray"`, Ray starts it there.
     """
 
     def __init__(
@@ -118,9 +120,13 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
         self._thread.start()
+        self._launcher: RayLauncher | None = None
         try:
             nodes, secret_file = _pop_nodes(options)
             config = EngineConfig.from_options(model, **options)
+            if nodes.distributed_executor_backend == "ray":
+                self._launcher = RayLauncher(config, nodes, secret_file)
+                nodes = self._launcher.place()
             self._engine = self._wait(_start(config, progress, nodes, secret_file))
         except BaseException:
             self._end_loop()
@@ -225,6 +231,8 @@ class LLM:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _end_loop(self) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

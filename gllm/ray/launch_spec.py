@@ -24,9 +24,13 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     """Host by which the agents reach the head; None for this machine's address in Ray."""
     port: int
     """Port of the head's hub."""
-    node_secret_file: str | None
-    """Path of the secret file, which each machine reads for itself."""
+    has_secret: bool
+    """True if the machines have a node secret, which hosts off loopback need."""
+    agent_arguments: list[str]
+    """Arguments of `gllm node` on all machines, besides the head's address, name and ports. The
+    secret is not among them: each machine reads its own file."""
     data_port: int
+    """Preferred port of activations on each machine; 0 for none."""
     timeout_seconds: float | None
     """Time within which Ray has to find the machines; None for any time."""
     log_level: str

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import TracebackType
 
 import msgspec
 
@@ -41,6 +42,9 @@ class RayLauncher:
         node_secret_file: path of the secret file on every machine; None without one.
         logs: level and format of the log.
         command: command line of the launcher process.
+
+    Raises:
+        ValueError: this machine has a rank other than 0.
     """
 
     def __init__(
@@ -51,12 +55,28 @@ class RayLauncher:
         logs: LogConfig = DEFAULT_LOG_CONFIG,
         command: Sequence[str] = LAUNCHER,
     ) -> None:
+        if nodes.node_rank:
+            raise ValueError(
+                f"node_rank {nodes.node_rank}: with distributed_executor_backend ray, Ray starts "
+                "the other machines; start gllm on one machine, without --node-rank"
+            )
         self._nodes = nodes
         self._command = command
         self._spec = make_launch_spec(engine, nodes, node_secret_file, logs)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gllm-ray", daemon=True)
+
+    def __enter__(self) -> NodesConfig:
+        return self.place()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def place(self) -> NodesConfig:
         """Wait until Ray has reserved the machines, start their agents and watch the launcher.
@@ -168,12 +188,36 @@ def make_launch_spec(
         num_spares=nodes.ray_spares,
         host=host,
         port=port,
-        node_secret_file=node_secret_file,
+        has_secret=node_secret_file is not None,
+        agent_arguments=agent_arguments(engine, nodes, node_secret_file, logs),
         data_port=nodes.data_port,
         timeout_seconds=nodes.join_timeout,
         log_level=logs.level,
         log_format=logs.format,
     )
+
+
+def agent_arguments(
+    engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
+) -> list[str]:
+    """Return the arguments of `gllm node` that all machines share.
+
+    An agent takes the model and most of the configuration from the head, but not what may differ
+    between machines.
+    """
+    flags: dict[str, object] = {
+        "--node-secret-file": node_secret_file,
+        "--join-timeout": nodes.join_timeout,
+        "--link-congestion": nodes.link_congestion,
+        "--device": engine.device,
+        "--threads": engine.threads,
+        "--gpu-memory-utilization": engine.gpu_memory_utilization,
+        "--log-level": logs.level,
+        "--log-format": logs.format,
+    }
+    return [
+        text for flag, value in flags.items() if value is not None for text in (flag, str(value))
+    ]
 
 
 def _close_input(process: "subprocess.Popen[bytes]") -> None:

@@ -82,7 +82,7 @@ class RayManager:
         self._host = spec.host or own_address
         address = format_host_port(self._host, spec.port)
         try:
-            check_hub_address(f"tcp://{address}", spec.node_secret_file is not None)
+            check_hub_address(f"tcp://{address}", spec.has_secret)
         except ValueError as error:
             raise LaunchError(str(error)) from error
         machines = self._machines()
@@ -171,7 +171,8 @@ class RayManager:
         return self._create_actor(bundle, strategy, is_spare=True)
 
     def _create_actor(self, bundle: dict[str, float], strategy: Any, is_spare: bool) -> Any:
-        arguments = agent_arguments(self._spec, self._host)
+        address = format_host_port(self._host, self._spec.port)
+        arguments = ["--join", address, *self._spec.agent_arguments]
         options = self._ray.remote(AgentActor).options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
@@ -179,7 +180,7 @@ class RayManager:
             max_restarts=-1,
         )
         ports = {"--data-port": self._spec.data_port, "--port": AGENT_HTTP_PORT}
-        return options.remote([*arguments, *(["--spare"] if is_spare else [])], ports)
+        return options.remote(arguments + ["--spare"] * is_spare, ports)
 
     def _reserve_head_gpus(self) -> list[str]:
         """Hold the GPUs of the head's bundle and return their numbers."""
@@ -218,14 +219,3 @@ class GpuHolder:
     def gpu_ids(self) -> list[str]:
         """Return the numbers of the GPUs that Ray has reserved."""
         return [str(number) for number in import_ray().get_gpu_ids()]
-
-
-def agent_arguments(spec: LaunchSpec, host: str) -> list[str]:
-    """Return the arguments of `gllm node` that all machines share.
-
-    The secret itself is not among them: each machine reads its own file.
-    """
-    arguments = ["--join", format_host_port(host, spec.port)]
-    if spec.node_secret_file is not None:
-        arguments += ["--node-secret-file", spec.node_secret_file]
-    return [*arguments, "--log-level", spec.log_level, "--log-format", spec.log_format]

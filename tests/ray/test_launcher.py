@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gllm.commands.node import make_parser
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.observability.logs import LogConfig
@@ -48,7 +49,24 @@ def test_the_spec_has_what_the_flags_say() -> None:
     assert (spec.degrees, spec.num_nodes, spec.has_gpus) == ([2, 1], 2, False)
     assert (spec.host, spec.port, spec.address) == ("10.0.0.1", 7, "10.0.0.1:6379")
     assert (spec.num_spares, spec.timeout_seconds) == (3, 9)
-    assert (spec.log_level, spec.log_format) == ("info", "json")
+    assert (spec.log_level, spec.log_format, spec.has_secret) == ("info", "json", True)
+
+
+def test_agents_get_what_may_differ_between_machines_as_flags_and_never_the_secret() -> None:
+    engine = EngineConfig("demo", device="cpu", threads=3)
+    spec = make_launch_spec(
+        engine, NodesConfig(join_timeout=9), "/etc/secret", LogConfig("info", "json")
+    )
+    values = make_parser().parse_args(["--join", "10.0.0.1:7", *spec.agent_arguments])
+    assert (values.node_secret_file, values.join_timeout) == ("/etc/secret", 9)
+    assert (values.device, values.threads, values.gpu_memory_utilization) == ("cpu", 3, 0.9)
+    assert (values.log_level, values.log_format) == ("info", "json")
+    assert values.link_congestion is None
+
+
+def test_ray_starts_the_other_machines_by_itself() -> None:
+    with pytest.raises(ValueError, match="without --node-rank"):
+        start(Path("/"), node_rank=1)
 
 
 def test_without_nnodes_and_device_ray_decides() -> None:
