@@ -125,16 +125,20 @@ def _check_head(
     )
     if needs_secret is not None:
         yield needs_secret
-    finding = network_checks.check_head_port(address, port)
-    yield finding
-    if finding.verdict == Verdict.BAD:
-        return
     try:
         path = values.node_secret_file
         keys = None if path is None else SecretFile(path).keys[0]
     except SecretFileError:
         # It has a finding of its own.
+        yield network_checks.check_head_port(address, port)
         return
+    # First, because the head counts connections without a session as refused.
+    answer: HeadAnswer = asyncio.run(probe_head(address, port, keys))
+    if answer.facts is None:
+        finding = network_checks.check_head_port(address, port)
+        yield finding
+        if finding.verdict == Verdict.BAD:
+            return
     own = JoinFacts(
         PROTOCOL,
         __version__,
@@ -142,7 +146,6 @@ def _check_head(
         "" if model is None else model.digest,
         b"",
     )
-    answer: HeadAnswer = asyncio.run(probe_head(address, port, keys))
     yield from check_answer(answer, own, path)
     if values.data_port:
         yield network_checks.check_data_port_of_head(address, values.data_port)
