@@ -5,6 +5,7 @@ as the limit of micro-batches in flight allows.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -139,10 +140,23 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """(stages, blocks, options)."""
 
 
+ESSENTIAL = ("whole prompts", "chunked over four stages, cached", "preempted")
+"""Settings that show each kind of batch and each kind of stage; the others combine them anew, and
+the tests below have all combinations with one family."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [ESSENTIAL, pytest.param(sorted({*SETTINGS} - {*ESSENTIAL}), marks=pytest.mark.long)],
+    ids=["essential", "others"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_in_every_setting(family: str, tmp_path: Path) -> None:
+def test_every_family_in_every_setting(
+    family: str, settings: Sequence[str], tmp_path: Path
+) -> None:
     folder = save(family, tmp_path)
-    for name, (stages, blocks, options) in SETTINGS.items():
+    for name in settings:
+        stages, blocks, options = SETTINGS[name]
         pipeline = Scheduled(folder, stages, blocks, options)
         check(pipeline, family)
         assert bool(pipeline.scheduler.stats().preemptions) == name.startswith("preempted"), name

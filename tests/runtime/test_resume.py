@@ -120,10 +120,15 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("num_stages", "stride"), [(1, 1), (2, 4), pytest.param(2, 1, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_death_at_every_position(request_name: str, num_stages: int) -> None:
-    """Also within the tokens that a grammar forces; prompt log-probabilities told or not."""
+def test_death_at_every_position(request_name: str, num_stages: int, stride: int) -> None:
+    """Also within the tokens that a grammar forces; prompt log-probabilities told or not.
+
+    A second stage changes who gets which tokens, and not what is done with them at a position.
+    """
     stages, request = stages_of(num_stages), REQUESTS[request_name]()
     (whole,) = run_undisturbed(stages, request)[-1]
     assert len(whole.tokens) > 8
@@ -131,7 +136,7 @@ def test_death_at_every_position(request_name: str, num_stages: int) -> None:
     assert whole.num_first_tokens == 1
     scores_prompt = request.sampling.prompt_logprobs is not None
     assert len(whole.prompt_logprobs) == (len(PROMPT) - 1) * scores_prompt
-    for length in range(len(whole.tokens)):
+    for length in range(0, len(whole.tokens), stride):
         for was_told in {scores_prompt, False}:
             start = whole.cut(length, was_told)
             (output,) = Generation(stages, request, [start]).run()
@@ -157,8 +162,15 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("num_stages", "prefix_cache"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("request_name", CHOICES)
 def test_death_after_every_commit_of_several_choices(
     request_name: str, num_stages: int, prefix_cache: bool
