@@ -17,7 +17,7 @@ from gllm.runtime.executor import Executor
 from gllm.runtime.stage import StageRunner
 from gllm.runtime.stage_loader import StageLoader
 from gllm.scheduler.config import SchedulerConfig
-from gllm.transport.base import EdgeLayout, Receiver, Sender
+from gllm.transport.base import EdgeClosedError, EdgeLayout, Receiver, Sender
 from gllm.transport.fan_out import join_senders
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout
@@ -141,7 +141,10 @@ class StageResources:
                 return
             # Before the rest of the memory is divided: these take some, NCCL for example.
             scheduler = backend.reserve()
-            self._edges = self._open_edges(scheduler)
+            try:
+                self._edges = self._open_edges(scheduler)
+            except EdgeClosedError:
+                return
             if self._assignment.region is not None:
                 self._groups = self._open_groups(scheduler)
                 executor.join(self._groups)
@@ -188,6 +191,8 @@ class StageResources:
             executor.dtype,
             backend.streams,
             self._on_error,
+            self._assignment.config.trusted_network,
+            lambda: self._is_cancelled,
         )
         return receiver, None if executor.is_last else join_senders(senders)
 

@@ -10,6 +10,8 @@ import msgspec
 
 AUTO = "auto"
 """Transport of an edge whose workers choose: by the devices of the two stages."""
+LOCAL_DESCRIPTORS = 3
+"""Descriptors of an edge within a machine."""
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -21,7 +23,9 @@ class Edge(msgspec.Struct, frozen=True):
     """Network addresses of both ends; empty where both stages run on one host."""
     descriptors: list[int]
     """An anonymous file for activations, an event that counts steps, and an anonymous file at which
-    the two ends of a process group find each other."""
+    the two ends of a process group find each other. On an edge to another machine that file is this
+    worker's log (meeting_log.py); the copy of the other worker's log and the event of this worker's
+    log follow."""
     is_remote: bool = False
     """True if the other end is on another machine: a data mover empties or fills the file."""
 
@@ -45,4 +49,6 @@ def create_edge(name: str, transport: str = AUTO, is_remote: bool = False) -> Ed
     """
     event = os.eventfd(0, os.EFD_SEMAPHORE)
     descriptors = [os.memfd_create(name), event, os.memfd_create(f"{name}-meeting")]
+    if is_remote:
+        descriptors += [os.memfd_create(f"{name}-peer"), os.eventfd(0)]
     return Edge(transport, [], descriptors, is_remote)

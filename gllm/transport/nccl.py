@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from gllm.transport.base import EdgeLayout, OnTransportError
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
+from gllm.transport.edge import LOCAL_DESCRIPTORS
+from gllm.transport.log_store import open_log_store
 from gllm.transport.shared_memory import SlotRing
 from gllm.transport.transfer_monitor import Abortable, TransferHandle, TransferMonitor
 
@@ -67,6 +69,9 @@ def create_communicator(store: Store, rank: int, size: int) -> Any:
 
 def join_group(descriptors: list[int], rank: int, create_group: GroupFactory) -> ProcessGroup:
     """Create the process group of an edge; its ends meet at a file that both have."""
+    if len(descriptors) > LOCAL_DESCRIPTORS:
+        # The other end is on another machine.
+        return create_group(open_log_store(descriptors), rank)
     # A duplicate for the store, which opens the file by this path until the process ends.
     path = f"/proc/{os.getpid()}/fd/{os.dup(descriptors[2])}"
     return create_group(FileStore(path, 2), rank)

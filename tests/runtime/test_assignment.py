@@ -21,7 +21,6 @@ from gllm.runtime.assignment import (
     encode_parent_message,
 )
 from gllm.transport.edge import Edge
-from gllm.transport.registry import choose_transport
 from tests.examples import num_examples
 from tests.runtime.scripted_node import ScriptedNode
 
@@ -249,11 +248,3 @@ def test_machines_that_cannot_reach_each_other_are_named() -> None:
     assert not node.received
     node.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_only_the_head_may_choose_nccl_between_machines() -> None:
-    remote, local = Edge("auto", [], [], True), Edge("auto", [], [])
-    assert choose_transport(remote, "nccl") == "host-staging"
-    assert choose_transport(remote, "shared-memory") == "shared-memory"
-    assert choose_transport(local, "nccl") == "nccl"
-    assert choose_transport(Edge("nccl", [], [], True), "host-staging") == "nccl"
