@@ -28,6 +28,11 @@ class FleetProcess:
         self._log = log
 
     @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
     def cpu_seconds(self) -> float:
         """CPU seconds of the process and its descendants."""
         return cpu_seconds(tree(self._process.pid))

@@ -40,7 +40,7 @@ class Hop(Protocol):
 class Rig(Protocol):
     """Machines that are connected by hops."""
 
-    addresses: Sequence[str]
+    addresses: list[str]
     """IP address per machine, to be bound there."""
 
     def popen(self, machine: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.nodes import EXACT
+from tests.e2e.recovery_load import Answer, Load
+from tests.e2e.server import serving
 from tests.text.tokenizers_for_tests import CHATML, byte_level, save
 
 
@@ -30,3 +33,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     return save(folder, byte_level(), chat_template=CHATML)
+
+
+@pytest.fixture(scope="session")
+def expected() -> dict[str, Answer]:
+    """Answers of an engine of one stage on one machine to requests of all kinds."""
+    with serving("demo", *EXACT) as server:
+        answers = Load(server, "one machine").wait()
+    assert all(not answer.errors for answer in answers.values())
+    return answers

@@ -1,0 +1,117 @@
+"""An engine on several machines: its texts, its faults, and a wire that shows nothing."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.net.rig import make_rig
+from gllm.kernels.native.builds import select_build
+from tests.e2e.nodes import Cluster, running_cluster
+from tests.e2e.recovery_load import REQUESTS, Answer, Load
+from tests.e2e.server import Server, alive, wait_until
+
+HAS_EXACT_TEXTS = select_build().path is not None
+"""False if a BLAS decides the order of sums, so that texts may differ between stages."""
+
+
+def compare(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    """Check that no request was lost and that all answers are as expected."""
+    for kind, answer in answers.items():
+        assert answer.errors == [], kind
+        if HAS_EXACT_TEXTS:
+            assert answer.content == expected[kind].content, kind
+
+
+def load_during(server: Server, salt: str) -> Load:
+    """Start requests of all kinds and wait until all of them run."""
+    load = Load(server, salt)
+    load.wait_for_events(2 * len(REQUESTS))
+    return load
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two machines with a stage each, as namespaces if those are supported."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with make_rig(2) as rig, running_cluster(rig, folder, 2, "--pp", "2") as started:
+        yield started
+
+
+def test_texts_are_those_of_one_machine(cluster: Cluster, expected: dict[str, Answer]) -> None:
+    compare(Load(cluster.head, "undisturbed").wait(), expected)
+    rows = cluster.nodes()
+    assert {name: row["stages"] for name, row in rows.items()} == {
+        "machine-0": [0],
+        "machine-1": [1],
+    }
+    wait_until(lambda: cluster.servers[1].status("/ready") == 200)
+    assert [server.status("/health") for server in cluster.servers.values()] == [200, 200]
+
+
+def test_a_cut_link_costs_no_process(cluster: Cluster, expected: dict[str, Answer]) -> None:
+    """Silence for longer than the timeout: workers stay, with their weights."""
+    cluster.wait_until_ready()
+    pids, num_losses = cluster.pids(), cluster.nodes()["machine-1"]["num_losses"]
+    load = load_during(cluster.head, "cut")
+    cluster.rig.hop(1).cut()
+    wait_until(lambda: cluster.nodes()["machine-1"]["state"] == "lost")
+    assert cluster.head.status("/ready") == 503
+    wait_until(lambda: cluster.servers[1].status("/ready") == 503)
+    assert [server.status("/health") for server in cluster.servers.values()] == [200, 200]
+    cluster.rig.hop(1).restore()
+    compare(load.wait(), expected)
+    assert cluster.pids() == pids
+    row = cluster.nodes()["machine-1"]
+    assert (row["state"], row["num_losses"]) == ("member", num_losses + 1)
+    assert row["last_cause"]
+    wait_until(lambda: cluster.servers[1].status("/ready") == 200)
+
+
+def test_a_machine_dies_and_returns(cluster: Cluster, expected: dict[str, Answer]) -> None:
+    """All processes of a machine are killed; it is started again by hand."""
+    cluster.wait_until_ready()
+    load = load_during(cluster.head, "killed")
+    cluster.servers[1].kill()
+    wait_until(lambda: cluster.nodes()["machine-1"]["state"] == "lost")
+    cluster.start(1)
+    compare(load.wait(), expected)
+    cluster.wait_until_ready()
+    assert cluster.nodes()["machine-1"]["stages"] == [1]
+
+
+@pytest.mark.long
+def test_a_frozen_machine_is_lost_and_returns(
+    cluster: Cluster, expected: dict[str, Answer]
+) -> None:
+    cluster.wait_until_ready()
+    load = load_during(cluster.head, "frozen")
+    cluster.servers[1].kill(signal.SIGSTOP)
+    wait_until(lambda: cluster.nodes()["machine-1"]["state"] == "lost")
+    cluster.servers[1].kill(signal.SIGCONT)
+    compare(load.wait(), expected)
+    assert cluster.nodes()["machine-1"]["state"] == "member"
+
+
+def test_a_machine_that_never_comes_is_named(tmp_path: Path) -> None:
+    with make_rig(1) as rig:
+        cluster = Cluster(rig, tmp_path, 3, "--pp", "3", "--join-timeout", "1")
+        try:
+            code, log = cluster.start(0).end()
+        finally:
+            cluster.close()
+    assert code == 1
+    assert "none from rank 1, 2" in log
+    assert "Traceback" not in log
+
+
+def test_the_end_of_the_head_ends_all(cluster: Cluster) -> None:
+    """SIGTERM of the head ends every process of every machine with status 0."""
+    cluster.wait_until_ready()
+    pids = [pid for server in cluster.servers.values() for pid in server.pids()]
+    cluster.head.process.terminate()
+    for server in cluster.servers.values():
+        code, log = server.end()
+        assert code == 0, log[-3000:]
+    wait_until(lambda: not any(map(alive, pids)))
