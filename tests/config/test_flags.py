@@ -28,8 +28,10 @@ PARSERS = {
     "bench latency": ("gllm.commands.bench.latency", "make_parser"),
     "top": ("gllm.commands.top.command", "make_parser"),
     "chat": ("gllm.commands.chat", "make_parser"),
+    "node": ("gllm.commands.node", "make_parser"),
+    "doctor": ("gllm.commands.doctor", "make_parser"),
 }
-NAMES = {"experiment": ["slo"]}
+NAMES = {"experiment": ["slo"], "node": ["--join", "head"]}
 """Positional arguments that a command needs."""
 
 
