@@ -83,6 +83,9 @@ class AgentMessageHandler:
 
     def publish_state(self, state: str, cause: str, generation: int) -> None:
         """Send the engine's state to all agents, if it has changed."""
+        stages = self._events.node_stages
+        for name in self._hub.sessions if stages else ():
+            self._hub.membership.set_spare(name, name not in stages)
         message = EngineState(state, cause, generation)
         if message != self._state:
             self._state = message
@@ -139,7 +142,7 @@ class AgentMessageHandler:
         if remote is None or remote.session is not session:
             return
         self._nodes.remove(remote)
-        cause = f"node {session.name} was lost: {cause}"
+        cause = f"node {session.name} ({session.address}) was lost: {cause}"
         if has_left:
             self._events.on_left(session.name, cause)
         else:

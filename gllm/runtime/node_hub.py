@@ -247,8 +247,9 @@ class NodeHub:
             return
         now = time.monotonic()
         self.membership.on_lost(session.name, cause, now)
-        log.warning("node %s (%s) was lost: %s", session.name, session.address, cause)
-        if self.listener is not None:
+        if self.listener is None:
+            log.warning("node %s (%s) was lost: %s", session.name, session.address, cause)
+        else:
             self.listener.on_node_lost(session, cause, is_death, has_left=False)
 
     def on_violation(self, session: AgentSession, cause: str) -> None:
@@ -334,9 +335,10 @@ class NodeHub:
     def _leave(self, session: AgentSession, cause: str) -> None:
         """Handle a node that ends its membership by itself."""
         if self._end(session):
-            log.warning("node %s (%s) has left: %s", session.name, session.address, cause)
             self.membership.on_left(session.name, cause)
-            if self.listener is not None:
+            if self.listener is None:
+                log.warning("node %s (%s) has left: %s", session.name, session.address, cause)
+            else:
                 cause = f"it has left: {cause}"
                 self.listener.on_node_lost(session, cause, is_death=False, has_left=True)
 

@@ -16,6 +16,7 @@ from gllm.messages.codec import AnyMessage, decode_for_agent
 from gllm.messages.nodes import (
     PROTOCOL,
     JoinCluster,
+    LeaveCluster,
     NodeFacts,
     NodeHeartbeat,
     NodeLoad,
@@ -64,7 +65,7 @@ class FakeAgent:
         self.messages: list[AnyMessage] = []
         self.lost: list[str] = []
         self.spoke = Spoke(context, NODE_RUN, secrets.randbits(62), address, decode_for_agent, keys)
-        self.spoke.start(self.messages.extend, self.lost.append)
+        self.spoke.start(self._receive, self.lost.append)
         self._beats: asyncio.Task[None] | None = None
         if join is not None:
             self.spoke.send(join)
@@ -83,6 +84,16 @@ class FakeAgent:
 
     def send(self, message: WireMessage) -> None:
         self.spoke.send(message)
+
+    def _receive(self, messages: list[AnyMessage]) -> None:
+        self.messages.extend(messages)
+        for message in messages:
+            self.on_message(message)
+            if isinstance(message, LeaveCluster):
+                asyncio.get_running_loop().call_soon(self.close)
+
+    def on_message(self, message: AnyMessage) -> None:
+        """Handle a message; subclasses answer some."""
 
     def beat(self, samples: list[WorkerSample] | None = None, ahead: float = 0.0) -> None:
         """Send heartbeats until the session ends; the clock is `ahead` of the head's."""
