@@ -193,8 +193,8 @@ class EngineConfig:
     )
     trusted_network: bool = option(
         False,
-        "all hosts that reach this one may read prompts: permits KV cache events outside of "
-        "loopback addresses, which are not encrypted",
+        "all hosts that reach this one may read prompts: permits what is not encrypted, KV cache "
+        "events outside of loopback addresses and NCCL between machines",
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -111,6 +111,10 @@ class FrameConnection:
         self._header = bytearray(FRAME.size)
         self.num_bytes = 0
         """Bytes sent and received."""
+        self.address = "an unknown address"
+        """IP address of the other end."""
+        with suppress(OSError):
+            self.address = connection.getpeername()[0]
 
     def fileno(self) -> int:
         """Return the descriptor, to wait for readable bytes."""

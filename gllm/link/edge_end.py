@@ -200,7 +200,7 @@ class EdgeEnd(ABC):
             self._cause = "the other end connects again"
         except FrameError as error:
             self._cause = str(error)
-            self._settings.refusals.add(self.command.peer.node, str(error), is_malformed=True)
+            self._settings.refusals.add(connection.address, str(error), is_malformed=True)
         except OSError as error:
             self._cause = str(error) or type(error).__name__
         finally:
@@ -239,6 +239,7 @@ class EdgeEnd(ABC):
         sources += [self._event] if self.command.is_sender else []
         for source in sources:
             waiting.register(source, select.POLLIN)
+        self._receive_frames(connection)
         while True:
             self._meeting.send(connection, self.name)
             ready = {descriptor for descriptor, _ in waiting.poll()}
