@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from gllm.ray.bundles import node_name
+from gllm.ray.bundles import node_name, port_offset, read_machines
 from gllm.runtime.parent_death import die_with_parent
 
 RESTART_SECONDS = 2.0
@@ -33,10 +33,17 @@ class AgentActor:
         arguments: of `gllm node`, without name and ports.
         ports: flags with ports that the agent binds, such as `--data-port`, and the preferred
             ports; a free one is used instead of a port in use; 0 stays.
+        head: id of the head's raylet.
     """
 
-    def __init__(self, arguments: Sequence[str], ports: dict[str, int]) -> None:
-        self._command = agent_command(arguments, _own_name(), ports)
+    def __init__(self, arguments: Sequence[str], ports: dict[str, int], head: str) -> None:
+        # Here and not in the launcher: Ray may have moved the actor to another machine.
+        import ray
+
+        identity = ray.get_runtime_context().get_node_id()
+        name = node_name(ray.util.get_node_ip_address(), identity)
+        offset = port_offset(read_machines(ray.nodes()), identity, head)
+        self._command = agent_command(arguments, name, ports, offset)
         # The kernel kills the agent when the thread that has created it ends.
         threading.Thread(target=self._run, name="gllm-agent", daemon=True).start()
 
@@ -47,26 +54,17 @@ class AgentActor:
         os._exit(1)
 
 
-def agent_command(arguments: Sequence[str], name: str, ports: dict[str, int]) -> list[str]:
-    """Return the command line of an agent on this machine."""
-    flags = [text for flag, port in ports.items() for text in (flag, str(free_port(port)))]
+def agent_command(
+    arguments: Sequence[str], name: str, ports: dict[str, int], offset: int
+) -> list[str]:
+    """Return the command line of an agent on this machine; see `port_offset`."""
+    free = {flag: free_port(port + offset) if port else 0 for flag, port in ports.items()}
+    flags = [text for flag, port in free.items() for text in (flag, str(port))]
     return ["-m", "gllm", "node", *arguments, "--node-name", name, *flags]
 
 
-def _own_name() -> str:
-    """Return the agent's name on the machine where Ray has started, or has moved, the actor."""
-    import ray
-
-    return node_name(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
-
-
 def free_port(preferred: int) -> int:
-    """Return the port, or a free one if it is in use; 0 stays 0.
-
-    Another engine may run on the same host, and a host may have several raylets.
-    """
-    if preferred == 0:
-        return 0
+    """Return the port, or a free one if it is in use, as by another engine."""
     for port in (preferred, 0):
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

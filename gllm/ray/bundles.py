@@ -20,6 +20,7 @@ class RayMachine:
     is_alive: bool
     resources: Mapping[str, float]
     """All resources of the machine, also those in use."""
+    host_name: str = ""
 
 
 def node_name(address: str, identity: str) -> str:
@@ -31,10 +32,29 @@ def read_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
     """Return the machines of `ray.nodes()`."""
     return [
         RayMachine(
-            node["NodeID"], node["NodeManagerAddress"], node["Alive"], node.get("Resources", {})
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Alive"],
+            node.get("Resources", {}),
+            node["NodeManagerHostname"],
         )
         for node in nodes
     ]
+
+
+def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int:
+    """Return the number to add to the ports of a machine's agent: 0, 1, ... on one host.
+
+    A host may have several raylets, whose agents start at the same time.
+
+    Args:
+        machines: of the Ray cluster.
+        identity: id of the agent's raylet.
+        head: id of the head's raylet, whose host has the ports without an offset.
+    """
+    (host_name,) = {each.host_name for each in machines if each.identity == identity}
+    same_host = {m.identity for m in machines if m.is_alive and m.host_name == host_name}
+    return sorted(same_host | {identity}, key=lambda each: (each != head, each)).index(identity)
 
 
 def needs_gpus(machines: Sequence[RayMachine], identity: str) -> bool:

@@ -180,7 +180,7 @@ class RayManager:
             max_restarts=-1,
         )
         ports = {"--data-port": self._spec.data_port, "--port": AGENT_HTTP_PORT}
-        return options.remote(arguments + ["--spare"] * is_spare, ports)
+        return options.remote(arguments + ["--spare"] * is_spare, ports, self._own_identity)
 
     def _reserve_head_gpus(self) -> list[str]:
         """Hold the GPUs of the head's bundle and return their numbers."""

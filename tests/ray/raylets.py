@@ -10,10 +10,12 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests.e2e.server import children
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -42,6 +44,7 @@ class Raylets:
 
         self._cluster = Cluster()
         self.raylets: list[Any] = []
+        self.addresses: list[str] = []
         for _ in range(num_raylets):
             self.add()
 
@@ -61,8 +64,18 @@ class Raylets:
         }
         if not self.raylets:
             arguments |= {"include_dashboard": False, "no_monitor": True}
+        self.addresses.append(address)
         self.raylets.append(self._cluster.add_node(include_log_monitor=False, **arguments))
         return address
+
+    def agents(self) -> list[int]:
+        """Return the process ids of the agents of all raylets."""
+        found = []
+        for raylet in self.raylets:
+            for processes in raylet.all_processes.values():
+                for each in processes:
+                    found += find_processes(each.process.pid, "gllm-node")
+        return found
 
     def kill(self, index: int) -> None:
         """Kill a raylet with all its processes, as a power failure would."""
@@ -115,6 +128,18 @@ def free_ports(*names: str) -> dict[str, int]:
     finally:
         for listener in listeners:
             listener.close()
+
+
+def find_processes(ancestor: int, title: str) -> list[int]:
+    """Return the processes with a title that an ancestor has started, also indirectly."""
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for pid in children(ancestor):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+            if command == title:
+                found.append(pid)
+            found += find_processes(pid, title)
+    return found
 
 
 def _without_dashboard(text: str) -> str:

@@ -10,6 +10,7 @@ from gllm.ray.bundles import (
     needs_gpus,
     node_name,
     plan_bundles,
+    port_offset,
     read_machines,
     spare_bundle,
 )
@@ -23,19 +24,35 @@ def test_machines_are_read_from_rays_table_also_dead_ones_without_resources() ->
     alive = {
         "NodeID": "a",
         "NodeManagerAddress": "10.0.0.1",
+        "NodeManagerHostname": "host",
         "Alive": True,
         "Resources": {"CPU": 2.0},
     }
-    dead = {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False}
+    dead = {
+        "NodeID": "b",
+        "NodeManagerAddress": "10.0.0.2",
+        "NodeManagerHostname": "other",
+        "Alive": False,
+    }
     assert read_machines([alive, dead]) == [
-        RayMachine("a", "10.0.0.1", True, {"CPU": 2.0}),
-        RayMachine("b", "10.0.0.2", False, {}),
+        RayMachine("a", "10.0.0.1", True, {"CPU": 2.0}, "host"),
+        RayMachine("b", "10.0.0.2", False, {}, "other"),
     ]
 
 
 def test_two_raylets_of_one_host_have_agents_of_different_names() -> None:
     assert node_name("10.0.0.1", "abcdef0123") == "ray-10.0.0.1-abcdef"
     assert node_name("10.0.0.1", "0123456789") != node_name("10.0.0.1", "abcdef0123")
+
+
+def test_agents_of_one_host_have_different_ports_and_the_head_keeps_its_own() -> None:
+    def raylet(identity: str, host_name: str, is_alive: bool = True) -> RayMachine:
+        return RayMachine(identity, "10.0.0.1", is_alive, {}, host_name)
+
+    machines = [raylet("a", "x"), raylet("b", "y"), raylet("c", "x"), raylet("d", "x")]
+    machines.append(raylet("0", "x", is_alive=False))
+    offsets = {each: port_offset(machines, each, "d") for each in "abcd"}
+    assert offsets == {"d": 0, "a": 1, "c": 2, "b": 0}
 
 
 def test_each_machine_has_a_bundle_with_its_workers_and_the_first_is_the_heads() -> None:
