@@ -50,6 +50,7 @@ def serving_with_ray(raylets: Raylets, num_stages: int, *flags: str) -> Iterator
             server.process.kill()
         server.process.wait()
         reader.join()
+        server.process.stderr.close()
 
 
 def nodes(server: Server) -> list[dict[str, Any]]:
