@@ -91,7 +91,7 @@ def remove_stale_namespaces() -> None:
 def inside(name: str) -> Iterator[None]:
     """Let the calling thread be in a namespace: sockets that it creates belong to it for good.
 
-    Code inside must not await and must not start threads.
+    Threads and processes that it starts meanwhile stay in it. Code inside must not await.
     """
     own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -71,18 +71,26 @@ class ProxyHop:
 
 
 class TcpProxy:
-    """A port of 127.0.0.1 whose connections are forwarded to a target through hops.
+    """A port whose connections are forwarded to a target through hops.
 
-    Each direction of a connection has a thread that reads and one that writes.
+    Each direction of a connection has a thread that reads and one that writes. They are in the
+    network namespace of the thread that creates the proxy.
+
+    Args:
+        target: host and port.
+        hops: faults of the connections.
+        host: address that is bound.
     """
 
-    def __init__(self, target: tuple[str, int], hops: Sequence[ProxyHop]) -> None:
+    def __init__(
+        self, target: tuple[str, int], hops: Sequence[ProxyHop] = (), host: str = "127.0.0.1"
+    ) -> None:
         self._target = target
         self._hops = hops
         self._random = random.Random(0)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        host, port = self._listener.getsockname()
-        self.address = f"{host}:{port}"
+        self._listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.num_connections = 0
         self._sockets: list[socket.socket] = []
         for hop in hops:
             hop.add(self)
@@ -118,6 +126,7 @@ class TcpProxy:
         except OSError:
             client.close()
             return
+        self.num_connections += 1
         self._sockets += [client, server]
         for source, target in ((client, server), (server, client)):
             chunks: queue.Queue[tuple[float, bytes]] = queue.Queue(MAX_CHUNKS)
@@ -156,7 +165,8 @@ class TcpProxy:
             time.sleep(POLL_SECONDS)
 
     def _corrupt(self, data: bytes) -> bytes:
-        if not data or self._random.random() >= max(hop.corrupt_probability for hop in self._hops):
+        probability = max((hop.corrupt_probability for hop in self._hops), default=0.0)
+        if not data or self._random.random() >= probability:
             return data
         changed = bytearray(data)
         changed[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)

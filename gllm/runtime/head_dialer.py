@@ -140,7 +140,8 @@ class HeadDialer:
                 )
                 await session.answered.wait()
         except TimeoutError:
-            self.close("the head has not answered")
+            # An earlier attempt may have learned more than that this one was the last.
+            self.close(self.cause or "the head has not answered")
         except OSError as error:
             return error.strerror or str(error)
         except zmq.ZMQError as error:

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.net import namespaces
+from benchmarks.net.proxy import TcpProxy
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
 from tests.e2e.nodes import DATA_PORT, EXACT, Cluster, running_cluster
 from tests.e2e.recovery_load import Answer, Load
@@ -171,46 +170,15 @@ def separate(rig: NamespaceRig, first: int, second: int) -> None:
         namespaces.run_ip("-n", rig.router, "rule", "add", *ends, "prohibit")
 
 
-class Forwarder:
-    """A port of a machine that forwards connections, as `ssh -R` does."""
-
-    def __init__(self, rig: NamespaceRig, machine: int, target: tuple[str, int]) -> None:
-        self._rig, self._machine, self._target = rig, machine, target
-        self.num_connections = 0
-        with rig.inside(machine):
-            self._listener = socket.create_server((rig.addresses[machine], 0))
-        self.address = f"{rig.addresses[machine]}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.num_connections += 1
-                with self._rig.inside(self._machine), suppress(OSError):
-                    server = socket.create_connection(self._target)
-                    for ends in ((client, server), (server, client)):
-                        threading.Thread(target=self._pump, args=ends, daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(2**16):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-
 def test_neighbours_without_a_way_to_each_other(
     tmp_path: Path, expected: dict[str, Answer]
 ) -> None:
     """Two neighbouring machines that only dial out serve through a forwarded port."""
     with NamespaceRig(4) as rig:
         separate(rig, 1, 2)
-        forwarder = Forwarder(rig, 3, (rig.addresses[2], DATA_PORT))
+        with rig.inside(3):
+            # As `ssh -R` on a machine that both can dial.
+            forwarder = TcpProxy((rig.addresses[2], DATA_PORT), host=rig.addresses[3])
         cluster = Cluster(rig, tmp_path, 3, "--pp", "3")
         with closing(forwarder), closing(cluster):
             cluster.start(0)

@@ -45,10 +45,10 @@ def cluster(rig: NamespaceRig, tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_another_secret_is_named(rig: NamespaceRig, tmp_path: Path) -> None:
-    cluster = Cluster(rig, tmp_path, 2, "--pp", "2", "--join-timeout", "12")
+    cluster = Cluster(rig, tmp_path, 2, "--pp", "2", "--join-timeout", "20")
     other = ["--node-secret-file", str(cluster.make_secret("other"))]
     try:
-        head, agent = cluster.start(0), cluster.start(1, "--join-timeout", "6", security=other)
+        head, agent = cluster.start(0), cluster.start(1, "--join-timeout", "12", security=other)
         code, log = agent.end()
         assert code != 0
         assert "secret" in log
