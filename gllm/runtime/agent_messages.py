@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from gllm.cluster.placement import LOCAL_NODE
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import (
@@ -163,7 +164,26 @@ class AgentMessageHandler:
                 target,
                 REPEAT_SECONDS,
             )
-        self._events.on_generation_failed(generation, cause)
+        if not (is_repeated and self._exchange(source if target == LOCAL_NODE else target, cause)):
+            self._events.on_generation_failed(generation, cause)
+
+    def _exchange(self, name: str, cause: str) -> bool:
+        """Give the stages of a node that is not lost to spares; return False if there are none.
+
+        It becomes a spare itself. Its workers end, because the spare's are other ones.
+        """
+        session = self._hub.sessions.get(name)
+        if session is None or not set(self._hub.membership.spares) - {name}:
+            return False
+        log.warning("a spare node takes the stages of node %s", name)
+        remote = self._nodes.remotes[name]
+        for sender in sorted(remote.workers):
+            remote.kill(sender)
+        self._nodes.remove(remote)
+        self._nodes.add(RemoteNode(session))
+        self._events.on_left(name, cause)
+        self._events.on_joined(name, session.capacity(self._num_workers), [])
+        return True
 
     def _on_worker_frame(self, remote: RemoteNode, frame: WorkerFrame) -> None:
         """Handle a worker's message; one that it may not send ends the session of its node."""

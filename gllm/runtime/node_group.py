@@ -40,6 +40,11 @@ class NodeGroup(Node):
         """Sessions with the driver in place of other nodes' workers; None without such nodes."""
         self._on_exit: OnExit | None = None
 
+    @property
+    def num_stale(self) -> int:
+        """Messages between the driver and other nodes' workers that arrived late."""
+        return 0 if self.proxies is None else self.proxies.num_stale
+
     def watch(self, on_exit: OnExit) -> None:
         """See Node."""
         self._on_exit = on_exit

@@ -193,7 +193,8 @@ class Supervisor:
     @property
     def num_stale_frames(self) -> int:
         """Messages of earlier generations that arrived late and were dropped."""
-        return self._head.channels.num_stale if self._executor.head is not None else 0
+        head = self._executor.head
+        return 0 if head is None else head.channels.num_stale + head.nodes.num_stale
 
     async def start(
         self, folder: Path, node: Node, logs: LogConfig, cluster: ClusterHead | None = None

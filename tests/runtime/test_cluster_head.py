@@ -168,6 +168,31 @@ async def test_a_lost_edge_begins_another_generation(
         assert await generate(end.supervisor, PROMPT) == ([expected(20)], [""])
 
 
+async def test_machines_that_lose_each_other_twice_are_no_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gllm.cluster.records.FIRST_BACKOFF_SECONDS", 0.05)
+    async with cluster_of(monkeypatch) as end:
+        (agent,) = await start(end, 1)
+        agent.send(EdgeLost(1, 0, "no route"))
+        await until(lambda: len(agent.assignments) == 2)
+        await until(lambda: end.supervisor.state == "ready")
+        assert end.supervisor.node_events.node_stages == {"local": [0], "node1": [1]}
+        spare = await end.dial("spare", is_spare=True)
+        await until(lambda: spare.is_welcome)
+        running = asyncio.create_task(generate(end.supervisor, PROMPT, 200))
+        await until(lambda: end.supervisor.client.stats.running)
+        agent.send(EdgeLost(2, 0, "no route"))
+        assert await running == ([expected(200)], [""])
+        assert end.supervisor.node_events.node_stages == {"local": [0], "spare": [1]}
+        # The other node is a spare now, and takes the stages in turn.
+        await until(lambda: not agent.workers)
+        assert not agent.lost
+        spare.close()
+        await until(lambda: len(agent.assignments) == 3)
+        assert await generate(end.supervisor, PROMPT) == ([expected(20)], [""])
+
+
 async def test_an_assignment_that_fails_on_an_agent_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
