@@ -128,6 +128,7 @@ class NodeHub:
         """Time until which JoinCluster has to arrive, by sender."""
         self._by_sender: dict[int, AgentSession] = {}
         self._has_changed = asyncio.Event()
+        self._is_stopping = False
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -229,7 +230,7 @@ class NodeHub:
             cause: for the agents' logs.
             is_failure: True if the agents shall exit with 1.
         """
-        self.listener = None
+        self.listener, self._is_stopping = None, True
         self.broadcast(LeaveCluster(cause, is_failure))
         deadline = time.monotonic() + LEAVE_SECONDS
         while self.sessions and time.monotonic() < deadline:
@@ -248,7 +249,9 @@ class NodeHub:
         now = time.monotonic()
         self.membership.on_lost(session.name, cause, now)
         if self.listener is None:
-            log.warning("node %s (%s) was lost: %s", session.name, session.address, cause)
+            # While the hub stops, all sessions end.
+            level = logging.DEBUG if self._is_stopping else logging.WARNING
+            log.log(level, "node %s (%s) was lost: %s", session.name, session.address, cause)
         else:
             self.listener.on_node_lost(session, cause, is_death, has_left=False)
 

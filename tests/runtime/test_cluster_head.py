@@ -229,6 +229,19 @@ async def test_a_remote_worker_that_exits_is_replaced_on_its_machine(
         await until(lambda: len(agent.of(StartWorker)) == 4)
 
 
+async def test_the_driver_dies_and_the_other_machine_keeps_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster_of(monkeypatch) as end:
+        (agent,) = await start(end, 1)
+        running = asyncio.create_task(generate(end.supervisor, PROMPT, 200))
+        await until(lambda: end.supervisor.client.stats.running)
+        end.node.crash(0)
+        assert await running == ([expected(200)], [""])
+        assert len(agent.of(StartWorker)) == 1
+        assert [each.placement.generation for each in agent.assignments] == [1, 2]
+
+
 async def test_stale_and_foreign_frames_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster_of(monkeypatch, num_nodes=3, num_stages=3) as end:
         first, second = await start(end, 1, 2)
