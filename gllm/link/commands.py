@@ -86,7 +86,7 @@ class LinkEdgeLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class LinkReport(msgspec.Struct, frozen=True, tag=True):
-    """State of all edges, sent when it has changed, at most once per second."""
+    """State of all edges, sent when it has changed; counters alone once per second."""
 
     links: list[LinkState]
     num_malformed: int

@@ -42,8 +42,8 @@ from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 1.0
-"""Least interval between two LinkReports."""
+REPORT_SECONDS, MIN_REPORT_SECONDS = 1.0, 0.1
+"""Interval at which counters are reported, and the least one between two LinkReports."""
 LOST_TIMEOUTS = 2
 """Node timeouts without a connection after which an edge is lost."""
 
@@ -68,11 +68,6 @@ class Outbox:
             while self._unsent:
                 self._channel.send(self._unsent[0])
                 self._unsent.popleft()
-
-    @property
-    def is_empty(self) -> bool:
-        """True if all messages were sent."""
-        return not self._unsent
 
 
 class DataMover:
@@ -225,17 +220,16 @@ class DataMover:
         self._is_changed.set()
 
     def _report_changes(self) -> None:
-        """Send a report each second in which something has changed; sleep without edges."""
+        """Send a report soon after each change, and each second in which a counter has changed."""
         pause = threading.Event()
         while True:
+            self._is_changed.wait(REPORT_SECONDS if self._settings else None)
+            self._is_changed.clear()
             with self._lock:
                 ends = list(self._edges.values())
-            if not ends and self._outbox.is_empty:
-                self._is_changed.wait(REPORT_SECONDS if self._settings else None)
-                self._is_changed.clear()
             report = LinkReport([end.state for end in ends], *self._refusals.snapshot())
             if report != self._last_report:
                 self._last_report = report
                 self._outbox.send(report)
             self._outbox.flush()
-            pause.wait(REPORT_SECONDS)
+            pause.wait(MIN_REPORT_SECONDS)

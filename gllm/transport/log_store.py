@@ -19,6 +19,7 @@ from gllm.transport.meeting_log import (
     LogReader,
     TransportVerdict,
     append_record,
+    open_log,
 )
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.0005, 0.05
@@ -45,7 +46,7 @@ class LogStore(Store):
         """
         super().__init__()
         # Threads of NCCL use the store while its communicator exists.
-        own, peer, event = duplicates = os.dup(own), os.dup(peer), os.dup(event)
+        own, peer, event = duplicates = open_log(own), os.dup(peer), os.dup(event)
         weakref.finalize(self, _close_all, duplicates)
         self._own, self._event, self._is_cancelled = own, event, is_cancelled
         self._lock = threading.Lock()

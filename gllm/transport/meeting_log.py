@@ -26,13 +26,21 @@ class TransportVerdict(msgspec.Struct, frozen=True):
     """Reason for which it is not NCCL; empty for none."""
 
 
+def open_log(descriptor: int) -> int:
+    """Return a descriptor of this worker's log to read from it and to append to it.
+
+    Several threads may append, each through a descriptor of its own: records do not overlap.
+    """
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_APPEND)
+
+
 def append_record(descriptor: int, key: str, value: bytes) -> None:
-    """Append a record to a log that only this process writes. Raises ValueError if it is full."""
-    name, begin = key.encode(), os.fstat(descriptor).st_size
+    """Append a record to a log of `open_log`. Raises ValueError if it is full."""
+    name = key.encode()
     record = _LENGTHS.pack(len(name), len(value)) + name + value
-    if begin + len(record) > MAX_LOG_BYTES:
+    if os.fstat(descriptor).st_size + len(record) > MAX_LOG_BYTES:
         raise ValueError(f"the log of a meeting would exceed {MAX_LOG_BYTES} bytes")
-    os.pwrite(descriptor, record, begin)
+    os.write(descriptor, record)
 
 
 class LogReader:

@@ -265,8 +265,8 @@ def expect_loss(mover: Mover, text: str) -> None:
 @pytest.mark.parametrize("wrong", ["source", pytest.param("target", marks=LONG)])
 def test_a_machine_with_another_certificate_is_refused_on_both_sides(wrong: str) -> None:
     with (
-        Mover("head", node_timeout=0.5) as source,
-        Mover("other", node_timeout=0.5) as target,
+        Mover("head", node_timeout=0.2) as source,
+        Mover("other", node_timeout=0.2) as target,
         Mover("third") as third,
     ):
         other = create_certificate()

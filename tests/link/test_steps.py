@@ -31,8 +31,15 @@ def move_steps(source: Ring, target: Ring, first: int, count: int, seed: int) ->
             received += 1
 
 
-@pytest.mark.parametrize("has_tls", [True, False])
-@pytest.mark.parametrize("target_dials", [False, True])
+@pytest.mark.parametrize(
+    ("has_tls", "target_dials"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.long),
+        pytest.param(False, False, marks=pytest.mark.long),
+    ],
+)
 def test_steps_arrive_as_they_were_sent(has_tls: bool, target_dials: bool) -> None:
     with Mover("head", has_tls) as source, Mover("other", has_tls) as target:
         files = connect(source, target, target_dials=target_dials)
@@ -68,6 +75,7 @@ def test_edges_of_several_generations_do_not_mix() -> None:
         assert read_step(rings[1], 0, 5) == payload_of(1, 5 * 96 * 4)
         assert read_step(rings[3], 0, 5) == payload_of(2, 5 * 96 * 4)
         for mover in (source, target):
+            mover.wait_for(LinkReport, lambda report: len(report.links) == 2)
             mover.send(CloseLinkEdges(1))
             mover.wait_for(LinkReport, lambda report: len(report.links) == 1)
         move_steps(rings[2], rings[3], 1, 20, 3)

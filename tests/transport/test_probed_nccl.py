@@ -224,3 +224,21 @@ def test_store_keeps_its_files_until_it_is_freed(local: tuple[Edge, Edge]) -> No
     store.set("a", "b")
     del store
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_two_stores_of_a_log_do_not_overwrite_each_other(local: tuple[Edge, Edge]) -> None:
+    """A probe that hangs may write later, beside the thread that has left it behind."""
+    stores = [open_log_store(local[0].descriptors) for _ in range(2)]
+
+    def write(number: int) -> None:
+        for each in range(200):
+            stores[number].set(f"{number} {each}", "x" * each)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    other = open_log_store(local[1].descriptors)
+    assert other.num_keys() == 400
+    assert all(len(other.get(f"{number} 199")) == 199 for number in range(2))
