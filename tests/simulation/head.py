@@ -12,6 +12,7 @@ import pytest
 
 from gllm.cluster.balance import BalanceLimits
 from gllm.config.engine import EngineConfig
+from gllm.config.nodes import NodesConfig
 from gllm.models.partition import StageCosts
 from gllm.runtime import deaths as deaths_module
 from gllm.runtime import supervisor as supervisor_module
@@ -47,12 +48,15 @@ class HeadAddress:
         """Nothing is left."""
 
 
-def create_supervisor(rng: Random, degrees: Sequence[int], **options: Any) -> Supervisor:
+def create_supervisor(
+    rng: Random, degrees: Sequence[int], nodes: NodesConfig | None = None, **options: Any
+) -> Supervisor:
     """Return a supervisor that has not started.
 
     Args:
         rng: source of its jitter.
         degrees: ranks of each stage of the engine.
+        nodes: machines of the engine; None for one.
         options: of the engine's configuration.
     """
     config = EngineConfig.from_options(
@@ -71,7 +75,7 @@ def create_supervisor(rng: Random, degrees: Sequence[int], **options: Any) -> Su
         range(begin, begin + LAYERS_PER_STAGE) for begin in range(0, num_layers, LAYERS_PER_STAGE)
     ]
     planner = LayerPlanner(config, layers, StageCosts((1.0,) * num_layers), BALANCE_LIMITS)
-    supervisor = Supervisor(config, planner, lambda done, total: None)
+    supervisor = Supervisor(config, planner, lambda done, total: None, nodes)
     supervisor._recovery._jitter.seed(rng.random())
     return supervisor
 

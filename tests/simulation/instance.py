@@ -130,7 +130,20 @@ class Instance:
             if self._is_connected and self.process.is_alive:
                 block_bytes = (self.assignment.config.kv_cache_memory or 0) // NUM_BLOCKS
                 block_bytes //= len(self.placement.workers)
-                self.worker.head.send(StageLoaded(self.stage, 1000, block_bytes))
+                self.worker.head.send(
+                    StageLoaded(
+                        self.stage,
+                        1000,
+                        block_bytes,
+                        host_available_bytes=self._count_available_bytes(),
+                    )
+                )
+
+    def _count_available_bytes(self) -> int | None:
+        """Return the memory of the machine, which suffices for the stages that it has."""
+        if (per_worker := self.world.memory_per_worker) is None:
+            return None
+        return per_worker * len(self.placement.workers_on(self.assignment.place.node))
 
     def _start(self, num_blocks: int) -> None:
         if not self._is_connected:
@@ -305,9 +318,15 @@ class Instance:
         for each in self.world.instances:
             if (each.stage, each.rank) in targets and each.placement == self.placement:
                 delay = self.world.rng.uniform(0.0, 0.001)
-                self.world.loop.call_later(
-                    delay, each.process.run, partial(each.on_hidden, step, values)
-                )
+                self.world.loop.call_later(delay, self._deliver, each, step, values)
+
+    def _deliver(self, target: "Instance", step: int, values: Values) -> None:
+        """Let activations arrive, once no partition separates the machines any more."""
+        if self.world.network.is_separated(self.process.machine, target.process.machine):
+            if not self.is_closed:
+                self.world.loop.call_later(0.1, self._deliver, target, step, values)
+            return
+        target.process.run(partial(target.on_hidden, step, values))
 
     def _send_to_driver(self, message: Any) -> None:
         if self._spoke is not None:

@@ -16,6 +16,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.lifecycle import Hello
 from gllm.runtime.bus_socket import CLOSED
+from gllm.runtime.connections import RefusedPeers
 from gllm.runtime.session import (
     ANY_GENERATION,
     SessionError,
@@ -63,10 +64,14 @@ class Network:
         for connection in held:
             connection.release()
 
+    def is_separated(self, first: Process, second: Process) -> bool:
+        """Return True if a partition separates two processes."""
+        return frozenset((first, second)) in self._partitions
+
     def hold(self, connection: "Connection") -> bool:
         """Return True, and note the connection, if a partition separates its ends."""
         hub, spoke = connection.ends
-        if frozenset((hub.process, spoke.process)) not in self._partitions:
+        if not self.is_separated(hub.process, spoke.process):
             return False
         if connection not in self._held:
             self._held.append(connection)
@@ -159,6 +164,9 @@ class Context:
         self.network = network
         self.process = process
 
+    def destroy(self, linger: int) -> None:
+        """Nothing is left to do."""
+
     def set(self, option: int, value: int) -> None:
         """Accept an option of ZeroMQ's, of which the network has none."""
 
@@ -181,6 +189,7 @@ class Hub:
         self._max_guests = max_guests
         self._guests: set[int] = set()
         self.num_malformed = self.num_refused = 0
+        self.refused = RefusedPeers()
         self._num_stale = 0
         self._run, self._decode = run, decode
         self._generation = ANY_GENERATION
@@ -219,9 +228,11 @@ class Hub:
         generation = self._generation if message.is_fenced else ANY_GENERATION
         self._send(sender, encode(message), generation)
 
-    def send_encoded(self, senders: Iterable[int], payload: bytes) -> None:
+    def send_encoded(
+        self, senders: Iterable[int], payload: bytes, generation: int | None = None
+    ) -> None:
         for sender in senders:
-            self._send(sender, payload, self._generation)
+            self._send(sender, payload, self._generation if generation is None else generation)
 
     def advance(self, generation: int) -> None:
         self._generation = generation

@@ -5,10 +5,11 @@ import os
 from pathlib import Path
 
 from gllm.cluster.liveness import ProcessSample
-from gllm.cluster.placement import Placement
+from gllm.cluster.placement import LOCAL_NODE, Placement
 from gllm.config.engine import EngineConfig
 from gllm.runtime.assignment import NodeAssignment, StageAssignment, WorkerIdentity
 from gllm.runtime.node import Node, OnExit
+from tests.simulation.links import SimulatedLinks
 from tests.simulation.process import Process
 from tests.simulation.rank_group import RankGroup
 from tests.simulation.workers import Worker
@@ -18,9 +19,13 @@ from tests.simulation.world import Assignment, World
 class SimulatedNode(Node):
     """Workers on the virtual clock."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__("simulated")
+    def __init__(
+        self, world: World, node_name: str = LOCAL_NODE, machine: Process | None = None
+    ) -> None:
+        super().__init__("simulated", node_name)
         self.world = world
+        self.machine = machine
+        """Process of the machine's agent, or of the head."""
         self.workers: dict[int, Worker] = {}
         """Those that have not been reaped."""
         self.num_deaths = 0
@@ -34,6 +39,7 @@ class SimulatedNode(Node):
     def spawn(self, identity: WorkerIdentity) -> None:
         process = Process(self.world.loop, f"worker {identity.sender}")
         process.slowness = self.world.rng.choice(self.world.slowness)
+        process.machine = self.machine or process
         worker = self.workers[identity.sender] = Worker(self.world, process, identity)
         worker.on_end = lambda description: self._reap(identity.sender, description)
         if not process.is_alive:
@@ -81,7 +87,7 @@ class SimulatedNode(Node):
     ) -> None:
         self.on_generation_ready()
         placement, config = assignment.placement, assignment.config
-        self._address = f"driver of {placement.generation}"
+        self._address = f"driver of {placement.generation} for {self.node_name}"
         loop, rng = self.world.loop, self.world.rng
         groups = [RankGroup(loop, rng, size) if size > 1 else None for size in placement.degrees]
         for index, place in enumerate(placement.workers):
@@ -90,8 +96,16 @@ class SimulatedNode(Node):
                 continue
             record = os.dup(plan_record) if index == 0 and plan_record is not None else None
             group = groups[place.stage]
+            assert place.node == self.node_name
             stage = Assignment(placement, place.sender, config, self._address, record, group)
             self._assign(worker, stage)
+
+        if isinstance(self.remote_edges, SimulatedLinks):
+            self.remote_edges.open_edges(placement, self.node_name)
+
+    @property
+    def driver_address(self) -> str:
+        return self._address
 
     def _assign(self, worker: Worker, assignment: Assignment) -> None:
         """Send an assignment, which arrives a little later."""
@@ -104,6 +118,15 @@ class SimulatedNode(Node):
 
     def _send(self, assignment: StageAssignment) -> None:
         raise NotImplementedError
+
+    def power_off(self) -> None:
+        """End all workers; nobody learns of it."""
+        for worker in self.workers.values():
+            if worker.process.is_alive:
+                self.num_deaths += 1
+                worker.process.end(is_killed=True)
+        self.workers.clear()
+        self._on_exit = None
 
     def _reap(self, sender: int, description: str) -> None:
         self.num_deaths += 1

@@ -18,6 +18,8 @@ class Process:
         self.is_alive = True
         self.is_stopped = False
         self.slowness = 1.0
+        self.machine = self
+        """Process of the agent, or the head, of the machine; this one if there is no other."""
         self.connections: list[Connection] = []
         self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 

@@ -19,6 +19,7 @@ from tests.simulation.network import Context, Network
 from tests.simulation.node import SimulatedNode
 from tests.simulation.process import Process
 from tests.simulation.requests import Reader, draw_request
+from tests.simulation.workers import Worker
 from tests.simulation.world import LAYERS_PER_STAGE, POISON_TOKEN, World
 
 MOMENTS = (
@@ -54,6 +55,8 @@ class Limits:
     slowdown: tuple[float, ...] | None = None
     """Factor on the times of each stage; None: drawn, with the other options of layers."""
     layers: str = "auto"
+    num_standbys: int | None = None
+    """None: drawn."""
     strikes: tuple[tuple[str, int, str], ...] = ()
     """Faults at given moments: name, number of its occurrence from 1, kill or stop. In place of
     those that are drawn."""
@@ -113,10 +116,7 @@ class Scenario:
         self.end_time = start + self.limits.seconds
         self._draw_faults(start)
         try:
-            await asyncio.wait_for(
-                self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG),
-                LAST_WAIT_SECONDS + self.limits.seconds,
-            )
+            await asyncio.wait_for(self._start(), LAST_WAIT_SECONDS + self.limits.seconds)
         except EngineError:
             assert self.supervisor.state == "dead"
             return
@@ -126,11 +126,7 @@ class Scenario:
             )
             self._submit()
         await asyncio.sleep(max(0.0, self.end_time - self.loop.time()))
-        # What is stopped for a short time goes on; no fault strikes any more.
-        self.network.late_share = 0.0
-        if not self.limits.strikes:
-            for worker in self.node.workers.values():
-                worker.process.resume()
+        self._end_faults()
         deadline = self.loop.time() + LAST_WAIT_SECONDS
         while not all(reader.is_done for reader in self.readers) or self.supervisor.state in (
             "loading",
@@ -142,10 +138,31 @@ class Scenario:
             await self._submit_last(deadline)
         self.num_served_deaths = self.num_deaths
         await self.supervisor.stop()
-        assert not self.node.workers, "processes are left"
+        await self._wait_for_machines()
+        assert not self._workers(), "processes are left"
         bounds = [0, *(part.stop for part in self.supervisor.layers)]
         assert bounds[-1] == LAYERS_PER_STAGE * len(self.degrees)
         assert bounds == sorted(set(bounds)), "a stage has no layer"
+
+    async def _start(self) -> None:
+        await self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG)
+
+    async def _wait_for_machines(self) -> None:
+        """Wait until other machines have heard of the end."""
+
+    def _end_faults(self) -> None:
+        """Let what is stopped for a short time go on; no fault strikes any more."""
+        self.network.late_share = 0.0
+        if not self.limits.strikes:
+            for worker in self._workers().values():
+                worker.process.resume()
+
+    def _workers(self) -> dict[int, Worker]:
+        """Return the workers of all machines that have not been reaped."""
+        return self.node.workers
+
+    def _kill_worker(self, sender: int) -> None:
+        self.node.kill(sender)
 
     async def _submit_last(self, deadline: float) -> None:
         """Check that the engine serves after all faults."""
@@ -224,7 +241,7 @@ class Scenario:
             self._freeze(process, moment)
 
     def _victims(self) -> list[Process]:
-        return [each.process for each in self.node.workers.values() if each.process.is_alive]
+        return [each.process for each in self._workers().values() if each.process.is_alive]
 
     def _kill(self) -> None:
         if victims := self._victims():
@@ -253,12 +270,12 @@ class Scenario:
         """Kill a process."""
         self.faults[f"killed at {moment}"] += 1
         sender = next(
-            (s for s, worker in self.node.workers.items() if worker.process is process), None
+            (s for s, worker in self._workers().items() if worker.process is process), None
         )
         if sender is None:
             process.end(is_killed=True)
         else:
-            self.node.kill(sender)
+            self._kill_worker(sender)
 
     def _freeze(self, process: Process, moment: str) -> None:
         self.faults[f"stopped at {moment}"] += 1
@@ -271,9 +288,13 @@ class Scenario:
 
     def _check(self) -> None:
         for reader in self.readers:
-            reader.check((len(self.degrees),))
+            reader.check(self._stage_counts())
             for kind in reader.errors:
                 self._check_error(kind)
+
+    def _stage_counts(self) -> tuple[int, ...]:
+        """Return the numbers of stages that the engine has had."""
+        return (len(self.degrees),)
 
     def _check_error(self, kind: str) -> None:
         """Check that there was a reason for an error."""
@@ -311,9 +332,19 @@ class Scenario:
             max_num_seqs=self.rng.choice([2, 8]),
             max_restarts=self.max_restarts,
             recovery_timeout=self.recovery_timeout,
-            standby_workers=0 if self.limits.strikes else self.rng.choice([0, 0, 1, 2]),
+            standby_workers=self._draw_standbys(),
             **self._draw_layers(),
+            **self._more_options(),
         )
+
+    def _draw_standbys(self) -> int:
+        if self.limits.num_standbys is not None:
+            return self.limits.num_standbys
+        return 0 if self.limits.strikes else self.rng.choice([0, 0, 1, 2])
+
+    def _more_options(self) -> dict[str, Any]:
+        """Return further options of `create_supervisor`."""
+        return {}
 
     def _draw_layers(self) -> dict[str, Any]:
         """Draw the options by which layers are divided."""

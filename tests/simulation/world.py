@@ -40,6 +40,8 @@ class World:
     instances: list["Instance"] = field(default_factory=list)
     """Open ones, of living processes and of those that died with them."""
     num_steps: int = 0
+    memory_per_worker: int | None = None
+    """Bytes that a machine has for each worker of its stages; None for any number."""
     slowness: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 10.0)
     """Factors of the times of processes, from which each draws one."""
 

@@ -1,0 +1,148 @@
+"""Deterministic simulation of engines on several machines under faults.
+
+The real agents, the hub of the nodes and all between them run on the virtual clock, beside what
+runs in the simulation of one machine.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import num_examples
+from tests.simulation.node_scenario import NodeLimits, NodeScenario
+
+
+def play(seed: int = 3, **options: object) -> NodeScenario:
+    """Play a life of four stages on three nodes, two of them other machines."""
+    limits = {
+        "num_nodes": 3,
+        "degrees": (1, 1, 1, 1),
+        "num_requests": 30,
+        "seconds": 60.0,
+        "num_faults": 0,
+        "max_restarts": 3,
+        "poison_share": 0.0,
+        "slowdown": (1.0,) * 4,
+        "num_standbys": 0,
+    }
+    scenario = NodeScenario(seed, NodeLimits(**{**limits, **options}))  # type: ignore[arg-type]
+    scenario.world.slowness = (1.0,)
+    scenario.play()
+    return scenario
+
+
+def ends(scenario: NodeScenario) -> set[str]:
+    return {end for reader in scenario.readers for end, _ in reader.ends.values()}
+
+
+def test_without_faults_everything_ends_without_an_error() -> None:
+    scenario = play()
+    assert ends(scenario) <= {"stop", "length", "abort"}
+    assert scenario.nodes_used == [["local", "local", "node-1", "node-2"]]
+
+
+BEFORE = ["local", "local", "node-1", "node-2"]
+
+
+def check_served(scenario: NodeScenario) -> None:
+    """Check that no request was lost, and that requests ran throughout."""
+    assert ends(scenario) <= {"stop", "length", "abort"}
+    assert len(scenario.readers) > 10
+    assert scenario.supervisor.cause == "the engine was stopped"
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_machine_that_loses_power_returns_in_time(seed: int) -> None:
+    scenario = play(seed, node_strikes=((20.0, "power", 0, 4.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE, BEFORE]
+    assert scenario.num_served_deaths == 1, "survivors keep their processes"
+    assert dict(scenario.supervisor.deaths.recoveries) == {"node": 1}
+
+
+def test_layers_are_cut_anew_over_the_machines_left() -> None:
+    scenario = play(node_strikes=((20.0, "power", 0, 500.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE, ["local", "local", "node-2"]]
+    assert len(scenario.supervisor.layers) == 3
+    assert scenario.num_served_deaths == 1
+    # Both machines are lost, one after the other: the head has all layers.
+    strikes = ((20.0, "power", 0, 500.0), (40.0, "power", 1, 500.0))
+    scenario = play(node_strikes=strikes)
+    check_served(scenario)
+    assert scenario.nodes_used[-1] == ["local", "local"]
+
+
+def test_without_memory_for_it_the_engine_waits_for_the_machine() -> None:
+    scenario = play(can_recut=False, node_strikes=((20.0, "power", 1, 40.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE, BEFORE]
+
+
+def test_a_spare_takes_the_stages_at_once() -> None:
+    strikes = ((20.0, "power", 1, 25.0), (60.0, "power", 2, 500.0))
+    scenario = play(num_spares=1, can_recut=False, seconds=90.0, node_strikes=strikes)
+    check_served(scenario)
+    # The machine that has returned is the spare of the spare.
+    assert scenario.nodes_used == [BEFORE, [*BEFORE[:3], "spare-0"], BEFORE]
+
+
+def test_a_short_cut_of_the_network_is_no_event() -> None:
+    scenario = play(node_strikes=((20.0, "network", 0, 3.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE]
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_a_cut_of_the_network_costs_no_process(seed: int) -> None:
+    scenario = play(seed, node_strikes=((20.0, "network", 0, 8.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE, BEFORE]
+    assert scenario.num_served_deaths == 0
+    assert scenario.machines[0].node.num_deaths == len(scenario.machines[0].node.workers) + 1
+
+
+def test_two_machines_are_lost_at_once() -> None:
+    strikes = ((20.0, "power", 0, 4.0), (20.5, "network", 1, 8.0))
+    scenario = play(node_strikes=strikes)
+    check_served(scenario)
+    assert scenario.nodes_used[-1] == BEFORE
+
+
+@settings(max_examples=num_examples(12, 1500), deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_faults=st.integers(0, 4),
+    num_node_faults=st.integers(0, 6),
+    num_nodes=st.integers(2, 4),
+    num_spares=st.integers(0, 2),
+    can_recut=st.booleans(),
+)
+def test_requests_outlive_every_machine_but_the_head(
+    seed: int,
+    num_faults: int,
+    num_node_faults: int,
+    num_nodes: int,
+    num_spares: int,
+    can_recut: bool,
+) -> None:
+    limits = NodeLimits(
+        num_faults=num_faults,
+        num_node_faults=num_node_faults,
+        num_nodes=num_nodes,
+        num_spares=num_spares,
+        can_recut=can_recut,
+    )
+    NodeScenario(seed, limits).play()
+
+
+def test_the_same_seed_is_the_same_life() -> None:
+    first, second = (
+        NodeScenario(11, NodeLimits(num_nodes=3, num_spares=1, num_faults=3, num_node_faults=4))
+        for _ in range(2)
+    )
+    first.play()
+    second.play()
+    assert first.faults == second.faults
+    assert first.loop.num_events == second.loop.num_events
+    assert [r.tokens for r in first.readers] == [r.tokens for r in second.readers]
