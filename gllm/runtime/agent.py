@@ -156,7 +156,8 @@ class Agent:
         membership = asyncio.create_task(self._keep_membership(context))
         membership.add_done_callback(self._on_task_done)
         try:
-            status, cause = await self._finished
+            # Shielded, so that a cancelled task still ends everything below.
+            status, cause = await asyncio.shield(self._finished)
         except BaseException:
             self._finish(1, "it was interrupted")
             raise

@@ -73,6 +73,11 @@ class NodeScenario(Scenario):
     async def _start(self) -> None:
         facts = JoinFacts(PROTOCOL, __version__, "demo", "", b"")
         cluster = ClusterHead(self._nodes_config(), None, facts, self.degrees, 60.0)
+        # A machine that the head has lost may compute on for a while; what it sends is dropped.
+        members = cluster.hub.sessions
+        self.world.is_lost = lambda process: (
+            process is not self.head and (process.name not in members)
+        )
         for machine in self.machines:
             self.loop.call_later(self.rng.uniform(0.0, 3.0), self._switch_on, machine)
         self.supervisor.set_nodes(await cluster.form())
@@ -137,7 +142,7 @@ class NodeScenario(Scenario):
             self._switch_on(machine)
 
     async def _wait_for_machines(self) -> None:
-        deadline = self.loop.time() + 100.0
+        deadline = self.loop.time() + 400.0
         while any(machine.is_on for machine in self.machines):
             assert self.loop.time() < deadline, "an agent does not end"
             await asyncio.sleep(0.1)

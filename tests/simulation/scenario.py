@@ -119,6 +119,7 @@ class Scenario:
             await asyncio.wait_for(self._start(), LAST_WAIT_SECONDS + self.limits.seconds)
         except EngineError:
             assert self.supervisor.state == "dead"
+            await self._wait_for_machines()
             return
         while self.loop.time() < self.end_time and len(self.readers) < self.limits.num_requests:
             await asyncio.sleep(

@@ -17,7 +17,7 @@ def play(seed: int = 3, **options: object) -> NodeScenario:
     limits = {
         "num_nodes": 3,
         "degrees": (1, 1, 1, 1),
-        "num_requests": 30,
+        "num_requests": 20,
         "seconds": 60.0,
         "num_faults": 0,
         "max_restarts": 3,
@@ -47,11 +47,11 @@ BEFORE = ["local", "local", "node-1", "node-2"]
 def check_served(scenario: NodeScenario) -> None:
     """Check that no request was lost, and that requests ran throughout."""
     assert ends(scenario) <= {"stop", "length", "abort"}
-    assert len(scenario.readers) > 10
+    assert len(scenario.readers) > 7
     assert scenario.supervisor.cause == "the engine was stopped"
 
 
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_a_machine_that_loses_power_returns_in_time(seed: int) -> None:
     scenario = play(seed, node_strikes=((20.0, "power", 0, 4.0),))
     check_served(scenario)
@@ -93,7 +93,7 @@ def test_a_short_cut_of_the_network_is_no_event() -> None:
     assert scenario.nodes_used == [BEFORE]
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(i, marks=pytest.mark.long) for i in (4, 5))])
 def test_a_cut_of_the_network_costs_no_process(seed: int) -> None:
     scenario = play(seed, node_strikes=((20.0, "network", 0, 8.0),))
     check_served(scenario)
@@ -109,7 +109,7 @@ def test_two_machines_are_lost_at_once() -> None:
     assert scenario.nodes_used[-1] == BEFORE
 
 
-@settings(max_examples=num_examples(12, 1500), deadline=None)
+@settings(max_examples=num_examples(5, 1500), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_faults=st.integers(0, 4),

@@ -39,6 +39,8 @@ class World:
     """Called at each step of a process's life; it may end or stop the process."""
     instances: list["Instance"] = field(default_factory=list)
     """Open ones, of living processes and of those that died with them."""
+    is_lost: Callable[[Process], bool] = lambda machine: False
+    """Returns True for a machine whose processes no longer belong to the engine."""
     num_steps: int = 0
     memory_per_worker: int | None = None
     """Bytes that a machine has for each worker of its stages; None for any number."""
@@ -46,13 +48,14 @@ class World:
     """Factors of the times of processes, from which each draws one."""
 
     def begin_instance(self, instance: "Instance") -> None:
-        """Check that no instance of another generation is at work."""
+        """Check that no instance of another generation is at work on a machine of the engine."""
         self.instances = [
             each for each in self.instances if each.process.is_alive and not each.is_closed
         ]
         generation = instance.placement.generation
         for each in self.instances:
-            assert each.placement.generation == generation, "two generations are at work"
+            is_current = each.placement.generation == generation
+            assert is_current or self.is_lost(each.process.machine), "two generations are at work"
         self.instances.append(instance)
 
 
