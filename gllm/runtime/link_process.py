@@ -165,6 +165,9 @@ class LinkProcess:
     def _start(self) -> None:
         """Start a process and send it the open edges. Raises OSError."""
         loop = asyncio.get_running_loop()
+        if self._restart is not None:
+            self._restart.cancel()
+            self._restart = None
         self._started_at = loop.time()
         own, inherited = create_channels()
         try:
@@ -241,8 +244,12 @@ class LinkProcess:
         if cause:
             text = f"the data port {self._identity.listen} cannot be bound: {cause}"
             self._listening.set_exception(OSError(text))
-        else:
-            self._listening.set_result(port)
+            return
+        self._listening.set_result(port)
+        if port:
+            # Another process after this one has to be where the other machines expect it.
+            host, _, _ = self._identity.listen.rpartition(":")
+            self._identity = msgspec.structs.replace(self._identity, listen=f"{host}:{port}")
 
     def _on_exit(self) -> None:
         """Start another process after one that has exited."""
