@@ -59,6 +59,7 @@ class HeadDialer:
         self._on_message = on_message
         self._read_node = read_node
         self._last_log = float("-inf")
+        self._logged_cause = ""
 
     @property
     def is_member(self) -> bool:
@@ -108,7 +109,9 @@ class HeadDialer:
                 num_failures += 1
             delay = min(backoff.next_delay(), deadline - loop.time())
             if delay <= 0:
-                return 1, f"no head at {self._config.head} for {limit:g} seconds: {self.cause}"
+                head = self._config.head
+                advice = f"`gllm doctor --master-addr {head}` looks for the reason"
+                return 1, f"no head at {head} for {limit:g} seconds: {self.cause}; {advice}"
             await asyncio.sleep(delay)
 
     async def _attempt(
@@ -151,11 +154,11 @@ class HeadDialer:
         return await asyncio.shield(self.session.ended)
 
     def _log_failure(self) -> None:
-        """Log that there is no session, now and then above the level of debugging."""
+        """Log that there is no session: another cause at once, the same one now and then."""
         now = time.monotonic()
         level = logging.DEBUG
-        if now - self._last_log >= LOG_SECONDS:
-            self._last_log = now
+        if now - self._last_log >= LOG_SECONDS or self.cause != self._logged_cause:
+            self._last_log, self._logged_cause = now, self.cause
             level = logging.WARNING
         head = self._config.head
         log.log(level, "no session with the head at %s: %s; trying again", head, self.cause)
