@@ -96,7 +96,7 @@ def test_ray_starts_an_agent_that_ends_with_the_server() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_requests_survive_the_loss_of_a_raylet_and_a_new_one_becomes_a_spare() -> None:
-    num_tokens = 200
+    num_tokens = 900
     expected = texts_of_one_machine(PROMPTS, num_tokens)
     with start_raylets(3) as raylets, serving_with_ray(raylets, 3, "--ray-spares", "1") as server:
         assert len(names(server, "member")) == 3
@@ -111,6 +111,7 @@ def test_requests_survive_the_loss_of_a_raylet_and_a_new_one_becomes_a_spare() -
             thread.start()
         wait_until(lambda: all(texts))
         raylets.kill(2)
+        assert all(text != whole for text, whole in zip(texts, expected, strict=True))
         for thread in threads:
             thread.join(START_SECONDS)
         assert texts == expected
