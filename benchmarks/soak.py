@@ -32,6 +32,7 @@ from benchmarks.soak_samples import (
     group_by_role,
     growth_per_recovery,
     measure_drift,
+    one_per_minute,
 )
 from benchmarks.soak_server import SoakServer, describe_command, serving, to_json
 from gllm.sim.report import format_table
@@ -46,7 +47,9 @@ MIN_SAMPLES = 6
 SETTLE_SECONDS = 3.0
 """Time between the end of the last request and the sample of an idle moment."""
 TITLES = "gllm-"
-"""Beginning of the titles of processes that serve; others are on their way to such a title."""
+"""Beginning of the titles of processes that serve."""
+STARTING = "gllm-standby"
+"""Title of a process that imports its modules: it grows until it is assigned a stage."""
 
 
 class LoopSample(NamedTuple):
@@ -190,7 +193,7 @@ def evaluate(record: SoakRecord, tally: LoadTally, warm_up: float) -> dict[str, 
         "per_recovery": {
             f"{role}: {figure}": growth_per_recovery(samples, figure)
             for role, samples in group_by_role(record.busy).items()
-            if TITLES in role and len(samples) >= MIN_SAMPLES
+            if _is_serving(role, samples)
             for figure in JUDGED
         },
         "sent": dict(tally.num_sent),
@@ -203,10 +206,15 @@ def evaluate(record: SoakRecord, tally: LoadTally, warm_up: float) -> dict[str, 
         "kills": dict(record.kills),
         "recoveries": max((each.num_recoveries for each in record.loop), default=0),
         "problems": problems,
-        "samples": to_json(record.busy),
+        "samples": to_json(one_per_minute(record.busy)),
         "idle_samples": to_json(record.idle),
         "loop_samples": [each._asdict() for each in record.loop],
     }
+
+
+def _is_serving(role: str, samples: Sequence[ProcessSample]) -> bool:
+    """Return True if processes of a role serve, and were sampled often enough to be judged."""
+    return TITLES in role and STARTING not in role and len(samples) >= MIN_SAMPLES
 
 
 def _role_drifts(
@@ -216,7 +224,7 @@ def _role_drifts(
     drifts = {}
     for role, rows in group_by_role(each for each in samples if each.seconds > warm_up).items():
         is_replaced = len({row.pid for row in rows}) > 1
-        if TITLES not in role or len(rows) < MIN_SAMPLES or (is_replaced and condition == "idle"):
+        if not _is_serving(role, rows) or (is_replaced and condition == "idle"):
             continue
         for figure in FIGURES:
             with suppress(ValueError):

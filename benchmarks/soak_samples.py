@@ -215,6 +215,14 @@ def group_by_role(samples: Iterable[ProcessSample]) -> dict[str, list[ProcessSam
     return dict(sorted(groups.items()))
 
 
+def one_per_minute(samples: Iterable[ProcessSample]) -> list[ProcessSample]:
+    """Return the first sample of each process in each minute: enough to draw its course."""
+    kept: dict[tuple[str, int, int], ProcessSample] = {}
+    for sample in samples:
+        kept.setdefault((sample.role, sample.pid, int(sample.seconds / 60)), sample)
+    return list(kept.values())
+
+
 def drift_of_role(samples: Sequence[ProcessSample], figure: str) -> Drift:
     """Return the drift of a figure of a role, by age if processes were replaced.
 

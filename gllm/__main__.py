@@ -38,7 +38,20 @@ def help_text() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the sub-command named by the first argument; return the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _run_command(sys.argv[1:] if argv is None else argv)
+        finally:
+            # A pipe whose reader has gone is noticed here and not at the exit of the interpreter.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader closed the pipe; do not flush to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run_command(arguments: list[str]) -> int:
+    """Run the sub-command; raises BrokenPipeError if nothing reads its output any more."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(help_text())
@@ -56,10 +69,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gllm {name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader closed the pipe; do not flush to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

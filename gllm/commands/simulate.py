@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
             _write_log(values.step_log, events)
         if values.output:
             write_outputs(run, summary, Path(values.output))
+    except BrokenPipeError:
+        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
     except (ValueError, OSError) as error:
         print(f"gllm simulate: {error}", file=sys.stderr)
         return 2

@@ -5,10 +5,11 @@ Each worker has a pair of connected sockets to its parent, which keep the bounda
 sender may close its ones at once. This module imports no torch.
 """
 
+import os
 import socket
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MAX_PART_BYTES = 2**16
 """Bytes of one part of a message; the kernel sends a part as a whole or not at all."""
@@ -96,3 +97,20 @@ def create_channels() -> tuple[DescriptorChannel, DescriptorChannel]:
     """Return the two ends of a new pair; new processes inherit neither of them."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return DescriptorChannel(ends[0]), DescriptorChannel(ends[1])
+
+
+def create_descriptors(*create: Callable[[], int]) -> list[int]:
+    """Return the descriptors that the functions create: all of them, or none.
+
+    Raises:
+        OSError: A function failed; the descriptors before it are closed.
+    """
+    descriptors: list[int] = []
+    try:
+        for function in create:
+            descriptors.append(function())
+    except OSError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return descriptors

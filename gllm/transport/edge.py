@@ -5,8 +5,11 @@ torch: the parent creates the edges before the workers open them.
 """
 
 import os
+from functools import partial
 
 import msgspec
+
+from gllm.transport.descriptors import create_descriptors
 
 AUTO = "auto"
 """Transport of an edge whose workers choose: by the devices of the two stages."""
@@ -46,9 +49,15 @@ def create_edge(name: str, transport: str = AUTO, is_remote: bool = False) -> Ed
         transport: a name of `gllm.transport.registry.TRANSPORTS`, or AUTO.
         is_remote: True if one of the processes is the data mover, which has the edge's other end
             on another machine.
+
+    Raises:
+        OSError: This process has no more descriptors; those of the edge are closed again.
     """
-    event = os.eventfd(0, os.EFD_SEMAPHORE)
-    descriptors = [os.memfd_create(name), event, os.memfd_create(f"{name}-meeting")]
+    create = [
+        partial(os.memfd_create, name),
+        partial(os.eventfd, 0, os.EFD_SEMAPHORE),
+        partial(os.memfd_create, f"{name}-meeting"),
+    ]
     if is_remote:
-        descriptors += [os.memfd_create(f"{name}-peer"), os.eventfd(0)]
-    return Edge(transport, [], descriptors, is_remote)
+        create += [partial(os.memfd_create, f"{name}-peer"), partial(os.eventfd, 0)]
+    return Edge(transport, [], create_descriptors(*create), is_remote)

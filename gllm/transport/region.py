@@ -5,8 +5,11 @@ parent creates regions before the workers open them (`gllm.transport.groups`).
 """
 
 import os
+from functools import partial
 
 import msgspec
+
+from gllm.transport.descriptors import create_descriptors
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -39,5 +42,11 @@ def create_region(name: str, transport: str = "auto") -> Region:
 
     Its files have no path. They are sent to the workers and vanish with the last process that
     holds them.
+
+    Raises:
+        OSError: This process has no more descriptors; those of the region are closed again.
     """
-    return Region(transport, [os.memfd_create(name), os.memfd_create(f"{name}-meeting")])
+    descriptors = create_descriptors(
+        partial(os.memfd_create, name), partial(os.memfd_create, f"{name}-meeting")
+    )
+    return Region(transport, descriptors)

@@ -16,7 +16,7 @@ from typing import Any
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, add_flags
 from gllm.router import build_parser
-from tests.e2e.server import Server, wait_until
+from tests.e2e.server import Server, end_with_the_tests, wait_until
 
 
 def free_port() -> int:
@@ -53,7 +53,11 @@ class EngineProcess:
         command += ["--router", routers, "--kv-cache-memory", "64MiB", *flags]
         self.name = name
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=end_with_the_tests(),
         )
 
     def kill(self, number: int = signal.SIGKILL) -> None:

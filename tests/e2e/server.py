@@ -12,8 +12,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from gllm.runtime.parent_death import die_with_parent
 
 DEADLINE = 90.0
 """Seconds for anything that should happen at once, on a machine however busy."""
@@ -80,6 +83,14 @@ def stages(pid: int) -> dict[int, int]:
     return {int(stage): child for stage, child in places(pid).items()}
 
 
+def end_with_the_tests() -> Callable[[], None]:
+    """A `preexec_fn` with which a process dies when the tests are killed, and its workers with it.
+
+    It has to be started by a thread that lives as long as the tests.
+    """
+    return partial(die_with_parent, os.getpid())
+
+
 class Server:
     """`python -m gllm.serve MODEL FLAGS` on a free port; `certificate`: the one to trust."""
 
@@ -90,7 +101,9 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", self.module, model, "--port", str(self.port), *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests()
+        )
         self.url = f"http{'s' if certificate else ''}://127.0.0.1:{self.port}"
         self._tls = ssl.create_default_context(cafile=certificate) if certificate else None
 

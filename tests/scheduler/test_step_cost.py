@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.balance_policy import BalancePolicy
@@ -125,6 +125,7 @@ def test_later_chunks_of_a_prompt_are_smaller_and_take_as_long() -> None:
     assert max(seconds) / min(seconds) < 1.05
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**5), st.integers(1, 10**5), st.floats(0.01, 1e5))
 def test_a_chunk_uses_its_budget(start: int, most: int, budget: float) -> None:
     tokens, cost = learnt_once().size_chunk(start, most, budget)

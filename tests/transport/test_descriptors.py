@@ -1,11 +1,12 @@
 """Messages with descriptors: what arrives, and that no descriptor is left anywhere."""
 
+import errno
 import os
 import resource
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,8 @@ from gllm.transport.descriptors import (
     DescriptorError,
     create_channels,
 )
+from gllm.transport.edge import Edge, create_edge
+from gllm.transport.region import Region, create_region
 
 Ends = tuple[DescriptorChannel, DescriptorChannel]
 
@@ -137,3 +140,26 @@ def test_a_process_has_inherited_its_end_and_nothing_else(ends: Ends) -> None:
     assert process.wait(60) == 0
     for each in (reader, writer):
         os.close(each)
+
+
+@pytest.mark.parametrize(("create", "num_files"), [(create_edge, 2), (create_region, 2)])
+def test_files_that_lack_a_descriptor_leave_none_open(
+    create: Callable[[str], Edge | Region], num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The edge's event is no file; it is created between the two."""
+    real, names = os.memfd_create, []
+
+    def fail_last(name: str) -> int:
+        names.append(name)
+        if len(names) == num_files:
+            raise OSError(errno.EMFILE, "no more descriptors")
+        return real(name)
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", fail_last)
+        with pytest.raises(OSError, match="no more descriptors"):
+            create("edge")
+    assert os.listdir("/proc/self/fd") == before
+    create("edge").close()
+    assert os.listdir("/proc/self/fd") == before
