@@ -18,7 +18,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.lifecycle import Hello
 from gllm.runtime.authenticator import Authenticator
-from gllm.runtime.bus_socket import CLOSED, MAX_QUEUED_FRAMES, BusSocket, Decode, is_ipv6
+from gllm.runtime.bus_socket import CLOSED, MAX_QUEUED_FRAMES, NEW_KEYS, BusSocket, Decode, is_ipv6
 from gllm.runtime.connections import UNKNOWN_ADDRESS, HubConnection, HubConnections, RefusedPeers
 from gllm.runtime.session import (
     ANY_GENERATION,
@@ -38,7 +38,6 @@ _CLOSE_SECONDS = 0.5
 """Time for the last messages to a guest that is forgotten."""
 _BIND_SECONDS = 0.02
 """Interval of attempts to bind the address anew."""
-_NEW_KEYS = "the hub has a new node secret"
 
 
 class _Session:
@@ -108,6 +107,8 @@ class Hub(BusSocket):
         """Includes sessions that have ended, until their connections have."""
         self._disconnected: list[_Session] = []
         """Sessions whose connections have ended, which may have messages to be read."""
+        self._close_cause = CLOSED
+        """Cause of the end of connections that have ended since the last read."""
         self._connections = HubConnections(self.refused)
         self._due: list[tuple[int, AnyMessage]] = []
         """Messages of a generation that has begun, to be delivered at the next read."""
@@ -219,8 +220,9 @@ class Hub(BusSocket):
             # Only now, because a peer's last messages may be the reason of its exit.
             for session in self._disconnected:
                 del self._by_routing_id[session.routing_id]
-                ended.append((session, CLOSED))
+                ended.append((session, self._close_cause))
             self._disconnected.clear()
+            self._close_cause = CLOSED
         try:
             if messages:
                 self._on_messages(messages)
@@ -349,7 +351,8 @@ class Hub(BusSocket):
             log.info("the hub at %s begins to use the new node secret", self._address)
             self._read_events()
             self._socket.unbind(self._address)
-            self._connections.end_all(_NEW_KEYS)
+            self._connections.end_all(NEW_KEYS)
+            self._close_cause = NEW_KEYS
             self._bind_again()
 
     def _bind_again(self) -> None:

@@ -13,6 +13,8 @@ from gllm.runtime.session import ANY_GENERATION, MAX_FRAME_BYTES
 
 CLOSED = "the connection was closed"
 """Cause of a session's end if the peer closed it or exited."""
+NEW_KEYS = "the hub has a new node secret"
+"""Cause of the end of all sessions of a hub whose first node secret is another one."""
 MAX_QUEUED_FRAMES = 2**16
 """Frames in one direction between processes of a fleet that may wait until the peer is lost."""
 HANDSHAKE_SECONDS = 5.0

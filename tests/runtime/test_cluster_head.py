@@ -108,6 +108,10 @@ async def test_requests_survive_the_loss_and_return_of_a_machine(
             end.cluster.hub.lose(end.cluster.hub.sessions["node1"], "no message for 5 seconds")
         await until(lambda: end.supervisor.state == "recovering")
         assert "node1" in end.supervisor.state_cause
+        lost = end.cluster.reports(end.supervisor.node_events.node_stages)[1]
+        assert (lost.state, lost.num_losses, lost.stages) == ("lost", 1, [])
+        assert lost.last_cause in end.supervisor.state_cause
+        assert lost.load.cpu_utilization is None
         fields = {} if is_death else {"run": end.cluster.run, "workers": sorted(agent.workers)}
         again = await end.dial("node1", 1, **fields)
         assert await running == ([expected(200)], [""])

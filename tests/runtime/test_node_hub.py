@@ -26,10 +26,11 @@ from gllm.messages.nodes import (
 )
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.runtime.bus_socket import NEW_KEYS
 from gllm.runtime.connections import HubConnection
 from gllm.runtime.engine_error import EngineError
 from gllm.runtime.node_hub import NODE_RUN, NodeHub
-from gllm.runtime.security import SecretFile, create_secret_file
+from gllm.runtime.security import SecretFile, add_secret, create_secret_file, drop_secret
 from gllm.runtime.session import HEADER
 from tests.runtime.fake_agent import (
     CONFIG,
@@ -259,6 +260,32 @@ async def test_wrong_secret_is_counted_by_address(secured: HubUnderTest, tmp_pat
     assert "secret" in secured.hub.membership.describe_missing()
     member = secured.dial(make_join("one"))
     await until(lambda: member.is_welcome)
+
+
+async def test_a_new_secret_is_no_death(secured: HubUnderTest, tmp_path: Path) -> None:
+    listener = RecordingListener(secured.hub)
+    join = make_join("one")
+    agent = secured.dial(join)
+    await until(lambda: agent.is_welcome)
+    path = tmp_path / "secret"
+    add_secret(path)
+    drop_secret(path)
+    hub = secured.hub._hub
+    assert hub is not None
+    assert hub._authenticator is not None
+    hub._authenticator._reload()
+    await until(lambda: listener.lost)
+    assert listener.lost == [("one", NEW_KEYS, False, False)]
+    again = secured.dial(join, SecretFile(path).keys[0])
+    await until(lambda: again.is_welcome or again.lost)
+    while again.lost:
+        # The hub needs a moment to bind its address anew.
+        again = secured.dial(join, SecretFile(path).keys[0])
+        await until(lambda: again.is_welcome or again.lost)  # noqa: B023
+    # Who has the revoked secret stays out.
+    revoked = secured.dial(make_join("two", None))
+    await until(lambda: revoked.lost)
+    assert list(secured.hub.sessions) == ["one"]
 
 
 async def test_off_loopback_a_secret_is_required() -> None:
