@@ -95,6 +95,7 @@ class HeadSession:
         self._spoke.start(self._on_messages, self._end)
         self._spoke.send(join)
         self._watch = loop.create_task(self._keep_alive())
+        self._watch.add_done_callback(self._on_watch_done)
 
     @property
     def is_member(self) -> bool:
@@ -121,6 +122,12 @@ class HeadSession:
             self.ended.set_result(cause)
             self.answered.set()
             self._watch.cancel()
+
+    def _on_watch_done(self, watch: "asyncio.Task[None]") -> None:
+        """End the session if its heartbeats have failed."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            log.error("the heartbeats have failed", exc_info=error)
+            self.close(f"the heartbeats have failed: {error}")
 
     def _on_messages(self, messages: list[AnyMessage]) -> None:
         self._last_heard = time.monotonic()

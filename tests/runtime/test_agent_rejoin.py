@@ -19,7 +19,7 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
-from gllm.messages.nodes import StartWorker, WorkerExited
+from gllm.messages.nodes import NodeLoad, StartWorker, WorkerExited
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.runtime import agent_workers
@@ -109,6 +109,20 @@ async def test_a_silent_head_is_lost() -> None:
         await until(lambda: len(head.joins) > 1)
         assert "silent" in agent.agent.status().cause or agent.state == "member"
         assert head.joins[-1].workers == [2]
+
+
+async def test_heartbeats_that_fail_end_the_session(caplog: pytest.LogCaptureFixture) -> None:
+    async with head_and_agent() as (head, agent):
+        read_load = agent.agent._read_load
+
+        def fail() -> NodeLoad:
+            agent.agent._read_load = read_load
+            raise OSError("no sensor")
+
+        agent.agent._read_load = fail
+        await until(lambda: len(head.joins) > 1)
+        await until(lambda: agent.state == "member")
+        assert "no sensor" in caplog.text
 
 
 async def test_another_head_gets_other_workers() -> None:
@@ -233,8 +247,6 @@ async def test_no_worker_process_outlives_its_agent(end: signal.Signals, tmp_pat
         await until(lambda: head.joins)
         head.send(StartWorker(2, "warning", "text"))
         children = await until(lambda: psutil.Process(process.pid).children())
-        if end == signal.SIGTERM:
-            await until(lambda: head.from_worker(2, Hello))
         process.send_signal(end)
         status = await asyncio.to_thread(process.wait, SECONDS)
         assert status == (0 if end == signal.SIGTERM else -signal.SIGKILL)
