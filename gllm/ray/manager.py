@@ -37,7 +37,7 @@ def import_ray() -> Any:
     """Return the package ray. Raises LaunchError if it is not installed."""
     try:
         import ray
-        import ray.util.placement_group
+        import ray.util
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise LaunchError(
