@@ -14,6 +14,7 @@ from gllm.config.node_environment import NodePlace, read_node_place
 from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT, NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.runtime.local_node import STOP_SECONDS
+from gllm.runtime.node_admission import node_hub_address
 from gllm.runtime.security import SecretFile, create_secret_file
 from gllm.serve import build_parser
 from tests.deploy.lws_schema import LEADER_WORKER_SET
@@ -21,7 +22,7 @@ from tests.deploy.lws_schema import LEADER_WORKER_SET
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = "1.37"
 MANIFESTS = [*sorted(DEPLOY.glob("kubernetes*.yaml")), DEPLOY / "lws.yaml"]
-POD_NAME = "pod-1"
+POD = {"POD_NAME": "pod-1", "POD_IP": "127.0.0.7"}
 
 
 def read_objects(name: str) -> list[Any]:
@@ -103,7 +104,7 @@ def test_pods_of_leader_worker_set_know_their_place_from_their_environment() -> 
     assert leader["spec"] == worker["spec"]
     for rank in range(size):
         (container,) = worker["spec"]["containers"]
-        values = parse(expand(container, {"POD_NAME": POD_NAME}))
+        values = parse(expand(container, POD))
         variables = {
             "LWS_WORKER_INDEX": str(rank),
             "LWS_GROUP_SIZE": str(size),
@@ -112,7 +113,9 @@ def test_pods_of_leader_worker_set_know_their_place_from_their_environment() -> 
         nodes = config_from_flags(NodesConfig, values)
         place = read_node_place(nodes, variables, values.pipeline_parallel_size)
         assert place == NodePlace(rank, size, "gllm-0.gllm.default", DEFAULT_HEAD_PORT)
-        assert nodes.node_name == POD_NAME
+        assert nodes.node_name == POD["POD_NAME"]
+        # Also while the name of the pod has no DNS record.
+        assert node_hub_address(nodes) == f"tcp://{POD['POD_IP']}:{DEFAULT_HEAD_PORT}"
 
 
 def test_pods_of_the_stateful_set_know_their_place_and_find_the_head() -> None:
@@ -120,11 +123,13 @@ def test_pods_of_the_stateful_set_know_their_place_and_find_the_head() -> None:
     (container,) = pod_templates(stateful)["pod"]["spec"]["containers"]
     size = stateful["spec"]["replicas"]
     for rank in range(size):
-        values = parse(expand(container, {"POD_NAME": POD_NAME, "NODE_RANK": str(rank)}))
+        values = parse(expand(container, {**POD, "NODE_RANK": str(rank)}))
         nodes = config_from_flags(NodesConfig, values)
         place = read_node_place(nodes, {}, values.pipeline_parallel_size)
         host = f"{stateful['metadata']['name']}-0.{headless['metadata']['name']}"
         assert place == NodePlace(rank, size, host, DEFAULT_HEAD_PORT)
+        assert nodes.node_name == POD["POD_NAME"]
+        assert node_hub_address(nodes) == f"tcp://{POD['POD_IP']}:{DEFAULT_HEAD_PORT}"
     assert stateful["spec"]["serviceName"] == headless["metadata"]["name"]
     # The head becomes ready by the others, which have to start and to find it before.
     assert stateful["spec"]["podManagementPolicy"] == "Parallel"

@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
+from gllm.runtime.security import create_secret_file
 from tests.e2e.server import Server, alive, wait_until
 from tests.ray.raylets import Raylets, find_processes, free_ports, start_raylets
 
@@ -129,12 +131,16 @@ def test_requests_survive_the_loss_of_a_raylet_and_a_new_one_becomes_a_spare() -
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_an_agent_that_dies_is_started_again_by_ray() -> None:
-    with start_raylets(2) as raylets, serving_with_ray(raylets, 2) as server:
+def test_an_agent_that_dies_is_started_again_by_ray_with_its_secret(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    create_secret_file(secret)
+    flags = ("--node-secret-file", str(secret))
+    with start_raylets(2) as raylets, serving_with_ray(raylets, 2, *flags) as server:
         (agent,) = raylets.agents()
         os.kill(agent, signal.SIGKILL)
         wait_until(lambda: raylets.agents() and raylets.agents() != [agent], START_SECONDS)
         wait_until(lambda: nodes(server)[1]["num_losses"] == 1, START_SECONDS)
+        assert all(link["transport"] == "tcp+tls" for link in nodes(server)[1]["links"])
         status, answer = server.post("/v1/completions", body(PROMPTS[1], 30))
         assert status == 200
     assert [answer["choices"][0]["text"]] == texts_of_one_machine(PROMPTS[1:2], 30)
