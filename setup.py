@@ -95,7 +95,7 @@ setup(
         "dev": requirements("requirements-dev.txt"),
         "otel": requirements("requirements-otel.txt"),
         "ray": requirements("requirements-ray.txt"),
-        "gpu": ["triton>=3.6", "flash-attn"],
+        "gpu": ["triton>=3.6", "flash-attn", "nvidia-ml-py"],
     },
     entry_points={"console_scripts": ["gllm = gllm.__main__:main"]},
 )

@@ -51,7 +51,9 @@ class NvmlGpus:
         if visible is not None and all(part.strip().isdigit() for part in visible.split(",")):
             indices = [i for i in map(int, visible.split(",")) if i in indices]
         self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
-        self.names = [str(nvml.nvmlDeviceGetName(handle)) for handle in self._handles]
+        names = [nvml.nvmlDeviceGetName(handle) for handle in self._handles]
+        # Older versions of the package return bytes.
+        self.names = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
 
     def read(self) -> tuple[list[float | None], list[float | None], list[float | None]]:
         """See GpuSample."""

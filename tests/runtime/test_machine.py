@@ -53,7 +53,7 @@ def make_nvml(broken=()):
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetName=lambda handle: f"GPU {handle}",
+        nvmlDeviceGetName=lambda handle: f"GPU {handle}" if handle else b"GPU 0",
         nvmlDeviceGetUtilizationRates=value("utilization", types.SimpleNamespace(gpu=25)),
         nvmlDeviceGetPowerUsage=value("power", 150_000),
         nvmlDeviceGetTemperature=value("temperature", 55),

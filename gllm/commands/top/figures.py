@@ -6,7 +6,7 @@ Undefined results, such as a rate over zero seconds or a quantile of no observat
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gllm.commands.top.router_figures import RouterFigures, router_figures_between
@@ -70,6 +70,10 @@ class ServerMetrics:
     stages: tuple[StageTimeShares, ...]
     router: RouterFigures | None = None
     """Figures of a router and its engines; None for an engine."""
+    node_counts: Mapping[str, float] = field(default_factory=dict)
+    """Number of the engine's machines, by state."""
+    node_losses: float = 0.0
+    """Number of losses of machines since the server's start."""
 
 
 class ScrapeHistory:
@@ -151,6 +155,8 @@ def metrics_between(before: MetricsScrape, after: MetricsScrape) -> ServerMetric
         step_tokens=share(tokens, steps),
         stages=tuple(map(stage, sorted(after.stages.get("stage_busy_seconds_total", {})))),
         router=router_figures_between(before, after),
+        node_counts=after.node_counts,
+        node_losses=after.value("node_losses_total"),
     )
 
 

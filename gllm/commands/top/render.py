@@ -57,6 +57,7 @@ def render(
 def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
     """Return the lines that an engine has and a router has not."""
     return [
+        *_machine_lines(figures),
         _labeled_line("recoveries", _recoveries(figures)),
         _labeled_line(
             "micro-batches",
@@ -67,6 +68,14 @@ def _engine_part(figures: ServerMetrics, width: int) -> list[str]:
             _stage_lines(number, stage, width) for number, stage in enumerate(figures.stages)
         ),
     ]
+
+
+def _machine_lines(figures: ServerMetrics) -> list[str]:
+    """Return the line of an engine's machines; none if it has one machine only."""
+    if sum(figures.node_counts.values()) <= 1:
+        return []
+    counts = ", ".join(f"{n:.0f} {state}" for state, n in figures.node_counts.items() if n)
+    return [_labeled_line("machines", f"{counts}; losses: {figures.node_losses:.0f}")]
 
 
 def _router_part(router: RouterFigures) -> list[str]:

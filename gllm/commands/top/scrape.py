@@ -26,6 +26,8 @@ class MetricsScrape:
     """Metrics of a router with an `engine` label: by name, then by engine."""
     engine_states: Mapping[str, str] = field(default_factory=dict)
     """States of a router's engines."""
+    node_counts: Mapping[str, float] = field(default_factory=dict)
+    """Number of an engine's machines, by state."""
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     """Histograms: cumulative number of observations by bucket bound."""
     counters: frozenset[str] = frozenset()
@@ -65,6 +67,7 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
     ranks: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
     engines: dict[str, dict[str, float]] = defaultdict(dict)
     states: dict[str, str] = {}
+    node_counts: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = defaultdict(dict)
     counters: set[str] = set()
     model = ""
@@ -80,6 +83,11 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
                 engines[name][labels["engine"]] = sample.value
                 if "state" in labels:
                     states[labels["engine"]] = labels["state"]
+            elif "node" in labels:
+                # Series of machines come and go, and their counters begin anew.
+                continue
+            elif name == "nodes":
+                node_counts[labels["state"]] = sample.value
             elif "rank" in labels:
                 ranks[name][int(labels["stage"]), int(labels["rank"])] = sample.value
             elif "stage" in labels:
@@ -91,5 +99,14 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
     if not values:
         raise ValueError("its /metrics has no gllm metrics")
     return MetricsScrape(
-        time, model, values, stages, ranks, engines, states, buckets, frozenset(counters)
+        time,
+        model,
+        values,
+        stages,
+        ranks,
+        engines,
+        states,
+        node_counts,
+        buckets,
+        frozenset(counters),
     )

@@ -16,7 +16,7 @@ from gllm.frontend.request_metrics import RequestMetrics
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
-from tests.frontend.fake_engine import FakeEngine
+from tests.frontend.fake_engine import FakeEngine, node_report
 from tests.text import tokenizers_for_tests as some
 
 
@@ -51,6 +51,20 @@ def test_a_real_server_s_metrics_are_read() -> None:
     assert [stage.bubble for stage in found.stages] == pytest.approx([0.1, 0.3])
     assert found.ttft.p50 == 320, "beyond the last bound: the last bound"
     assert 0 <= found.itl.p50 <= 0.001
+
+
+def test_connections_of_machines_that_begin_anew_are_no_new_server() -> None:
+    engine = FakeEngine(Tokenizer(some.byte_level()))
+    engine.node_reports = [node_report("a"), node_report("b", state="spare")]
+    metrics = Metrics(engine)
+    before = parse_metrics(metrics.render().decode(), 10.0)
+    engine.node_reports = [node_report("a", links=[]), node_report("b", state="lost", links=[])]
+    engine.num_node_losses = 1
+    after = parse_metrics(metrics.render().decode(), 12.0)
+    assert after.follows(before)
+    found = metrics_between(before, after)
+    assert {state: n for state, n in found.node_counts.items() if n} == {"member": 1, "lost": 1}
+    assert found.node_losses == 1
 
 
 def test_ranks_of_a_stage_have_metrics_of_their_own() -> None:

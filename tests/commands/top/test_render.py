@@ -48,6 +48,15 @@ def test_the_view() -> None:
     assert "\n".join(render(FIGURES, [50, 100], "http://127.0.0.1:8000", 80)) == VIEW
 
 
+def test_several_machines_have_a_line() -> None:
+    counts = {"member": 2, "spare": 1, "lost": 0}
+    several = replace(FIGURES, node_counts=counts, node_losses=3)
+    lines = render(several, [50, 100], "http://127.0.0.1:8000", 80)
+    assert "machines       2 member, 1 spare; losses: 3" in lines
+    alone = replace(FIGURES, node_counts={"member": 1, "lost": 0})
+    assert render(alone, [50, 100], "http://127.0.0.1:8000", 80) == VIEW.splitlines()
+
+
 def test_ranks_have_lines_under_their_stage() -> None:
     stages = (StageTimeShares(0.75, 0.05, (0.75, 0.5)), StageTimeShares(0.25, 0.5))
     lines = render(replace(FIGURES, stages=stages), [50, 100], "http://127.0.0.1:8000", 80)
