@@ -124,15 +124,17 @@ class AgentMessageHandler:
                 remote.on_stacks(sender, stacks)
             case WorkerSessionLost(sender, cause) if sender in remote.workers:
                 self._death_handler.on_session_lost(sender, cause)
-            case AssignmentFailed(generation, cause):
+            case AssignmentFailed(generation, cause) if session.name in self._events.node_stages:
                 cause = f"node {session.name} could not assign the stages: {cause}"
                 self._events.on_generation_failed(generation, cause)
-            case EdgeOpened(generation, edge):
+            case EdgeOpened(generation, edge) if self._executor.edges.has_end(edge, session.name):
                 self._executor.on_edge_opened(generation, edge)
-            case EdgeLost(generation, edge, cause):
+            case EdgeLost(generation, edge, cause) if self._executor.edges.has_end(
+                edge, session.name
+            ):
                 self.on_edge_lost(generation, edge, cause)
             case _:
-                # About a worker that is gone, or is none of this node.
+                # About a worker or an edge that is gone, or is none of this node.
                 self._channels.drop()
 
     def on_node_lost(

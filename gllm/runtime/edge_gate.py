@@ -34,6 +34,10 @@ class EdgeGate:
         """Nodes of the edges that are not connected."""
         return [self._pairs[edge] for edge in sorted(self._missing)]
 
+    def has_end(self, edge: int, node: str) -> bool:
+        """Return True if an edge of the generation begins or ends on a node."""
+        return node in self._pairs.get(edge, ())
+
     def begin(self, placement: Placement) -> None:
         """Wait for the edges of a generation."""
         self._generation = placement.generation

@@ -258,8 +258,11 @@ async def test_stale_and_foreign_frames_change_nothing(monkeypatch: pytest.Monke
         for sender in (other, end.supervisor.senders[0], 99):
             first.send(WorkerFrame(sender, 1, failed))
             first.send(WorkerSessionLost(sender, "lost"))
-        await until(lambda: end.supervisor.num_stale_frames >= before + 8)
-        assert end.supervisor.num_stale_frames == before + 8
+        # Edge 0 connects the head and the first node, and there is no third edge.
+        second.send(EdgeLost(1, 0, "no route"))
+        second.send(EdgeLost(1, 2, "no route"))
+        await until(lambda: end.supervisor.num_stale_frames >= before + 10)
+        assert end.supervisor.num_stale_frames == before + 10
         assert end.supervisor.state == "ready"
         assert end.supervisor.generation == 1
         assert not first.lost
