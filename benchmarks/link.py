@@ -4,7 +4,7 @@ Two `gllm-link` processes, as on two machines, with TLS and without. One figure 
 steps, as of prefills, with the CPU time of both processes; the other is the round trip of small
 ones, as of decodes. Beside them are the limits of this machine: copies in memory, and plain TCP
 over loopback. Rounds with and without TLS alternate. Run as `python -m benchmarks.link`; it prints
-the figures and writes them to docs/benchmarks/link.md.
+the figures and writes them to a page of docs/benchmarks.
 """
 
 import argparse
