@@ -191,7 +191,7 @@ def evaluate(record: SoakRecord, tally: LoadTally, warm_up: float) -> dict[str, 
     return {
         "drifts": drifts,
         "per_recovery": {
-            f"{role}: {figure}": growth_per_recovery(samples, figure)
+            f"{role}: {figure}": growth_per_recovery(samples, figure)._asdict()
             for role, samples in group_by_role(record.busy).items()
             if _is_serving(role, samples)
             for figure in JUDGED
@@ -280,7 +280,7 @@ def format_page(results: dict[str, Any], options: argparse.Namespace) -> str:
             ]
         )
     growth = [
-        [*name.split(": "), format_value(name, value)]
+        [*name.split(": "), format_value(name, value["growth"]), str(value["num_pairs"])]
         for name, value in results["per_recovery"].items()
     ]
     kills = ", ".join(f"{role} {count}" for role, count in sorted(results["kills"].items()))
@@ -301,7 +301,7 @@ def format_page(results: dict[str, Any], options: argparse.Namespace) -> str:
                 rows,
             ),
             "Growth of a process per recovery that it survived:",
-            format_table(["process", "figure", "growth"], growth),
+            format_table(["process", "figure", "growth", "pairs"], growth),
             "Problems: " + ("; ".join(problems) if problems else "none."),
         ]
     )

@@ -191,11 +191,20 @@ def drift_at_equal_age(samples: Sequence[ProcessSample], figure: str) -> Drift:
     )
 
 
-def growth_per_recovery(samples: Sequence[ProcessSample], figure: str) -> float:
+class RecoveryGrowth(NamedTuple):
+    """Growth of a figure with each recovery that a process survives."""
+
+    growth: float
+    """Median over all pairs; 0 without a pair."""
+    num_pairs: int
+    """Pairs of consecutive generations of one process."""
+
+
+def growth_per_recovery(samples: Sequence[ProcessSample], figure: str) -> RecoveryGrowth:
     """Return by how much a figure grows with each recovery that a process survives.
 
     Compares the medians of a process in consecutive generations, from the second one that it lives
-    in, and returns the median over all these pairs; 0 without a pair.
+    in.
     """
     lives: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
@@ -204,7 +213,7 @@ def growth_per_recovery(samples: Sequence[ProcessSample], figure: str) -> float:
     for generations in lives.values():
         medians = [median(values) for _, values in sorted(generations.items())][1:]
         steps += [b - a for a, b in pairwise(medians)]
-    return median(steps) if steps else 0.0
+    return RecoveryGrowth(median(steps) if steps else 0.0, len(steps))
 
 
 def group_by_role(samples: Iterable[ProcessSample]) -> dict[str, list[ProcessSample]]:

@@ -75,8 +75,9 @@ def test_replaced_processes_are_compared_at_equal_age() -> None:
 
 def test_growth_per_survived_recovery() -> None:
     rows = [sample(10.0 * step, 1000 + 7 * (step // 6)) for step in range(60)]
-    assert growth_per_recovery(rows, "memory_bytes") == 7
-    assert growth_per_recovery(rows[:6], "memory_bytes") == 0
+    # Ten generations; the first is left out.
+    assert growth_per_recovery(rows, "memory_bytes") == (7, 8)
+    assert growth_per_recovery(rows[:6], "memory_bytes") == (0, 0)
 
 
 class FakeRecord:

@@ -29,7 +29,7 @@ def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
 def simulated(
     policy: str = "throttle", stages: int = 4, seed: int = 0
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    jobs = make_workload("sharegpt-like", 40, 4.0, "gamma:2", seed)
+    jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", seed)
     return simulate(deployment(policy, stages), jobs)
 
 

@@ -41,7 +41,7 @@ def interrupted_run(num_deaths: int, seed: int) -> list[StepLogEvent]:
     random = Random(seed)
     config = SchedulerConfig(policy="throttle")
     deployment = roofline_deployment("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
-    requests = to_scheduler_requests(make_workload("sharegpt-like", 40, 4.0, "gamma:2", seed))
+    requests = to_scheduler_requests(make_workload("sharegpt-like", 24, 4.0, "gamma:2", seed))
     events: list[StepLogEvent] = []
     for generation in range(1, num_deaths + 2):
         _, logged = serve_requests(
@@ -169,7 +169,7 @@ def test_a_changed_plan_after_a_restart_is_noticed() -> None:
 def test_a_resumed_request_is_one_request_of_the_run() -> None:
     events = interrupted_run(2, seed=0)
     run = build_run_record(events)
-    assert len(run.requests) == 40
+    assert len(run.requests) == 24
     assert len(run.restarts) == 2
     assert all(served.line.num_tokens == served.max_tokens for served in run.requests.values())
     resumed = [served for served in run.requests.values() if served.num_resumptions]
