@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason())),
 ]
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+HIDDEN_BYTES = 768
+"""Activations of the demo per token, in float32."""
 RUN_BYTES = 16
 """Shortest run of plaintext that a wire may not show."""
 
@@ -184,5 +186,5 @@ def test_the_wire_shows_no_plaintext(tmp_path: Path) -> None:
     assert b"hedgehog and a l" in plain
     # Frames of activations have this header.
     assert plain.count(b"gA\x01") >= 60
-    assert len(secret) > 60 * 384 * 4
+    assert len(secret) > 60 * HIDDEN_BYTES
     assert not runs_of(plain) & runs_of(secret)
