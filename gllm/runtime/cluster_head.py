@@ -149,7 +149,7 @@ class ClusterHead:
         return [
             head,
             *(
-                report_node(record, self.hub.sessions_by_name.get(record.name), stages)
+                report_node(record, self.hub.sessions_by_name.get(record.name), stages, self.name)
                 for record in records
             ),
         ]
