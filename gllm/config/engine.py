@@ -107,8 +107,10 @@ class EngineConfig:
     )
     kv_cache_memory: int | None = option(
         None,
-        "bytes of the KV cache over all workers, such as 2GiB; default: a quarter of the free "
-        "memory; on GPUs the part of --gpu-memory-utilization that weights and activations leave",
+        "bytes of the KV cache over all workers, such as 2GiB, of which each machine needs the "
+        "part of its layers; default: a quarter of the free memory of the machine with the least "
+        "for its layers; on GPUs the part of --gpu-memory-utilization that weights and activations "
+        "leave",
         ge=1,
         le=INT64_MAX,
         parse=parse_bytes,
@@ -154,7 +156,8 @@ class EngineConfig:
     )
     standby_workers: int = option(
         0,
-        "processes that are ready to replace a dead worker, which saves the time of its imports",
+        "processes per machine that are ready to replace a dead worker, which saves the time of "
+        "its imports",
         ge=0,
         le=1024,
     )
