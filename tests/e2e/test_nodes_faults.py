@@ -13,7 +13,7 @@ from benchmarks.net import namespaces
 from benchmarks.net.proxy import TcpProxy
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
 from tests.e2e.nodes import DATA_PORT, EXACT, Cluster, running_cluster
-from tests.e2e.recovery_load import Answer, Load
+from tests.e2e.recovery_load import COMPLETIONS, Answer, Load
 from tests.e2e.server import alive, serving, wait_until
 from tests.e2e.test_nodes import compare, load_during
 
@@ -79,6 +79,22 @@ def test_a_link_is_cut_for_ten_seconds(
     cluster.wait_until_ready()
     assert cluster.pids() == pids
     assert sum(row["num_losses"] for row in cluster.nodes().values()) >= 1
+
+
+def test_losses_leave_no_descriptors_behind(rig: NamespaceRig, tmp_path: Path) -> None:
+    """Head, agent, workers and gllm-link have as many after five losses as after one."""
+    with running_cluster(rig, tmp_path, 2, "--pp", "2") as cluster:
+        pids = [pid for server in cluster.servers.values() for pid in server.pids()]
+        counts = []
+        for num_losses in range(1, 6):
+            rig.hop(1).cut()
+            wait_until(lambda: cluster.nodes()["machine-1"]["num_losses"] == num_losses)  # noqa: B023
+            rig.hop(1).restore()
+            cluster.wait_until_ready()
+            assert cluster.head.post(COMPLETIONS, {"prompt": "The owl", "max_tokens": 2})[0] == 200
+            counts.append([len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids])
+        # Some are open for a moment.
+        assert all(after <= before + 2 for before, after in zip(*counts[::4], strict=True)), counts
 
 
 def test_a_short_cut_of_the_data_alone_costs_no_generation(
