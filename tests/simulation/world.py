@@ -55,7 +55,8 @@ class World:
         generation = instance.placement.generation
         for each in self.instances:
             is_current = each.placement.generation == generation
-            assert is_current or self.is_lost(each.process.machine), "two generations are at work"
+            is_fenced = any(self.is_lost(one.process.machine) for one in (each, instance))
+            assert is_current or is_fenced, "two generations are at work"
         self.instances.append(instance)
 
 
