@@ -368,6 +368,8 @@ class Recovery(RecoveryPhases):
         self._pool.standby_nodes = self._nodes.alive
         if not stages or self.state is RecoveryState.NEW:
             return self._advance(now)
+        # What fits is known better than at an earlier loss, which may have been before the start.
+        self._rejected_survivors = []
         if is_death and not is_poison and not self._count_deaths(gone, now):
             return self._give_up(self._describe_restarts(cause))
         actions: list[Action] = []

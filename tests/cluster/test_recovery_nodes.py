@@ -265,6 +265,20 @@ def test_a_loss_changes_whether_the_layers_fit() -> None:
     assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE]
 
 
+def test_each_loss_is_judged_anew() -> None:
+    """Before the first generation nobody knows what fits; the next loss of the node finds out."""
+    world = NodeWorld([1] * 4, NODES, RecoveryLimits(), can_recut=False)
+    world.start()
+    world.lose_node("c", is_death=False)
+    world.wait(30.0)
+    world.join("c")
+    world.settle()
+    world.can_recut = True
+    world.lose_node("c", is_death=False)
+    world.settle()
+    assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE, "b"]
+
+
 def test_two_nodes_are_lost_at_once() -> None:
     world = ready_world(node_return_seconds=10.0)
     world.lose_node("b", is_death=False)
