@@ -112,6 +112,8 @@ class EngineStatus:
     """Messages of earlier generations that arrived late and were dropped."""
     num_node_losses: int = 0
     """Losses of machines of the engine, each time counted."""
+    num_malformed_frames: int = 0
+    """Frames of other machines that could not be read or that their sender may not send."""
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     """Connections of other machines that the head refused, by IP address."""
 

@@ -41,5 +41,6 @@ def read_status(
         num_resumed_requests=client.num_resumed_requests,
         num_stale_frames=supervisor.num_stale_frames,
         num_node_losses=0 if cluster is None else cluster.num_losses,
+        num_malformed_frames=0 if cluster is None else cluster.num_malformed_frames,
         refused_peers={} if cluster is None else cluster.refused_peers,
     )

@@ -35,6 +35,9 @@ class NodeCollector(Collector):
             ("node_losses", "Losses of machines, each time counted", status.num_node_losses),
             ("refused_peers", "Connections of other machines that the head refused",
              sum(status.refused_peers.values())),
+            ("malformed_frames",
+             "Frames of other machines that could not be read, or that their sender may not send",
+             status.num_malformed_frames),
         ):  # fmt: skip
             counter = CounterMetricFamily(PREFIX + name, text, labels=("model_name",))
             counter.add_metric([model], count)

@@ -160,6 +160,11 @@ class ClusterHead:
         return sum(record.num_losses for record in self.hub.membership.nodes.values())
 
     @property
+    def num_malformed_frames(self) -> int:
+        """Frames of other machines that could not be read or that their sender may not send."""
+        return self.hub.num_malformed + (0 if self._links is None else self._links.num_malformed)
+
+    @property
     def refused_peers(self) -> dict[str, int]:
         """Refused connections for control and data, by IP address."""
         refused = self.hub.refused_peers

@@ -120,11 +120,13 @@ class HubConnections:
         self._strangers.pop(connection, None)
 
     def refuse(self, connection: HubConnection | None, cause: str) -> None:
-        """Count a connection as refused, and close it."""
-        if not self.has_strangers:
-            return
-        self._refused.add(connection.address if connection else UNKNOWN_ADDRESS, cause)
-        if connection is not None:
+        """Count a connection as refused, and close it.
+
+        One that has ended is counted, and so is one that was refused for an earlier frame. The
+        descriptor of one that has ended may belong to a session now, which stays.
+        """
+        if self.has_strangers and connection is not None and connection.on_closed is None:
+            self._refused.add(connection.address, cause)
             self.attach(connection, _ignore)
             connection.close()
 

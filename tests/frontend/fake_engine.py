@@ -178,6 +178,7 @@ class FakeEngine:
     fleet: FleetControl | None = None
     node_reports: list[NodeReport] = field(default_factory=lambda: [node_report()])
     num_node_losses: int = 0
+    num_malformed_frames: int = 0
     refused_peers: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -210,6 +211,7 @@ class FakeEngine:
             num_resumed_requests=self.num_resumed_requests,
             num_stale_frames=self.num_stale_frames,
             num_node_losses=self.num_node_losses,
+            num_malformed_frames=self.num_malformed_frames,
             refused_peers=self.refused_peers,
         )
 

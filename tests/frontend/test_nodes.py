@@ -59,6 +59,7 @@ async def test_a_router_has_engines_instead(engine):
 async def test_metrics_of_machines(engine):
     engine.node_reports.append(lost_node())
     engine.refused_peers = {"10.0.0.7": 3, "10.0.0.8": 1}
+    engine.num_malformed_frames = 7
     engine.num_node_losses = 2
     async with serving(engine) as server:
         text = await (await server.client.get("/metrics")).text()
@@ -72,6 +73,7 @@ async def test_metrics_of_machines(engine):
     assert values["gllm:nodes", "spare"] == 0
     assert values["gllm:node_losses_total",] == 2
     assert values["gllm:refused_peers_total",] == 4
+    assert values["gllm:malformed_frames_total",] == 7
     assert values["gllm:link_bytes_total", "b", "head", "tcp"] == 42
     assert values["gllm:link_bytes_total", "head", "other", "tcp+tls"] == 1000
     assert values["gllm:node_clock_offset_seconds", "head"] == -1.5

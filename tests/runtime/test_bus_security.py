@@ -339,6 +339,23 @@ async def test_first_message_that_is_no_hello_ends_the_connection(plain: Fleet) 
     assert plain.messages == []
 
 
+async def test_a_refused_connection_is_counted_once(plain: Fleet) -> None:
+    """Each frame that was read before its end counts as malformed."""
+    with plain.outside.socket(zmq.DEALER) as bad:
+        bad.linger, bad.reconnect_ivl = 0, -1
+        ended = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        bad.connect(plain.address)
+        for _ in range(100):
+            bad.send(b"")
+        await until(lambda: ended.poll(0))
+        bad.disable_monitor()
+        ended.close()
+    plain.member(1)
+    await until(lambda: plain.has(1))
+    assert 1 < plain.hub.num_malformed <= 100
+    assert plain.hub.refused.by_address == {"127.0.0.1": 1}
+
+
 async def test_rotation_without_restart(fleet: Fleet) -> None:
     """Peers that have the file with both secrets connect before and after the last step."""
     secret = fleet.secret
