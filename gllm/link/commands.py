@@ -67,7 +67,7 @@ class LinkListening(msgspec.Struct, frozen=True, tag=True):
     port: int
     """Port that it has bound; 0 for none."""
     cause: str = ""
-    """Reason for which it could not bind; it ends then."""
+    """Reason for which it could not bind; its parent ends it then."""
 
 
 class LinkEdgeOpened(msgspec.Struct, frozen=True, tag=True):

@@ -48,25 +48,35 @@ class TlsIdentity:
         self._descriptor = descriptor
 
     def accepting(self, certificates: Iterable[bytes]) -> ssl.SSLContext:
-        """Return a context that accepts the owners of certificates in DER."""
-        context = self._create(ssl.PROTOCOL_TLS_SERVER, certificates)
+        """Return a context that accepts the owners of certificates in DER.
+
+        An invalid certificate is left out: the machine that announced it cannot connect.
+        """
+        context = self._create(ssl.PROTOCOL_TLS_SERVER)
         # Tickets would arrive beside the frames, and no session is ever resumed.
         context.num_tickets = 0
+        for certificate in certificates:
+            with suppress(ssl.SSLError, ValueError):
+                context.load_verify_locations(cadata=certificate)
         return context
 
     def dialing(self, certificate: bytes) -> ssl.SSLContext:
-        """Return a context that connects to the owner of a certificate."""
-        return self._create(ssl.PROTOCOL_TLS_CLIENT, [certificate])
+        """Return a context that connects to the owner of a certificate.
 
-    def _create(self, protocol: "ssl._SSLMethod", certificates: Iterable[bytes]) -> ssl.SSLContext:
+        Raises:
+            ssl.SSLError, ValueError: the certificate is invalid.
+        """
+        context = self._create(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(cadata=certificate)
+        return context
+
+    def _create(self, protocol: "ssl._SSLMethod") -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # Certificates carry no host names: they are compared as a whole.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_cert_chain(f"/proc/self/fd/{self._descriptor}")
-        if trusted := b"".join(certificates):
-            context.load_verify_locations(cadata=trusted)
         return context
 
 
@@ -109,6 +119,9 @@ class FrameConnection:
         """Use a connected socket."""
         self._socket = connection
         self._header = bytearray(FRAME.size)
+        self._timeout = connection.gettimeout()
+        self.payload_timeout: float | None = HANDSHAKE_SECONDS
+        """Limit of a wait for the rest of a frame; None once the edge is open."""
         self.num_bytes = 0
         """Bytes sent and received."""
         self.address = "an unknown address"
@@ -122,7 +135,7 @@ class FrameConnection:
 
     def send(self, *parts: bytes | memoryview) -> None:
         """Send bytes; waits as long as the other end does not read. Raises OSError."""
-        self._socket.settimeout(None)
+        self._set_timeout(None)
         size = sum(len(part) for part in parts)
         for part in [b"".join(parts)] if size <= _JOINED_BYTES else parts:
             self._socket.sendall(part)
@@ -136,7 +149,7 @@ class FrameConnection:
             FrameError: the header is invalid.
         """
         view = memoryview(self._header)
-        self._socket.settimeout(0)
+        self._set_timeout(0)
         try:
             size = self._socket.recv_into(view)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -180,11 +193,20 @@ class FrameConnection:
         self._socket.close()
 
     def _receive_rest(self, view: memoryview) -> None:
-        self._socket.settimeout(None)
         while view:
-            size = self._socket.recv_into(view)
+            try:
+                size = self._socket.recv_into(view)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._set_timeout(self.payload_timeout)
+                continue
             self._check_end(size)
             view = view[size:]
+
+    def _set_timeout(self, seconds: float | None) -> None:
+        # Each call is a system call, and most small frames need none.
+        if seconds != self._timeout:
+            self._timeout = seconds
+            self._socket.settimeout(seconds)
 
     def _check_end(self, size: int) -> None:
         if size == 0:

@@ -36,7 +36,8 @@ from gllm.messages.nodes import LinkState
 log = logging.getLogger(__name__)
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 1.0
-"""First and largest pause between attempts to dial; a random part of it is left out."""
+"""First and largest pause between attempts to dial; a random part of it is left out. None comes
+before the first attempt, nor after a connection that lasted longer than the next pause."""
 
 
 class EdgeRefusedError(Exception):
@@ -87,7 +88,7 @@ class EdgeEnd(ABC):
         self._memory, self._event = descriptors[:2]
         self._descriptors = list(descriptors)
         self._meeting = MeetingLogs(descriptors[2:])
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         """Protects the three fields that other threads change."""
         self._offered: FrameConnection | None = None
@@ -99,6 +100,8 @@ class EdgeEnd(ABC):
         self._is_open = self._was_opened = self._is_lost = False
         self._cause = "not connected yet"
         self._disconnected_since = time.monotonic()
+        self._pause = 0.0
+        """Seconds before the next attempt to dial."""
 
     @property
     def state(self) -> LinkState:
@@ -194,6 +197,7 @@ class EdgeEnd(ABC):
         connection = self._dial() if self.command.dials else self._await_offer()
         if connection is None:
             return
+        begin = time.monotonic()
         try:
             self._serve(connection)
         except _SupersededError:
@@ -211,6 +215,8 @@ class EdgeEnd(ABC):
             if self._is_open:
                 self._is_open, self._is_lost = False, False
                 self._disconnected_since = time.monotonic()
+            if time.monotonic() - begin > self._pause:
+                self._pause = 0.0
 
     def _serve(self, connection: FrameConnection) -> None:
         """Use a connection until it ends. Raises OSError, FrameError, EdgeRefusedError."""
@@ -224,11 +230,12 @@ class EdgeEnd(ABC):
         if header.frame_class != FrameClass.RESUME:
             raise FrameError(f"{header.frame_class.name} in place of RESUME")
         peer_resume = decode_payload(payload, EdgeResume)
+        self._meeting.resume(peer_resume.meeting_bytes)
+        connection.payload_timeout = None
         self._is_open, self._is_lost, self._cause = True, False, ""
         if not self._was_opened:
             self._was_opened = True
             self._settings.on_opened(self.name)
-        self._meeting.resume(peer_resume.meeting_bytes)
         self._resume(connection, peer_resume)
         self._pump(connection)
 
@@ -282,17 +289,16 @@ class EdgeEnd(ABC):
 
     def _dial(self) -> FrameConnection | None:
         """Return a connection that the other end has accepted; None once this end is closed."""
-        pause = MIN_PAUSE_SECONDS
         while not self._is_closed:
+            self._check_loss()
+            self._sleep(self._pause * random.uniform(0.5, 1))
+            self._pause = min(max(2 * self._pause, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
             try:
                 return self._dial_once()
             except ssl.SSLError as error:
                 self._cause = describe_tls_error(error)
             except (OSError, ValueError, FrameError) as error:
                 self._cause = str(error) or type(error).__name__
-            self._check_loss()
-            self._sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, MAX_PAUSE_SECONDS)
         return None
 
     def _dial_once(self) -> FrameConnection | None:

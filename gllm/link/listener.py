@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from gllm.link.frames import (
 from gllm.link.refusals import CLOSED_EARLY, Refusals
 
 MAX_GUESTS = 64
-"""Connections without a first frame; the oldest one is closed beyond."""
+"""Connections without a first frame; beyond, the oldest one of the address with most is closed."""
 _BACKLOG = 256
 WRONG_CERTIFICATE = "the certificate is not that of an expected machine"
 
@@ -118,7 +119,7 @@ class Listener:
         self._on_hello, self._refusals = on_hello, refusals
         self._guests: dict[_Guest, None] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._begin_waiting_guests)
         threading.Thread(target=self._serve, name="listener", daemon=True).start()
@@ -156,8 +157,11 @@ class Listener:
             self._refuse(guest, str(error))
             return
         if len(self._guests) > MAX_GUESTS:
-            # The newest ones may be members in the middle of a handshake.
-            oldest = next(iter(self._guests))
+            # The newest ones may be members in the middle of a handshake, and few members share an
+            # address.
+            counts = Counter(each.address for each in self._guests)
+            address, _ = counts.most_common(1)[0]
+            oldest = next(each for each in self._guests if each.address == address)
             self._refuse(oldest, f"more than {MAX_GUESTS} connections have sent no frame")
         self._begin(guest)
 

@@ -39,7 +39,9 @@ class MeetingLogs:
         return 0 if self._copy is None else os.fstat(self._copy).st_size
 
     def resume(self, num_bytes: int) -> None:
-        """Go on after the bytes that the other machine has."""
+        """Go on after the bytes that the other machine has. Raises FrameError."""
+        if not 0 <= num_bytes <= MAX_LOG_BYTES:
+            raise FrameError(f"the other end has {num_bytes} bytes of a log")
         self._num_sent, self._has_news = num_bytes, True
 
     def clear_events(self, ready: Collection[int]) -> None:

@@ -62,12 +62,17 @@ class Outbox:
             self._unsent.append(encode_link_message(message))
         self.flush()
 
-    def flush(self) -> None:
-        """Send what is kept: a parent that has not read for long gets it later."""
+    def flush(self) -> bool:
+        """Send what is kept: a parent that has not read for long gets it later.
+
+        Returns:
+            True if nothing is left.
+        """
         with self._lock, suppress(DescriptorError):
             while self._unsent:
                 self._channel.send(self._unsent[0])
                 self._unsent.popleft()
+        return not self._unsent
 
 
 class DataMover:
@@ -115,6 +120,8 @@ class DataMover:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 self._close_edges(self._generation)
+                with self._lock:
+                    self._certificates.clear()
                 self._run, self._generation = identity.run, 0
             case OpenLinkEdge() as command:
                 self._open_edge(command, descriptors)
@@ -228,8 +235,8 @@ class DataMover:
             with self._lock:
                 ends = list(self._edges.values())
             report = LinkReport([end.state for end in ends], *self._refusals.snapshot())
-            if report != self._last_report:
+            # A parent that does not read gets the last report alone, once it does.
+            if self._outbox.flush() and report != self._last_report:
                 self._last_report = report
                 self._outbox.send(report)
-            self._outbox.flush()
             pause.wait(MIN_REPORT_SECONDS)

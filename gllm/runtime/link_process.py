@@ -158,8 +158,7 @@ class LinkProcess:
             self._restart.cancel()
         self._close_descriptors(list(self._edges))
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
             self._reap()
 
     def _start(self) -> None:
@@ -200,13 +199,17 @@ class LinkProcess:
     def _send(self, command: LinkCommand, descriptors: list[int] | None = None) -> None:
         """Send a command; a process that does not receive it is killed, and started again."""
         assert self._channel is not None
-        assert self._process is not None
         try:
             self._channel.send(encode_link_message(command), descriptors or [])
         except DescriptorError as error:
             log.debug("gllm-link cannot be reached: %s", error)
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
+
+    def _kill(self) -> None:
+        """End the process; `_on_exit` follows."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     def _read(self) -> None:
         """Handle one message of the process."""
@@ -219,9 +222,7 @@ class LinkProcess:
         except (DescriptorError, OSError, msgspec.DecodeError) as error:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             log.debug("gllm-link is lost: %s", error)
-            assert self._process is not None
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
             return
         match message:
             case LinkListening(port, cause):
@@ -244,6 +245,8 @@ class LinkProcess:
         if cause:
             text = f"the data port {self._identity.listen} cannot be bound: {cause}"
             self._listening.set_exception(OSError(text))
+            # Another process tries again later: nobody can connect to this one.
+            self._kill()
             return
         self._listening.set_result(port)
         if port:

@@ -55,7 +55,7 @@ def create_edge(name: str, transport: str = AUTO, is_remote: bool = False) -> Ed
     """
     create = [
         partial(os.memfd_create, name),
-        partial(os.eventfd, 0, os.EFD_SEMAPHORE),
+        partial(os.eventfd, 0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC),
         partial(os.memfd_create, f"{name}-meeting"),
     ]
     if is_remote:

@@ -1,12 +1,15 @@
 """Headers of frames and slots: what is packed comes back, and what does not fit writes nothing."""
 
 import os
+import socket
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gllm.link.connection import FrameConnection
 from gllm.link.frames import (
     FRAME,
     MAX_BYTES,
@@ -127,6 +130,30 @@ def close(*ends: Files) -> None:
     for files in ends:
         for descriptor in files.descriptors:
             os.close(descriptor)
+
+
+class RecordingSocket(socket.socket):
+    """Socket that keeps what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        self.sent.append(bytes(data))
+
+
+def test_a_decode_step_is_sent_at_once() -> None:
+    """Header and activations fill one TLS record."""
+    files = Files()
+    ring = files.ring(EdgeLayout(slots=1, max_tokens=1, hidden_size=1792, itemsize=2))
+    write_step(ring, 0, 1, 5)
+    frames = read_step(ring, NAME, 0)
+    assert frames is not None
+    with RecordingSocket() as connection:
+        FrameConnection(connection).send(frames.head, frames.payload)
+        assert connection.sent == [frames.head + payload_of(5, 3584)]
+    close(files)
 
 
 FIELDS = {

@@ -94,9 +94,9 @@ def test_connections_that_are_reset_lose_no_step(has_tls: bool, target_dials: bo
     with movers(has_tls) as (source, target):
         proxy = Proxy((source if target_dials else target).port)
         files = connect(source, target, target_dials=target_dials, address=proxy.address)
-        stream = Stream(files, 800)
+        stream = Stream(files, 600)
         for cut in range(5):
-            stream.wait_until(130 * cut + order.randrange(100))
+            stream.wait_until(100 * cut + order.randrange(80))
             proxy.reset()
         stream.wait()
         assert proxy.num_connections >= 5
@@ -133,7 +133,7 @@ def test_connection_that_goes_silent_is_replaced() -> None:
 def test_an_edge_that_stays_disconnected_is_lost_and_can_come_back() -> None:
     with movers(True, node_timeout=0.25) as (source, target):
         proxy = Proxy(target.port)
-        stream = Stream(connect(source, target, address=proxy.address), 3000)
+        stream = Stream(connect(source, target, address=proxy.address), 1500)
         stream.wait_until(10)
         proxy.close()
         for mover in (source, target):

@@ -8,12 +8,14 @@ from contextlib import suppress
 
 import pytest
 
+import gllm.link.connection as link_connection
 from gllm.link.commands import LinkEdgeLost, LinkIdentity, LinkPeer, LinkReport, OpenLinkEdge
 from gllm.link.frames import (
     FRAME,
     EdgeAnswer,
     EdgeHello,
     EdgeName,
+    EdgeResume,
     FrameClass,
     FrameHeader,
     RingLayout,
@@ -59,6 +61,7 @@ def say_hello(
     """Connect as the sending end of an edge; return the connection and the answer."""
     connection = socket.create_connection(("127.0.0.1", mover.port))
     connection.settimeout(60)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     payload = encode_payload(hello or EdgeHello("head", mover.node, True))
     connection.sendall(name.header(FrameClass.HELLO, payload))
     header, answer = receive_frame(connection)
@@ -255,6 +258,75 @@ def test_many_silent_strangers_are_closed_and_members_get_through() -> None:
             read_step(pair[1].ring(), 0, 1)
         for stranger in strangers:
             stranger.close()
+
+
+def test_silent_strangers_push_out_nobody_of_another_address(plain_mover: Mover) -> None:
+    open_receiver(plain_mover)
+    open_edge(plain_mover).close()
+    with socket.create_connection(("127.0.0.1", plain_mover.port)) as member:
+        strangers = [
+            socket.create_connection(
+                ("127.0.0.1", plain_mover.port), source_address=("127.0.0.9", 0)
+            )
+            for _ in range(100)
+        ]
+        plain_mover.wait_for(LinkReport, lambda each: each.refused.get("127.0.0.9", 0) >= 30)
+        payload = encode_payload(EdgeHello("head", "other", True))
+        member.sendall(NAME.header(FrameClass.HELLO, payload))
+        assert receive_frame(member)[0].frame_class == FrameClass.ANSWER
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_member_with_an_invalid_certificate_keeps_nobody_out() -> None:
+    with Mover("head") as source, Mover("other") as target:
+        broken = LinkPeer("broken", "", b"no certificate")
+        target.open(OpenLinkEdge(1, 2, False, False, broken), Files().descriptors)
+        connect(source, target)
+
+
+def serve_answers(listening: socket.socket, resume: bytes, count: list[int]) -> None:
+    """Accept each connection, as a member that is wrong, and send a frame in place of RESUME."""
+    with suppress(OSError):
+        while True:
+            with listening.accept()[0] as connection:
+                header, _ = receive_frame(connection)
+                count[0] += 1
+                name = EdgeName(header.run, header.generation, header.edge)
+                answer = name.header(FrameClass.ANSWER, encode_payload(EdgeAnswer()))
+                connection.sendall(answer + name.header(FrameClass.RESUME, resume))
+                with suppress(ConnectionError):
+                    while connection.recv(4096):
+                        pass
+
+
+@pytest.mark.parametrize("resume", [b"\xc1", encode_payload(EdgeResume([], -1))])
+def test_a_member_whose_first_frames_are_invalid_is_dialed_with_pauses(resume: bytes) -> None:
+    count = [0]
+    with (
+        Mover("head", has_tls=False, listen="", node_timeout=0.25) as mover,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+    ):
+        arguments = listening, resume, count
+        threading.Thread(target=serve_answers, args=arguments, daemon=True).start()
+        peer = LinkPeer("other", f"127.0.0.1:{listening.getsockname()[1]}", b"")
+        mover.open(OpenLinkEdge(1, 3, True, True, peer), Files().descriptors)
+        expect_loss(mover, "no connection for")
+        # Without pauses there are hundreds of connections.
+        assert 2 <= count[0] <= 20
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_rest_of_a_first_frame_is_not_awaited_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_connection, "HANDSHAKE_SECONDS", 0.05)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as own,
+        listening.accept()[0] as other,
+    ):
+        other.sendall(NAME.header(FrameClass.ANSWER, b"answer")[:-1])
+        with pytest.raises(TimeoutError):
+            link_connection.receive_answer(link_connection.FrameConnection(own))
 
 
 def expect_loss(mover: Mover, text: str) -> None:

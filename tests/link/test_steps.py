@@ -4,8 +4,10 @@ import random
 
 import pytest
 
-from gllm.link.commands import CloseLinkEdges, LinkEdgeLost, LinkReport
+from gllm.link.commands import CloseLinkEdges, LinkEdgeLost, LinkReport, decode_link_message
+from gllm.link.mover import Outbox
 from gllm.transport.base import EdgeLayout, StepFailedError
+from gllm.transport.descriptors import create_channels
 from gllm.transport.ring import Ring
 from tests.link.processes import LAYOUT, Mover, connect, payload_of, read_step, write_step
 
@@ -79,6 +81,23 @@ def test_edges_of_several_generations_do_not_mix() -> None:
             mover.send(CloseLinkEdges(1))
             mover.wait_for(LinkReport, lambda report: len(report.links) == 1)
         move_steps(rings[2], rings[3], 1, 20, 3)
+
+
+def test_messages_wait_for_a_parent_that_does_not_read() -> None:
+    own, parent = create_channels()
+    outbox, num_sent = Outbox(own), 0
+    while outbox.flush():
+        outbox.send(LinkEdgeLost(num_sent, 0, "x" * 1000))
+        num_sent += 1
+    assert not outbox.flush()
+    received = []
+    for number in range(num_sent):
+        received.append(decode_link_message(parent.receive()[0]))
+        # The last message is sent once there is space.
+        assert outbox.flush() or number < num_sent - 1
+    assert received == [LinkEdgeLost(each, 0, "x" * 1000) for each in range(num_sent)]
+    own.close()
+    parent.close()
 
 
 def test_rings_that_differ_are_an_error_that_names_them() -> None:

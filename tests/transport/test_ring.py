@@ -37,6 +37,12 @@ def test_layout_is_found_once_a_process_has_laid_the_ring_out(edge: Edge) -> Non
     assert [attached.has_signalled(step) for step in (1, 4, 7, 0)] == [True, True, False, False]
 
 
+def test_no_other_process_inherits_the_descriptors() -> None:
+    created = create_edge("test-inherited", is_remote=True)
+    assert not any(map(os.get_inheritable, created.descriptors))
+    created.close()
+
+
 def test_ends_with_different_layouts_are_an_error(edge: Edge) -> None:
     open_ring(edge)
     with pytest.raises(TransportError, match="max_tokens=9"):
