@@ -44,7 +44,7 @@ class DriverProxies:
     def begin(
         self, generation: int, address: str, sends: Mapping[int, Callable[[WireMessage], None]]
     ) -> None:
-        """Begin a generation; proxies connect when their worker or the end of loading requires it.
+        """Begin a generation; a proxy connects with the first frame of its worker.
 
         Args:
             generation: its number.
@@ -53,11 +53,6 @@ class DriverProxies:
         """
         self.close()
         self._generation, self._address, self._sends = generation, address, dict(sends)
-
-    def connect_all(self) -> None:
-        """Connect for all workers: from now on the driver's address may be removed."""
-        for sender in self._sends:
-            self._connect(sender)
 
     def on_frame(self, frame: StageFrame) -> None:
         """Pass on a frame of a worker; an empty one says that the worker has connected."""

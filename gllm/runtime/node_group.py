@@ -161,8 +161,6 @@ class NodeGroup(Node):
 
     def on_generation_ready(self) -> None:
         """See Node."""
-        if self.proxies is not None:
-            self.proxies.connect_all()
         self.local.on_generation_ready()
         for remote in self._assigned:
             remote.session.send(GenerationReady(self._generation))

@@ -62,6 +62,8 @@ class SimulatedPipeline:
         self._stages = [_Lane() for _ in range(config.stages)]
         self._links = [_Lane() for _ in range(config.stages - 1)]
         self._turning = False
+        self._num_steps = 0
+        """Number of steps planned so far."""
         self._planned = self._sampled = self._returned = 0.0
         """When the newest plan's inputs, the newest step's tokens and its result are there."""
 
@@ -77,7 +79,11 @@ class SimulatedPipeline:
         return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self._abort, seqs))
 
     def telling(self, time: float, stage: int, steps: list[StepTime]) -> SimulationEvent:
-        """Schedule an event that reports computed steps to the driver."""
+        """Schedule an event that reports computed steps to the driver.
+
+        A step that is not planned by then is left out: in a replay whose plans differ there may be
+        fewer than in the recording.
+        """
         handle = partial(self._observe, stage, steps)
         return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, handle)
 
@@ -96,7 +102,8 @@ class SimulatedPipeline:
 
     def _observe(self, stage: int, steps: list[StepTime], now: float) -> list[SimulationEvent]:
         self._now = now
-        self.scheduler.record_step_times(stage, steps)
+        planned = [each for each in steps if each.step < self._num_steps]
+        self.scheduler.record_step_times(stage, planned)
         return self._news(now)
 
     def _news(self, now: float) -> list[SimulationEvent]:
@@ -111,6 +118,7 @@ class SimulatedPipeline:
         self._turning = False
         follows = []
         while (plan := self.scheduler.schedule(now)) is not None:
+            self._num_steps = plan.step + 1
             batch = plan, compute_stage_work(plan.step, plan.rows)
             ready = round(now + self._cost.plan_seconds(batch[1]), TIME_DECIMALS)
             self._planned = max(self._planned, ready)

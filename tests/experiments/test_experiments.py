@@ -7,7 +7,7 @@ import pytest
 
 from gllm.commands.experiment import EXPERIMENTS, REAL, main
 from gllm.config.engine import EngineConfig
-from gllm.experiments import profile, real, real_ablation
+from gllm.experiments import profile, real, real_ablation, replay
 from gllm.experiments.ablation import BASE
 from gllm.experiments.base import ExperimentResult, PaperClaim, claims_table, write_result
 from gllm.experiments.latency_vs_rate import slope, turning_point
@@ -36,12 +36,6 @@ def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
         assert "| claimed |" in " ".join(page.split())
 
 
-def test_replay_of_the_real_engine(tmp_path: Path) -> None:
-    assert main(["replay", "--quick", "--output", str(tmp_path)]) == 0
-    page = (tmp_path / "replay.md").read_text()
-    assert "**miss**" not in page
-
-
 def test_prediction_of_the_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A small profile: every kind of workload, but fewer requests and tokens of each.
     for name, number in {"DECODE_TOKENS": 10, "REPEATS": 2, "BURST": 6}.items():
@@ -59,6 +53,25 @@ def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[S
     scheduler = config.scheduler.resolve(stages, 1000, 1024)
     deployment = Deployment("simulated", [1] * stages, ConstantCostModel(0.01), scheduler)
     return simulate(deployment, jobs)[1]
+
+
+def test_replay_of_known_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "serve_logged", serve_simulated)
+    assert main(["replay", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "replay.md").read_text()
+    assert "100.0 % at least" in page
+    assert "**miss**" not in page
+
+
+def test_replay_of_the_real_engine(tmp_path: Path) -> None:
+    assert main(["replay", "--quick", "--output", str(tmp_path)]) == 0
+    lines = (tmp_path / "replay.md").read_text().splitlines()
+    # How many plans the times give again depends on what else the machine does.
+    calls, times = (next(line for line in lines if name in line and "aim:" in line)
+                    for name in ("recorded calls", "recorded times"))  # fmt: skip
+    assert " all " in calls
+    assert "**miss**" not in calls
+    assert "% at least" in times
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ class DriverEnd:
         """Sent to the agent."""
         self.hub = Hub(self.context, RUN, decode_for_driver)
 
+    def connect(self, generation: int, *senders: int) -> None:
+        """Send the frames of agents whose workers have connected."""
+        for sender in senders:
+            self.proxies.on_frame(StageFrame(sender, generation, b""))
+
     def begin(self, generation: int, *senders: int) -> None:
         """Begin a generation with a new hub of the driver."""
         self.hub.close()
@@ -58,8 +63,7 @@ async def end(tmp_path: Path) -> AsyncIterator[DriverEnd]:
 
 async def test_messages_pass_in_order_in_both_directions(end: DriverEnd) -> None:
     end.begin(3, 7, 8)
-    for sender in (7, 8):
-        end.proxies.on_frame(StageFrame(sender, 3, b""))
+    end.connect(3, 7, 8)
     for number in range(200):
         end.proxies.on_frame(StageFrame(7 + number % 2, 3, encode(GrammarReady(number))))
     await until(lambda: len(end.messages) == 202)
@@ -83,11 +87,13 @@ async def test_large_messages_pass(end: DriverEnd) -> None:
     assert end.messages[1] == (7, message)
 
 
-async def test_all_connect_before_the_address_is_removed(end: DriverEnd, tmp_path: Path) -> None:
+async def test_the_address_is_not_needed_once_all_have_connected(
+    end: DriverEnd, tmp_path: Path
+) -> None:
     end.begin(1, 7, 8)
-    end.proxies.connect_all()
-    (tmp_path / "driver").unlink()
+    end.connect(1, 7, 8)
     await until(lambda: len(end.messages) == 2)
+    (tmp_path / "driver").unlink()
     end.proxies.on_frame(StageFrame(8, 1, encode(GrammarReady(1))))
     await until(lambda: (8, GrammarReady(1)) in end.messages)
 
@@ -107,7 +113,7 @@ async def test_frames_of_other_generations_and_workers_are_dropped(end: DriverEn
 
 async def test_ends_are_noticed_on_both_sides(end: DriverEnd) -> None:
     end.begin(1, 7, 8)
-    end.proxies.connect_all()
+    end.connect(1, 7, 8)
     await until(lambda: len(end.messages) == 2)
     # The worker's node is lost.
     end.proxies.forget(7)
@@ -123,7 +129,7 @@ async def test_a_frame_that_no_stage_may_send_ends_its_session_with_the_driver(
     end: DriverEnd,
 ) -> None:
     end.begin(1, 7, 8)
-    end.proxies.connect_all()
+    end.connect(1, 7, 8)
     await until(lambda: len(end.messages) == 2)
     end.proxies.on_frame(StageFrame(7, 1, b"\xc1"))
     await until(lambda: end.lost == [7])

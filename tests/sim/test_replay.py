@@ -4,9 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from gllm.observability.step_log import ScheduleEvent, StepLogEvent, StepLogWriter
+from gllm.observability.step_log import (
+    ScheduleEvent,
+    StageTimesEvent,
+    StepLogEvent,
+    StepLogWriter,
+)
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
-from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.plan import StepPlan, StepTime
 from gllm.sim.compare import (
     compare_with_profile,
     comparison_table,
@@ -15,10 +20,10 @@ from gllm.sim.compare import (
 )
 from gllm.sim.cost_profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.deployment import Deployment, roofline_deployment, simulate
+from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.replay import main, replay_calls, replay_step_times
-from gllm.sim.run_record import RunRecord
-from gllm.sim.workload import make_workload
+from gllm.sim.run_record import RunRecord, StageReport
+from gllm.sim.workload import make_workload, to_scheduler_requests
 
 
 def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
@@ -59,6 +64,16 @@ def test_a_run_comes_again(policy: str, stages: int) -> None:
     assert calls.num_plans > 100
     assert calls.num_equal == calls.num_plans
     assert times.share == 1.0
+
+
+def test_reports_of_steps_that_are_not_planned_are_left_out() -> None:
+    """As in a replay with fewer plans than its recording has."""
+    jobs = make_workload("sharegpt-like", 4, 4.0)
+    report = StageReport(0, [StepTime(0, 0.0, 0.1), StepTime(10**6, 0.0, 0.1)], 100.0)
+    run, events = serve_requests(deployment(), to_scheduler_requests(jobs), told=[report])
+    assert all(served.line.num_tokens == served.max_tokens for served in run.requests.values())
+    reported = [event.steps for event in events if isinstance(event, StageTimesEvent)]
+    assert reported == [[StepTime(0, 0.0, 0.1)]]
 
 
 def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
