@@ -261,9 +261,10 @@ class Instance:
         self.step, self.begin = plan.step, self.world.loop.time()
         kind = "decode" if all(row.num_tokens == 1 for row in plan.rows) else "prefill"
         self.world.on_moment(kind, self.process)
-        for token, moment in ((POISON_TOKEN, "poison"), (BOMB_TOKEN, "bomb")):
-            if any(prompt[:1] == [token] for _, prompt, _ in rows):
-                self.world.on_moment(moment, self.process)
+        if any(prompt[:1] == [POISON_TOKEN] for _, prompt, _ in rows):
+            self.world.on_moment("poison", self.process)
+        if self._has_bomb(rows):
+            self.world.on_moment("bomb", self.process)
         num_tokens = sum(row.num_tokens for row in plan.rows)
         seconds = self.world.rng.uniform(0.5, 1.5) * (0.002 + 0.0005 * num_tokens)
         first, end = self.placement.layers[self.stage]
@@ -274,6 +275,15 @@ class Instance:
             self._exchange(("broadcast", plan.step), placeholders, lambda parts: compute(parts[0]))
         else:
             compute(placeholders)
+
+    def _has_bomb(self, rows: Rows) -> bool:
+        """Return True if a row's prompt begins with BOMB_TOKEN; only stage 0 has the prompts."""
+        life = self.worker.identity.run, self.placement.generation
+        keys = [(*life, row.seq) for row, _, _ in rows]
+        if self.stage == 0:
+            bombs = zip(keys, rows, strict=True)
+            self.world.bombs |= {key for key, (_, prompt, _) in bombs if prompt[:1] == [BOMB_TOKEN]}
+        return not self.world.bombs.isdisjoint(keys)
 
     def _attend(self, plan: StepPlan, rows: Rows, placeholders: list[int]) -> None:
         """Combine the values in the ranks' blocks, then compute those of the step."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from gllm import __version__
 from gllm.cluster.join_check import JoinFacts
+from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.nodes import NodesConfig
 from gllm.messages.nodes import PROTOCOL, NodeFacts, NodeLoad
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
@@ -32,6 +33,10 @@ from tests.simulation.network import Context, Hub, Spoke
 from tests.simulation.process import Process
 from tests.simulation.scenario import Limits, Scenario
 from tests.simulation.workers import Worker
+from tests.simulation.world import BOMB_TOKEN
+
+BOMB_SECONDS = 2.0
+"""Time after which a machine starts again that a poison request has powered off."""
 
 
 @dataclass
@@ -41,6 +46,8 @@ class NodeLimits(Limits):
     num_nodes: int = 2
     num_spares: int = 0
     num_node_faults: int = 0
+    has_bombs: bool = False
+    """True if poison requests power off the machines that compute them, but not the head's."""
     can_recut: bool = True
     """False if each machine has memory for the stages that it has, and no more."""
     node_strikes: tuple[tuple[float, str, int, float], ...] = ()
@@ -69,6 +76,8 @@ class NodeScenario(Scenario):
         self.nodes_used: list[list[str]] = []
         """Names of the nodes of the stages of each generation."""
         self._is_ending = False
+        if limits.has_bombs:
+            self.poison_token = BOMB_TOKEN
 
     async def _start(self) -> None:
         facts = JoinFacts(PROTOCOL, __version__, "demo", "", b"")
@@ -102,6 +111,16 @@ class NodeScenario(Scenario):
             kind = rng.choice(["power", "power", "network"])
             seconds = rng.choice([0.5, 3.0, 8.0, 30.0, 200.0])
             self.loop.call_at(when, self._strike_node, kind, rng.choice(self.machines), seconds)
+
+    def _on_moment(self, moment: str, process: Process) -> None:
+        if moment != "bomb":
+            super()._on_moment(moment, process)
+            return
+        for machine in self.machines:
+            if machine.process is process.machine:
+                self.faults["bomb"] += 1
+                machine.power_off()
+                self.loop.call_later(BOMB_SECONDS, self._switch_on, machine)
 
     def _strike_node(self, kind: str, machine: Machine, seconds: float) -> None:
         if self._is_ending or not machine.is_on:
@@ -161,6 +180,10 @@ class NodeScenario(Scenario):
     def num_deaths(self) -> int:
         remote = sum(each.num_deaths + each.node.num_deaths for each in self.machines)
         return self.node.num_deaths + remote
+
+    def _can_poison_end(self) -> bool:
+        has_local = any(set(nodes) == {LOCAL_NODE} for nodes in self.nodes_used)
+        return self.node_limits.has_bombs and has_local
 
     def _stage_counts(self) -> tuple[int, ...]:
         return tuple(sorted({len(self.degrees), *map(len, self.nodes_used)}, reverse=True))

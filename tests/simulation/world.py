@@ -41,6 +41,8 @@ class World:
     """Open ones, of living processes and of those that died with them."""
     is_lost: Callable[[Process], bool] = lambda machine: False
     """Returns True for a machine whose processes no longer belong to the engine."""
+    bombs: set[tuple[int, int, int]] = field(default_factory=set)
+    """Run, generation and wire id of sequences whose prompts begin with BOMB_TOKEN."""
     num_steps: int = 0
     memory_per_worker: int | None = None
     """Bytes that a machine has for each worker of its stages; None for any number."""
