@@ -171,6 +171,28 @@ class NodePool:
         self.vacancies.clear()
         self.stage_nodes, self._degrees = list(stage_nodes), list(degrees)
 
+    def restore(
+        self, stage_nodes: Sequence[str], degrees: Sequence[int], cause: str, now: float
+    ) -> None:
+        """Return to earlier stages, because the memory of the present nodes does not suffice.
+
+        Nodes that had no stages then get none any more, until they join again.
+
+        Args:
+            stage_nodes: name of the earlier node of each stage; stages of a lost one are vacant.
+            degrees: number of ranks of each stage.
+            cause: description of the reason.
+            now: time in seconds.
+        """
+        for node in set(self.stage_nodes).difference(stage_nodes):
+            self._capacities[node] = 0
+        self.stage_nodes, self._degrees = list(stage_nodes), list(degrees)
+        self.vacancies.clear()
+        for node in dict.fromkeys(stage_nodes):
+            stages = [stage for stage, own in enumerate(stage_nodes) if own == node]
+            if self._capacities.get(node, 0) < self._count_ranks(stages):
+                self.vacancies[node] = Vacancy(node, stages, {}, cause, now, now)
+
     def _choose_spares(self, stages: Sequence[int]) -> list[str] | None:
         """Return the spare for each of some stages; None if the spares cannot have all of them.
 

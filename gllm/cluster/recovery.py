@@ -194,6 +194,17 @@ class Recovery(RecoveryPhases):
         self._was_poisoned = False
         return [*self._leave(cause, now), *self._advance(now)]
 
+    def on_memory_short(self, generation: int, cause: str, now: float) -> list[Action]:
+        """Handle a generation whose memory cannot hold one sequence of full length.
+
+        Returns:
+            Actions by which the engine waits for other nodes; none if that cannot help.
+        """
+        is_current = generation == self.generation and self.state is RecoveryState.INITIALIZING
+        if not (is_current and self.has_been_ready and self._former_shape):
+            return []
+        return [*self._restore_shape(cause, now), *self._advance(now)]
+
     def on_connected(self, sender: int, now: float) -> list[Action]:
         """Handle the first message of a process: from now on it has to answer in time."""
         worker = self._pool.workers.get(sender)
@@ -269,6 +280,7 @@ class Recovery(RecoveryPhases):
         self.has_been_ready = True
         self.recovering_since, self.is_overdue = None, False
         self._assignments, self._connections = RetryRecord(), RetryRecord()
+        self._former_shape = None
         for worker in self._pool.placed:
             worker.deadline = math.inf
         return [AttachClient(self.generation), *self._advance(now)]
@@ -311,16 +323,6 @@ class Recovery(RecoveryPhases):
         if self.has_been_ready or vacancy is None:
             return math.inf
         return vacancy.since + self._limits.join_seconds
-
-    def _describe_vacancy(self) -> str:
-        """Return the reason for which the engine cannot start without a lost node."""
-        vacancy = self._nodes.oldest_vacancy
-        assert vacancy is not None
-        return (
-            f"{vacancy.cause}; node {vacancy.node} did not return within "
-            f"{self._limits.join_seconds:g} seconds, no spare node took its stages, and the other "
-            "nodes cannot hold them"
-        )
 
     def _deadlines(self) -> Iterator[float]:
         yield self._rejection_time

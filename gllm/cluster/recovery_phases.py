@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from gllm.cluster.actions import (
@@ -85,6 +85,8 @@ class RecoveryPhases:
         self._recut = recut
         self._rejected_survivors: list[str] = []
         """Nodes on which the layers do not fit, by the last attempt."""
+        self._former_shape: NodeShape | None = None
+        """Stages before this recovery gave them to other nodes; None if it did not."""
         self.set_nodes(nodes or [LOCAL_NODE] * len(self._layers))
         self._assignments = RetryRecord()
         """Generations that could not be assigned since the engine was ready."""
@@ -160,6 +162,7 @@ class RecoveryPhases:
     def _fill_vacancies(self, now: float) -> list[Action]:
         """Give the stages of lost nodes to spares, or cut the layers over the nodes left."""
         actions: list[Action] = []
+        former = NodeShape(self.layers, self.degrees, list(self._nodes.stage_nodes))
         if moved := self._nodes.fill_vacancies():
             for place, name in enumerate(self._names):
                 if name.stage in moved:
@@ -173,7 +176,31 @@ class RecoveryPhases:
                 self._rejected_survivors = survivors
             else:
                 actions += [ChangeShape(shape), *self._change_shape(shape)]
+        if actions and self._former_shape is None:
+            self._former_shape = former
         return actions
+
+    def _restore_shape(self, cause: str, now: float) -> list[Action]:
+        """Return to the stages before other nodes got them, whose memory does not suffice.
+
+        The stages of lost nodes wait for these again, or for nodes that have not been tried.
+
+        Returns:
+            The actions; none if the nodes are those before.
+        """
+        shape, self._former_shape = self._former_shape, None
+        if shape is None:
+            return []
+        self._was_poisoned = False
+        actions = self._leave(cause, now)
+        before = self.stage_nodes
+        self._nodes.restore(shape.nodes, shape.degrees, cause, now)
+        kills = self._replace_places(shape, match_stages(before, self.stage_nodes))
+        for place, name in enumerate(self._names):
+            if name.stage in self._nodes.vacant_stages:
+                self._pool.vacate(place)
+        self._rejected_survivors = self._nodes.survivors
+        return [*actions, ChangeShape(self._shape), *kills]
 
     @property
     def _recut_time(self) -> float:
@@ -189,8 +216,15 @@ class RecoveryPhases:
     def _change_shape(self, shape: NodeShape) -> list[KillWorker]:
         """Replace the stages; workers of the same stage of a node remain, others are killed."""
         stages = match_stages(self.stage_nodes, shape.nodes)
-        old_names = self._names
         self._nodes.reshape(shape.nodes, shape.degrees)
+        return self._replace_places(shape, stages)
+
+    def _replace_places(self, shape: NodeShape, stages: Mapping[int, int]) -> list[KillWorker]:
+        """Replace the places by those of the stages of a shape.
+
+        stages: new index of each old stage that remains.
+        """
+        old_names = self._names
         self._layers, self._degrees = list(shape.layers), list(shape.degrees)
         self._names = place_names(self._degrees)
         new_places = {(name.stage, name.rank): place for place, name in enumerate(self._names)}
@@ -278,3 +312,13 @@ class RecoveryPhases:
         if num_restarts := self._limits.max_restarts:
             cause += f"; restarts without a finished step before: {num_restarts}"
         return cause
+
+    def _describe_vacancy(self) -> str:
+        """Return the reason for which the engine cannot start without a lost node."""
+        vacancy = self._nodes.oldest_vacancy
+        assert vacancy is not None
+        return (
+            f"{vacancy.cause}; node {vacancy.node} did not return within "
+            f"{self._limits.join_seconds:g} seconds, no spare node took its stages, and the other "
+            "nodes cannot hold them"
+        )

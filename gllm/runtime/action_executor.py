@@ -67,6 +67,9 @@ class ActionListener(Protocol):
     def on_shape_changed(self, shape: NodeShape) -> None:
         """Handle other stages, or other nodes of the stages, from the next generation on."""
 
+    def on_memory_short(self, generation: int, cause: str) -> bool:
+        """Handle memory that cannot hold one sequence; return False if no other node can help."""
+
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request; `error` is empty on success."""
 
@@ -272,12 +275,19 @@ class ActionExecutor:
         assert max_model_len is not None
         assert placement is not None
         scheduler = self._config.scheduler
-        self.num_blocks = self._count_blocks(placement, max_model_len)
-        loaded = self.loaded.values()
-        self.kv_bytes = self.num_blocks * sum(worker.block_bytes for worker in loaded)
-        scheduler.resolve(placement.num_stages, self.num_blocks, max_model_len)
+        num_blocks = self._count_blocks(placement, max_model_len)
+        try:
+            scheduler.resolve(placement.num_stages, num_blocks, max_model_len)
+        except ValueError as error:
+            nodes = ", ".join(dict.fromkeys(worker.node for worker in placement.workers))
+            cause = f"the memory of the nodes {nodes} does not suffice: {error}"
+            if not self._listener.on_memory_short(placement.generation, cause):
+                raise
+            return
+        self.num_blocks = num_blocks
+        self.kv_bytes = num_blocks * sum(worker.block_bytes for worker in self.loaded.values())
         for sender in self.loaded:
-            self.connections.channels.send(sender, InitializeCache(self.num_blocks))
+            self.connections.channels.send(sender, InitializeCache(num_blocks))
 
     def _count_blocks(self, placement: Placement, max_model_len: int) -> int:
         """Return the number of KV blocks of a generation.

@@ -114,6 +114,23 @@ class NodeEventHandler:
         actions = self._recovery.on_generation_failed(generation, cause, time.monotonic())
         self._end_generation(actions, cause, was_ready, "link")
 
+    def on_memory_short(self, generation: int, cause: str) -> bool:
+        """Handle memory that cannot hold one sequence after other nodes have got the stages.
+
+        The engine waits for the lost nodes again, or for others.
+
+        Returns:
+            False if that cannot help, because the stages are where they were.
+        """
+        actions = self._recovery.on_memory_short(generation, cause, time.monotonic())
+        if not actions:
+            return False
+        awaited = ", ".join(self._recovery.vacant_nodes) or "other nodes"
+        self._deaths.cause = f"{cause}; waiting for {awaited} or for another machine"
+        log.warning("%s; requests: %d", self._deaths.cause, self._client.num_requests)
+        self._execute(actions)
+        return True
+
     def _is_serving(self, node: str) -> bool:
         """Return True if the engine is ready, and a node has stages."""
         placement = self._recovery.placement

@@ -69,8 +69,7 @@ class Supervisor:
         Args:
             config: of the engine, with max_model_len resolved.
             planner: divides the layers among the stages.
-            on_progress: called during the first start while weights are loaded, with the bytes
-                loaded and in total.
+            on_progress: called while weights are first loaded, with the bytes loaded and in total.
             nodes: machines of the engine; None for this one alone.
         """
         self.client = EngineClient()
@@ -214,8 +213,7 @@ class Supervisor:
         self._context = zmq.Context()
         self._cluster = cluster
         run = secrets.randbits(64) if cluster is None else cluster.run
-        hub = Hub(self._context, run, decode_for_head)
-        channels = WorkerChannels(hub, HeadSocket(hub))
+        channels = WorkerChannels(hub := Hub(self._context, run, decode_for_head), HeadSocket(hub))
         channels.start(self._on_messages, self._death_handler.on_session_lost)
         nodes = NodeGroup(node)
         self._head = Head(run, channels, nodes, folder, logs)
@@ -352,8 +350,7 @@ class Supervisor:
 
     def on_assignment_failed(self, generation: int, cause: str) -> None:
         """See ActionListener."""
-        now = time.monotonic()
-        self._execute(self._recovery.on_assignment_failed(generation, cause, now))
+        self._execute(self._recovery.on_assignment_failed(generation, cause, time.monotonic()))
 
     def on_all_measured(self) -> None:
         """See ActionListener."""
@@ -363,6 +360,10 @@ class Supervisor:
     def on_shape_changed(self, shape: NodeShape) -> None:
         """See ActionListener."""
         self._planner.change_shape(shape)
+
+    def on_memory_short(self, generation: int, cause: str) -> bool:
+        """See ActionListener."""
+        return self.node_events.on_memory_short(generation, cause)
 
     def on_warm(self, generation: int, error: str) -> None:
         """Handle the end of a warm-up request."""
@@ -376,8 +377,7 @@ class Supervisor:
         self._planner.begin_generation([*self._executor.loaded.values()])
         if since is not None:
             log.info(
-                "the engine is ready again after %.2f seconds, in generation %d; requests "
-                "resumed: %d",
+                "the engine is ready again after %.2f s, in generation %d; requests resumed: %d",
                 self.deaths.end_recovery(since),
                 generation,
                 self.client.num_resumed_requests - num_resumed,

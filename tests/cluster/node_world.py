@@ -44,6 +44,8 @@ class NodeWorld(World):
         """Processes whose stage does not exist any more."""
         self.num_failed_links = 0
         """Since the engine was ready."""
+        self.is_returning = False
+        """True while it returns to earlier stages, because of the memory."""
         self._arriving: set[int] = set()
         """Processes of a node that is joining."""
 
@@ -98,9 +100,11 @@ class NodeWorld(World):
         if len(shape.nodes) == len(self.shape.nodes):
             # A spare has got the stages, with other processes.
             assert (shape.degrees, shape.layers) == (self.shape.degrees, self.layers)
-            new_keys = old_keys
+            if not self.is_returning:
+                new_keys = old_keys
         else:
-            assert set(shape.nodes) <= self.up.keys(), "cut anew over a lost node"
+            is_complete = set(shape.nodes) <= self.up.keys()
+            assert is_complete or self.is_returning, "cut anew over a lost node"
         for sender in self.alive:
             place = self.place[sender]
             if place is None:
@@ -111,7 +115,7 @@ class NodeWorld(World):
             else:
                 self.dropped.add(sender)
         deaths = dict(zip(old_keys, self.num_deaths, strict=True))
-        self.num_deaths = [deaths[key] for key in new_keys]
+        self.num_deaths = [deaths.get(key, 0) for key in new_keys]
         self.layers, self.names, self.shape = shape.layers, place_names(shape.degrees), shape
         self.measured_layers = shape.layers
 
@@ -201,6 +205,19 @@ class NodeWorld(World):
         if waits and capacity >= num_needed and not self.given_up:
             assert node not in self.recovery.vacant_nodes, "a node that returns gets its stages"
         return wanted
+
+    def run_short_of_memory(self) -> None:
+        """Let a generation find out, before it is ready, that its memory does not suffice."""
+        if self.recovery.state is not RecoveryState.INITIALIZING:
+            return
+        self.is_returning = True
+        actions = self.recovery.on_memory_short(self.generation, "no memory", self.now)
+        if actions:
+            self.was_poisoned = False
+            for waiting in self.pending.values():
+                waiting.clear()
+        self.run(actions)
+        self.is_returning = False
 
     def close_all(self) -> None:
         """Let all survivors close their instances."""

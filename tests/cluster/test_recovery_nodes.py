@@ -22,7 +22,18 @@ from tests.cluster.node_world import NodeWorld
 from tests.cluster.test_recovery import EVENTS, happen
 from tests.examples import num_examples
 
-NODE_EVENTS = ("silent", "killed", "leave", "join", "join", "spare", "link", "two", "timeout")
+NODE_EVENTS = (
+    "silent",
+    "killed",
+    "leave",
+    "join",
+    "join",
+    "spare",
+    "link",
+    "two",
+    "timeout",
+    "short",
+)
 
 
 def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> None:
@@ -48,6 +59,8 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
                 world.join(name, 1 + pick % 3)
         case "link":
             world.fail_link()
+        case "short":
+            world.run_short_of_memory()
         case "timeout":
             world.wait(400.0)
         case _ if event in EVENTS:
@@ -253,6 +266,67 @@ def test_without_enough_memory_the_engine_waits_for_the_node_for_ever() -> None:
     world.settle()
     assert stage_nodes(world) == NODES
     assert not world.recovery.is_overdue
+
+
+def reach_initializing(world: NodeWorld) -> None:
+    """Let all workers load the weights."""
+    for _ in range(300):
+        if world.recovery.state is RecoveryState.INITIALIZING:
+            return
+        if not world._act_fairly():
+            world.wait(max(0.0, world.recovery.next_deadline - world.now))
+    raise AssertionError("the weights are not loaded")
+
+
+def test_layers_that_do_not_fit_after_all_wait_for_the_lost_node() -> None:
+    world = ready_world(node_return_seconds=10.0, recovery_timeout=60.0)
+    before = senders(world)
+    world.lose_node("b", is_death=False)
+    world.close_all()
+    world.wait(10.0)
+    reach_initializing(world)
+    assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE, "c"]
+    world.run_short_of_memory()
+    assert not world.given_up
+    assert world.recovery.vacant_nodes == ["b"]
+    world.close_all()
+    world.wait(10_000.0)
+    assert len(actions_of(world, RejectParked)) == 1
+    assert len(actions_of(world, AssignGeneration)) == 1, "no generation in vain"
+    world.join("b")
+    world.settle()
+    assert stage_nodes(world) == NODES
+    assert world.recovery.layers == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [*senders(world)[:2], senders(world)[3]] == [*before[:2], before[3]]
+
+
+def test_a_spare_that_is_too_small_after_all_is_not_used_again() -> None:
+    world = ready_world(node_return_seconds=10.0, can_recut=False)
+    world.join("s", capacity=1)
+    world.lose_node("b", is_death=False)
+    reach_initializing(world)
+    assert stage_nodes(world) == [LOCAL_NODE, LOCAL_NODE, "s", "c"]
+    world.run_short_of_memory()
+    world.settle()
+    # Nothing else could happen, so "b" has returned.
+    assert stage_nodes(world) == NODES
+    # Without other nodes to go back to it is an error.
+    world.lose_node("b", is_death=False)
+    world.join("b")
+    reach_initializing(world)
+    assert world.recovery.on_memory_short(world.generation, "no memory", world.now) == []
+
+
+def test_a_node_that_has_returned_meanwhile_gets_its_stages_back() -> None:
+    world = ready_world(node_return_seconds=10.0)
+    world.lose_node("b", is_death=False)
+    world.close_all()
+    world.wait(10.0)
+    reach_initializing(world)
+    world.join("b")
+    world.run_short_of_memory()
+    world.settle()
+    assert stage_nodes(world) == NODES
 
 
 def test_a_loss_changes_whether_the_layers_fit() -> None:
