@@ -141,6 +141,8 @@ class Instance:
 
     def _count_available_bytes(self) -> int | None:
         """Return the memory of the machine, which suffices for the stages that it has."""
+        if self.placement.num_stages == self.world.short_num_stages:
+            return 1
         if (per_worker := self.world.memory_per_worker) is None:
             return None
         return per_worker * len(self.placement.workers_on(self.assignment.place.node))

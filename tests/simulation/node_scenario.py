@@ -50,6 +50,8 @@ class NodeLimits(Limits):
     """True if poison requests power off the machines that compute them, but not the head's."""
     can_recut: bool = True
     """False if each machine has memory for the stages that it has, and no more."""
+    short_num_stages: int = 0
+    """Number of stages whose memory turns out not to suffice."""
     node_strikes: tuple[tuple[float, str, int, float], ...] = ()
     """Faults at given times after the start of requests: kind, number of the machine from 0, and
     seconds until it is over. In place of those that are drawn."""
@@ -63,6 +65,7 @@ class NodeScenario(Scenario):
         super().__init__(seed, limits)
         self.head = Process(self.loop, "head")
         self.node.machine = self.head
+        self.world.short_num_stages = limits.short_num_stages
         if not limits.can_recut:
             self.world.memory_per_worker = 26_000
         self.machines = [

@@ -79,6 +79,27 @@ def test_without_memory_for_it_the_engine_waits_for_the_machine() -> None:
     assert scenario.nodes_used == [BEFORE, BEFORE]
 
 
+def test_layers_that_do_not_fit_after_a_recut_wait_for_the_machine() -> None:
+    scenario = play(short_num_stages=3, node_strikes=((20.0, "power", 0, 40.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE, ["local", "local", "node-2"], BEFORE]
+    assert "waiting for node-1 or for another machine" in scenario.supervisor.deaths.cause
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(i, marks=pytest.mark.long) for i in range(20))])
+def test_a_request_that_powers_off_machines_ends_after_three_deaths(seed: int) -> None:
+    scenario = play(seed, has_bombs=True, poison_share=1.0)
+    bombs = [each for each in scenario.readers if each.is_poison]
+    assert all(each.errors == {"poison"} or each.is_aborted for each in bombs)
+    assert bombs
+    others = {
+        end for each in scenario.readers if each not in bombs for end, _ in each.ends.values()
+    }
+    assert others <= {"stop", "length", "abort"}
+    assert scenario.faults["bomb"] <= 3 * len(bombs)
+    assert scenario.supervisor.cause == "the engine was stopped"
+
+
 def test_a_spare_takes_the_stages_at_once() -> None:
     strikes = ((20.0, "power", 1, 25.0), (60.0, "power", 2, 500.0))
     scenario = play(num_spares=1, can_recut=False, seconds=90.0, node_strikes=strikes)
@@ -117,6 +138,7 @@ def test_two_machines_are_lost_at_once() -> None:
     num_nodes=st.integers(2, 4),
     num_spares=st.integers(0, 2),
     can_recut=st.booleans(),
+    has_bombs=st.booleans(),
 )
 def test_requests_outlive_every_machine_but_the_head(
     seed: int,
@@ -125,6 +147,7 @@ def test_requests_outlive_every_machine_but_the_head(
     num_nodes: int,
     num_spares: int,
     can_recut: bool,
+    has_bombs: bool,
 ) -> None:
     limits = NodeLimits(
         num_faults=num_faults,
@@ -132,6 +155,7 @@ def test_requests_outlive_every_machine_but_the_head(
         num_nodes=num_nodes,
         num_spares=num_spares,
         can_recut=can_recut,
+        has_bombs=has_bombs,
     )
     NodeScenario(seed, limits).play()
 

@@ -46,6 +46,8 @@ class World:
     num_steps: int = 0
     memory_per_worker: int | None = None
     """Bytes that a machine has for each worker of its stages; None for any number."""
+    short_num_stages: int = 0
+    """Number of stages with which machines have no memory for keys and values."""
     slowness: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 10.0)
     """Factors of the times of processes, from which each draws one."""
 
