@@ -203,4 +203,4 @@ class NodeProcess:
             os._exit(1)
         self._should_stop.set()
         if self._agent is not None:
-            self._agent.leave(f"node {self._name} got {signal.Signals(number).name}")
+            self._agent.leave(f"it got {signal.Signals(number).name}")

@@ -95,8 +95,8 @@ def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) ->
         text, _, fix = sentence.rpartition(": ")
         findings.append(bad("same software and model", text, fix))
     if len(findings) == 1:
-        compared = "version and model" if own.model_hash else "version"
-        findings.append(good("same software and model", f"{compared} are those of the head"))
+        compared = "version and model are" if own.model_hash else "the version is"
+        findings.append(good("same software and model", f"{compared} the same as on the head"))
     return findings
 
 

@@ -52,7 +52,7 @@ def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
         return None
     return bad(
         "node secret",
-        f"{address} is another machine, which needs a node secret",
+        f"{address} is another machine, and a connection to it needs a node secret",
         "on the head: gllm node --new-secret FILE; copy FILE to every machine and pass "
         "--node-secret-file FILE everywhere",
     )

@@ -145,11 +145,11 @@ class AgentMessageHandler:
         if remote is None or remote.session is not session:
             return
         self._nodes.remove(remote)
-        cause = f"node {session.name} ({session.address}) was lost: {cause}"
+        node = f"node {session.name} ({session.address})"
         if has_left:
-            self._events.on_left(session.name, cause)
+            self._events.on_left(session.name, f"{node} has left: {cause}")
         else:
-            self._events.on_lost(session.name, cause, is_death)
+            self._events.on_lost(session.name, f"{node} was lost: {cause}", is_death)
 
     def on_edge_lost(self, generation: int, edge: int, cause: str) -> None:
         """Handle an edge between nodes that stays disconnected: the generation ends."""
@@ -157,6 +157,9 @@ class AgentMessageHandler:
         if lost is None:
             return
         (source, target), is_repeated = lost
+        name = source if target == LOCAL_NODE else target
+        head = self._nodes.local_peer.node
+        source, target = (head if each == LOCAL_NODE else each for each in (source, target))
         cause = f"the data connection from node {source} to node {target} was lost: {cause}"
         if is_repeated:
             log.warning(
@@ -166,7 +169,7 @@ class AgentMessageHandler:
                 target,
                 REPEAT_SECONDS,
             )
-        if not (is_repeated and self._exchange(source if target == LOCAL_NODE else target, cause)):
+        if not (is_repeated and self._exchange(name, cause)):
             self._events.on_generation_failed(generation, cause)
 
     def _exchange(self, name: str, cause: str) -> bool:

@@ -32,6 +32,9 @@ from gllm.runtime.node_reports import report_head, report_node
 
 log = logging.getLogger(__name__)
 
+HEAD_NAME = "head"
+"""Name of the head's node without `--node-name`."""
+
 
 class ClusterHead:
     """The hub of the nodes, the data mover of this machine, and what agents are told."""
@@ -63,12 +66,13 @@ class ClusterHead:
         self._num_workers = sum(degrees)
         self._num_stages = len(degrees)
         self._config = config
-        self.name = config.node_name or LOCAL_NODE
+        self.name = config.node_name or HEAD_NAME
+        """Name of this node for people and for other machines; placements have LOCAL_NODE."""
         self.hub = NodeHub(config, secret_file, self.run, facts, self.name, recovery_timeout)
         self._certificate: NodeCertificate | None = None
         self._has_secret = secret_file is not None
         self._links: LinkProcess | None = None
-        self._peer = LinkPeer(LOCAL_NODE, "", b"")
+        self._peer = LinkPeer(self.name, "", b"")
         self._messages: AgentMessageHandler | None = None
         self._monitor = MachineMonitor()
         self._facts: NodeFacts | None = None
@@ -149,7 +153,7 @@ class ClusterHead:
         return [
             head,
             *(
-                report_node(record, self.hub.sessions_by_name.get(record.name), stages, self.name)
+                report_node(record, self.hub.sessions_by_name.get(record.name), stages)
                 for record in records
             ),
         ]
@@ -200,14 +204,14 @@ class ClusterHead:
             self._certificate = create_certificate()
         listen = format_host_port(host, config.data_port) if config.data_port else ""
         self._links = LinkProcess(
-            LOCAL_NODE, listen, self._certificate, config.link_congestion, config.node_timeout
+            self.name, listen, self._certificate, config.link_congestion, config.node_timeout
         )
         port = await self._links.listen() if listen else 0
         if is_wildcard(host) and config.master_addr is not None:
             host, _ = resolve_hub(config, config.master_addr)
         address = config.advertise or (format_host_port(host, port) if port else "")
         certificate = b"" if self._certificate is None else self._certificate.certificate
-        self._peer = LinkPeer(LOCAL_NODE, address, certificate)
+        self._peer = LinkPeer(self.name, address, certificate)
         self._facts = read_facts(
             host, port, config.advertise or "", certificate, self._monitor.gpu_names
         )

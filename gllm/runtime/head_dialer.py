@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shlex
 import time
 from collections.abc import Awaitable, Callable
 from random import Random
@@ -110,8 +111,11 @@ class HeadDialer:
             delay = min(backoff.next_delay(), deadline - loop.time())
             if delay <= 0:
                 head = self._config.head
-                advice = f"`gllm doctor --master-addr {head}` looks for the reason"
-                return 1, f"no head at {head} for {limit:g} seconds: {self.cause}; {advice}"
+                secret = self._config.node_secret_file
+                flags = f" --node-secret-file {shlex.quote(secret)}" if secret else ""
+                advice = f"`gllm doctor --master-addr {head}{flags}` looks for the reason"
+                cause = f"no session with the head at {head} for {limit:g} seconds: {self.cause}"
+                return 1, f"{cause}; {advice}"
             await asyncio.sleep(delay)
 
     async def _attempt(

@@ -209,7 +209,7 @@ class Node(ABC):
         """
         source, target = (_peer_of(assignment, node) for node in nodes)
         dials = source_dials(source.node, source.address, target.node, target.address)
-        is_sender = source.node == self.node_name
+        is_sender = nodes[0] == self.node_name
         peer = target if is_sender else source
         assert self.remote_edges is not None, "an engine on several machines has links"
         command = OpenLinkEdge(

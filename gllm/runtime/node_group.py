@@ -145,7 +145,8 @@ class NodeGroup(Node):
             names = {worker.node for worker in placement.workers}
             peers = {name: peers[name] for name in sorted(names)}
             for source, target in remote_edges(placement).values():
-                source_dials(source, peers[source].address, target, peers[target].address)
+                ends = peers[source], peers[target]
+                source_dials(ends[0].node, ends[0].address, ends[1].node, ends[1].address)
             assignment = replace(assignment, peers=peers)
         self.local.assign(assignment, folder, plan_record, output_lengths)
         self._generation, self._assigned = placement.generation, self._remotes_of(placement)

@@ -118,6 +118,7 @@ class NodeHub:
         self._bind_address = node_hub_address(config)
         check_hub_address(self._bind_address, self._secret is not None)
         self._recovery_timeout = recovery_timeout
+        self._name = name
         self._admission = NodeAdmission(facts, name)
         self.membership = Membership(
             config.nnodes, config.node_timeout, config.join_timeout, config.max_spares
@@ -185,7 +186,10 @@ class NodeHub:
             missing = self.membership.describe_missing()
             if self.membership.has_expired(now):
                 seconds = self.config.join_timeout
-                cause = f"nodes did not join within {seconds:g} seconds: {missing}"
+                cause = (
+                    f"nodes did not join within {seconds:g} seconds: {missing}; run `gllm doctor` "
+                    "on the missing ones"
+                )
                 await self.stop(cause, is_failure=True)
                 raise EngineError(cause)
             if now >= next_log:
@@ -196,7 +200,9 @@ class NodeHub:
             await _wait(self._has_changed, TICK_SECONDS)
         self.membership.finish_forming()
         members = self.membership.members
-        log.info("all %d nodes have joined: %s", self.config.nnodes, ", ".join(members) or "head")
+        log.info(
+            "all %d nodes have joined: %s", self.config.nnodes, ", ".join([self._name, *members])
+        )
         return members
 
     def welcome(self, session: AgentSession, workers: list[int]) -> None:
@@ -342,7 +348,6 @@ class NodeHub:
             if self.listener is None:
                 log.warning("node %s (%s) has left: %s", session.name, session.address, cause)
             else:
-                cause = f"it has left: {cause}"
                 self.listener.on_node_lost(session, cause, is_death=False, has_left=True)
 
     def _end(self, session: AgentSession) -> bool:

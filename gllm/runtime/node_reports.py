@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
-
 from gllm.cluster.membership import NodeRecord
-from gllm.cluster.placement import LOCAL_NODE
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeFacts, NodeLoad
 from gllm.runtime.agent_session import AgentSession
@@ -45,7 +42,6 @@ def report_node(
     record: NodeRecord,
     session: AgentSession | None,
     stages: Mapping[str, list[int]],
-    head_name: str = LOCAL_NODE,
 ) -> NodeReport:
     """Return the report on another node.
 
@@ -53,7 +49,6 @@ def report_node(
         record: of its membership.
         session: its last one, which may have ended.
         stages: of each node, by name.
-        head_name: name of the head's node for people.
     """
     report = NodeReport(
         record.name,
@@ -80,10 +75,7 @@ def report_node(
         stages=sorted(stages.get(record.name, [])) if is_open else [],
         round_trip_seconds=session.clock_offset.round_trip_seconds if is_open else None,
         clock_offset_seconds=session.clock_offset.seconds if is_open else None,
-        links=[
-            replace(link, peer=head_name) if link.peer == LOCAL_NODE else link
-            for link in (session.heartbeat.links if is_open else ())
-        ],
+        links=list(session.heartbeat.links) if is_open else [],
         last_cause=record.last_cause,
         num_losses=record.num_losses,
     )

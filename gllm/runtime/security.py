@@ -197,7 +197,10 @@ def check_dialed_address(address: str, has_secret: bool) -> None:
         has_secret: True if the connection uses a node secret.
     """
     if not has_secret and not _is_local(address):
-        raise ValueError(f"{address} is not on this machine, which needs a node secret: {_ADVICE}")
+        raise ValueError(
+            f"{address} is not on this machine, and a connection to another one needs a node "
+            f"secret: {_ADVICE}"
+        )
 
 
 def _is_local(address: str) -> bool:

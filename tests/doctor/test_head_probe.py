@@ -151,7 +151,7 @@ def test_doctor_of_a_good_machine(secret, capsys):
         assert main(["doctor", *arguments, "--model", "demo", "--data-port", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "nothing keeps this machine from joining"
-    assert any("version and model are those of the head" in line for line in lines)
+    assert any("version and model are the same as on the head" in line for line in lines)
 
 
 def test_doctor_lists_problems_with_their_fixes(secret, other_secret, capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from gllm.link.commands import LinkPeer
 from gllm.messages.codec import encode
 from gllm.messages.lifecycle import Heartbeat, Hello, StageFailed, StageReady
 from gllm.messages.nodes import (
@@ -60,16 +61,28 @@ async def test_stages_run_on_both_machines(monkeypatch: pytest.MonkeyPatch) -> N
         assignment = agent.assignments[0]
         assert [each.node for each in assignment.placement.workers] == ["local", "node1"]
         assert assignment.peers["node1"].address == "127.0.0.1:29601"
-        assert assignment.peers["local"].address == ""
+        assert assignment.peers["local"] == LinkPeer("head", "", b"")
         await until(lambda: agent.of(EngineState)[-1:] == [EngineState("ready", "", 1)])
         assert agent.of(GenerationReady) == [GenerationReady(1)]
         stages = end.supervisor.node_events.node_stages
         head, other = end.cluster.reports(stages)
-        assert (head.name, head.rank, head.state, head.stages) == ("local", 0, "member", [0])
+        assert (head.name, head.rank, head.state, head.stages) == ("head", 0, "member", [0])
         assert (other.name, other.rank, other.state, other.stages) == ("node1", 1, "member", [1])
         assert other.load.cpu_utilization == 0.5
     assert agent.of(LeaveCluster) == [LeaveCluster("the engine was stopped")]
     assert not agent.workers
+
+
+async def test_a_machine_that_leaves_is_not_called_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster_of(monkeypatch) as end:
+        await start(end, 1)
+        spare = await end.dial("spare")
+        spare.send(LeaveCluster("it got SIGTERM"))
+        await until(lambda: "has left" in caplog.text)
+        assert "node spare (127.0.0.1) has left: it got SIGTERM" in caplog.text
+    assert "was lost" not in caplog.text
 
 
 async def test_stages_start_when_their_edges_are_connected(
@@ -328,5 +341,5 @@ async def test_machines_that_cannot_reach_each_other_are_named(
         starting = asyncio.create_task(end.start())
         # Neither of them accepts data connections.
         await end.dial("node1", 1, facts=replace(NODE_FACTS, data_port=0))
-        with pytest.raises(EngineError, match=r"'local'.*'node1'.*--advertise"):
+        with pytest.raises(EngineError, match=r"'head'.*'node1'.*--advertise"):
             await starting
