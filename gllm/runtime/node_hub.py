@@ -118,7 +118,6 @@ class NodeHub:
         self._bind_address = node_hub_address(config)
         check_hub_address(self._bind_address, self._secret is not None)
         self._recovery_timeout = recovery_timeout
-        self._name = name
         self._admission = NodeAdmission(facts, name)
         self.membership = Membership(
             config.nnodes, config.node_timeout, config.join_timeout, config.max_spares
@@ -200,9 +199,7 @@ class NodeHub:
             await _wait(self._has_changed, TICK_SECONDS)
         self.membership.finish_forming()
         members = self.membership.members
-        log.info(
-            "all %d nodes have joined: %s", self.config.nnodes, ", ".join([self._name, *members])
-        )
+        log.info("all %d nodes have joined: %s", self.config.nnodes, ", ".join(members) or "head")
         return members
 
     def welcome(self, session: AgentSession, workers: list[int]) -> None:
