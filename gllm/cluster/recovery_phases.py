@@ -87,14 +87,13 @@ class RecoveryPhases:
         """Nodes on which the layers do not fit, by the last attempt."""
         self._former_shape: NodeShape | None = None
         """Stages before this recovery gave them to other nodes; None if it did not."""
-        self.set_nodes(nodes or [LOCAL_NODE] * len(self._layers))
+        self.set_nodes(nodes or [LOCAL_NODE] * len(self._layers), should_measure)
         self._assignments = RetryRecord()
         """Generations that could not be assigned since the engine was ready."""
         self._connections = RetryRecord()
         """Generations whose workers could not reach each other since the engine was ready."""
         self._was_poisoned = False
         """True if a request ended the last generation."""
-        self._should_measure = should_measure
         self._has_begun_measuring = self._has_chosen_layers = False
         """Actions of the state MEASURING that have been returned."""
 
@@ -113,13 +112,18 @@ class RecoveryPhases:
         """Number of ranks of each stage, from the next generation on."""
         return list(self._degrees)
 
-    def set_nodes(self, nodes: Sequence[str]) -> None:
+    def set_nodes(self, nodes: Sequence[str], should_measure: bool) -> None:
         """Set the nodes of the stages, before the start.
+
+        Args:
+            nodes: name of the node of each stage.
+            should_measure: see `__init__`.
 
         Raises:
             ValueError: stage 0 is not on the head's node.
         """
         assert self.state is RecoveryState.NEW, "the engine has started"
+        self._should_measure = should_measure
         self._nodes = NodePool(nodes, self._degrees, self._limits.node_return_seconds)
         self._pool = WorkerPool(self._place_nodes(), self._limits, self._jitter)
 

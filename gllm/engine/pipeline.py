@@ -176,7 +176,8 @@ class PipelineBackend:
         try:
             self._start_publisher()
             if self._cluster is not None:
-                self.supervisor.set_nodes(await self._cluster.form())
+                names = await self._cluster.form()
+                self.supervisor.set_nodes(names, self._cluster.machines)
             node = self._node or LocalNode(self.num_local_workers)
             await self.supervisor.start(self._folder, node, self._logs, self._cluster)
             if self.attachment is not None:

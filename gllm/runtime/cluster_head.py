@@ -25,7 +25,8 @@ from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.driver_proxies import DriverProxies
 from gllm.runtime.link_process import LinkProcess
 from gllm.runtime.machine import MachineMonitor, read_facts
-from gllm.runtime.node_admission import resolve_hub
+from gllm.runtime.machine_speeds import Machine
+from gllm.runtime.node_admission import configured_threads, resolve_hub
 from gllm.runtime.node_events import NodeEventHandler
 from gllm.runtime.node_hub import NodeHub
 from gllm.runtime.node_reports import report_head, report_node
@@ -94,6 +95,18 @@ class ClusterHead:
             raise
         names = [LOCAL_NODE, *self._members]
         return [names[node] for node in self.stage_nodes]
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """Machines that have joined, by the name of the node in placements."""
+        config = self.hub.facts.config
+        machines = {
+            name: Machine(session.join.facts, configured_threads(config, session.join.config))
+            for name, session in self.hub.sessions.items()
+        }
+        if self._facts is not None:
+            machines[LOCAL_NODE] = Machine(self._facts, configured_threads(config))
+        return machines
 
     def begin(
         self,

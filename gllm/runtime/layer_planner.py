@@ -6,7 +6,8 @@ that use them. This module imports no torch.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gllm.cluster.balance import BalanceLimits, BetterCut, Rebalancer
@@ -18,6 +19,7 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
 from gllm.models.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.runtime.device import find_gpu_models
+from gllm.runtime.machine_speeds import Machine, may_differ_in_speed
 from gllm.runtime.probe_cache import ProbeCache
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class LayerPlanner:
         self._degrees = list(config.stage_degrees)
         self._nodes = [LOCAL_NODE] * len(self._layers)
         """Name of the node of each stage."""
+        self._machines: dict[str, Machine] = {}
+        """Machines at the start, by the name of the node; empty for this one alone."""
         self._node_memory: NodeMemory | None = None
         """None before the first generation is ready."""
 
@@ -91,11 +95,12 @@ class LayerPlanner:
         config = self._config
         if config.layers != "auto" or len(self._layers) == 1:
             return False
-        has_different_gpus = config.device != "cpu" and len(find_gpu_models()) > 1
+        uses_gpus = config.device != "cpu"
         return (
             len(set(config.stage_degrees)) > 1
             or len(set(config.debug_slowdown)) > 1
-            or has_different_gpus
+            or (uses_gpus and len(find_gpu_models()) > 1)
+            or may_differ_in_speed(self._nodes, self._degrees, self._machines, uses_gpus)
         )
 
     def on_measured(self, message: StageMeasured) -> None:
@@ -109,7 +114,7 @@ class LayerPlanner:
         for stage in stages:
             ranks = [each for (own, _), each in self._measured.items() if own == stage]
             costs.append(_join_costs(ranks))
-            memory.append(_join_memory(ranks))
+            memory.append(self._limit_by_machine(_join_memory(ranks), stage))
         try:
             layers = cut_layers(costs, memory)
         except ValueError as error:
@@ -126,6 +131,17 @@ class LayerPlanner:
         self._costs, self._memory, self._layers = costs, memory, layers
         self._rebalancer = Rebalancer(costs, memory, self._limits)
         return self.bounds
+
+    def _limit_by_machine(self, memory: StageMemory, stage: int) -> StageMemory:
+        """Limit a stage's memory, if it is the host's, to its share of that of its machine."""
+        machine = self._machines.get(self._nodes[stage])
+        if machine is None or not math.isinf(memory.limit_bytes):
+            return memory
+        num_workers: Counter[str] = Counter()
+        for node, degree in zip(self._nodes, self._degrees, strict=True):
+            num_workers[node] += degree
+        total = HOST_MEMORY_SHARE * machine.facts.memory_bytes
+        return replace(memory, limit_bytes=total / num_workers[self._nodes[stage]])
 
     def change_shape(self, shape: NodeShape) -> None:
         """Note other stages, or other nodes of the stages, from the next generation on."""
@@ -145,9 +161,9 @@ class LayerPlanner:
         self._memory = None
         self._rebalancer = Rebalancer(self._costs, None, self._limits)
 
-    def set_nodes(self, nodes: Sequence[str]) -> None:
-        """Set the name of the node of each stage, before the start."""
-        self._nodes = list(nodes)
+    def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
+        """Set the name of the node of each stage, and the machines, before the start."""
+        self._nodes, self._machines = list(nodes), dict(machines)
 
     def recut(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
         """Return the stages on the nodes that are left after a loss, which get all layers.

@@ -4,7 +4,7 @@ import socket
 
 import msgspec
 
-from gllm.cluster.join_check import JoinFacts, find_differences
+from gllm.cluster.join_check import JoinFacts, apply_own_fields, find_differences
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.addresses import format_host_port
 from gllm.config.node_environment import parse_head_address
@@ -41,6 +41,21 @@ def node_hub_address(config: NodesConfig) -> str:
     return f"tcp://{format_host_port(*resolve_hub(config))}"
 
 
+def configured_threads(head_config: bytes, own_config: bytes = b"") -> int | None:
+    """Return the compute threads per worker of a machine; None for a share of its cores.
+
+    Args:
+        head_config: engine configuration of the head as JSON.
+        own_config: that of the machine, which may lack fields; empty for none.
+    """
+    try:
+        config = apply_own_fields(head_config, own_config)
+        return msgspec.json.decode(config, type=_Threads).threads
+    except (msgspec.DecodeError, AttributeError):
+        # Without a rank a node's configuration is not compared, and may be anything.
+        return None
+
+
 class NodeAdmission:
     """Compares nodes with the head."""
 
@@ -69,6 +84,12 @@ class NodeAdmission:
             join.config,
         )
         return "; ".join(find_differences(self._facts, node))
+
+
+class _Threads(msgspec.Struct):
+    """The compute threads in an engine configuration."""
+
+    threads: int | None = None
 
 
 class _ModelName(msgspec.Struct):

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -37,6 +37,7 @@ from gllm.runtime.head_socket import HeadSocket
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.liveness_watch import LivenessWatch
 from gllm.runtime.load_progress import TotalLoadProgress
+from gllm.runtime.machine_speeds import Machine
 from gllm.runtime.node import Node
 from gllm.runtime.node_events import NodeEventHandler
 from gllm.runtime.node_group import NodeGroup
@@ -246,10 +247,10 @@ class Supervisor:
             await self.stop()
             raise
 
-    def set_nodes(self, nodes: Sequence[str]) -> None:
-        """Set the name of the node of each stage, before `start`; the first has the head's."""
-        self._recovery.set_nodes(nodes)
-        self._planner.set_nodes(nodes)
+    def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
+        """Set the name of each stage's node, the first one the head's; and the machines by name."""
+        self._planner.set_nodes(nodes, machines)
+        self._recovery.set_nodes(nodes, self._planner.should_measure)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function after each event that may change the state."""
@@ -275,7 +276,6 @@ class Supervisor:
         self._head.channels.close()
         self._context.term()
         self._executor.close()
-        # Without restarts a death is described by its one line in the log.
         self.deaths.close(self._has_given_up and self._config.max_restarts > 0)
 
     def set_sleeping(self, is_on: bool) -> None:
@@ -373,8 +373,8 @@ class Supervisor:
             self._death_handler.on_warm_up_failed(self.senders[0], error)
             return
         since, num_resumed = self.recovering_since, self.client.num_resumed_requests
-        self._execute(self._recovery.on_warm(time.monotonic()))
         self._planner.begin_generation([*self._executor.loaded.values()])
+        self._execute(self._recovery.on_warm(time.monotonic()))
         if since is not None:
             log.info(
                 "the engine is ready again after %.2f s, in generation %d; requests resumed: %d",

@@ -145,7 +145,7 @@ class ClusterUnderTest:
 
     def __init__(self, num_stages: int, nodes: NodesConfig, **options: Any) -> None:
         config = EngineConfig.from_options(
-            "demo", pipeline_parallel_size=num_stages, max_model_len=256, **options
+            "demo", pipeline_parallel_size=num_stages, max_model_len=256, layers="even", **options
         )
         layers = [range(stage, stage + 1) for stage in range(num_stages)]
         planner = LayerPlanner(config, layers, StageCosts((1.0,) * num_stages))
@@ -165,7 +165,8 @@ class ClusterUnderTest:
 
     async def start(self) -> None:
         """Wait for the agents and start the engine."""
-        self.supervisor.set_nodes(await self.cluster.form())
+        names = await self.cluster.form()
+        self.supervisor.set_nodes(names, self.cluster.machines)
         await self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG, self.cluster)
 
     async def close(self) -> None:

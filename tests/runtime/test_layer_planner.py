@@ -11,9 +11,11 @@ from gllm.cluster.node_layout import NodeShape
 from gllm.config.engine import EngineConfig
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
+from gllm.messages.nodes import NodeFacts
 from gllm.models.partition import StageCosts
 from gllm.runtime import layer_planner
 from gllm.runtime.layer_planner import LayerPlanner
+from gllm.runtime.machine_speeds import Machine
 from gllm.runtime.probe_cache import ProbeCache
 
 COSTS = StageCosts((1.0,) * 12)
@@ -64,6 +66,59 @@ def test_different_gpus_are_measured(
 ) -> None:
     monkeypatch.setattr(layer_planner, "find_gpu_models", lambda: {"Model: H100", "Model: L4"})
     assert plan(device=device).should_measure == expected
+
+
+def machine(
+    devices: tuple[str, ...] = (),
+    num_cores: int = 8,
+    threads: int | None = None,
+    memory_bytes: int = 10**9,
+) -> Machine:
+    facts = NodeFacts(
+        "host", "system", "1.0", "127.0.0.1", 0, "", b"", list(devices), num_cores, memory_bytes
+    )
+    return Machine(facts, threads)
+
+
+@pytest.mark.parametrize(
+    ("local", "other", "device", "expected"),
+    [
+        (machine(), machine(), "auto", False),
+        (machine(), machine(num_cores=4), "auto", True),
+        (machine(threads=2), machine(threads=2), "cpu", False),
+        (machine(), machine(threads=2), "cpu", True),
+        (machine(("H100",)), machine(("H100",) * 2), "auto", False),
+        (machine(("H100",)), machine(("L4",)), "auto", True),
+        (machine(("H100",)), machine(("L4",)), "cpu", False),
+        (machine(("H100",)), machine(), "auto", True),
+    ],
+)
+def test_different_machines_are_measured(
+    local: Machine, other: Machine, device: str, expected: bool
+) -> None:
+    planner = plan(device=device)
+    planner.set_nodes(["local", "b"], {"local": local, "b": other, "spare": machine(num_cores=1)})
+    assert planner.should_measure == expected
+    planner = plan(device=device, layers="even")
+    planner.set_nodes(["local", "b"], {"local": local, "b": other})
+    assert not planner.should_measure
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+def test_machines_that_share_their_cores_unequally_are_measured(threads: int | None) -> None:
+    machines = {"local": machine(threads=threads), "b": machine(threads=threads)}
+    planner = plan(3, device="cpu")
+    planner.set_nodes(["local", "local", "b"], machines)
+    assert planner.should_measure == (threads is None)
+
+
+def test_measured_layers_fit_the_memory_of_their_machine() -> None:
+    """Each layer has 100 bytes; the fast machine has place for three of them."""
+    planner = plan(device="cpu")
+    planner.set_nodes(["local", "b"], {"local": machine(), "b": machine(memory_bytes=400)})
+    planner.on_measured(measured(0, 0.004))
+    planner.on_measured(measured(1, 0.001))
+    assert planner.choose_layers() == [(0, 9), (9, 12)]
 
 
 def test_layers_follow_the_slowest_rank_of_each_stage() -> None:
@@ -165,7 +220,7 @@ SHAPE = NodeShape([(0, 4), (4, 8), (8, 12)], [1, 1, 1], ["local", "b", "c"])
 def plan_on_nodes(available_bytes: int | None, own_bytes: int | None = None) -> LayerPlanner:
     """A planner of three stages with 12 layers of 300 bytes and 64 tokens of 16 bytes a layer."""
     planner = plan(3, block_size=16)
-    planner.set_nodes(SHAPE.nodes)
+    planner.set_nodes(SHAPE.nodes, {})
     planner.begin_generation(
         [
             StageLoaded(stage, 1200, 16, own_bytes, host_available_bytes=available_bytes)
@@ -199,13 +254,13 @@ def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
 
 def test_before_the_first_generation_nobody_knows_what_fits() -> None:
     planner = plan(3)
-    planner.set_nodes(SHAPE.nodes)
+    planner.set_nodes(SHAPE.nodes, {})
     assert planner.recut(SHAPE, ["local", "c"]) is None
 
 
 def test_measured_speeds_stay_with_the_stages_that_are_left() -> None:
     planner = plan(3, debug_slowdown=(1, 1, 2))
-    planner.set_nodes(SHAPE.nodes)
+    planner.set_nodes(SHAPE.nodes, {})
     for stage in range(3):
         planner.on_measured(
             StageMeasured(stage, 0, [0.001 * (1 + (stage == 2))] * 12, 0.0, 0.0, [1] * 12, 0, 0)

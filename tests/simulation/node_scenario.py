@@ -92,7 +92,8 @@ class NodeScenario(Scenario):
         )
         for machine in self.machines:
             self.loop.call_later(self.rng.uniform(0.0, 3.0), self._switch_on, machine)
-        self.supervisor.set_nodes(await cluster.form())
+        names = await cluster.form()
+        self.supervisor.set_nodes(names, cluster.machines)
         self.supervisor.add_change_listener(self._on_change)
         self._draw_node_faults()
         await self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG, cluster)
