@@ -1,11 +1,13 @@
-"""Session of the head with the agent of another node, from its first message to its end."""
+"""Session of the head with the agent of another node, and the receiver of its events."""
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from gllm.cluster.clock_offset import ClockOffset
 from gllm.cluster.liveness import ProcessSample
 from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage
 from gllm.messages.nodes import JoinCluster, NodeHeartbeat
 
 
@@ -64,3 +66,26 @@ class AgentSession:
         samples = self.heartbeat.samples
         found = next((each for each in samples if each.sender == sender), None)
         return None if found is None else ProcessSample(found.is_stopped, found.cpu_seconds)
+
+
+class NodeListener(Protocol):
+    """Receiver of the events of members."""
+
+    def on_node_joined(self, session: AgentSession) -> None:
+        """Handle a node that has joined; `NodeHub.welcome` has to be called."""
+
+    def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
+        """Handle a message of a member."""
+
+    def on_node_lost(
+        self, session: AgentSession, cause: str, is_death: bool, has_left: bool
+    ) -> None:
+        """Handle the end of a session.
+
+        Args:
+            session: it has ended.
+            cause: description.
+            is_death: True if the agent has closed the connection without a message, so that its
+                process has probably died.
+            has_left: True if the agent has ended its membership by itself.
+        """

@@ -145,10 +145,11 @@ class LayerPlanner:
 
     def change_shape(self, shape: NodeShape) -> None:
         """Note other stages, or other nodes of the stages, from the next generation on."""
+        unique_nodes = dict.fromkeys(shape.nodes)
         log.info(
-            "layers per stage: %s, on nodes %s",
+            "layers per stage: %s, on these machines: %s",
             ",".join(str(end - begin) for begin, end in shape.layers),
-            ", ".join(dict.fromkeys(shape.nodes)),
+            ", ".join("the head's" if node == LOCAL_NODE else node for node in unique_nodes),
         )
         if len(shape.nodes) != len(self._nodes):
             stages = match_stages(self._nodes, shape.nodes)

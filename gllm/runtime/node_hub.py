@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import zmq
 
@@ -27,7 +26,7 @@ from gllm.messages.nodes import (
     RefuseNode,
     WelcomeNode,
 )
-from gllm.runtime.agent_session import AgentSession
+from gllm.runtime.agent_session import AgentSession, NodeListener
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import CLOSED
@@ -51,29 +50,6 @@ MAX_SOCKETS = 8192
 """Most sockets of ZeroMQ; each session has three."""
 _EXTRA_GUESTS = 8
 """Sessions beyond the nodes, so that a node that is too many is told so."""
-
-
-class NodeListener(Protocol):
-    """Receiver of the events of members."""
-
-    def on_node_joined(self, session: AgentSession) -> None:
-        """Handle a node that has joined; `NodeHub.welcome` has to be called."""
-
-    def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
-        """Handle a message of a member."""
-
-    def on_node_lost(
-        self, session: AgentSession, cause: str, is_death: bool, has_left: bool
-    ) -> None:
-        """Handle the end of a session.
-
-        Args:
-            session: it has ended.
-            cause: description.
-            is_death: True if the agent has closed the connection without a message, so that its
-                process has probably died.
-            has_left: True if the agent has ended its membership by itself.
-        """
 
 
 class NodeHub:
@@ -371,23 +347,34 @@ class NodeHub:
             self.lose(session, cause, is_death=cause == CLOSED)
 
     async def _tick(self) -> None:
-        """Notice nodes that are silent, and sessions without JoinCluster."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            if now - before > self.config.node_timeout / 2:
-                # This process was stopped or busy, and messages of the agents may wait.
-                for name in self.sessions:
-                    self.membership.on_heard(name, now)
-            for name in self.membership.silent_nodes(now):
-                if session := self.sessions.get(name):
-                    silent = now - session.last_heard
-                    self.lose(session, f"no message for {silent:.1f} seconds")
-            for sender, until in list(self._waiting.items()):
-                if until <= now:
-                    del self._waiting[sender]
-                    self._drop(sender, f"no JoinCluster within {JOIN_SECONDS:g} seconds")
+            try:
+                self._check(before, time.monotonic())
+            except Exception:
+                # The checks go on, because nothing else notices a silent node.
+                log.exception("the nodes could not be checked")
+
+    def _check(self, before: float, now: float) -> None:
+        """Notice nodes that are silent, and sessions without JoinCluster.
+
+        Args:
+            before: time of the last check.
+            now: time in seconds.
+        """
+        if now - before > self.config.node_timeout / 2:
+            # This process was stopped or busy, and messages of the agents may wait.
+            for name in self.sessions:
+                self.membership.on_heard(name, now)
+        for name in self.membership.silent_nodes(now):
+            if session := self.sessions.get(name):
+                silent = now - session.last_heard
+                self.lose(session, f"no message for {silent:.1f} seconds")
+        for sender, until in list(self._waiting.items()):
+            if until <= now:
+                del self._waiting[sender]
+                self._drop(sender, f"no JoinCluster within {JOIN_SECONDS:g} seconds")
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
