@@ -342,6 +342,10 @@ NODE_PANELS = [
                 f"sum (increase(gllm:refused_peers_total{{{CHOSEN}}}{WINDOW}))",
                 "refused connections",
             ),
+            Query(
+                f"sum (increase(gllm:malformed_frames_total{{{CHOSEN}}}{WINDOW}))",
+                "malformed frames",
+            ),
         ],
         "Machines of engines by state, as the heads see them.",
     ),
