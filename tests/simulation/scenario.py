@@ -86,6 +86,8 @@ class Scenario:
         # Apart from the others, which stay as they are for each seed.
         self.rates["measuring"] = Random(seed).choice([0.0, 0.0, 0.05, 0.2])
         self.num_moments: Counter[str] = Counter()
+        self.num_start_deaths = 0
+        """Ends of processes before the engine was ready: workers may end after measuring."""
         self.num_served_deaths = 0
         """Ends of processes before the engine was stopped."""
         self.has_poison = self.rng.random() < limits.poison_share
@@ -123,6 +125,7 @@ class Scenario:
             assert self.supervisor.state == "dead"
             await self._wait_for_machines()
             return
+        self.num_start_deaths = self.num_deaths
         while self.loop.time() < self.end_time and len(self.readers) < self.limits.num_requests:
             await asyncio.sleep(
                 self.rng.expovariate(self.limits.num_requests / self.limits.seconds)
