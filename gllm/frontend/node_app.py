@@ -1,6 +1,5 @@
 """HTTP server of a machine that is not the head: probes and metrics, without the model's API."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -9,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gllm.frontend.listening import listen
 from gllm.frontend.node_metrics import PREFIX, link_bytes, machine_load
 from gllm.messages.nodes import LinkState, NodeLoad
 
@@ -142,16 +142,7 @@ async def start_node_server(read_status: ReadStatus, host: str, port: int) -> we
     """
     runner = web.AppRunner(make_node_app(read_status), access_log=None)
     await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        await runner.cleanup()
-        code = error.errno or 0
-        cause = os.strerror(code) if code > 0 else error.strerror
-        raise ValueError(
-            f"--host {host} --port {port}: cannot listen there: {cause}; choose an address of "
-            "this machine and a free port"
-        ) from error
+    await listen(runner, host, port)
     return runner
 
 

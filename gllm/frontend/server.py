@@ -14,6 +14,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import ConnectionRunner
+from gllm.frontend.listening import listen
 from gllm.frontend.open_files import raise_open_files_limit
 from gllm.frontend.tls import tls_context
 
@@ -55,17 +56,7 @@ class Server:
         tls = tls_context(self._config)
         runner = make_runner(make_app(self._engine, self._config), self._config)
         await runner.setup()
-        host, port = self._config.host, self._config.port
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=tls).start()
-        except OSError as error:
-            await runner.cleanup()
-            code = error.errno or 0
-            why = os.strerror(code) if code > 0 else error.strerror
-            raise ValueError(
-                f"--host {host} --port {port}: cannot listen there: {why}; choose an address of "
-                "this machine and a free port"
-            ) from error
+        await listen(runner, self._config.host, self._config.port, tls)
         try:
             return await self._serve(runner)
         finally:

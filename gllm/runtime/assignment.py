@@ -46,9 +46,6 @@ class NodeAssignment(msgspec.Struct, frozen=True):
     """True if the workers only measure their speed; the layers are preliminary."""
     peers: dict[str, LinkPeer] = {}
     """Data connections of all machines of the placement by name; empty if it has only one."""
-    transports: dict[int, str] = {}
-    """Transports that were chosen for edges, by the edge's number, in place of the workers'
-    choice."""
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True):

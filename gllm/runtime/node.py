@@ -178,9 +178,8 @@ class Node(ABC):
             target = nodes[spec.target, spec.target_rank]
             if self.node_name not in (source, target):
                 continue
-            transport = assignment.transports.get(spec.number, spec.transport)
             name = f"{self._name}-edge-{spec.number}"
-            edge = create_edge(name, transport, is_remote=source != target)
+            edge = create_edge(name, spec.transport, is_remote=source != target)
             files.callback(edge.close)
             edges.append((spec, edge))
             if edge.is_remote:

@@ -87,10 +87,6 @@ class NodeGroup(Node):
             if self.proxies is not None:
                 self.proxies.forget(sender)
 
-    def remote_of(self, sender: int) -> RemoteNode | None:
-        """Return the node of a worker of another machine; None for others."""
-        return self._nodes.get(sender)
-
     def is_silent(self, sender: int) -> bool:
         """Return True if nothing is known of a worker, because its node is silent."""
         remote = self._nodes.get(sender)

@@ -86,7 +86,7 @@ def arguments(url: str, folder: Path, kind: str, task: str, *more: str) -> list[
 
 @pytest.fixture(scope="module")
 def samples(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What the harness wrote down of each question, by task."""
+    """Records of the harness on each question, by task."""
     folder = tmp_path_factory.mktemp("harness")
     write_task(folder)
     runs = [
