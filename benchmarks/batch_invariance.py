@@ -33,7 +33,7 @@ from gllm.models.stage import StageInputs
 from gllm.runtime.batch import plan_windows
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.device import set_num_threads
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 from gllm.text.tokenizer import Tokenizer
 
 PROMPTS = (

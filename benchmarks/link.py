@@ -24,7 +24,7 @@ from gllm.link.commands import LinkPeer, OpenLinkEdge
 from gllm.observability.latency import percentile
 from gllm.runtime.certificates import create_certificate
 from gllm.runtime.link_process import LinkProcess
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.ring import Ring

@@ -30,7 +30,7 @@ from gllm.runtime.bus import Hub
 from gllm.runtime.security import KeyPair, SecretFile, create_secret_file
 from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import SchedulerStats, StepOutput
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 SEQUENCES = (1, 64)
 """Numbers of sequences whose tokens a message reports."""

@@ -28,7 +28,7 @@ from benchmarks.node_engines import ROLES, NodeEngine, make_secret, running_engi
 from benchmarks.recovery import make_prompts, request_bodies
 from gllm.commands.bench.client import RequestResult, send
 from gllm.observability.latency import percentile
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 NAMES = ("one node", "two nodes, plain", "two nodes, CURVE and TLS")
 LOOPBACK_BYTES = 2 * 2**30

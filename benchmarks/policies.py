@@ -27,10 +27,10 @@ from gllm.engine.engine import Engine
 from gllm.experiments.real import run_logged, serve_workload
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import simulate
+from gllm.sim.metrics.report import coefficient_of_variation, format_table, show_value
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.options import SimulationConfig, build_deployment
-from gllm.sim.report import coefficient_of_variation, format_table, show_value
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
 POLICIES = ("throttle", "throttle-no-wt", "throttle-no-ut", "throttle-paper", "sarathi", "balance")
 BASE = "sarathi"

@@ -33,7 +33,7 @@ from benchmarks.cpu.watch import tree
 from gllm.commands.bench.client import RequestResult, send
 from gllm.models.hub import resolve_model
 from gllm.observability.latency import percentile
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 STAGES, VICTIM = 3, 1
 START_SECONDS = 300.0

@@ -32,7 +32,7 @@ from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 PATHS = ("engine", "router")
 """Ways to the engine."""

@@ -33,8 +33,8 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.fleet import simulate_fleet
-from gllm.sim.report import format_table
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.report import format_table
+from gllm.sim.workloads.requests import make_workload
 
 POOLS = {"equal": (0.03, 0.03, 0.03), "unequal": (0.02, 0.04, 0.08)}
 """Seconds of a step on each engine."""

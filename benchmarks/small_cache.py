@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.report import format_table, summarize_run
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.report import format_table, summarize_run
+from gllm.sim.workloads.requests import make_workload
 
 POLICIES = {
     6000: ("throttle", "throttle-paper", "throttle-no-ut", "sarathi"),

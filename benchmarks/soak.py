@@ -35,7 +35,7 @@ from benchmarks.soak_samples import (
     one_per_minute,
 )
 from benchmarks.soak_server import SoakServer, describe_command, serving, to_json
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 MAX_DRIFT = 0.02
 """Growth of a figure between the first and the last third that is no leak."""

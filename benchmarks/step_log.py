@@ -16,8 +16,8 @@ from gllm.config.engine import EngineConfig
 from gllm.experiments.real import serve_logged
 from gllm.observability.step_log import LoggedScheduler, StepLogEvent, StepLogWriter, replay_event
 from gllm.scheduler.scheduler import Scheduler
-from gllm.sim.run_record import build_run_record
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import make_workload
 
 
 def calling_seconds(scheduler: Scheduler, events: list[StepLogEvent]) -> float:

@@ -11,8 +11,8 @@ from importlib.resources import files
 from math import hypot
 from statistics import fmean
 
-from gllm.sim.hardware import ModelShape
-from gllm.sim.report import format_table
+from gllm.sim.hardware.models import ModelShape
+from gllm.sim.metrics.report import format_table
 
 DEVICES = {"a100": (312e12, 2039e9), "a40": (149.7e12, 696e9), "h100": (989e12, 3350e9)}
 """Dense bf16 FLOP/s and bytes/s, data sheets."""

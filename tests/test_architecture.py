@@ -99,8 +99,8 @@ LIGHT = (
     "gllm.link.mover",
     "gllm.routing.policy_registry",
     "gllm.sim.deployment",
-    "gllm.sim.report",
-    "gllm.sim.workload",
+    "gllm.sim.metrics.report",
+    "gllm.sim.workloads.requests",
 )
 HEAVY = {"torch", "transformers", "sklearn", "matplotlib", "opentelemetry"}
 

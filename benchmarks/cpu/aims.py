@@ -7,7 +7,7 @@ from benchmarks.cpu.loads import streams_name
 from benchmarks.cpu.model import WEIGHT_BYTES
 from benchmarks.cpu.report import SPEEDS, cells_of, peers_of, ratio
 from benchmarks.cpu.results import Results
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.report import format_table, show_value
 
 OURS, OURS_INT8 = "gllm", "gllm-int8"
 SERVERS = ("llama.cpp", "vllm")

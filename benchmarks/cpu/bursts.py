@@ -21,9 +21,9 @@ from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.observability.step_log import StartEvent, read_step_log
-from gllm.sim.report import format_table, get_figure, show_value, summarize_run
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
+from gllm.sim.metrics.report import format_table, get_figure, show_value, summarize_run
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
 POLICIES = ("throttle", "sarathi", "prefill-first")
 WORKLOADS = ("azure-code", "azure-conv")

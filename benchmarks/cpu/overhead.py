@@ -17,8 +17,8 @@ import uvloop
 from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import RoundRunner, start_round_runner
 from gllm.config.engine import EngineConfig
-from gllm.sim.report import format_table, show_value
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.report import format_table, show_value
+from gllm.sim.workloads.requests import WorkloadRequest
 
 PROMPT, OUTPUT = 128, 64
 AIM, AIM_BATCH = 0.05, 16

@@ -25,7 +25,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
 from gllm.frontend.server import Server
 from gllm.runtime.local_node import LocalNode
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.report import format_table, show_value
 
 PROMPT, OUTPUT = 128, 64
 ROUNDS = 4

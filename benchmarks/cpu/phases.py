@@ -35,9 +35,9 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from gllm.sim.report import format_table
-from gllm.sim.run_record import build_run_record
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.report import format_table
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 

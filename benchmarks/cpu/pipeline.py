@@ -15,9 +15,9 @@ import uvloop
 from benchmarks.cpu.page import make_parser, origin, write_results
 from benchmarks.cpu.rounds import Round, start_round_runner
 from gllm.config.engine import EngineConfig
-from gllm.sim.report import format_table, show_value
-from gllm.sim.run_record import RunRecord
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.report import format_table, show_value
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.workloads.requests import WorkloadRequest
 
 STAGES = 2
 AIM, COST, BUBBLES = 0.95, 0.05, 0.05

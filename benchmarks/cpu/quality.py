@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from benchmarks.policies import processor
 from gllm import LLM, SamplingParams
 from gllm.messages.sampling import TokenLogprobs
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 from scripts.demo_model import grammar
 from scripts.demo_model.chat import TURN_END, Message, render_prompt
 from scripts.demo_model.stories import draw_scene, tell

@@ -7,7 +7,7 @@ from benchmarks.cpu.drivers.timing import decode_name, prefill_name
 from benchmarks.cpu.limits import Rates
 from benchmarks.cpu.loads import streams_name
 from benchmarks.cpu.results import Results, Row
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.report import format_table, show_value
 
 SPEEDS = {"server": "output_throughput", "in-process": "tokens_per_second"}
 """Main figure of each mode."""

@@ -17,8 +17,8 @@ from gllm.engine.engine import Engine
 from gllm.experiments.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.models.hub import resolve_model
 from gllm.observability.step_log import StartEvent, StepLogEvent, read_step_log
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest
 
 
 @dataclass(frozen=True)

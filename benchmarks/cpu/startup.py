@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.models.hub import resolve_model
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.report import format_table, show_value
 
 AIM = 1.5
 FLOOR = """

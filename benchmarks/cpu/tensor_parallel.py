@@ -20,7 +20,7 @@ from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 VARIANTS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {

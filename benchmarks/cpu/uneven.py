@@ -21,8 +21,8 @@ from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.experiments.real import serve_workload
-from gllm.sim.report import format_table
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.report import format_table
+from gllm.sim.workloads.requests import WorkloadRequest
 
 STAGES = 2
 AIM = 1.25

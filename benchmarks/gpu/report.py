@@ -225,7 +225,7 @@ def show(figure: float | None) -> str:
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table.
 
-    gllm.sim.report has another function, but it imports packages that may be missing.
+    gllm.sim.metrics.report has another function, but it imports packages that may be missing.
     """
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

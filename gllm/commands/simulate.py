@@ -19,9 +19,9 @@ from gllm.config.flags import (
 from gllm.observability.step_log import StepLogEvent, StepLogWriter
 from gllm.sim.compare import compare_with_profile, comparison_table
 from gllm.sim.deployment import simulate
+from gllm.sim.metrics.report import format_metrics_table, summarize_run
+from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
-from gllm.sim.report import format_metrics_table, summarize_run
-from gllm.sim.run_record import RunRecord
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,7 +73,7 @@ def write_outputs(run: RunRecord, summary: dict[str, Any], folder: Path) -> None
         OSError: A file cannot be written.
     """
     # Only plots need matplotlib.
-    from gllm.sim.plots import plot_gantt, plot_latencies, plot_tokens
+    from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_tokens
 
     folder.mkdir(parents=True, exist_ok=True)
     document = {"start": run.start, "metrics": summary}

@@ -18,8 +18,8 @@ from gllm.experiments.trials import (
     run_trials,
     trials_at_rates,
 )
-from gllm.sim.plots import plot_bars
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.plots import plot_bars
+from gllm.sim.metrics.report import format_table, show_value
 
 BASE = "throttle-paper"
 """Baseline of the changes: the paper ablates its own rule."""

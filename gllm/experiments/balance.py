@@ -9,8 +9,8 @@ from typing import Any
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
 from gllm.experiments.trials import L20_32B, SETTINGS, SimulationTrial, run_trials, trials_at_rates
-from gllm.sim.plots import plot_lines
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.plots import plot_lines
+from gllm.sim.metrics.report import format_table, show_value
 
 POLICIES = ("throttle", "balance")
 WORKLOADS = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from gllm.sim.report import format_table
+from gllm.sim.metrics.report import format_table
 
 PAPER_REFERENCE = 'arXiv 2504.14775 ("gLLM", SC\'25)'
 

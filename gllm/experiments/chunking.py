@@ -8,9 +8,9 @@ from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClai
 from gllm.experiments.trials import MAX_MODEL_LEN
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.plots import ChartPanel, plot_grid
-from gllm.sim.report import format_table
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.plots import ChartPanel, plot_grid
+from gllm.sim.metrics.report import format_table
+from gllm.sim.workloads.requests import WorkloadRequest
 
 SETTINGS = (("qwen2.5-14b", "L20"), ("qwen2.5-14b", "A100-40G"), ("qwen2.5-32b", "H200"))
 STAGES = (1, 2, 4, 8)

@@ -15,8 +15,8 @@ from gllm.experiments.trials import (
     run_trials,
     trials_at_rates,
 )
-from gllm.sim.plots import ChartPanel, plot_grid
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.plots import ChartPanel, plot_grid
+from gllm.sim.metrics.report import format_table, show_value
 
 POLICIES = ("throttle", "throttle-paper", "sarathi", "prefill-first")
 WORKLOADS = ("sharegpt-like", "azure-conv")

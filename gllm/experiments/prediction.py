@@ -19,11 +19,11 @@ from gllm.sim.compare import (
     median_latency_error,
     median_request_error,
 )
-from gllm.sim.cost_profile import CostProfile
-from gllm.sim.plots import plot_bars
-from gllm.sim.report import format_table, show_value
-from gllm.sim.run_record import build_run_record
-from gllm.sim.workload import make_workload
+from gllm.sim.costs.profile import CostProfile
+from gllm.sim.metrics.plots import plot_bars
+from gllm.sim.metrics.report import format_table, show_value
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import make_workload
 
 WORKLOAD = "uniform:16,400,8,60"
 STAGES = (1, 2)

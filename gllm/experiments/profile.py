@@ -24,9 +24,9 @@ from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_workload
 from gllm.models.errors import ModelError
-from gllm.sim.cost_profile import CostProfile, build_profile, write_profile
-from gllm.sim.run_record import build_run_record
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.costs.profile import CostProfile, build_profile, write_profile
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest
 
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
 DECODE_TOKENS = 40

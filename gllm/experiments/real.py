@@ -16,7 +16,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.observability.step_log import StepLogEvent, read_step_log
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest
 
 LOG_DRAIN_SECONDS = 1.2
 """Seconds to wait for the stages' last step times before the log is read."""

@@ -17,9 +17,9 @@ from gllm.experiments.ablation import (
 )
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.real import serve_logged
-from gllm.sim.report import summarize_run
-from gllm.sim.run_record import build_run_record
-from gllm.sim.workload import WorkloadRequest, make_workload
+from gllm.sim.metrics.report import summarize_run
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 STAGES = (2, 4)
 REQUESTS = 100

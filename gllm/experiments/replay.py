@@ -6,9 +6,9 @@ Owns the runs that are replayed.
 from gllm.config.engine import EngineConfig
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
 from gllm.experiments.real import serve_logged
+from gllm.sim.metrics.report import format_table
 from gllm.sim.replay import replay_calls, replay_step_times
-from gllm.sim.report import format_table
-from gllm.sim.workload import make_workload
+from gllm.sim.workloads.requests import make_workload
 
 RUNS = (
     (1, "sarathi"),

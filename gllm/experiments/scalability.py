@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
 from gllm.experiments.trials import HardwareSetting, SimulationTrial, run_trials
-from gllm.sim.plots import plot_bars
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.plots import plot_bars
+from gllm.sim.metrics.report import format_table, show_value
 
 SETTINGS = (HardwareSetting("qwen2.5-14b", "L20"), HardwareSetting("qwen2.5-32b", "A100-80G"))
 STAGES = (1, 2, 4)

@@ -8,8 +8,8 @@ from typing import Any
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
 from gllm.experiments.trials import L20_32B, SimulationTrial, run_trials, trials_at_rates
-from gllm.sim.plots import ChartPanel, plot_grid
-from gllm.sim.report import format_table, show_value
+from gllm.sim.metrics.plots import ChartPanel, plot_grid
+from gllm.sim.metrics.report import format_table, show_value
 
 VALUES: dict[str, tuple[float, ...]] = {
     "prefill_iterations": (1, 2, 4, 8, 16, 32),

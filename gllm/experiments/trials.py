@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.report import steady_throughput, summarize_run
-from gllm.sim.run_record import RunRecord
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.report import steady_throughput, summarize_run
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.workloads.requests import make_workload
 
 MAX_MODEL_LEN = 16384
 """Holds every request of the traces."""

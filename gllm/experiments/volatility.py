@@ -11,9 +11,14 @@ from statistics import fmean
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
 from gllm.experiments.trials import L20_32B, SimulationTrial, simulate_trial, trials_at_rates
-from gllm.sim.plots import plot_gantt, plot_tokens
-from gllm.sim.report import coefficient_of_variation, format_table, show_value, summarize_run
-from gllm.sim.run_record import RunRecord
+from gllm.sim.metrics.plots import plot_gantt, plot_tokens
+from gllm.sim.metrics.report import (
+    coefficient_of_variation,
+    format_table,
+    show_value,
+    summarize_run,
+)
+from gllm.sim.metrics.run_record import RunRecord
 
 POLICIES = ("throttle", "throttle-paper", "sarathi")
 SHARE = 0.8

@@ -17,13 +17,13 @@ from gllm.observability.step_log import (
     to_request,
 )
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.cost_profile import CostProfile, read_profile
 from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
+from gllm.sim.costs.profile import CostProfile, read_profile
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.hardware import format_degrees
-from gllm.sim.report import format_table, show_value
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.step_costs import measure_step_costs
+from gllm.sim.hardware.stages import format_degrees
+from gllm.sim.metrics.report import format_table, show_value
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
+from gllm.sim.metrics.step_costs import measure_step_costs
 
 METRICS = ("ttft", "tpot", "e2el")
 

@@ -11,10 +11,13 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.event_loop import run_events
-from gllm.sim.hardware import DEVICES, LINKS, MODELS, split_layers_evenly
+from gllm.sim.hardware.devices import DEVICES
+from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.stages import split_layers_evenly
+from gllm.sim.metrics.run_record import RunRecord, StageReport, build_run_record
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.run_record import RunRecord, StageReport, build_run_record
-from gllm.sim.workload import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 
 USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory for weights and KV cache; activations and system get the rest."""

@@ -20,9 +20,9 @@ from gllm.scheduler.step_cost import OnlineStepCostFit
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import SimulationEvent, run_events
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import ARRIVAL, TIME_DECIMALS, SimulatedPipeline
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.workload import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 
 
 class EngineRun(NamedTuple):

@@ -8,11 +8,14 @@ from gllm.config.field_types import convert_fields
 from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cost_profile import CostProfile, read_profile
 from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.profile import CostProfile, read_profile
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.hardware import DEVICES, LINKS, MODELS, format_degrees
-from gllm.sim.workload import WorkloadRequest, make_workload, scale_request
+from gllm.sim.hardware.devices import DEVICES
+from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.stages import format_degrees
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
 VIDUR_RANKS = 2

@@ -25,8 +25,8 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.compare import read_aborts
 from gllm.sim.costs.recorded import RecordedCostModel
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.run_record import build_run_record
-from gllm.sim.step_costs import measure_step_costs
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.metrics.step_costs import measure_step_costs
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.messages.reports import BubbleReport
 from gllm.observability.step_log import RestartEvent, read_step_log
+from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.replay import replay_calls
-from gllm.sim.run_record import build_run_record
 from tests.e2e.server import stages
 
 

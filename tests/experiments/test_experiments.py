@@ -16,7 +16,7 @@ from gllm.experiments.slo import interpolate_rate
 from gllm.observability.step_log import StepLogEvent
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest
 
 SIMULATED = [name for name in EXPERIMENTS if name not in ("replay", "prediction")]
 

@@ -7,8 +7,8 @@ from gllm.observability.step_log import ScheduleEvent, StageTimesEvent, StepLogE
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
+from gllm.sim.workloads.requests import make_workload
 
 
 def test_a_stage_without_a_step_while_there_is_work_for_both() -> None:

@@ -10,10 +10,10 @@ import pytest
 from gllm.commands.simulate import main
 from gllm.observability.step_log import StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cost_profile import build_profile, write_profile
+from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.run_record import build_run_record
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import make_workload
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 

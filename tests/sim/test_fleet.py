@@ -15,7 +15,7 @@ from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import run_events
 from gllm.sim.fleet import SimulatedEngine, simulate_fleet
-from gllm.sim.workload import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 REQUESTS = 120
 

@@ -23,9 +23,9 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.event_loop import SimulationEvent, run_events
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest, build_run_record
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.run_record import RunRecord, ServedRequest, build_run_record
-from gllm.sim.workload import WorkloadRequest, make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
 from tests.examples import num_examples
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.intervals import (
+from gllm.sim.metrics.intervals import (
     BubbleInterval,
     TokenInterval,
     bin_token_intervals,
@@ -25,7 +25,7 @@ from gllm.sim.intervals import (
     stage_usages_in,
     token_intervals,
 )
-from gllm.sim.plots import (
+from gllm.sim.metrics.plots import (
     ChartPanel,
     plot_bars,
     plot_gantt,
@@ -34,8 +34,8 @@ from gllm.sim.plots import (
     plot_lines,
     plot_tokens,
 )
-from gllm.sim.run_record import MicroBatch, RunRecord, ServedRequest
-from gllm.sim.workload import make_workload
+from gllm.sim.metrics.run_record import MicroBatch, RunRecord, ServedRequest
+from gllm.sim.workloads.requests import make_workload
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_drawn_says_why(run: RunRecord, tmp_path: Path) -> None:
 def test_without_matplotlib_the_error_names_the_fix(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from gllm.sim.plots import plot_lines\n"
+        "from gllm.sim.metrics.plots import plot_lines\n"
         f"plot_lines({{}}, {str(tmp_path / 'x.svg')!r}, '', '', '')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -15,13 +15,15 @@ from gllm.observability.step_log import StartEvent, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import compare_runs
-from gllm.sim.cost_profile import build_profile, write_profile
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
+from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.hardware import MODELS, DeviceSpec, ModelShape, NetworkLink
+from gllm.sim.hardware.devices import DeviceSpec
+from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.models import MODELS, ModelShape
 from gllm.sim.options import SimulationConfig
-from gllm.sim.workload import make_workload
+from gllm.sim.workloads.requests import make_workload
 
 PEAK = DeviceEfficiency(1.0, 1.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=4, kv_heads=2, mlp=16, vocabulary=10, head_dim=4)

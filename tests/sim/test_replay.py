@@ -18,12 +18,12 @@ from gllm.sim.compare import (
     median_latency_error,
     median_request_error,
 )
-from gllm.sim.cost_profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
+from gllm.sim.metrics.run_record import RunRecord, StageReport
 from gllm.sim.replay import main, replay_calls, replay_step_times
-from gllm.sim.run_record import RunRecord, StageReport
-from gllm.sim.workload import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 
 def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:

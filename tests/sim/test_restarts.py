@@ -26,11 +26,11 @@ from gllm.scheduler.plan import (
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
+from gllm.sim.metrics.report import format_metrics_table, summarize_run
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.replay import replay_calls, replay_step_times
-from gllm.sim.report import format_metrics_table, summarize_run
-from gllm.sim.run_record import RunRecord, build_run_record
-from gllm.sim.workload import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 LEARNED = {bits: [1] * 8 for bits in range(1, 20)}
 """Output lengths with which a scheduler expects every output to be over soon."""

@@ -14,15 +14,10 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import roofline_deployment
-from gllm.sim.hardware import (
-    DEVICES,
-    LINKS,
-    MODELS,
-    DeviceSpec,
-    ModelShape,
-    NetworkLink,
-    split_layers_evenly,
-)
+from gllm.sim.hardware.devices import DEVICES, DeviceSpec
+from gllm.sim.hardware.links import LINKS, NetworkLink
+from gllm.sim.hardware.models import MODELS, ModelShape
+from gllm.sim.hardware.stages import split_layers_evenly
 
 PEAK = DeviceEfficiency(1.0, 1.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, mlp=16, vocabulary=10, head_dim=4)

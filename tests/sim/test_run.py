@@ -25,9 +25,9 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
-from gllm.sim.intervals import bubble_intervals
-from gllm.sim.report import format_metrics_table, summarize_run
-from gllm.sim.run_record import RunRecord, build_run_record
+from gllm.sim.metrics.intervals import bubble_intervals
+from gllm.sim.metrics.report import format_metrics_table, summarize_run
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
 
 STOP = 9
 

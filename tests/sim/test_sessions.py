@@ -13,8 +13,8 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import run_events
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.sessions import DEFAULTS, SessionTurn, parse_sessions, sample_turns
-from gllm.sim.workload import make_workload, scale_request, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload, scale_request, to_scheduler_requests
+from gllm.sim.workloads.sessions import DEFAULTS, SessionTurn, parse_sessions, sample_turns
 
 WORKLOAD = "sessions:8,5,3,64,20,10"
 

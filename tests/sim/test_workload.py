@@ -15,7 +15,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import run_events
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workload import (
+from gllm.sim.workloads.requests import (
     NAMED_WORKLOADS,
     TRACES,
     WorkloadRequest,

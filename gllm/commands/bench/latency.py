@@ -18,7 +18,7 @@ from gllm.config.options import INT32_MAX, option
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import serve_workload
 from gllm.observability.latency import percentile
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.trace_file import SUFFIXES, TraceRow, read_rows
-from gllm.sim.sessions import PromptPart, is_sessions, sample_turns
-from gllm.sim.workload import (
+from gllm.sim.workloads.requests import (
     WorkloadRequest,
     make_workload,
     sample_arrival_times,
     sample_lengths,
     scale_request,
 )
+from gllm.sim.workloads.sessions import PromptPart, is_sessions, sample_turns
 
 WORDS = [
     "about", "after", "again", "air", "all", "along", "animal", "another", "answer", "any",

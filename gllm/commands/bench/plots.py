@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gllm.commands.bench.report import tokens_by_second
 from gllm.observability.latency import RequestTimeline, percentile
-from gllm.sim.plots import ChartPanel, Series, plot_distributions, plot_grid
+from gllm.sim.metrics.plots import ChartPanel, Series, plot_distributions, plot_grid
 
 BINS = 30
 PERCENTS = (50, 99)

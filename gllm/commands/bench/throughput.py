@@ -16,7 +16,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import serve_workload
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gllm.sim.sessions import PromptPart
+from gllm.sim.workloads.sessions import PromptPart
 
 SUFFIXES = (".jsonl", ".csv")
 

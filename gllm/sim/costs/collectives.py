@@ -8,7 +8,7 @@ bandwidth; additions cost nothing.
 
 from math import ceil, log2
 
-from gllm.sim.hardware import NetworkLink
+from gllm.sim.hardware.links import NetworkLink
 
 
 def all_reduce_seconds(num_bytes: float, ranks: int, link: NetworkLink) -> float:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.cost_profile import CostProfile, StepSample
+from gllm.sim.costs.profile import CostProfile, StepSample
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Tokens at which the curve may bend; the last piece has no end."""

@@ -4,8 +4,8 @@ Owns the recorded times by step. Knows nothing of work: a step takes what it too
 """
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.run_record import RunRecord
-from gllm.sim.step_costs import StepCosts, measure_step_costs
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
 
 
 class RecordedCostModel:

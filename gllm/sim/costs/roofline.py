@@ -19,13 +19,9 @@ from math import hypot
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
-from gllm.sim.hardware import (
-    BYTES_PER_ELEMENT,
-    BYTES_PER_LOGIT,
-    DeviceSpec,
-    ModelShape,
-    NetworkLink,
-)
+from gllm.sim.hardware.devices import DeviceSpec
+from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.models import BYTES_PER_ELEMENT, BYTES_PER_LOGIT, ModelShape
 
 SUMS_PER_LAYER = 2
 """All-reduces of each layer: after attention and after the MLP."""

@@ -9,9 +9,9 @@ from benchmarks.cpu.page import BEGIN, END, ForeignCpu, write_figures
 from benchmarks.cpu.rounds import Round
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.report import summarize_run
-from gllm.sim.run_record import RunRecord
-from gllm.sim.workload import WorkloadRequest
+from gllm.sim.metrics.report import summarize_run
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.workloads.requests import WorkloadRequest
 
 
 def served(jobs: list[WorkloadRequest], policy: str = "throttle") -> RunRecord:

@@ -3,8 +3,8 @@
 from benchmarks.policies import BASE, POLICIES, Evenness, evenness, measure, table, verdict
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.run_record import RunRecord
-from gllm.sim.workload import WorkloadRequest, make_workload
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 
 def times(base: Evenness, factor: float) -> Evenness:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
-from gllm.sim.intervals import (
+from gllm.sim.metrics.intervals import (
     BubbleInterval,
     MicroBatchInterval,
     bin_token_intervals,
@@ -21,8 +21,8 @@ from gllm.sim.intervals import (
     stage_usages_in,
     token_intervals,
 )
-from gllm.sim.report import coefficient_of_variation
-from gllm.sim.run_record import RunRecord
+from gllm.sim.metrics.report import coefficient_of_variation
+from gllm.sim.metrics.run_record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from gllm.sim.run_record import RunRecord, StageUsage
+from gllm.sim.metrics.run_record import RunRecord, StageUsage
 
 WINDOW_STEPS = 40
 """Micro-batches in a window nobody chose: more cannot be told apart at 800 pixels."""

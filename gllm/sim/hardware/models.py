@@ -1,10 +1,5 @@
-"""Models and devices as numbers: shapes, peak rates, links.
+"""Model shapes: sizes from which costs count weights, KV cache and arithmetic."""
 
-Owns the tables that a name on the command line stands for. Knows nothing of time: that is a cost
-model's business.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BYTES_PER_ELEMENT = 2
@@ -81,23 +76,6 @@ class ModelShape:
         )
 
 
-@dataclass(frozen=True)
-class DeviceSpec:
-    """Peak rates from its data sheet: dense bf16 FLOP/s, bytes/s, bytes."""
-
-    flops: float
-    bandwidth: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class NetworkLink:
-    """Between neighbouring stages, or the ranks of one: bytes/s, seconds."""
-
-    bandwidth: float
-    latency: float
-
-
 MODELS = {
     "qwen2.5-0.5b": ModelShape(24, 896, 14, 2, 4864, 151936, head_dim=64, tied=True),
     "qwen2.5-7b": ModelShape(28, 3584, 28, 4, 18944, 152064),
@@ -108,39 +86,3 @@ MODELS = {
     # The paper cuts layers off Llama-3.1-405B's shape until 100B parameters are left.
     "llama-100b": ModelShape(30, 16384, 128, 8, 53248, 128256),
 }
-
-DEVICES = {
-    "L20": DeviceSpec(119.5e12, 864e9, 48e9),
-    "A100-40G": DeviceSpec(312e12, 1555e9, 40e9),
-    "A100-80G": DeviceSpec(312e12, 2039e9, 80e9),
-    "A800-80G": DeviceSpec(312e12, 2039e9, 80e9),
-    "RTX4090": DeviceSpec(165e12, 1008e9, 24e9),
-    "H200": DeviceSpec(989e12, 4800e9, 141e9),
-}
-"""Data sheets; of the RTX 4090 the fp16 rate with fp32 accumulation."""
-
-LINKS = {
-    "pcie": NetworkLink(20.79e9, 10e-6),
-    "network": NetworkLink(73.28e9 / 8, 50e-6),
-    "nvlink": NetworkLink(250e9, 5e-6),
-}
-"""Bandwidths of PCIe and the simulated network as measured by arXiv 2504.14775; the latencies and
-NVLink's usable rate are assumptions."""
-
-
-def format_degrees(degrees: Sequence[int]) -> str:
-    """Return numbers of ranks as in --tp; none stand for one rank per stage."""
-    return ",".join(map(str, degrees)) or "1"
-
-
-def split_layers_evenly(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage.
-
-    The remainder goes to the middle stages, which have neither embedding nor LM head.
-    Raises ValueError for more stages than layers.
-    """
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
-    share, rest = divmod(layers, stages)
-    order = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0, stage))
-    return [share + (stage in order[:rest]) for stage in range(stages)]

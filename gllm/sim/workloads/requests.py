@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.sessions import SESSIONS, PromptPart, is_sessions, sample_turns
+from gllm.sim.workloads.sessions import SESSIONS, PromptPart, is_sessions, sample_turns
 
 SHAREGPT_RATIOS = (5.21, 1.66)
 """Prompt and output lengths of the Azure trace over ShareGPT's, as reported in arXiv 2504.14775."""

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.run_record import RunRecord
-from gllm.sim.step_costs import StepCosts, measure_step_costs
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
 
 FORMAT_VERSION = 1
 

@@ -23,7 +23,7 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
-from gllm.sim.resumed import ResumedRequestFinder, arrival_time
+from gllm.sim.metrics.resumed import ResumedRequestFinder, arrival_time
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from gllm.sim.run_record import MicroBatch, RunRecord
+from gllm.sim.metrics.run_record import MicroBatch, RunRecord
 
 
 class StepCosts(NamedTuple):

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from gllm.observability.latency import collect_latencies, percentile, slo_attainment
-from gllm.sim.run_record import RunRecord
+from gllm.sim.metrics.run_record import RunRecord
 
 PERCENTS = (50, 90, 99)
 

@@ -1,0 +1,1 @@
+"""Figures of a run, real or simulated, and their tables and plots."""

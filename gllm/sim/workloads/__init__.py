@@ -1,0 +1,1 @@
+"""Workloads: lengths, arrivals, conversations and traces."""
