@@ -17,7 +17,7 @@ from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import OnlineStepCostFit
-from gllm.sim.costs.base import CostModel
+from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import SimulationEvent, run_events
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
@@ -32,41 +32,25 @@ class EngineRun(NamedTuple):
     stats: SchedulerStats
 
 
-class MeteredCostModel:
+class MeteredCostModel(DelegatingCostModel):
     """A cost model whose predicted steps are fitted, as an engine fits its measured ones."""
 
     def __init__(self, cost: CostModel, num_stages: int) -> None:
+        super().__init__(cost)
         self.fit = OnlineStepCostFit()
-        self._cost = cost
         self._num_stages = num_stages
         self._slowest: dict[int, float] = {}
         """Time of the slowest stage so far, of each step that has not passed all stages."""
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the cost model."""
-        seconds = self._cost.stage_seconds(stage, work)
+        seconds = super().stage_seconds(stage, work, now)
         slowest = max(seconds, self._slowest.pop(work.step, 0.0))
         if stage < self._num_stages - 1:
             self._slowest[work.step] = slowest
         else:
             self.fit.observe_step(work, slowest)
         return seconds
-
-    def link_seconds(self, stage: int, work: StageWork) -> float:
-        """Return the time of the cost model."""
-        return self._cost.link_seconds(stage, work)
-
-    def plan_seconds(self, work: StageWork) -> float:
-        """Return the time of the cost model."""
-        return self._cost.plan_seconds(work)
-
-    def sample_seconds(self, work: StageWork) -> float:
-        """Return the time of the cost model."""
-        return self._cost.sample_seconds(work)
-
-    def return_seconds(self, work: StageWork) -> float:
-        """Return the time of the cost model."""
-        return self._cost.return_seconds(work)
 
 
 class SimulatedEngine:

@@ -138,7 +138,7 @@ class SimulatedPipeline:
         lane.busy = True
         # A row whose input token the step before samples waits for it (one stage only).
         start = max(now, self._sampled) if batch[1].has_placeholders else now
-        end = round(start + self._cost.stage_seconds(stage, batch[1]), TIME_DECIMALS)
+        end = round(start + self._cost.stage_seconds(stage, batch[1], start), TIME_DECIMALS)
         return [SimulationEvent(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
 
     def _end_stage(
@@ -166,7 +166,8 @@ class SimulatedPipeline:
         link = self._links[stage]
         batch = link.waiting.popleft()
         link.busy = True
-        end = round(now + self._cost.link_seconds(stage, batch[1]), TIME_DECIMALS)
+        cost = self._cost.activation_transfer(stage, batch[1])
+        end = round(now + cost.occupancy_seconds + cost.propagation_seconds, TIME_DECIMALS)
         return SimulationEvent(end, PIPELINE, partial(self._end_link, stage, batch))
 
     def _end_link(self, stage: int, batch: PlannedBatch, now: float) -> list[SimulationEvent]:

@@ -114,7 +114,8 @@ def test_stages_share_the_layers(cost: ForestCostModel, pipeline: ForestCostMode
 
 def test_links_and_commits(pipeline: ForestCostModel) -> None:
     small, large = decode(8, 512), prefill((0, 4096))
-    assert 0 < pipeline.link_seconds(0, small) < pipeline.link_seconds(0, large) < 0.002
+    sent = [pipeline.activation_transfer(0, work).occupancy_seconds for work in (small, large)]
+    assert 0 < sent[0] < sent[1] < 0.002
     assert 0 < pipeline.return_seconds(small) < pipeline.return_seconds(decode(128, 512)) < 0.01
     assert pipeline.plan_seconds(large) == 0
 

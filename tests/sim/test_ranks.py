@@ -125,7 +125,7 @@ def test_a_stage_of_two_ranks_by_hand() -> None:
     assert cost.stage_seconds(1, work) == pytest.approx(matrices + attention + 2 * one_sum + head)
     assert cost.collective_seconds(0, work) == pytest.approx(7 * one_sum)
     # Activations between stages do not shrink with the ranks.
-    assert cost.link_seconds(0, work) == tiny(1, 1).link_seconds(0, work)
+    assert cost.activation_transfer(0, work) == tiny(1, 1).activation_transfer(0, work)
 
 
 def test_stages_may_have_different_degrees() -> None:

@@ -118,7 +118,7 @@ def test_a_fit_predicts_another_run(profile: CostProfile) -> None:
             assert times is not None
             errors.append(cost.stage_seconds(stage, step.work) / (times.end - times.start) - 1)
     assert sum(abs(error) for error in errors) / len(errors) < 0.05
-    assert cost.link_seconds(0, real.micro_batches[0].work) > 0
+    assert sum(cost.activation_transfer(0, real.micro_batches[0].work)) > 0
 
 
 def test_real_beside_predicted(profile: CostProfile, tmp_path: Path) -> None:

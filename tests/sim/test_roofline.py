@@ -85,7 +85,7 @@ def test_efficiencies_scale_the_device() -> None:
 
 
 def test_a_link_carries_one_tensor() -> None:
-    assert tiny(2, 2).link_seconds(0, prefill((5, 3))) == pytest.approx(0.25 + 3 * 8 * 2 / 50)
+    assert tiny(2, 2).activation_transfer(0, prefill((5, 3))) == (3 * 8 * 2 / 50, 0.25, 48)
 
 
 def test_the_lm_head_is_on_the_last_stage_over_sampled_rows() -> None:

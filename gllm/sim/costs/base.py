@@ -3,25 +3,131 @@
 A cost model is one file of this folder. It sees the work of a micro-batch, never the policy.
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from gllm.scheduler.stage_work import StageWork
 
 
+class TransferCost(NamedTuple):
+    """Cost of one message on a link."""
+
+    occupancy_seconds: float
+    """Time in which the link carries nothing else: bytes / rate."""
+    propagation_seconds: float = 0.0
+    """Delay after that, in which the link is free again."""
+    num_bytes: int = 0
+    """Size of the message; 0 where a cost model knows times only."""
+
+
+NO_TRANSFER = TransferCost(0.0)
+
+
+class CostRangeError(ValueError):
+    """Work above the range in which a cost model was measured; the message names the range."""
+
+
 class CostModel(Protocol):
-    """Predictor of a pipeline's times in seconds; raises ValueError for work out of its range."""
+    """Predictor of a pipeline's times in seconds.
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
-        """Return the time in which a stage computes a micro-batch."""
+    Methods raise CostRangeError for work above the measured range. Work below it costs as much as
+    the least that was measured, and is counted.
+    """
 
-    def link_seconds(self, stage: int, work: StageWork) -> float:
-        """Return the time of the activations' transfer from `stage` to the next one."""
+    @property
+    def num_below_range(self) -> Mapping[str, int]:
+        """Number of predictions below the measured range, by name of the quantity."""
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time in which a stage computes a micro-batch that it starts at `now`."""
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of sending the activations from `stage` to the next one."""
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return the time from the schedule until the first stage has its inputs."""
+        """Return the driver's time from the schedule until the plan leaves it."""
+
+    def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of sending the plan from the driver to a stage."""
 
     def sample_seconds(self, work: StageWork) -> float:
         """Return the time from a single stage's end until its tokens can be used."""
 
     def return_seconds(self, work: StageWork) -> float:
-        """Return the time from the last stage's end until the commit: sampling and transfer."""
+        """Return the time from the last stage's end until its result leaves, sampling included."""
+
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        """Return the cost of sending the result from the last stage to the driver."""
+
+
+class BaseCostModel:
+    """Base of cost models: a driver and links that cost nothing, and no range."""
+
+    @property
+    def num_below_range(self) -> Mapping[str, int]:
+        """Return no counts: the model holds for all work."""
+        return {}
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return nothing."""
+        return NO_TRANSFER
+
+    def plan_seconds(self, work: StageWork) -> float:
+        """Return nothing."""
+        return 0.0
+
+    def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return nothing."""
+        return NO_TRANSFER
+
+    def sample_seconds(self, work: StageWork) -> float:
+        """Return nothing."""
+        return 0.0
+
+    def return_seconds(self, work: StageWork) -> float:
+        """Return nothing."""
+        return 0.0
+
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        """Return nothing."""
+        return NO_TRANSFER
+
+
+class DelegatingCostModel:
+    """Base of cost models that change some predictions of another one."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+
+    @property
+    def num_below_range(self) -> Mapping[str, int]:
+        """Return the counts of the other model."""
+        return self._cost.num_below_range
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time of the other model."""
+        return self._cost.stage_seconds(stage, work, now)
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of the other model."""
+        return self._cost.activation_transfer(stage, work)
+
+    def plan_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model."""
+        return self._cost.plan_seconds(work)
+
+    def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of the other model."""
+        return self._cost.plan_transfer(stage, work)
+
+    def sample_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model."""
+        return self._cost.sample_seconds(work)
+
+    def return_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model."""
+        return self._cost.return_seconds(work)
+
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        """Return the cost of the other model."""
+        return self._cost.return_transfer(work)

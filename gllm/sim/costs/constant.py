@@ -4,31 +4,20 @@ Owns nothing but the constants.
 """
 
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import BaseCostModel, TransferCost
 
 
-class ConstantCostModel:
+class ConstantCostModel(BaseCostModel):
     """`stage` and `link` in seconds."""
 
     def __init__(self, stage: float, link: float = 0.0) -> None:
         self._stage = stage
         self._link = link
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the constant stage time."""
         return self._stage
 
-    def link_seconds(self, stage: int, work: StageWork) -> float:
-        """Return the constant link time."""
-        return self._link
-
-    def plan_seconds(self, work: StageWork) -> float:
-        """Nothing."""
-        return 0.0
-
-    def sample_seconds(self, work: StageWork) -> float:
-        """Nothing."""
-        return 0.0
-
-    def return_seconds(self, work: StageWork) -> float:
-        """Nothing."""
-        return 0.0
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the constant occupancy of the link."""
+        return TransferCost(self._link)

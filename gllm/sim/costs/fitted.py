@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
+from gllm.sim.costs.base import BaseCostModel, CostModel, DelegatingCostModel, TransferCost
 from gllm.sim.costs.profile import CostProfile, StepSample
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -85,7 +86,7 @@ class _StageFit:
         )
 
 
-class FittedCostModel:
+class FittedCostModel(BaseCostModel):
     """The pipeline of a profile."""
 
     def __init__(self, profile: CostProfile) -> None:
@@ -95,13 +96,13 @@ class FittedCostModel:
         self._sampling = median(profile.sampling) if profile.sampling else 0.0
         self._return = _line(profile.returns)
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """As fitted."""
         return self._stages[stage].seconds(work)
 
-    def link_seconds(self, stage: int, work: StageWork) -> float:
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return a fixed latency plus a time per token; all links are equal."""
-        return self._link[0] + self._link[1] * work.num_tokens
+        return TransferCost(self._link[1] * work.num_tokens, self._link[0])
 
     def plan_seconds(self, work: StageWork) -> float:
         """Return the measured median."""
@@ -116,16 +117,16 @@ class FittedCostModel:
         return self._return[0] + self._return[1] * work.num_sampled_rows
 
 
-class ScaledCostModel(FittedCostModel):
+class ScaledCostModel(DelegatingCostModel):
     """The pipeline of another cost on a machine whose stages are slower by a factor."""
 
-    def __init__(self, cost: FittedCostModel, factor: float) -> None:
-        vars(self).update(vars(cost))
+    def __init__(self, cost: CostModel, factor: float) -> None:
+        super().__init__(cost)
         self._factor = factor
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
-        """So much longer."""
-        return self._factor * super().stage_seconds(stage, work)
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time of the other model, multiplied by the factor."""
+        return self._factor * super().stage_seconds(stage, work, now)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import BaseCostModel, TransferCost
 from gllm.sim.costs.operators import (
     ATTENTION,
     NORM,
@@ -38,7 +39,7 @@ BYTES_PER_ELEMENT = 2
 MS = 1e-3
 
 
-class ForestCostModel:
+class ForestCostModel(BaseCostModel):
     """Cost of a pipeline whose stages are `tp` GPUs each; fp16.
 
     A call raises ValueError where the micro-batch lies outside of the profiles: 1 to 4,096 tokens,
@@ -83,7 +84,7 @@ class ForestCostModel:
         self._sample = _HostLine(device, model, tp, ("sampler_ms",))
         self._finish = _HostLine(device, model, tp, ("sampler_ms", "process_outputs_ms"))
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Layers of the stage, its inputs' preparation on the host, embedding and final norm."""
         tokens = work.num_tokens
         layer = self._layer.at(tokens)
@@ -101,13 +102,9 @@ class ForestCostModel:
             total += self._norms.at(tokens)
         return total * MS
 
-    def link_seconds(self, stage: int, work: StageWork) -> float:
-        """One hidden state per token row, sent and received; all links are alike."""
-        return self._send.at(work.num_tokens) * MS
-
-    def plan_seconds(self, work: StageWork) -> float:
-        """Nothing: the driver plans while earlier micro-batches compute."""
-        return 0.0
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the time of one hidden state per token row; all links are equal."""
+        return TransferCost(self._send.at(work.num_tokens) * MS)
 
     def sample_seconds(self, work: StageWork) -> float:
         """Return the predicted time of sampling."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import hypot
 
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import BaseCostModel, TransferCost
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
 from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
@@ -42,7 +43,7 @@ class DeviceEfficiency:
     """Seconds from the last stage's end to the commit: sampling and the way back."""
 
 
-class RooflineCostModel:
+class RooflineCostModel(BaseCostModel):
     """A model in stages of one or several devices each, neighbours joined by equal links.
 
     Args:
@@ -75,7 +76,7 @@ class RooflineCostModel:
         self._flops = device.flops * self._efficiency.compute
         self._bandwidth = device.bandwidth * self._efficiency.memory
 
-    def stage_seconds(self, stage: int, work: StageWork) -> float:
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
         shard = self._shards[stage]
         seconds = self._layers[stage] * self._layer_seconds(shard, work)
@@ -94,10 +95,10 @@ class RooflineCostModel:
             seconds += gather_seconds(logits, ranks, self._rank_link)
         return seconds
 
-    def link_seconds(self, stage: int, work: StageWork) -> float:
-        """One tensor [tokens, hidden] of bf16."""
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of one tensor [tokens, hidden] of bf16."""
         size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
-        return self._link.latency + size / self._link.bandwidth
+        return TransferCost(size / self._link.bandwidth, self._link.latency, size)
 
     def plan_seconds(self, work: StageWork) -> float:
         """Constant."""

@@ -1,0 +1,35 @@
+"""Interface between a simulated pipeline and those who record or react to what happens in it."""
+
+from typing import Protocol
+
+from gllm.scheduler.plan import StepOutput, StepPlan
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
+
+
+class PipelineObserver(Protocol):
+    """Receiver of a pipeline's events, in order of time. Times are seconds of the simulation."""
+
+    def on_added(self, request: SchedulerRequest, now: float) -> None:
+        """Note a request that the scheduler has accepted."""
+
+    def on_aborted(self, seqs: list[int], now: float) -> None:
+        """Note sequences that end without further output."""
+
+    def on_scheduled(
+        self, plan: StepPlan | None, work: StageWork | None, parallelism: int, now: float
+    ) -> None:
+        """Note a call of the scheduler.
+
+        Args:
+            plan: Its plan; None if nothing can run.
+            work: The plan's work.
+            parallelism: Number of stages that the available work could keep busy after the call.
+            now: Time of the call.
+        """
+
+    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
+        """Note the end of a step's computation on a stage."""
+
+    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
+        """Note the commit of a step and what it brought to each request."""
