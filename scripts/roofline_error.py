@@ -11,7 +11,7 @@ from importlib.resources import files
 from math import hypot
 from statistics import fmean
 
-from gllm.sim.hardware.models import ModelShape
+from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.metrics.report import format_table
 
 DEVICES = {"a100": (312e12, 2039e9), "a40": (149.7e12, 696e9), "h100": (989e12, 3350e9)}

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gllm.config.degrees import expand_degrees
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengths
@@ -11,10 +10,8 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.event_loop import run_events
-from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import LINKS
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.stages import split_layers_evenly
+from gllm.sim.hardware.stages import PipelineSpec
+from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.metrics.run_record import RunRecord, StageReport, build_run_record
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
@@ -36,6 +33,13 @@ class Deployment:
     """Output lengths that the scheduler begins with."""
     degrees: list[int] = field(default_factory=list)
     """Number of tensor-parallel ranks of each stage; empty: one each."""
+    hardware: PipelineSpec | None = None
+    """Shape, devices and links; None if only their times are known."""
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Peak FLOP/s of all devices together; None if they are unknown."""
+        return self.hardware.peak_flops if self.hardware else None
 
     def start_event(self, time: float) -> StartEvent:
         """Return the first event of a log of this deployment."""
@@ -100,45 +104,42 @@ def roofline_deployment(
     efficiency: DeviceEfficiency | None = None,
     degrees: Sequence[int] = (1,),
     rank_link: str | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Deployment:
-    """Return a deployment on equal devices, one per rank, whose free memory is KV cache.
+    """Return a deployment on devices of the table whose free memory is KV cache.
 
     Args:
         model: A name of MODELS.
-        device: A name of DEVICES.
+        device: A name of DEVICES for all stages, or one per stage, separated by commas.
         stages: Number of stages.
         max_model_len: Longest text in tokens.
-        link: A name of LINKS, between neighbouring stages.
+        link: A name of LINKS for the links between all neighbouring stages, or one per link,
+            separated by commas. The driver is beside the first stage.
         scheduler: Default: SchedulerConfig().
         efficiency: Default: DeviceEfficiency().
         degrees: Number of tensor-parallel ranks of all stages, or of each.
-        rank_link: A name of LINKS, between the ranks of a stage; default: `link`.
+        rank_link: A name of LINKS, between the ranks of all stages, or one per stage, separated by
+            commas; default: the first of `link`.
+        layers: Number of layers of each stage; default: equal numbers.
 
     Raises:
         ValueError: A name is unknown, sizes do not divide, or the model does not fit.
     """
-    rank_link = rank_link or link
-    for kind, name, table in (
-        ("model", model, MODELS), ("device", device, DEVICES), ("link", link, LINKS),
-        ("link", rank_link, LINKS),
-    ):  # fmt: skip
-        if name not in table:
-            raise ValueError(f"{kind} {name!r} is none of {', '.join(table)}")
-    shape, hardware = MODELS[model], DEVICES[device]
-    layers, ranks = split_layers_evenly(shape.layers, stages), expand_degrees(degrees, stages)
+    hardware = build_hardware(model, device, stages, link, degrees, rank_link, layers)
     config = scheduler or SchedulerConfig()
-    blocks = []
-    for stage, count in enumerate(layers):
-        shard = shape.shard(ranks[stage])
-        free_bytes = hardware.memory * USABLE_MEMORY_SHARE - shard.stage_bytes(stage, layers)
-        blocks.append(int(free_bytes // (count * shard.kv_bytes * config.block_size)))
-    if min(blocks) < 1:
+    blocks = min(hardware.stage_kv_blocks(config.block_size, USABLE_MEMORY_SHARE))
+    if blocks < 1:
         raise ValueError(
-            f"model {model} does not fit {sum(ranks)} x {device}: "
-            f"its weights are {shape.parameters * 2 / 1e9:.0f} GB; raise --pp or --tp"
+            f"model {model} does not fit {sum(hardware.degrees)} x {device}: its weights are "
+            f"{hardware.model.parameters * hardware.model.bytes_per_weight / 1e9:.0f} GB; "
+            "raise --pp or --tp"
         )
-    cost = RooflineCostModel(
-        shape, hardware, LINKS[link], layers, efficiency, ranks, LINKS[rank_link]
+    ranks = hardware.degrees
+    return Deployment(
+        model,
+        hardware.layer_counts,
+        RooflineCostModel(hardware, efficiency),
+        config.resolve(stages, blocks, max_model_len),
+        degrees=ranks if max(ranks) > 1 else [],
+        hardware=hardware,
     )
-    resolved = config.resolve(stages, min(blocks), max_model_len)
-    return Deployment(model, layers, cost, resolved, degrees=ranks if max(ranks) > 1 else [])

@@ -10,18 +10,17 @@ from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile
-from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import format_degrees
+from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
 VIDUR_RANKS = 2
 """Devices of each stage in these profiles."""
-VIDUR_STAGE_BYTES, VIDUR_WEIGHTS, VIDUR_KV_BYTES = 0.9 * 160e9, 138e9, 320 * 1024
-"""Memory of two A100s with 80 GB, weights of Llama-2-70B, its KV cache per token; in bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class SimulationConfig:
         "profiles; default: a device of the table",
     )
     device: str = option(
-        "L20", "every device: one per stage, or --tp per stage", choices=tuple(DEVICES)
+        "L20",
+        f"device: one name for all stages, or one for each, such as L20,L40: {', '.join(DEVICES)}",
     )
     model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS))
     pipeline_parallel_size: int | None = option(
@@ -53,11 +53,21 @@ class SimulationConfig:
         parse=parse_counts,
         flags=("--tensor-parallel-size", "--tp", "-tp"),
     )
-    link: str = option("pcie", "between neighbouring stages", choices=tuple(LINKS))
+    layers: tuple[int, ...] | None = option(
+        None,
+        "number of layers of each stage, such as 20,12; default: equal numbers",
+        ge=1,
+        parse=parse_counts,
+    )
+    link: str = option(
+        "pcie",
+        "between neighbouring stages: one name for all links, or one for each, such as "
+        f"pcie,network: {', '.join(LINKS)}",
+    )
     tensor_parallel_link: str | None = option(
         None,
-        "between the devices of a stage; default: that of --link",
-        choices=tuple(LINKS),
+        "between the devices of a stage: one name, or one for each stage; default: the first of "
+        "--link",
         flags=("--tensor-parallel-link", "--tp-link"),
     )
     max_model_len: int | None = option(
@@ -140,7 +150,10 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
             config.scheduler,
             degrees=config.tensor_parallel_size or (1,),
             rank_link=config.tensor_parallel_link,
+            layers=config.layers,
         )
+    if config.layers is not None:
+        raise ValueError("--layers cuts a model of the table: leave it or --profile out")
     if config.profile == VIDUR:
         return _vidur(config, stages or 1, config.max_model_len or longest)
     profile = read_profile(config.profile)
@@ -186,7 +199,15 @@ def _vidur(config: SimulationConfig, stages: int, max_model_len: int) -> Deploym
     from gllm.sim.costs.forest import ForestCostModel
 
     cost = ForestCostModel(stages)
-    tokens = (VIDUR_STAGE_BYTES * stages - VIDUR_WEIGHTS) / VIDUR_KV_BYTES
-    blocks = int(tokens // config.scheduler.block_size)
-    scheduler = config.scheduler.resolve(stages, blocks, max_model_len)
-    return Deployment("llama-2-70b", cost.layers, cost, scheduler, degrees=degrees)
+    hardware = build_hardware(
+        "llama-2-70b", "A100-80G", stages, "nvlink", degrees, layers=cost.layers
+    )
+    blocks = min(hardware.stage_kv_blocks(config.scheduler.block_size, USABLE_MEMORY_SHARE))
+    return Deployment(
+        "llama-2-70b",
+        cost.layers,
+        cost,
+        config.scheduler.resolve(stages, blocks, max_model_len),
+        degrees=degrees,
+        hardware=hardware,
+    )

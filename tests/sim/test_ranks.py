@@ -21,7 +21,9 @@ from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.models import MODELS, ModelShape
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import ModelShape
+from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload
 
@@ -52,7 +54,12 @@ def test_ranks_hold_the_model_together(model: str, ranks: int) -> None:
     repeated = max(1, ranks // whole.kv_heads)
     assert shard.kv_heads * ranks == whole.kv_heads * repeated
     extra = 2 * whole.hidden * whole.head_dim * whole.kv_heads * (repeated - 1)
+    if whole.latent:
+        # Every rank compresses keys, values and queries, and has the whole cache.
+        compressed = whole.latent.cached_elements + whole.latent.query_rank
+        extra, repeated = (ranks - 1) * whole.hidden * compressed, ranks
     assert shard.layer_weights * ranks == whole.layer_weights + extra
+    assert shard.expert_weights * ranks == whole.expert_weights
     assert shard.kv_bytes * ranks == whole.kv_bytes * repeated
     assert 0 <= shard.head_weights * ranks - whole.head_weights < whole.hidden * ranks
     assert (shard.layers, shard.hidden) == (whole.layers, whole.hidden)
@@ -107,8 +114,10 @@ def test_no_sum_is_faster_than_its_bounds(
 # Stages.
 
 
-def tiny(*degrees: int, rank_link: NetworkLink | None = FAST) -> RooflineCostModel:
-    return RooflineCostModel(TINY, SLOW, LINK, [3, 1], PEAK, degrees, rank_link)
+def tiny(*degrees: int, rank_link: NetworkLink = FAST) -> RooflineCostModel:
+    first, last = degrees
+    stages = StageSpec(3, SLOW, first, rank_link), StageSpec(1, SLOW, last, rank_link)
+    return RooflineCostModel(PipelineSpec(TINY, stages, (LINK,)), PEAK)
 
 
 def test_a_stage_of_two_ranks_by_hand() -> None:
@@ -134,10 +143,8 @@ def test_stages_may_have_different_degrees() -> None:
     assert mixed.stage_seconds(0, work) == double.stage_seconds(0, work)
     assert mixed.stage_seconds(1, work) == single.stage_seconds(1, work)
     assert single.collective_seconds(0, work) == single.collective_seconds(1, work) == 0
-    # Without a link of their own the ranks use the stages' one.
-    assert tiny(2, 2, rank_link=None).collective_seconds(0, work) == pytest.approx(
-        7 * (0.25 + 2 * 8 * 2 / 50)
-    )
+    slow = tiny(2, 2, rank_link=LINK).collective_seconds(0, work)
+    assert slow == pytest.approx(7 * (0.25 + 2 * 8 * 2 / 50))
 
 
 def deployment(**options: Any) -> Any:
@@ -221,7 +228,7 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--tp", "two"], "--tp"),
         (["--tp", "2,1,1"], "tensor_parallel_size (2, 1, 1) has to be one number"),
         (["--tp", "3"], "do not divide into 3 ranks"),
-        (["--tp-link", "rope"], "invalid choice: 'rope'"),
+        (["--tp-link", "rope"], "link 'rope' is none of pcie"),
         (["--profile", "vidur", "--tp", "4"], "of --tp 2"),
     ],
 )

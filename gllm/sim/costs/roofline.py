@@ -1,8 +1,7 @@
-"""A step's time from first principles: what has to be computed, what has to be read.
+"""Step times from first principles: arithmetic, memory traffic and communication of a micro-batch.
 
-Owns the roofline, its corner rounded: an operator takes the root of the sum of squares of its
-arithmetic's time and its memory traffic's. Knows nothing of kernels beyond two efficiencies, stated
-once and the same for every policy.
+A roofline with a rounded corner: an operator takes the root of the sum of squares of the time of
+its arithmetic and the time of its memory traffic. Efficiencies are the same for every policy.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 The rounding: over the token-level operators of Vidur's tables (A100, A40, H100; five models) it is
@@ -13,19 +12,27 @@ The ranks of a stage compute their shares at the same time. Their sums, one afte
 after the MLP of each layer, and one of the embedding, do not overlap with that.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel, TransferCost
+from gllm.sim.costs.base import NO_TRANSFER, BaseCostModel, TransferCost
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
-from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.models import BYTES_PER_ELEMENT, BYTES_PER_LOGIT, ModelShape
+from gllm.sim.hardware.shapes import (
+    BYTES_PER_ELEMENT,
+    BYTES_PER_LOGIT,
+    FLOPS_PER_WEIGHT,
+    ModelShape,
+)
+from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 
 SUMS_PER_LAYER = 2
 """All-reduces of each layer: after attention and after the MLP."""
+PLAN_BYTES_PER_ROW = 64
+"""Assumed bytes of a plan per row: ids, lengths, new blocks, sampling."""
+BYTES_PER_TOKEN_ID = 4
+"""Bytes of a token id in a plan or a result."""
 
 
 @dataclass(frozen=True)
@@ -44,92 +51,130 @@ class DeviceEfficiency:
 
 
 class RooflineCostModel(BaseCostModel):
-    """A model in stages of one or several devices each, neighbours joined by equal links.
+    """Cost of a model on devices and links that data sheets describe.
 
     Args:
-        model: The whole model.
-        device: Every device.
-        link: Between neighbouring stages.
-        layer_counts: Number of layers of each stage.
+        hardware: The stages, their devices and links.
         efficiency: Shares of the peak rates that are reached.
-        degrees: Number of tensor-parallel ranks of each stage; default: one each.
-        rank_link: Between the ranks of a stage; default: `link`.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        device: DeviceSpec,
-        link: NetworkLink,
-        layer_counts: list[int],
-        efficiency: DeviceEfficiency | None = None,
-        degrees: Sequence[int] | None = None,
-        rank_link: NetworkLink | None = None,
-    ) -> None:
-        self._model = model
-        self._link = link
-        self._rank_link = rank_link or link
-        self._layers = layer_counts
-        self._degrees = list(degrees or [1] * len(layer_counts))
-        self._shards = [model.shard(ranks) for ranks in self._degrees]
+    def __init__(self, hardware: PipelineSpec, efficiency: DeviceEfficiency | None = None) -> None:
+        self._hardware = hardware
+        self._hidden = hardware.model.hidden
         self._efficiency = efficiency or DeviceEfficiency()
-        self._flops = device.flops * self._efficiency.compute
-        self._bandwidth = device.bandwidth * self._efficiency.memory
+        self._stages = [
+            _StageRoofline(hardware, index, self._efficiency)
+            for index in range(len(hardware.stages))
+        ]
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
-        shard = self._shards[stage]
-        seconds = self._layers[stage] * self._layer_seconds(shard, work)
-        if stage == len(self._layers) - 1 and work.num_sampled_rows:
-            seconds += self._matrix_seconds(shard.head_weights, work.num_sampled_rows)
-        return seconds + self._efficiency.stage_overhead + self.collective_seconds(stage, work)
+        roofline = self._stages[stage]
+        seconds = roofline.compute_seconds(work) + roofline.collective_seconds(work)
+        return seconds + self._efficiency.stage_overhead
 
     def collective_seconds(self, stage: int, work: StageWork) -> float:
         """Return the share of `stage_seconds` in which the stage's ranks communicate."""
-        model, ranks = self._model, self._degrees[stage]
-        size = work.num_tokens * model.hidden * BYTES_PER_ELEMENT
-        num_sums = SUMS_PER_LAYER * self._layers[stage] + (stage == 0)
-        seconds = num_sums * all_reduce_seconds(size, ranks, self._rank_link)
-        if stage == len(self._layers) - 1 and work.num_sampled_rows:
-            logits = work.num_sampled_rows * model.vocabulary * BYTES_PER_LOGIT
-            seconds += gather_seconds(logits, ranks, self._rank_link)
-        return seconds
+        return self._stages[stage].collective_seconds(work)
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of one tensor [tokens, hidden] of bf16."""
-        size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
-        return TransferCost(size / self._link.bandwidth, self._link.latency, size)
+        size = work.num_tokens * self._hidden * BYTES_PER_ELEMENT
+        return _transfer(size, self._hardware.links[stage])
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Constant."""
+        """Return a constant."""
         return self._efficiency.plan_overhead
 
+    def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of a plan: token ids, and a constant number of bytes per row."""
+        if not self._hardware.plan_links:
+            return NO_TRANSFER
+        num_rows = work.num_decodes + len(work.prefill_chunks)
+        size = PLAN_BYTES_PER_ROW * num_rows + BYTES_PER_TOKEN_ID * work.num_tokens
+        return _transfer(size, self._hardware.plan_links[stage])
+
     def sample_seconds(self, work: StageWork) -> float:
-        """As `return_seconds`: nothing is planned ahead of it."""
+        """Return the same as `return_seconds`: nothing is planned ahead of it."""
         return self._efficiency.return_overhead
 
     def return_seconds(self, work: StageWork) -> float:
-        """Constant."""
+        """Return a constant."""
         return self._efficiency.return_overhead
 
-    def _layer_seconds(self, model: ModelShape, work: StageWork) -> float:
-        """Return the time of one layer on one rank, whose share of the model is `model`."""
-        seconds = self._matrix_seconds(model.layer_weights, work.num_tokens)
-        # Two products of 2 FLOP for each query-key pair, head and head dimension.
-        per_pair = 4 * model.heads * model.head_dim
-        if work.prefill_chunks:
-            read = sum(start + tokens for start, tokens in work.prefill_chunks) * model.kv_bytes
-            seconds += hypot(
-                work.num_query_key_pairs * per_pair / self._flops, read / self._bandwidth
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        """Return the cost of one token id per sampled row."""
+        return _transfer(BYTES_PER_TOKEN_ID * work.num_sampled_rows, self._hardware.return_link)
+
+
+class _StageRoofline:
+    """Roofline of one stage: seconds on each of its ranks."""
+
+    def __init__(self, hardware: PipelineSpec, index: int, efficiency: DeviceEfficiency) -> None:
+        stage: StageSpec = hardware.stages[index]
+        first = sum(hardware.layer_counts[:index])
+        self._model: ModelShape = hardware.model
+        self._shard = self._model.shard(stage.tp)
+        self._num_layers = stage.num_layers
+        self._num_dense = self._model.count_dense_layers(first, stage.num_layers)
+        self._has_head = index == len(hardware.stages) - 1
+        self._ranks, self._rank_link = stage.tp, stage.rank_link
+        self._num_sums = SUMS_PER_LAYER * stage.num_layers + (index == 0)
+        self._flops = stage.device.flops * efficiency.compute
+        self._bandwidth = stage.device.bandwidth * efficiency.memory
+
+    def compute_seconds(self, work: StageWork) -> float:
+        """Return the time of matrices and attention."""
+        shard, rows = self._shard, work.num_tokens
+        seconds = self._num_layers * self._attention_seconds(work)
+        if self._num_dense:
+            seconds += self._num_dense * self._matrix_seconds(
+                shard.layer_weights, shard.layer_weights, rows
             )
-        if work.num_decodes:
-            compute = work.num_decode_context_tokens * per_pair / self._flops
-            seconds += hypot(
-                compute, work.num_decode_context_tokens * model.kv_bytes / self._bandwidth
+        if self._num_dense < self._num_layers:
+            seconds += (self._num_layers - self._num_dense) * self._matrix_seconds(
+                shard.active_weights, shard.read_weights(rows), rows
+            )
+        if self._has_head and work.num_sampled_rows:
+            seconds += self._matrix_seconds(
+                shard.head_weights, shard.head_weights, work.num_sampled_rows
             )
         return seconds
 
-    def _matrix_seconds(self, weights: int, rows: int) -> float:
+    def collective_seconds(self, work: StageWork) -> float:
+        """Return the time of the sums over the ranks and of the gathered logits."""
+        if self._rank_link is None:
+            return 0.0
+        size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
+        seconds = self._num_sums * all_reduce_seconds(size, self._ranks, self._rank_link)
+        if self._has_head and work.num_sampled_rows:
+            logits = work.num_sampled_rows * self._model.vocabulary * BYTES_PER_LOGIT
+            seconds += gather_seconds(logits, self._ranks, self._rank_link)
+        return seconds
+
+    def _attention_seconds(self, work: StageWork) -> float:
+        """Return the time of one layer's attention."""
+        shard, seconds = self._shard, 0.0
+        if work.prefill_chunks:
+            read = sum(start + tokens for start, tokens in work.prefill_chunks) * shard.kv_bytes
+            compute = work.num_query_key_pairs * shard.prefill_pair_flops / self._flops
+            seconds += hypot(compute, read / self._bandwidth)
+        if work.num_decodes:
+            context = work.num_decode_context_tokens
+            compute = context * shard.decode_pair_flops / self._flops
+            seconds += hypot(compute, context * shard.kv_bytes / self._bandwidth)
+        return seconds
+
+    def _matrix_seconds(self, multiplied: float, read: float, rows: int) -> float:
+        """Return the time of products of `rows` rows with weights."""
         return hypot(
-            2 * rows * weights / self._flops, weights * BYTES_PER_ELEMENT / self._bandwidth
+            FLOPS_PER_WEIGHT * rows * multiplied / self._flops,
+            read * self._model.bytes_per_weight / self._bandwidth,
         )
+
+
+def _transfer(num_bytes: int, link: NetworkLink | None) -> TransferCost:
+    """Return the cost of a message; without a link it takes no time."""
+    if link is None:
+        return NO_TRANSFER
+    return TransferCost(num_bytes / link.bandwidth, link.latency, num_bytes)

@@ -1,23 +1,40 @@
-"""Devices by their data sheets: peak rates and memory."""
+"""Devices by their data sheets: peak rates, memory, power; and their price."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Peak rates from its data sheet: dense bf16 FLOP/s, bytes/s, bytes."""
+    """Peak rates, power limit and price of one device."""
 
     flops: float
+    """Dense bf16 FLOP/s with fp32 accumulation (V100: fp16)."""
     bandwidth: float
+    """Bytes/s of its memory."""
     memory: float
+    """Bytes."""
+    power: float | None = None
+    """Limit in watts."""
+    price: float | None = None
+    """US dollars per hour on demand; None: no source states one."""
 
 
 DEVICES = {
-    "L20": DeviceSpec(119.5e12, 864e9, 48e9),
-    "A100-40G": DeviceSpec(312e12, 1555e9, 40e9),
-    "A100-80G": DeviceSpec(312e12, 2039e9, 80e9),
-    "A800-80G": DeviceSpec(312e12, 2039e9, 80e9),
-    "RTX4090": DeviceSpec(165e12, 1008e9, 24e9),
-    "H200": DeviceSpec(989e12, 4800e9, 141e9),
+    "L20": DeviceSpec(119.5e12, 864e9, 48e9, 275),
+    "L40": DeviceSpec(181.05e12, 864e9, 48e9, 300, 0.98),
+    "A40": DeviceSpec(149.7e12, 696e9, 48e9, 300, 1.28),
+    "A6000": DeviceSpec(154.8e12, 768e9, 48e9, 300, 0.82),
+    "A100-40G": DeviceSpec(312e12, 1555e9, 40e9, 400, 2.21),
+    "A100-80G": DeviceSpec(312e12, 2039e9, 80e9, 400, 2.21),
+    "A800-80G": DeviceSpec(312e12, 2039e9, 80e9, 400),
+    "RTX4090": DeviceSpec(165.2e12, 1008e9, 24e9, 450),
+    "V100": DeviceSpec(125e12, 900e9, 32e9, 300),
+    "H20": DeviceSpec(148e12, 4000e9, 96e9, 400),
+    "H100": DeviceSpec(989.4e12, 3350e9, 80e9, 700, 4.25),
+    "H200": DeviceSpec(989.4e12, 4800e9, 141e9, 700),
 }
-"""Data sheets; of the RTX 4090 the fp16 rate with fp32 accumulation."""
+"""NVIDIA's data sheets, without sparsity; SXM form where there is one.
+
+Prices: H100, A100 and A40 as in Vidur (arXiv 2405.05465, its configuration); L40 and A6000 derived
+from the budgets of HexGen-2 (arXiv 2502.07903) by least squares.
+"""

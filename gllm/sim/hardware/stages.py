@@ -1,6 +1,12 @@
-"""Cut of a model into stages and ranks."""
+"""Cut of a model into stages and ranks, and the devices and links that carry it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+
+from gllm.sim.hardware.devices import DeviceSpec
+from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.shapes import ModelShape
 
 
 def format_degrees(degrees: Sequence[int]) -> str:
@@ -19,3 +25,126 @@ def split_layers_evenly(layers: int, stages: int) -> list[int]:
     share, rest = divmod(layers, stages)
     order = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0, stage))
     return [share + (stage in order[:rest]) for stage in range(stages)]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One pipeline stage: its layers, and the equal devices that compute them together."""
+
+    num_layers: int
+    device: DeviceSpec
+    tp: int = 1
+    """Number of tensor-parallel ranks, one device each."""
+    rank_link: NetworkLink | None = None
+    """Between the ranks; needed for more than one."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: A number is below one, or several ranks have no link.
+        """
+        if self.num_layers < 1 or self.tp < 1:
+            raise ValueError(
+                f"a stage has {self.num_layers} layers (num_layers) and {self.tp} ranks (tp): "
+                "both have to be at least 1"
+            )
+        if self.tp > 1 and self.rank_link is None:
+            raise ValueError(f"a stage of {self.tp} ranks needs a link between them: set rank_link")
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """A model on devices: its stages and the links between them.
+
+    The driver is beside the first stage.
+    """
+
+    model: ModelShape
+    stages: tuple[StageSpec, ...]
+    links: tuple[NetworkLink, ...] = ()
+    """From each stage but the last to the next one."""
+    plan_links: tuple[NetworkLink | None, ...] = ()
+    """From the driver to each stage; None or none at all: takes no time."""
+    return_link: NetworkLink | None = None
+    """From the last stage to the driver; None: takes no time."""
+
+    def __post_init__(self) -> None:
+        """Check that stages, layers and links fit each other.
+
+        Raises:
+            ValueError: They do not; the message names the field.
+        """
+        num_layers = sum(self.layer_counts)
+        if num_layers != self.model.layers:
+            raise ValueError(
+                f"the stages have {num_layers} layers in total (num_layers: "
+                f"{','.join(map(str, self.layer_counts))}), the model {self.model.layers}"
+            )
+        if len(self.links) != len(self.stages) - 1:
+            raise ValueError(
+                f"{len(self.stages)} stages need {len(self.stages) - 1} links between them (links),"
+                f" not {len(self.links)}"
+            )
+        if self.plan_links and len(self.plan_links) != len(self.stages):
+            raise ValueError(
+                f"plan_links needs one link per stage: {len(self.stages)}, "
+                f"not {len(self.plan_links)}"
+            )
+
+    @property
+    def layer_counts(self) -> list[int]:
+        """Number of layers of each stage."""
+        return [stage.num_layers for stage in self.stages]
+
+    @property
+    def degrees(self) -> list[int]:
+        """Number of tensor-parallel ranks of each stage."""
+        return [stage.tp for stage in self.stages]
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of all devices together."""
+        return sum(stage.tp * stage.device.flops for stage in self.stages)
+
+    @property
+    def price(self) -> float | None:
+        """US dollars per hour of all devices; None if the price of one is unknown."""
+        return self._sum_over_devices([stage.device.price for stage in self.stages])
+
+    @property
+    def power(self) -> float | None:
+        """Power limit of all devices in watts; None if that of one is unknown."""
+        return self._sum_over_devices([stage.device.power for stage in self.stages])
+
+    def rank_weight_bytes(self, stage: int) -> float:
+        """Return the bytes of weights that each rank of a stage holds."""
+        shard = self.model.shard(self.stages[stage].tp)
+        return shard.stage_bytes(stage, self.layer_counts)
+
+    def rank_block_bytes(self, stage: int, block_size: int) -> int:
+        """Return the bytes of one KV block of `block_size` tokens on each rank of a stage."""
+        shard = self.model.shard(self.stages[stage].tp)
+        return self.stages[stage].num_layers * shard.kv_bytes * block_size
+
+    def stage_kv_blocks(self, block_size: int, memory_share: float) -> list[int]:
+        """Return the number of KV blocks that fit each stage beside its weights; may be negative.
+
+        Args:
+            block_size: Tokens per block.
+            memory_share: Share of each device's memory for weights and KV cache.
+        """
+        blocks = []
+        for index, stage in enumerate(self.stages):
+            free_bytes = stage.device.memory * memory_share - self.rank_weight_bytes(index)
+            blocks.append(floor(free_bytes / self.rank_block_bytes(index, block_size)))
+        return blocks
+
+    def _sum_over_devices(self, values: list[float | None]) -> float | None:
+        """Return the sum over all devices of a value per device, given by stage."""
+        total = 0.0
+        for stage, value in zip(self.stages, values, strict=True):
+            if value is None:
+                return None
+            total += stage.tp * value
+        return total

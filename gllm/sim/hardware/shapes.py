@@ -1,0 +1,248 @@
+"""Shapes of decoders: numbers of weights, bytes of the KV cache and arithmetic of a micro-batch."""
+
+from dataclasses import dataclass, replace
+
+from gllm.scheduler.stage_work import StageWork
+
+BYTES_PER_ELEMENT = 2
+"""Bytes per activation or KV entry: bfloat16."""
+BYTES_PER_LOGIT = 4
+"""Bytes per logit: float32."""
+FLOPS_PER_WEIGHT = 2
+"""FLOP per token and weight: one multiplication, one addition."""
+FLOPS_PER_PAIR = 4
+"""FLOP per query-key pair and element of a head: the score and the weighted sum of the values."""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """Mixture of experts that replaces the MLP of most layers."""
+
+    num_experts: int
+    """Routed experts per layer."""
+    num_active: int
+    """Routed experts per token."""
+    mlp: int
+    """Inner size of one expert."""
+    num_shared: int = 0
+    """Experts that every token passes."""
+    num_dense_layers: int = 0
+    """First layers, which have the model's dense MLP instead."""
+
+    def expected_experts(self, num_tokens: int) -> float:
+        """Return the expected number of routed experts that a batch of tokens reads.
+
+        Assumes that a token's experts are drawn uniformly and independently of other tokens.
+        """
+        unread = (1 - self.num_active / self.num_experts) ** num_tokens
+        return self.num_experts * (1 - unread)
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention: keys and values are compressed into one vector per token.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    """Elements of the compressed keys and values."""
+    rope_dim: int
+    """Elements per head of queries and keys that are rotated; keys share them over all heads."""
+    nope_dim: int
+    """Elements per head of queries and keys that are not rotated."""
+    value_dim: int
+    """Elements per head of the values."""
+    query_rank: int = 0
+    """Elements of the compressed queries; 0: not compressed."""
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements per token in one layer's cache."""
+        return self.kv_rank + self.rope_dim
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Return the weights of the projections of one layer."""
+        query_width = heads * (self.nope_dim + self.rope_dim)
+        query = self.query_rank * (hidden + query_width) or hidden * query_width
+        compress = hidden * self.cached_elements
+        expand = self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return query + compress + expand + heads * self.value_dim * hidden
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder. Sizes are elements; norms and biases are left out."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    """Inner size of the dense MLP."""
+    vocabulary: int
+    head_dim: int = 128
+    tied: bool = False
+    """The LM head is the embedding's matrix."""
+    gated: bool = True
+    """The MLP has a gate: three matrices instead of two."""
+    positions: int = 0
+    """Rows of a learned position embedding."""
+    bytes_per_weight: float = BYTES_PER_ELEMENT
+    """2: bfloat16, 1: fp8 or int8, 0.5: 4 bits."""
+    experts: ExpertsShape | None = None
+    latent: LatentShape | None = None
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of one layer's attention."""
+        if self.latent:
+            return self.latent.weights(self.hidden, self.heads)
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer with the dense MLP."""
+        return self.attention_weights + self._mlp_weights(self.mlp)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return self._mlp_weights(self.experts.mlp) if self.experts else 0
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Number of layers, the model's first, with the dense MLP."""
+        return self.experts.num_dense_layers if self.experts else self.layers
+
+    @property
+    def sparse_layer_weights(self) -> int:
+        """Weights of one layer with experts: attention, router, routed and shared experts."""
+        if not self.experts:
+            return 0
+        return self._sparse_base_weights + self.experts.num_experts * self.expert_weights
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the LM head; the token embedding has as many."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.weights_of_layers(0, self.layers) + self._end_weights(True, True)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token in one layer's KV cache."""
+        if self.latent:
+            return self.latent.cached_elements * BYTES_PER_ELEMENT
+        return 2 * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT
+
+    @property
+    def prefill_pair_flops(self) -> int:
+        """FLOP of one query-key pair of a prefill chunk in one layer, all heads."""
+        if self.latent:
+            key_dim = self.latent.nope_dim + self.latent.rope_dim
+            return 2 * self.heads * (key_dim + self.latent.value_dim)
+        return FLOPS_PER_PAIR * self.heads * self.head_dim
+
+    @property
+    def decode_pair_flops(self) -> int:
+        """FLOP of one query-key pair of a decode in one layer, all heads.
+
+        Latent attention: decodes attend to the compressed vectors, the projections that expand them
+        are absorbed into those of queries and output (arXiv 2405.04434, section 2.1.2).
+        """
+        if self.latent:
+            return 2 * self.heads * (self.latent.cached_elements + self.latent.kv_rank)
+        return FLOPS_PER_PAIR * self.heads * self.head_dim
+
+    def weights_of_layers(self, first: int, count: int) -> int:
+        """Return the weights of `count` layers from layer `first` on."""
+        num_dense = self.count_dense_layers(first, count)
+        return num_dense * self.layer_weights + (count - num_dense) * self.sparse_layer_weights
+
+    def count_dense_layers(self, first: int, count: int) -> int:
+        """Return the number of layers with the dense MLP among `count` layers from `first` on."""
+        return max(0, min(count, self.num_dense_layers - first))
+
+    def read_weights(self, num_tokens: int) -> float:
+        """Return the expected weights that a layer with experts reads for a batch of tokens."""
+        if not self.experts or not num_tokens:
+            return 0.0
+        read = self.experts.expected_experts(num_tokens)
+        return self._sparse_base_weights + read * self.expert_weights
+
+    @property
+    def active_weights(self) -> int:
+        """Weights that each token passes in a layer with experts."""
+        if not self.experts:
+            return 0
+        return self._sparse_base_weights + self.experts.num_active * self.expert_weights
+
+    def step_flops(self, work: StageWork) -> float:
+        """Return the FLOP of a micro-batch on all layers and the LM head (model FLOP, for MFU).
+
+        Source: Vidur, arXiv 2405.05465: 2 FLOP per token and weight, and 4 per layer, head, head
+        dimension and query-key pair; the LM head counts for sampled rows only.
+        """
+        num_dense = self.num_dense_layers
+        per_token = num_dense * self.layer_weights
+        per_token += (self.layers - num_dense) * self.active_weights
+        pair_flops = work.num_query_key_pairs * self.prefill_pair_flops
+        pair_flops += work.num_decode_context_tokens * self.decode_pair_flops
+        matrices = per_token * work.num_tokens + self.head_weights * work.num_sampled_rows
+        return FLOPS_PER_WEIGHT * matrices + self.layers * pair_flops
+
+    def stage_bytes(self, stage: int, layer_counts: list[int]) -> float:
+        """Return the bytes of the weights that a stage holds."""
+        first = sum(layer_counts[:stage])
+        ends = self._end_weights(stage == 0, stage == len(layer_counts) - 1)
+        weights = self.weights_of_layers(first, layer_counts[stage]) + ends
+        return self.bytes_per_weight * weights
+
+    def shard(self, ranks: int) -> "ModelShape":
+        """Return the shape of what one of `ranks` ranks holds and computes.
+
+        Attention is cut by heads, MLP and experts by their inner size, embedding and LM head by
+        rows of the vocabulary. With fewer KV heads than ranks each rank has one. A compressed KV
+        cache and its projections are on every rank.
+
+        Raises:
+            ValueError: The sizes do not divide.
+        """
+        few, many = sorted((self.kv_heads, ranks))
+        expert_mlp = self.experts.mlp if self.experts else 0
+        if self.heads % ranks or self.mlp % ranks or expert_mlp % ranks or many % few:
+            raise ValueError(
+                f"{self.heads} heads, {self.kv_heads} KV heads and an MLP of "
+                f"{expert_mlp or self.mlp} do not divide into {ranks} ranks: choose another --tp"
+            )
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            mlp=self.mlp // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+            experts=self.experts and replace(self.experts, mlp=expert_mlp // ranks),
+        )
+
+    @property
+    def _sparse_base_weights(self) -> int:
+        """Weights of a layer with experts that every token passes: attention, router, shared."""
+        if not self.experts:
+            return 0
+        router = self.hidden * self.experts.num_experts
+        shared = self.experts.num_shared * self.expert_weights
+        return self.attention_weights + router + shared
+
+    def _mlp_weights(self, inner: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * inner
+
+    def _end_weights(self, is_first: bool, is_last: bool) -> int:
+        """Return the weights of embeddings (first stage) and LM head (last stage)."""
+        num_tables = is_first + is_last
+        if self.tied and is_first and is_last:
+            num_tables = 1
+        return num_tables * self.head_weights + is_first * self.positions * self.hidden
