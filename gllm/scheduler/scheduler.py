@@ -152,6 +152,10 @@ class Scheduler:
             return False
         return head.seq in self.kv_cache.running or self._admission.is_admissible(head)
 
+    def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
+        """Return the requests that have not ended, as another scheduler continues them."""
+        return self._table.unfinished_requests(now)
+
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
         running = len(self.kv_cache.running)

@@ -4,6 +4,8 @@ The choices of a request have one prompt. Only one sequence exists until the pro
 others are forked from it then.
 """
 
+from collections.abc import Iterator
+
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 
 
@@ -54,6 +56,39 @@ class SequenceTable:
         """Remove a finished sequence whose steps have all committed."""
         del self.sequences[sequence.seq]
         self._released_seqs.append(sequence.seq)
+
+    def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
+        """Return the requests that have not ended, as another scheduler continues them.
+
+        Each has the outputs of its unfinished sequences so far and its age. Its id is that of the
+        first of them; with several sequences the others may have had any ids behind it.
+        """
+        living: dict[int, list[tuple[int, list[int]]]] = {}
+        requests: dict[int, tuple[SchedulerRequest, float]] = {}
+        for seq, sequence in self._living_sequences():
+            request = sequence.request
+            known = sequence.token_ids if seq == sequence.seq else request.initial_token_ids(seq)
+            requests[request.seq] = request, now - sequence.arrival_time
+            living.setdefault(request.seq, []).append((seq, known[sequence.prompt_len :]))
+        resumed = []
+        for first_seq, (request, age_seconds) in sorted(requests.items()):
+            seqs, outputs = zip(*sorted(living[first_seq]), strict=True)
+            resumed.append(
+                request._replace(
+                    seq=seqs[0],
+                    n=len(seqs),
+                    outputs=outputs if any(outputs) else (),
+                    age_seconds=age_seconds,
+                )
+            )
+        return resumed
+
+    def _living_sequences(self) -> Iterator[tuple[int, Sequence]]:
+        """Yield the id of each unfinished sequence with it, or with its parent before the fork."""
+        for seq, sequence in self.sequences.items():
+            if not sequence.is_finished:
+                yield seq, sequence
+        yield from self.pending_forks.items()
 
     def pop_released(self) -> list[int]:
         """Return the sequences released since the last call."""

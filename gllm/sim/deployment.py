@@ -9,7 +9,6 @@ from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
-from gllm.sim.event_loop import run_events
 from gllm.sim.hardware.stages import PipelineSpec
 from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.metrics.run_record import RunRecord, StageReport, build_run_record
@@ -82,15 +81,19 @@ def serve_requests(
     begin = requests[0][0] if requests else 0.0
     events: list[StepLogEvent] = [deployment.start_event(begin)]
     pipeline = SimulatedPipeline(
-        config, deployment.cost, events.append, told is None, deployment.output_lengths
+        config,
+        deployment.cost,
+        log=events.append,
+        reports_step_times=told is None,
+        output_lengths=deployment.output_lengths,
     )
-    others = [pipeline.abortion(time, seqs) for time, seqs in aborts]
-    others += [
-        pipeline.telling(each.received_time, each.stage, each.steps)
-        for each in told or ()
-        if each.received_time
-    ]
-    run_events([*pipeline.arrivals(requests), *others])
+    pipeline.submit_each(requests)
+    for time, seqs in aborts:
+        pipeline.abort_at(time, seqs)
+    for each in told or ():
+        if each.received_time:
+            pipeline.report_step_times_at(each.received_time, each.stage, each.steps)
+    pipeline.loop.run()
     return build_run_record(events), events
 
 

@@ -1,37 +1,105 @@
-"""Simulated time: a heap of things to happen.
+"""Simulated time: a heap of events, ordered by time, then rank, then insertion."""
 
-Owns order: by time, then rank, then who came first. Knows nothing of what happens.
-"""
-
-import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from math import inf
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+COMMIT, ARRIVAL, ABORT, REPORT, DRIVER_TURN, PIPELINE = range(6)
+"""Ranks of events at one time: a driver receives all events of a moment before it schedules."""
+
+TIME_DECIMALS = 9
+"""Decimals of an event's time: finer differences are rounding errors."""
 
 
-class SimulationEvent(NamedTuple):
-    """A call at a time. Of two at one time the smaller rank goes first."""
+class EventLoop:
+    """Clock and heap of events. All engines and links of a simulation share one.
 
-    time: float
-    rank: int
-    handle: Callable[[float], Iterable["SimulationEvent"]]
-    """Takes the time and returns what follows from it, none of it in the past."""
-
-
-def run_events(events: Iterable[SimulationEvent], until: float = float("inf")) -> float:
-    """Let the events and all that follow happen, up to a time; the time of the last one.
-
-    Raises ValueError for an event that lies before the one that caused it.
+    An event is a call `handle(time, argument)`. Bound methods with an argument keep an event as
+    small as a tuple, where a closure per event would cost more than the event itself.
     """
-    heap: list[tuple[float, int, int, Callable[[float], Iterable[SimulationEvent]]]] = []
-    order = count()
-    for event in events:
-        heapq.heappush(heap, (event.time, event.rank, next(order), event.handle))
-    now = 0.0
-    while heap and heap[0][0] <= until:
-        now, _, _, handle = heapq.heappop(heap)
-        for event in handle(now):
-            if event.time < now:
-                raise ValueError(f"an event at {event.time} s came up at {now} s")
-            heapq.heappush(heap, (event.time, event.rank, next(order), event.handle))
-    return now
+
+    __slots__ = ("_heap", "_numbers", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Time of the present event in seconds."""
+        self._heap: list[tuple[float, int, int, Callable[[float, Any], None], Any]] = []
+        self._numbers = count()
+
+    def push(self, time: float, rank: int, handle: Callable[[float, T], None], argument: T) -> None:
+        """Add an event, at whole nanoseconds.
+
+        Args:
+            time: Time in seconds, not in the past.
+            rank: Order among events at one time; smaller ranks go first.
+            handle: Called with the time and the argument.
+            argument: Second argument of the call.
+
+        Raises:
+            ValueError: The time is in the past.
+        """
+        time = round(time, TIME_DECIMALS)
+        if time < self.now:
+            raise ValueError(f"an event at {time} s is due before {self.now} s: sort the events")
+        heappush(self._heap, (time, rank, next(self._numbers), handle, argument))
+
+    def push_each(
+        self, items: Iterable[tuple[float, T]], rank: int, handle: Callable[[float, T], None]
+    ) -> None:
+        """Add an event per item, the next one when the previous one happens.
+
+        Args:
+            items: Times in seconds and arguments, sorted by time. May be a generator: only one item
+                is in memory.
+            rank: Order among events at one time.
+            handle: Called with the time and the argument.
+
+        Raises:
+            ValueError: The first time is in the past; `run` raises it for a later one.
+        """
+        _EventStream(self, iter(items), rank, handle).advance()
+
+    def run(self, until: float = inf) -> float:
+        """Run the events and all that follow from them up to a time; return the last one's time.
+
+        Raises:
+            ValueError: An event is due before the one that caused it.
+        """
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            time, _, _, handle, argument = heappop(heap)
+            self.now = time
+            handle(time, argument)
+        return self.now
+
+
+class _EventStream(Generic[T]):
+    """Items of `push_each` that have not happened."""
+
+    __slots__ = ("_handle", "_items", "_loop", "_rank")
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        items: Iterator[tuple[float, T]],
+        rank: int,
+        handle: Callable[[float, T], None],
+    ) -> None:
+        self._loop = loop
+        self._items = items
+        self._rank = rank
+        self._handle = handle
+
+    def advance(self) -> None:
+        """Push the next item, if there is one."""
+        for time, argument in self._items:
+            self._loop.push(time, self._rank, self._happen, argument)
+            return
+
+    def _happen(self, now: float, argument: T) -> None:
+        self._handle(now, argument)
+        self.advance()

@@ -5,7 +5,6 @@ here without delay.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 from gllm.observability.step_log import StepLogEvent
@@ -19,9 +18,9 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import OnlineStepCostFit
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.deployment import Deployment
-from gllm.sim.event_loop import SimulationEvent, run_events
+from gllm.sim.event_loop import ARRIVAL, EventLoop
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
-from gllm.sim.pipeline import ARRIVAL, TIME_DECIMALS, SimulatedPipeline
+from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 
 
@@ -56,12 +55,14 @@ class MeteredCostModel(DelegatingCostModel):
 class SimulatedEngine:
     """One engine of a simulated fleet."""
 
-    def __init__(self, name: str, deployment: Deployment) -> None:
+    def __init__(self, name: str, deployment: Deployment, loop: EventLoop) -> None:
         self.name = name
         self.config = deployment.scheduler
         self._cost = MeteredCostModel(deployment.cost, self.config.stages)
         self._events: list[StepLogEvent] = [deployment.start_event(0.0)]
-        self.pipeline = SimulatedPipeline(self.config, self._cost, self._events.append)
+        self.pipeline = SimulatedPipeline(
+            self.config, self._cost, log=self._events.append, loop=loop
+        )
         self.pipeline.scheduler.kv_cache.watch(with_token_ids=False)
         self._num_cache_events = 0
 
@@ -105,8 +106,9 @@ class SimulatedRouter:
         self._policy = policy
         self._output_lengths = OutputLengthPredictor(engines[0].config.expected_output_tokens)
 
-    def arrive(self, request: SchedulerRequest, session: str, now: float) -> list[SimulationEvent]:
-        """Send a request to the engine that the policy chooses; return what follows."""
+    def arrive(self, now: float, job: tuple[SchedulerRequest, str]) -> None:
+        """Send a request of a session to the engine that the policy chooses."""
+        request, session = job
         engines = list(self._engines.values())
         if self._policy.uses_prefixes:
             for engine in engines:
@@ -118,7 +120,7 @@ class SimulatedRouter:
         assert chosen is not None
         # Simulated outputs have their maximum length.
         self._output_lengths.record(request.max_tokens, request.max_tokens)
-        return self._engines[chosen].pipeline.submit(request, now)
+        self._engines[chosen].pipeline.submit(request, now)
 
     def _describe(self, request: SchedulerRequest, session: str, block_size: int) -> RoutingRequest:
         tokens = request.prompt_token_ids
@@ -142,13 +144,13 @@ def simulate_fleet(
         jobs: the requests; each fits every engine.
         policy: a new routing policy.
     """
-    engines = [SimulatedEngine(name, each) for name, each in deployments.items()]
+    loop = EventLoop()
+    engines = [SimulatedEngine(name, each, loop) for name, each in deployments.items()]
     router = SimulatedRouter(engines, policy)
-    arrivals = [
-        SimulationEvent(
-            round(time, TIME_DECIMALS), ARRIVAL, partial(router.arrive, request, job.session)
-        )
+    arrivals = (
+        (time, (request, job.session))
         for job, (time, request) in zip(jobs, to_scheduler_requests(jobs), strict=True)
-    ]
-    run_events(arrivals)
+    )
+    loop.push_each(arrivals, ARRIVAL, router.arrive)
+    loop.run()
     return {engine.name: engine.run() for engine in engines}

@@ -1,187 +1,353 @@
-"""One pipeline in simulated time: the driver's scheduler between made-up stages.
+"""Pipeline in simulated time: the production scheduler between simulated stages and links.
 
-Owns what happens when: arrivals, schedules, stages that run one micro-batch at a time in order,
-links that carry one at a time, commits. Decides nothing: the scheduler is the production object.
-Knows nothing of devices, only of a cost model.
+Submitted requests, schedules, stages that compute one micro-batch at a time in order, links and
+commits happen here. Decisions are the scheduler's, and times are the cost model's.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from gllm.observability.step_log import LoggedScheduler
-from gllm.observability.step_log import StepLogEvent as Logged
+from gllm.observability.step_log import LoggedScheduler, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
+from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.sim.costs.base import CostModel
-from gllm.sim.event_loop import SimulationEvent
-
-COMMIT, ARRIVAL, DRIVER_TURN, PIPELINE = range(4)
-"""Ranks of events at one time: the driver hears all that is new before it schedules."""
-
-TIME_DECIMALS = 9
-"""Decimals of an event's time: finer differences are errors of rounding."""
+from gllm.sim.event_loop import (
+    ABORT,
+    ARRIVAL,
+    COMMIT,
+    DRIVER_TURN,
+    PIPELINE,
+    REPORT,
+    EventLoop,
+)
+from gllm.sim.link import MessageClass, SimulatedLink
+from gllm.sim.link_policies import make_link
+from gllm.sim.observer import PipelineObserver
 
 OUTPUT_TOKEN_ID = 1
 """Id of every simulated output token."""
 
-PlannedBatch = tuple[StepPlan, StageWork]
+
+class PipelineLinks(NamedTuple):
+    """Links of a pipeline; an object may stand in several places, as one network card does."""
+
+    activations: Sequence[SimulatedLink]
+    """From each stage but the last one to the next one."""
+    plans: Sequence[SimulatedLink]
+    """From the driver to each stage."""
+    results: SimulatedLink
+    """From the last stage to the driver."""
 
 
-class _Lane:
-    """A stage, or the link after it: one micro-batch at a time, in order."""
+def make_pipeline_links(loop: EventLoop, num_stages: int, policy: str = "serial") -> PipelineLinks:
+    """Return one link per edge, per stage's plans and for the results.
 
-    def __init__(self) -> None:
-        self.waiting: deque[PlannedBatch] = deque()
-        self.busy = False
+    Raises:
+        ValueError: The link policy is unknown.
+    """
+    return PipelineLinks(
+        [make_link(loop, policy) for _ in range(num_stages - 1)],
+        [make_link(loop, policy) for _ in range(num_stages)],
+        make_link(loop, policy),
+    )
+
+
+class InFlightBatch:
+    """Micro-batch between its schedule and its commit."""
+
+    __slots__ = ("message_class", "missing_inputs", "plan", "work")
+
+    def __init__(self, plan: StepPlan, num_stages: int) -> None:
+        self.plan = plan
+        self.work: StageWork = compute_stage_work(plan.step, plan.rows)
+        self.message_class = (
+            MessageClass.PREFILL if self.work.prefill_chunks else MessageClass.DECODE
+        )
+        self.missing_inputs = [1] + [2] * (num_stages - 1)
+        """Number of messages that each stage waits for: the plan, and activations behind the first
+        stage."""
 
 
 class SimulatedPipeline:
-    """Simulated pipeline with the production scheduler.
+    """One generation of a pipeline: it runs until it is empty or stopped, and never starts again.
 
-    `config` is resolved; `write` receives each logged event. `tells`: stages report their times at
-    the end of each step; if False, only `telling` does. `output_lengths`: what the scheduler begins
-    with.
+    Args:
+        config: Resolved configuration of the scheduler.
+        cost: Predictor of all times.
+        observers: Receivers of what happens.
+        log: Receives the events of a step log; None: no log.
+        loop: Clock that the engines of a simulation share; default: a new one.
+        links: Links made elsewhere; default: links of its own that send in order.
+        reports_step_times: Each stage reports at the end of each step; if False, only
+            `report_step_times_at` does.
+        output_lengths: Output lengths that the scheduler begins with.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         cost: CostModel,
-        write: Callable[[Logged], None],
-        tells: bool = True,
+        observers: Sequence[PipelineObserver] = (),
+        log: Callable[[StepLogEvent], None] | None = None,
+        *,
+        loop: EventLoop | None = None,
+        links: PipelineLinks | None = None,
+        reports_step_times: bool = True,
         output_lengths: OutputLengths | None = None,
     ) -> None:
-        self._tells = tells
-        self._now = 0.0
-        self.scheduler = LoggedScheduler(config, write, lambda: self._now, output_lengths)
-        self._cost = cost
-        self._stages = [_Lane() for _ in range(config.stages)]
-        self._links = [_Lane() for _ in range(config.stages - 1)]
-        self._turning = False
+        self.loop = loop or EventLoop()
+        self.cost = cost
+        self.observers = tuple(observers)
+        self.links = links or make_pipeline_links(self.loop, config.stages)
+        self.is_stopped = False
+        self.reports_step_times = reports_step_times
+        self.scheduler = (
+            Scheduler(config, output_lengths=output_lengths)
+            if log is None
+            else LoggedScheduler(config, log, lambda: self.loop.now, output_lengths)
+        )
+        self._stages = [_SimulatedStage(self, stage) for stage in range(config.stages)]
+        self._is_turn_due = False
         self._num_steps = 0
         """Number of steps planned so far."""
-        self._planned = self._sampled = self._returned = 0.0
-        """When the newest plan's inputs, the newest step's tokens and its result are there."""
+        self._results: dict[int, InFlightBatch] = {}
+        """Results at the driver that wait for an earlier one."""
+        self._num_committed_steps = 0
+        self._tokens: dict[int, SampledToken] = {}
+        """Latest token per unfinished sequence: all are equal but for the epoch."""
+        self.planned_time = self.sampled_time = self.returned_time = 0.0
+        """When the newest plan leaves the driver, the newest tokens are sampled, and the newest
+        result leaves the last stage."""
 
-    def arrivals(self, requests: Iterable[tuple[float, SchedulerRequest]]) -> list[SimulationEvent]:
-        """Events that bring the requests at their times, in seconds."""
-        return [
-            SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self.submit, request))
-            for time, request in requests
-        ]
+    # Calls and events from outside.
 
-    def abortion(self, time: float, seqs: list[int]) -> SimulationEvent:
-        """Schedule an event that ends sequences."""
-        return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, partial(self._abort, seqs))
+    def submit_each(self, requests: Iterable[tuple[float, SchedulerRequest]]) -> None:
+        """Submit requests at their times in seconds.
 
-    def telling(self, time: float, stage: int, steps: list[StepTime]) -> SimulationEvent:
-        """Schedule an event that reports computed steps to the driver.
+        Args:
+            requests: Sorted by time. May be a generator: only the next request is in memory.
+        """
+        self.loop.push_each(requests, ARRIVAL, self._on_arrival)
+
+    def submit(self, request: SchedulerRequest, now: float) -> None:
+        """Add a request now.
+
+        Raises:
+            ValueError: The request can never run, or the pipeline has been stopped.
+        """
+        if self.is_stopped:
+            raise ValueError("the pipeline has been stopped: submit the request to a new one")
+        self.scheduler.add(request, now)
+        for observer in self.observers:
+            observer.on_added(request, now)
+        self._request_turn(now)
+
+    def abort_at(self, time: float, seqs: list[int]) -> None:
+        """Abort sequences at a time in seconds; ids that are unknown by then are ignored."""
+        self.loop.push(time, ABORT, self._on_abort, seqs)
+
+    def abort(self, seqs: list[int], now: float) -> None:
+        """Abort sequences now; unknown ids are ignored."""
+        if self.is_stopped:
+            return
+        self.scheduler.abort(seqs)
+        for seq in seqs:
+            self._tokens.pop(seq, None)
+        for observer in self.observers:
+            observer.on_aborted(seqs, now)
+        self._request_turn(now)
+
+    def report_step_times_at(self, time: float, stage: int, steps: list[StepTime]) -> None:
+        """Report computed steps to the driver at a time in seconds.
 
         A step that is not planned by then is left out: in a replay whose plans differ there may be
         fewer than in the recording.
         """
-        handle = partial(self._observe, stage, steps)
-        return SimulationEvent(round(time, TIME_DECIMALS), ARRIVAL, handle)
+        self.loop.push(time, REPORT, self._on_report, (stage, steps))
 
-    # Handlers: each takes the time and returns what follows.
+    def stop(self, now: float) -> list[SchedulerRequest]:
+        """End the pipeline now, as a failure does: nothing that is under way has an effect.
 
-    def submit(self, request: SchedulerRequest, now: float) -> list[SimulationEvent]:
-        """Add a request now; return the events that follow."""
-        self._now = now
-        self.scheduler.add(request, now)
-        return self._news(now)
+        Messages that wait for a link are removed from it, so that a shared link is free for others.
 
-    def _abort(self, seqs: list[int], now: float) -> list[SimulationEvent]:
-        self._now = now
-        self.scheduler.abort(seqs)
-        return self._news(now)
+        Returns:
+            The unfinished requests, resumable: with their output so far and their age. The ids are
+            those of the first unfinished sequences; assign new ones for another pipeline.
+        """
+        self.is_stopped = True
+        for link in (*self.links.activations, *self.links.plans, self.links.results):
+            link.drop(self)
+        return self.scheduler.unfinished_requests(now)
 
-    def _observe(self, stage: int, steps: list[StepTime], now: float) -> list[SimulationEvent]:
-        self._now = now
+    def _on_arrival(self, now: float, request: SchedulerRequest) -> None:
+        self.submit(request, now)
+
+    def _on_abort(self, now: float, seqs: list[int]) -> None:
+        self.abort(seqs, now)
+
+    def _on_report(self, now: float, report: tuple[int, list[StepTime]]) -> None:
+        if self.is_stopped:
+            return
+        stage, steps = report
         planned = [each for each in steps if each.step < self._num_steps]
         self.scheduler.record_step_times(stage, planned)
-        return self._news(now)
+        self._request_turn(now)
 
-    def _news(self, now: float) -> list[SimulationEvent]:
-        """Have the driver take its turn once it has heard everything of this moment."""
-        if self._turning:
-            return []
-        self._turning = True
-        return [SimulationEvent(now, DRIVER_TURN, self._turn)]
+    # The driver.
 
-    def _turn(self, now: float) -> list[SimulationEvent]:
+    def _request_turn(self, now: float) -> None:
+        """Let the driver schedule once it has received everything of this moment."""
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self.loop.push(now, DRIVER_TURN, self._take_turn, None)
+
+    def _take_turn(self, now: float, _: None) -> None:
         """Fill the pipeline, as the driver does after every event."""
-        self._turning = False
-        follows = []
+        self._is_turn_due = False
+        if self.is_stopped:
+            return
         while (plan := self.scheduler.schedule(now)) is not None:
             self._num_steps = plan.step + 1
-            batch = plan, compute_stage_work(plan.step, plan.rows)
-            ready = round(now + self._cost.plan_seconds(batch[1]), TIME_DECIMALS)
-            self._planned = max(self._planned, ready)
-            follows.append(
-                SimulationEvent(self._planned, PIPELINE, partial(self._reach_stage, 0, batch))
-            )
-        return follows
+            batch = InFlightBatch(plan, len(self._stages))
+            self._notify_scheduled(batch, now)
+            leave_time = now + self.cost.plan_seconds(batch.work)
+            self.planned_time = max(self.planned_time, leave_time)
+            self.loop.push(self.planned_time, PIPELINE, self._send_plan, batch)
+        self._notify_scheduled(None, now)
 
-    def _reach_stage(self, stage: int, batch: PlannedBatch, now: float) -> list[SimulationEvent]:
-        lane = self._stages[stage]
-        lane.waiting.append(batch)
-        return [] if lane.busy else self._start_stage(stage, now)
+    def _notify_scheduled(self, batch: InFlightBatch | None, now: float) -> None:
+        if not self.observers:
+            return
+        plan, work = (batch.plan, batch.work) if batch else (None, None)
+        parallelism = self.scheduler.available_parallelism()
+        for observer in self.observers:
+            observer.on_scheduled(plan, work, parallelism, now)
 
-    def _start_stage(self, stage: int, now: float) -> list[SimulationEvent]:
-        lane = self._stages[stage]
-        batch = lane.waiting.popleft()
-        lane.busy = True
+    def _send_plan(self, now: float, batch: InFlightBatch) -> None:
+        """Send a plan to every stage."""
+        if self.is_stopped:
+            return
+        for stage in self._stages:
+            cost = self.cost.plan_transfer(stage.index, batch.work)
+            if cost.is_free:
+                stage.receive(now, batch)
+            else:
+                link = self.links.plans[stage.index]
+                link.send(MessageClass.DECODE, cost, stage.receive, batch, self)
+
+    def send_activations(self, stage: int, batch: InFlightBatch, now: float) -> None:
+        """Send the activations of a micro-batch from a stage to the next one."""
+        cost = self.cost.activation_transfer(stage, batch.work)
+        receive = self._stages[stage + 1].receive
+        if cost.is_free:
+            receive(now, batch)
+        else:
+            link = self.links.activations[stage]
+            link.send(batch.message_class, cost, receive, batch, self)
+
+    def on_last_stage_end(self, batch: InFlightBatch, now: float) -> None:
+        """Sample the tokens of a micro-batch and return them to the driver."""
+        work = batch.work
+        self.sampled_time = now + self.cost.sample_seconds(work)
+        self.returned_time = max(self.returned_time, now + self.cost.return_seconds(work))
+        if self.cost.return_transfer(work).is_free:
+            self.loop.push(self.returned_time, COMMIT, self._receive_result, batch)
+        else:
+            self.loop.push(self.returned_time, PIPELINE, self._send_result, batch)
+
+    def _send_result(self, now: float, batch: InFlightBatch) -> None:
+        if not self.is_stopped:
+            cost = self.cost.return_transfer(batch.work)
+            self.links.results.send(MessageClass.DECODE, cost, self._on_result, batch, self)
+
+    def _on_result(self, now: float, batch: InFlightBatch) -> None:
+        # A commit goes before the driver's turn of the same moment, a link's event after it.
+        self.loop.push(now, COMMIT, self._receive_result, batch)
+
+    def _receive_result(self, now: float, batch: InFlightBatch) -> None:
+        """Commit a result and those behind it that have overtaken it on a shared link."""
+        if self.is_stopped:
+            return
+        self._results[batch.plan.step] = batch
+        while (each := self._results.pop(self._num_committed_steps, None)) is not None:
+            self._num_committed_steps += 1
+            self._commit(each.plan, now)
+        self._request_turn(now)
+
+    def _commit(self, plan: StepPlan, now: float) -> None:
+        tokens = self._tokens
+        sampled = []
+        for row in plan.rows:
+            if row.should_sample:
+                token = tokens.get(row.seq)
+                if token is None or token.epoch != row.epoch:
+                    token = tokens[row.seq] = SampledToken(row.seq, row.epoch, OUTPUT_TOKEN_ID)
+                sampled.append(token)
+        output = self.scheduler.commit(StepResult(plan.step, sampled))
+        for finished in output.finished:
+            tokens.pop(finished.seq, None)
+        for observer in self.observers:
+            observer.on_committed(plan, output, now)
+
+
+class _SimulatedStage:
+    """Stage that computes the micro-batches in the order of their steps, one at a time."""
+
+    __slots__ = ("_batch", "_is_last", "_next_step", "_pipeline", "_ready", "_start_time", "index")
+
+    def __init__(self, pipeline: SimulatedPipeline, index: int) -> None:
+        self.index = index
+        self._pipeline = pipeline
+        self._is_last = index == len(pipeline.links.activations)
+        self._batch: InFlightBatch | None = None
+        """The micro-batch that the stage computes."""
+        self._start_time = 0.0
+        self._next_step = 0
+        self._ready: dict[int, InFlightBatch] = {}
+        """Micro-batches with all inputs, by step."""
+
+    def receive(self, now: float, batch: InFlightBatch) -> None:
+        """Receive the plan or the activations of a micro-batch."""
+        if self._pipeline.is_stopped:
+            return
+        batch.missing_inputs[self.index] -= 1
+        if batch.missing_inputs[self.index]:
+            return
+        self._ready[batch.plan.step] = batch
+        if self._batch is None:
+            self._start_next(now)
+
+    def _start_next(self, now: float) -> None:
+        batch = self._ready.pop(self._next_step, None)
+        if batch is None:
+            return
+        self._next_step += 1
+        self._batch = batch
+        pipeline, work = self._pipeline, batch.work
         # A row whose input token the step before samples waits for it (one stage only).
-        start = max(now, self._sampled) if batch[1].has_placeholders else now
-        end = round(start + self._cost.stage_seconds(stage, batch[1], start), TIME_DECIMALS)
-        return [SimulationEvent(end, PIPELINE, partial(self._end_stage, stage, batch, start))]
+        start = max(now, pipeline.sampled_time) if work.has_placeholders else now
+        self._start_time = start
+        end = start + pipeline.cost.stage_seconds(self.index, work, start)
+        pipeline.loop.push(end, PIPELINE, self._end, batch)
 
-    def _end_stage(
-        self, stage: int, batch: PlannedBatch, start: float, now: float
-    ) -> list[SimulationEvent]:
-        self._now = now
-        self._stages[stage].busy = False
-        if self._tells:
-            self.scheduler.record_step_times(stage, [StepTime(batch[0].step, start, now)])
-        if stage == len(self._links):
-            self._sampled = now + self._cost.sample_seconds(batch[1])
-            done = round(now + self._cost.return_seconds(batch[1]), TIME_DECIMALS)
-            self._returned = max(self._returned, done)
-            commit = SimulationEvent(self._returned, COMMIT, partial(self._commit, batch[0]))
-            return [*self._next(stage, now), commit]
-        link = self._links[stage]
-        link.waiting.append(batch)
-        sent = [] if link.busy else [self._start_link(stage, now)]
-        return [*self._next(stage, now), *sent]
-
-    def _next(self, stage: int, now: float) -> list[SimulationEvent]:
-        return self._start_stage(stage, now) if self._stages[stage].waiting else []
-
-    def _start_link(self, stage: int, now: float) -> SimulationEvent:
-        link = self._links[stage]
-        batch = link.waiting.popleft()
-        link.busy = True
-        cost = self._cost.activation_transfer(stage, batch[1])
-        end = round(now + cost.occupancy_seconds + cost.propagation_seconds, TIME_DECIMALS)
-        return SimulationEvent(end, PIPELINE, partial(self._end_link, stage, batch))
-
-    def _end_link(self, stage: int, batch: PlannedBatch, now: float) -> list[SimulationEvent]:
-        link = self._links[stage]
-        link.busy = False
-        follows = [self._start_link(stage, now)] if link.waiting else []
-        return [*follows, *self._reach_stage(stage + 1, batch, now)]
-
-    def _commit(self, plan: StepPlan, now: float) -> list[SimulationEvent]:
-        self._now = now
-        sampled = [
-            SampledToken(row.seq, row.epoch, OUTPUT_TOKEN_ID)
-            for row in plan.rows
-            if row.should_sample
-        ]
-        self.scheduler.commit(StepResult(plan.step, sampled))
-        return self._news(now)
+    def _end(self, now: float, batch: InFlightBatch) -> None:
+        pipeline = self._pipeline
+        if pipeline.is_stopped:
+            return
+        self._batch = None
+        start, step = self._start_time, batch.plan.step
+        if pipeline.reports_step_times:
+            pipeline.scheduler.record_step_times(self.index, [StepTime(step, start, now)])
+        for observer in pipeline.observers:
+            observer.on_stage_finished(self.index, step, start, now)
+        if self._is_last:
+            # First, because the next micro-batch may wait for the tokens of this one.
+            pipeline.on_last_stage_end(batch, now)
+            self._start_next(now)
+        else:
+            self._start_next(now)
+            pipeline.send_activations(self.index, batch, now)

@@ -13,7 +13,7 @@ from gllm.routing.predict import Prediction, predict_all
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.event_loop import run_events
+from gllm.sim.event_loop import EventLoop
 from gllm.sim.fleet import SimulatedEngine, simulate_fleet
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
@@ -33,13 +33,14 @@ def test_every_request_is_served_once(policy: str) -> None:
 
 
 def test_router_knows_cached_blocks_and_fitted_costs_of_an_engine() -> None:
-    engine = SimulatedEngine("e0", simulated_pool("unequal")["e1"])
+    engine = SimulatedEngine("e0", simulated_pool("unequal")["e1"], EventLoop())
     assert engine.snapshot().coefficients is None
     index = PrefixIndex()
     engine.update_index(index)
     jobs = make_workload("sessions:4,3,1,64,20,40", 12, 1.0)
     requests = to_scheduler_requests(jobs)
-    run_events(engine.pipeline.arrivals(requests))
+    engine.pipeline.submit_each(requests)
+    engine.pipeline.loop.run()
     engine.update_index(index)
     pool = engine.pipeline.scheduler.kv_cache.block_pool
     assert index.num_blocks["e0"] == len(list(pool.digests)) > 12

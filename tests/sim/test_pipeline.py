@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResu
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.event_loop import SimulationEvent, run_events
+from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest, build_run_record
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
@@ -97,7 +98,7 @@ def play(
     aborts: list[tuple[float, int]],
 ) -> Played:
     log: list[Logged] = [StartEvent(0.0, "made up", [1] * resolved.stages, resolved, "simulator")]
-    pipeline = SimulatedPipeline(resolved, cost, log.append)
+    pipeline = SimulatedPipeline(resolved, cost, log=log.append)
     played = Played(resolved, pipeline, log, times=[[] for _ in range(resolved.stages)])
     commit = pipeline.scheduler.commit
 
@@ -109,8 +110,10 @@ def play(
 
     monitored: Any = pipeline.scheduler
     monitored.commit = listened
-    events = pipeline.arrivals(to_scheduler_requests(jobs))
-    run_events([*events, *(pipeline.abortion(time, [seq]) for time, seq in aborts)])
+    pipeline.submit_each(sorted(to_scheduler_requests(jobs), key=itemgetter(0)))
+    for time, seq in aborts:
+        pipeline.abort_at(time, [seq])
+    pipeline.loop.run()
     for event in log:
         match event:
             case ScheduleEvent(time=time, plan=StepPlan() as plan):
@@ -374,27 +377,44 @@ def test_a_job_longer_than_the_context_is_refused() -> None:
 
 
 def test_events_of_one_time_go_by_rank_then_in_order() -> None:
+    loop = EventLoop()
     said: list[str] = []
 
-    def say(word: str, *follows: SimulationEvent) -> Callable[[float], list[SimulationEvent]]:
-        def happen(now: float) -> list[SimulationEvent]:
-            said.append(f"{word} {now:g}")
-            return list(follows)
+    def say(now: float, word: str) -> None:
+        said.append(f"{word} {now:g}")
+        if word == "second":
+            loop.push(1.0, 0, say, "follows")
 
-        return happen
-
-    late = SimulationEvent(2.0, 0, say("never"))
-    follow = SimulationEvent(1.0, 0, say("follows"))
-    events = [
-        SimulationEvent(1.0, 1, say("second", follow)),
-        SimulationEvent(1.0, 1, say("third")),
-        SimulationEvent(1.0, 0, say("first")),
-        late,
-    ]
-    assert run_events(events, until=1.5) == 1.0
+    loop.push(2.0, 0, say, "never")
+    loop.push(1.0, 1, say, "second")
+    loop.push(1.0, 1, say, "third")
+    loop.push(1.0, 0, say, "first")
+    assert loop.run(until=1.5) == 1.0
     assert said == ["first 1", "second 1", "follows 1", "third 1"]
-    with pytest.raises(ValueError, match=r"at 0\.5 s came up at 1\.0 s"):
-        run_events([SimulationEvent(1.0, 0, say("early", SimulationEvent(0.5, 0, say("before"))))])
+    with pytest.raises(ValueError, match=r"at 0\.5 s is due before 1\.0 s: sort the events"):
+        loop.push(0.5, 0, say, "before")
+
+
+def test_a_stream_of_events_is_read_one_ahead() -> None:
+    loop = EventLoop()
+    num_read = 0
+    happened: list[tuple[float, int]] = []
+
+    def items() -> Iterator[tuple[float, int]]:
+        nonlocal num_read
+        for num_read in range(1, 101):
+            yield num_read // 2 / 8, num_read
+
+    def happen(now: float, item: int) -> None:
+        assert num_read == item
+        happened.append((now, item))
+
+    loop.push_each(items(), 0, happen)
+    loop.run()
+    assert happened == [(item // 2 / 8, item) for item in range(1, 101)]
+    loop.push_each([(60.0, 1), (59.0, 2)], 0, lambda now, item: None)
+    with pytest.raises(ValueError, match="sort the events"):
+        loop.run()
 
 
 # The same again.

@@ -11,7 +11,6 @@ from gllm.commands.bench.load import PlannedRequest, jobs_of, plan_load, warmup_
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.event_loop import run_events
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import make_workload, scale_request, to_scheduler_requests
 from gllm.sim.workloads.sessions import DEFAULTS, SessionTurn, parse_sessions, sample_turns
@@ -84,10 +83,11 @@ def test_longest_default_conversation_fits_the_demo() -> None:
 
 def test_scheduler_finds_the_history_in_its_prefix_cache() -> None:
     resolved = SchedulerConfig(block_size=4).resolve(1, 20_000, 1000)
-    pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.001), lambda event: None)
+    pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.001))
     jobs = make_workload(WORKLOAD, 100, 1.0, "poisson")
     assert len({job.session for job in jobs}) > 8
-    run_events(pipeline.arrivals(to_scheduler_requests(jobs)))
+    pipeline.submit_each(to_scheduler_requests(jobs))
+    pipeline.loop.run()
     stats = pipeline.scheduler.stats()
     # All of a prompt but the last message, the last answer and what they fill of a block.
     new = sum(sum(part.num_tokens for part in job.parts[-2:]) + 4 for job in jobs)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.event_loop import run_events
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import (
     NAMED_WORKLOADS,
@@ -293,8 +292,9 @@ def test_requests_are_the_jobs_and_their_prompts_share_no_token(
 
 def test_the_prefix_cache_finds_nothing_in_common() -> None:
     resolved = SchedulerConfig(block_size=1).resolve(1, 500, 100)
-    pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.1), lambda event: None)
-    run_events(pipeline.arrivals(to_scheduler_requests(make_workload("uniform:1,40,1,9", 50, 2.0))))
+    pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.1))
+    pipeline.submit_each(to_scheduler_requests(make_workload("uniform:1,40,1,9", 50, 2.0)))
+    pipeline.loop.run()
     stats = pipeline.scheduler.stats()
     assert stats.prefix_queries > 0
     assert stats.prefix_hits == 0

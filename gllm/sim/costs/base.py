@@ -19,6 +19,11 @@ class TransferCost(NamedTuple):
     num_bytes: int = 0
     """Size of the message; 0 where a cost model knows times only."""
 
+    @property
+    def is_free(self) -> bool:
+        """True if the message arrives at once, so that no link need carry it."""
+        return not self.occupancy_seconds and not self.propagation_seconds
+
 
 NO_TRANSFER = TransferCost(0.0)
 

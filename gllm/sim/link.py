@@ -1,0 +1,170 @@
+"""Link in simulated time: messages occupy it one after another and arrive a propagation later."""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from gllm.sim.costs.base import TransferCost
+from gllm.sim.event_loop import PIPELINE, EventLoop
+
+T = TypeVar("T")
+
+
+class MessageClass(IntEnum):
+    """Class of a message; smaller values are more urgent."""
+
+    DECODE = 0
+    """Activations of a micro-batch of decodes; plans and results, which are small and on the way of
+    every token."""
+    PREFILL = 1
+    """Activations of a micro-batch with a prefill chunk."""
+    KV_CACHE = 2
+    """KV blocks on their way to another engine."""
+
+
+class LinkMessage:
+    """Message that waits for a link or is being sent."""
+
+    __slots__ = (
+        "argument",
+        "cost",
+        "deliver",
+        "message_class",
+        "number",
+        "owner",
+        "queued_time",
+        "remaining_seconds",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        message_class: MessageClass,
+        cost: TransferCost,
+        queued_time: float,
+        deliver: Callable[[float, Any], None],
+        argument: object,
+        owner: object,
+    ) -> None:
+        self.number = number
+        """Number of messages that the link received before this one."""
+        self.message_class = message_class
+        self.cost = cost
+        self.queued_time = queued_time
+        """Time in seconds at which the link received the message."""
+        self.remaining_seconds = cost.occupancy_seconds
+        """Occupancy that is left."""
+        self.deliver = deliver
+        """Called with the arrival time and the argument."""
+        self.argument = argument
+        self.owner = owner
+
+
+class LinkBurst(NamedTuple):
+    """Part of a message that a link sends without interruption."""
+
+    position: int
+    """Position of the message among the waiting ones."""
+    seconds: float
+    """Occupancy after which the policy is asked again, above 0; the rest of a shorter message ends
+    the burst earlier."""
+
+
+class LinkPolicy(Protocol):
+    """Order in which a link sends its messages. One policy object serves one link."""
+
+    def select(self, waiting: Sequence[LinkMessage], now: float) -> LinkBurst:
+        """Return the next burst.
+
+        Args:
+            waiting: The messages, at least one. New messages and those that a burst interrupted go
+                to the end.
+            now: Time in seconds.
+        """
+
+
+class SimulatedLink:
+    """Link that sends one message at a time, in bursts that its policy selects.
+
+    The link is busy for the occupancy of a message only; the message arrives its propagation after
+    that. Several senders may share a link: edges of a pipeline on one network card, or KV transfers
+    of several engines. Messages of equal propagation arrive in the order in which the link has sent
+    their last burst.
+    """
+
+    __slots__ = ("_loop", "_num_messages", "_policy", "_sending", "_waiting")
+
+    def __init__(self, loop: EventLoop, policy: LinkPolicy) -> None:
+        self._loop = loop
+        self._policy = policy
+        self._waiting: list[LinkMessage] = []
+        self._sending: LinkMessage | None = None
+        self._num_messages = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of messages that are not sent completely."""
+        return len(self._waiting) + (self._sending is not None)
+
+    def send(
+        self,
+        message_class: MessageClass,
+        cost: TransferCost,
+        deliver: Callable[[float, T], None],
+        argument: T,
+        owner: object = None,
+    ) -> None:
+        """Send a message from now on.
+
+        Args:
+            message_class: Class of the message, for the policy.
+            cost: Occupancy and propagation of the message.
+            deliver: Called with the arrival time and the argument.
+            argument: Second argument of the call.
+            owner: Sender, for `drop`.
+        """
+        now = self._loop.now
+        message = LinkMessage(
+            self._num_messages, message_class, cost, now, deliver, argument, owner
+        )
+        self._num_messages += 1
+        self._waiting.append(message)
+        if self._sending is None:
+            self._start_burst(now)
+
+    def drop(self, owner: object) -> None:
+        """Remove the messages of a sender that has ended, and stop its burst.
+
+        Messages that are sent completely arrive nevertheless.
+        """
+        self._waiting = [message for message in self._waiting if message.owner is not owner]
+        if self._sending is not None and self._sending.owner is owner:
+            self._sending = None
+            if self._waiting:
+                self._start_burst(self._loop.now)
+
+    def _start_burst(self, now: float) -> None:
+        index, seconds = self._policy.select(self._waiting, now)
+        if seconds <= 0:
+            raise ValueError(f"a link policy selected a burst of {seconds} s: select more than 0 s")
+        message = self._sending = self._waiting.pop(index)
+        burst_seconds = min(seconds, message.remaining_seconds)
+        message.remaining_seconds -= burst_seconds
+        self._loop.push(now + burst_seconds, PIPELINE, self._end_burst, message)
+
+    def _end_burst(self, now: float, message: LinkMessage) -> None:
+        if message is not self._sending:
+            return  # The message was dropped.
+        self._sending = None
+        is_complete = message.remaining_seconds <= 0
+        if not is_complete:
+            self._waiting.append(message)
+        if self._waiting:
+            self._start_burst(now)
+        if is_complete:
+            propagation_seconds = message.cost.propagation_seconds
+            if propagation_seconds:
+                arrival = now + propagation_seconds
+                self._loop.push(arrival, PIPELINE, message.deliver, message.argument)
+            else:
+                message.deliver(now, message.argument)
