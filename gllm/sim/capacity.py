@@ -1,0 +1,314 @@
+"""Capacity of a deployment: the highest request rate that it sustains.
+
+Searches the rates; the simulation of one rate is an argument. `find_capacity` has two searches, one
+for each kind of rule: `sustained` does not assume that a higher rate has longer delays, because
+scheduling has anomalies (Graham, "Bounds on multiprocessing timing anomalies", 1969); `vidur` is
+the bisection of Vidur's configuration search (Agrawal et al., MLSys 2024; capacity_search.py of
+github.com/microsoft/vidur).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+from typing import NamedTuple
+
+from gllm.observability.latency import percentile
+
+RATE_STEP = 1.025
+"""Ratio of neighbouring rates of the search: the capacity is exact to 2.5 %."""
+FIRST_STEP = 4
+"""Rates between the first two trials; doubles from trial to trial until the capacity is between."""
+MAX_SINGLE_STEPS = 4
+"""Rates that are tried one by one below the highest with bounded delays, before steps double."""
+
+
+class RateTrial(NamedTuple):
+    """Scheduling delays of a run at one request rate.
+
+    A scheduling delay is the time from a request's arrival until its first row is scheduled.
+    """
+
+    num_requests: int
+    p99_delay_seconds: float
+    """99th percentile over all requests."""
+    first_half_delay_seconds: float
+    """Mean over the requests of the first half, by arrival."""
+    second_half_delay_seconds: float
+    """Mean over the other requests."""
+
+    @property
+    def growth(self) -> float:
+        """Mean delay of the second half over that of the first one; 1 where both are 0."""
+        if not self.first_half_delay_seconds:
+            return inf if self.second_half_delay_seconds else 1.0
+        return self.second_half_delay_seconds / self.first_half_delay_seconds
+
+
+def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
+    """Return the figures of a run's scheduling delays.
+
+    Args:
+        delays: Scheduling delay of each request in seconds, in order of arrival; None for a request
+            that was never scheduled, which counts as an infinite delay.
+
+    Raises:
+        ValueError: There are fewer than two requests.
+    """
+    if len(delays) < 2:
+        raise ValueError(f"a capacity needs at least 2 requests, not {len(delays)}")
+    values = [inf if delay is None else delay for delay in delays]
+    half = len(values) // 2
+    p99 = inf if inf in values else percentile(values, 99)
+    return RateTrial(len(values), p99, fmean(values[:half]), fmean(values[half:]))
+
+
+@dataclass(frozen=True)
+class CapacityRule:
+    """Conditions under which a request rate counts as sustained, and the search for the highest."""
+
+    max_p99_delay_seconds: float = 5.0
+    max_growth: float | None = 1.2
+    """Limit of the second half's mean delay over the first half's; None: no limit."""
+    min_growing_delay_seconds: float = 0.5
+    """Mean delay of the second half up to which growth is no overload: a queue this short grows and
+    shrinks by chance. At an overload of 2.5 %, 1,000 requests exceed it at up to 30 per second."""
+    num_confirmations: int = 2
+    """Number of next higher rates, in steps of 2.5 %, that must not be sustained."""
+    min_requests: int = 1000
+    """Least number of requests of a run: in shorter ones, overload does not show."""
+    max_trials: int = 20
+    """Most simulations before the confirmations."""
+    is_bisection: bool = False
+    """Search by Vidur's bisection, which assumes that delays grow with the rate."""
+
+    def is_bounded(self, trial: RateTrial) -> bool:
+        """Return True if the delays of a run are within the limit."""
+        return trial.p99_delay_seconds <= self.max_p99_delay_seconds
+
+    def is_sustained(self, trial: RateTrial) -> bool:
+        """Return True if the delays of a run are within the limit and do not grow."""
+        return self.is_bounded(trial) and not self._is_growing(trial)
+
+    def _is_growing(self, trial: RateTrial) -> bool:
+        return (
+            self.max_growth is not None
+            and trial.growth > self.max_growth
+            and trial.second_half_delay_seconds > self.min_growing_delay_seconds
+        )
+
+    def check_length(self, trial: RateTrial) -> None:
+        """Raise ValueError if a run has too few requests to show overload."""
+        if trial.num_requests < self.min_requests:
+            raise ValueError(
+                f"a run of {trial.num_requests} requests does not show overload: "
+                f"simulate at least {self.min_requests}"
+            )
+
+
+CAPACITY_RULES = {
+    "sustained": CapacityRule(),
+    "vidur": CapacityRule(max_growth=None, num_confirmations=0, min_requests=2, is_bisection=True),
+}
+"""Rules by name: this project's, and that of Vidur's paper."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Result of a search."""
+
+    rate: float
+    """Highest sustained request rate, requests per second."""
+    trials: tuple[tuple[float, RateTrial], ...]
+    """(request rate, its figures) of all simulations that the search looked at, in this order."""
+    num_confirmations: int = 0
+    """Number of the trials that only confirm the result."""
+
+
+RunAtRate = Callable[[float], RateTrial]
+"""Simulates a workload at a request rate in requests per second."""
+
+
+def find_capacity(
+    run: RunAtRate,
+    start_rate: float,
+    rule: CapacityRule = CAPACITY_RULES["sustained"],
+    jobs: int = 1,
+) -> Capacity:
+    """Return the highest request rate that a rule calls sustained, exact to 2.5 %.
+
+    Args:
+        run: Simulates one rate. With several jobs it runs in other processes and must be picklable.
+        start_rate: First rate in requests per second; the closer to the capacity, the fewer
+            simulations.
+        rule: A rule of CAPACITY_RULES, or another one.
+        jobs: Number of processes. The result does not depend on it.
+
+    Raises:
+        ValueError: No rate is sustained, or `run` simulates too few requests.
+    """
+    if not 0 < start_rate < inf:
+        raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")
+    if rule.is_bisection:
+        return _bisect_as_vidur(run, start_rate, rule)
+    with ExitStack() as stack:
+        executor = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
+        trials = _RateTrials(run, start_rate, executor)
+        stack.callback(trials.cancel)
+        search = _SustainedRateSearch(trials, rule)
+        best = search.descend(search.highest_bounded())
+        num_before = len(trials.trials)
+        best = search.confirm(best)
+        rates = tuple((trials.rate(index), trial) for index, trial in trials.trials.items())
+        return Capacity(trials.rate(best), rates, len(trials.trials) - num_before)
+
+
+def _bisect_as_vidur(run: RunAtRate, start_rate: float, rule: CapacityRule) -> Capacity:
+    """Return the capacity by the bisection of Vidur's capacity_search.py."""
+    low, high, best, least_failed = 0.0, 2 * start_rate, 0.0, inf
+    trials: list[tuple[float, RateTrial]] = []
+    limit = rule.max_p99_delay_seconds
+    while len(trials) < rule.max_trials:
+        rate = (low + high) / 2
+        if trials and abs(high - low) < (RATE_STEP - 1) * trials[-1][0]:
+            break
+        trial = run(rate)
+        rule.check_length(trial)
+        trials.append((rate, trial))
+        if rule.is_sustained(trial):
+            best = low = rate
+            # The shorter the delays, the farther away is the capacity.
+            delay = trial.p99_delay_seconds
+            if delay < limit / 8:
+                high = min(4 * high, least_failed)
+            elif delay < limit / 4 or rate > 0.8 * high:
+                high = min(2 * high, least_failed)
+        else:
+            high = rate
+            least_failed = min(least_failed, rate)
+    if not best:
+        raise ValueError(f"no rate from {trials[-1][0]:.3g} requests per second up is sustained")
+    return Capacity(best, tuple(trials))
+
+
+class _RateTrials:
+    """Trials on the rates start_rate x 1.025 ** index, each simulated once.
+
+    With an executor, rates that the search may need next are simulated at the same time. Only
+    trials that it looks at count, so the result does not depend on the number of processes.
+    """
+
+    def __init__(self, run: RunAtRate, start_rate: float, executor: Executor | None) -> None:
+        self._run = run
+        self._start_rate = start_rate
+        self._executor = executor
+        self._futures: dict[int, Future[RateTrial]] = {}
+        self.trials: dict[int, RateTrial] = {}
+
+    def rate(self, index: int) -> float:
+        """Return a rate in requests per second."""
+        return self._start_rate * RATE_STEP**index
+
+    def get(self, index: int, *next_indices: int) -> RateTrial:
+        """Return the trial of a rate.
+
+        Args:
+            index: The rate.
+            next_indices: Rates that may be needed after it.
+        """
+        if index not in self.trials:
+            if self._executor is None:
+                self.trials[index] = self._run(self.rate(index))
+            else:
+                for each in (index, *next_indices):
+                    if each not in self._futures:
+                        future = self._executor.submit(self._run, self.rate(each))
+                        self._futures[each] = future
+                self.trials[index] = self._futures[index].result()
+        return self.trials[index]
+
+    def cancel(self) -> None:
+        """Cancel simulations that have not begun."""
+        for future in self._futures.values():
+            future.cancel()
+
+
+class _SustainedRateSearch:
+    """Search for the highest sustained rate from above.
+
+    The 99th percentile separates the rates into low and high ones but for anomalies, so a bisection
+    finds where that is. Growth of the delays depends on chance as well, so from there down the
+    rates are tried one by one.
+    """
+
+    def __init__(self, trials: _RateTrials, rule: CapacityRule) -> None:
+        self._trials = trials
+        self._rule = rule
+
+    def _is_bounded(self, index: int, *next_indices: int) -> bool:
+        trial = self._trials.get(index, *next_indices)
+        self._rule.check_length(trial)
+        return self._rule.is_bounded(trial)
+
+    def _is_sustained(self, index: int, *next_indices: int) -> bool:
+        return self._rule.is_sustained(self._trials.get(index, *next_indices))
+
+    def highest_bounded(self) -> int:
+        """Return a rate with bounded delays whose next higher one has unbounded ones."""
+        step, index = FIRST_STEP, 0
+        direction = 1 if self._is_bounded(0, FIRST_STEP, -FIRST_STEP) else -1
+        while True:
+            following = index + direction * step
+            # The bisection of an interval of 2^n rates takes n more trials.
+            self._check_budget(following, step.bit_length())
+            is_bounded = self._is_bounded(following, following + direction * 2 * step)
+            if is_bounded != (direction > 0):
+                break
+            index, step = following, 2 * step
+        low, high = sorted((index, following))
+        return self._bisect(low, high, self._is_bounded)
+
+    def descend(self, index: int) -> int:
+        """Return the first sustained rate at or below a rate."""
+        step, num_single_steps = 1, 0
+        following = index
+        while not self._is_sustained(following, following - 1):
+            index = following
+            self._check_budget(index, step.bit_length())
+            num_single_steps += 1
+            if num_single_steps > MAX_SINGLE_STEPS:
+                step *= 2
+            following = index - step
+        if following < index - 1:
+            return self._bisect(following, index, self._is_sustained)
+        return following
+
+    def confirm(self, index: int) -> int:
+        """Return the first rate at or above a sustained one after which none of the next is."""
+        ahead = range(1, self._rule.num_confirmations + 1)
+        while True:
+            higher = [index + each for each in ahead]
+            sustained = [each for each in higher if self._is_sustained(each, *higher)]
+            if not sustained:
+                return index
+            index = max(sustained)
+
+    def _bisect(self, low: int, high: int, holds: Callable[..., bool]) -> int:
+        """Return a rate where a condition holds and does not at the next one, as at the ends."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            if holds(middle, (middle + high) // 2, (low + middle) // 2):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _check_budget(self, index: int, num_reserved: int) -> None:
+        """Raise ValueError if the trials before the confirmations will be too many."""
+        if len(self._trials.trials) + num_reserved > self._rule.max_trials:
+            raise ValueError(
+                f"{len(self._trials.trials)} simulations found no capacity near "
+                f"{self._trials.rate(index):.3g} requests per second: start at another rate"
+            )
