@@ -12,7 +12,14 @@ from pathlib import Path
 from gllm.config.flags import FlagParser, FlagType, number_type, output_folder
 from gllm.config.options import INT32_MAX
 from gllm.engine.engine import EngineError
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, claims_table, write_result
+from gllm.experiments.base import (
+    ExperimentOptions,
+    ExperimentResult,
+    Stopwatch,
+    claims_table,
+    write_result,
+)
+from gllm.experiments.parallel import count_cores
 
 EXPERIMENTS = {
     "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
@@ -53,9 +60,24 @@ def make_parser() -> argparse.ArgumentParser:
         default=ExperimentOptions.requests,
         help="requests per simulation",
     )
+    parser.add_argument(
+        "--jobs",
+        type=number_type(int, ge=1, le=1024),
+        default=count_cores(),
+        help="processes for independent simulations (default: one per core)",
+    )
     parser.add_argument("--quick", action="store_true", help="few points: a functional check")
     parser.add_argument("--real", action="store_true", help="run on this machine's engine")
     return parser
+
+
+def format_command(values: argparse.Namespace) -> str:
+    """Return the command that repeats a run, without flags that change no figures."""
+    words = ["gllm", "experiment", values.name]
+    if values.requests != ExperimentOptions.requests:
+        words += ["--requests", str(values.requests)]
+    words += [f"--{flag}" for flag in ("quick", "real") if getattr(values, flag)]
+    return shlex.join(words)
 
 
 def main(argv: list[str]) -> int:
@@ -64,15 +86,15 @@ def main(argv: list[str]) -> int:
     if values.real and values.name not in REAL:
         print(f"gllm experiment: --real supports {', '.join(REAL)}, not {values.name}")
         return 2
-    options = ExperimentOptions(values.requests, values.quick)
+    options = ExperimentOptions(values.requests, values.quick, jobs=values.jobs)
     module_name = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
     module = importlib.import_module(f"gllm.experiments.{module_name}")
     name = values.name + ("-real" if values.real else "")
+    stopwatch = Stopwatch(options.jobs)
     try:
         result: ExperimentResult = module.run(options)
-        shown_arguments = [word for word in argv if not word.startswith("--output")]
         page = write_result(
-            result, name, f"gllm experiment {shlex.join(shown_arguments)}", Path(values.output)
+            result, name, format_command(values), Path(values.output), stopwatch.read()
         )
     except (ValueError, OSError, EngineError) as error:
         print(f"gllm experiment: {error}", file=sys.stderr)

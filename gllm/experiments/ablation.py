@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, format_change
+from gllm.experiments.claims import ExpectedChange, PaperClaim, relative_change
 from gllm.experiments.trials import (
     L20_32B,
     HardwareSetting,
     SimulationTrial,
+    plan_rates,
     run_trials,
-    trials_at_rates,
 )
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
@@ -46,29 +47,30 @@ Groups = dict[str, dict[str, dict[str, Any]]]
 def run(options: ExperimentOptions) -> ExperimentResult:
     """Two settings, two workloads, all policies; with the whole KV cache and with a part of it."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
+    shares = SHARES[:1] if options.quick else SHARES
+    bases = [
+        SimulationTrial(setting, workload, "throttle", 1.0, options.requests, kv_share=kv_share)
+        for setting in settings
+        for workload in WORKLOADS
+        for kv_share in (1.0, TIGHT)
+    ]
     trials: dict[str, list[SimulationTrial]] = {}
     at_saturation = []
-    for setting in settings:
-        for workload in WORKLOADS:
-            shares = SHARES[:1] if options.quick else SHARES
-            for kv_share in (1.0, TIGHT):
-                base = SimulationTrial(
-                    setting, workload, BASE, 1.0, options.requests, kv_share=kv_share
-                )
-                for share, trial in zip(shares, trials_at_rates(base, shares), strict=True):
-                    name = f"{setting}, {workload}, {show_value(trial.rate)}/s"
-                    name += f", {kv_share} of the cache" if kv_share < 1 else ""
-                    trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
-                    if share == SATURATED:
-                        at_saturation.append(name)
-    results = iter(run_trials([t for each in trials.values() for t in each], options.progress))
+    for line in plan_rates(bases, shares, options):
+        for share, trial in zip(shares, line, strict=True):
+            name = f"{trial.setting}, {trial.workload}, {show_value(trial.rate)}/s"
+            name += f", {trial.kv_share} of the cache" if trial.kv_share < 1 else ""
+            trials[name] = [replace(trial, policy=policy) for policy in POLICIES]
+            if share == SATURATED:
+                at_saturation.append(name)
+    results = iter(run_trials([t for each in trials.values() for t in each], options))
     groups = {name: {t.policy: next(results) for t in each} for name, each in trials.items()}
     saturated = {name: groups[name] for name in at_saturation}
     text = (
-        f"Simulated, {options.requests} requests with Poisson arrivals at {SATURATED} of the rate "
-        "that throttle serves with all requests there at once, which was fixed before the first "
-        f"run; at lower rates, and with {TIGHT} of the KV cache, to see what the changes depend "
-        f"on. Changes are against {BASE}.\n\n" + ablation_table(groups)
+        f"Simulated, {options.requests} requests with Poisson arrivals at {SATURATED} of "
+        "throttle's capacity, which was fixed before the first run; at lower rates, and with "
+        f"{TIGHT} of the KV cache, to see what the changes depend on. Changes are against "
+        f"{BASE}.\n\n" + ablation_table(groups)
     )
     return ExperimentResult(
         "Ablation of token throttling",
@@ -99,20 +101,14 @@ def ablation_table(groups: Groups) -> str:
 
 
 def ablation_claims(groups: Groups) -> list[PaperClaim]:
-    """Return the paper's changes beside ours; a claim is met if the signs agree."""
+    """Return the paper's changes beside ours."""
     claims = []
     for name, policies in groups.items():
         for policy, claimed in CLAIMED.items():
             for metric, paper in claimed.items():
-                ours = policies[policy][metric]["mean"] / policies[BASE][metric]["mean"] - 1
-                claims.append(
-                    PaperClaim(
-                        f"{name}: {policy}, {metric.upper()}",
-                        f"{100 * paper:+.0f} %",
-                        f"{100 * ours:+.0f} %",
-                        (ours > 0) == (paper > 0),
-                    )
-                )
+                values = (policies[each][metric]["mean"] for each in (policy, BASE))
+                title = f"{name}: {policy}, {metric.upper()}"
+                claims.append(PaperClaim(title, ExpectedChange(paper), relative_change(*values)))
     return claims
 
 

@@ -1,10 +1,14 @@
-"""A lone prompt on an idle pipeline: how long until its first token, by how it is cut.
+"""Time to the first token of a lone prompt on an idle pipeline, by how it is cut into chunks.
 
 Owns the comparison that the chunk rule of `throttle` has to stand: equal chunks of every number,
 one big chunk, the paper's rule.
 """
 
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
+from typing import NamedTuple
+
+from gllm.experiments.base import ExperimentOptions, ExperimentResult
+from gllm.experiments.claims import ExpectedLimit, PaperClaim
+from gllm.experiments.parallel import map_parallel
 from gllm.experiments.trials import MAX_MODEL_LEN
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
@@ -16,67 +20,113 @@ SETTINGS = (("qwen2.5-14b", "L20"), ("qwen2.5-14b", "A100-40G"), ("qwen2.5-32b",
 STAGES = (1, 2, 4, 8)
 PROMPTS = (256, 512, 1024, 2048, 4096, 8192, 14000)
 MOST_CHUNKS = 64
+POLICIES = ("auto", "throttle-paper")
 ALLOWED = 1.10
 """Permitted ratio of a TTFT to the best one."""
 
 
-def ttft(model: str, device: str, stages: int, prompt: int, policy: str, cap: int | None) -> float:
-    """Seconds to the first token. cap: most tokens in a micro-batch, where not the default."""
-    config = SchedulerConfig(policy=policy, max_num_batched_tokens=cap)
-    deployment = roofline_deployment(model, device, stages, MAX_MODEL_LEN, scheduler=config)
-    run, _ = simulate(deployment, [WorkloadRequest(0.0, prompt, 1)])
+class ChunkCase(NamedTuple):
+    """A prompt on an idle pipeline."""
+
+    model: str
+    device: str
+    stages: int
+    prompt: int
+    """Tokens."""
+    most_chunks: int
+    """Equal chunks that are tried at most."""
+
+
+class ChunkTimes(NamedTuple):
+    """Times to the first token of a case."""
+
+    best_seconds: float
+    best_count: int
+    """Number of equal chunks that is fastest."""
+    ratios: dict[str, float]
+    """Times over the best one, by name of the cut."""
+
+
+def simulate_ttft(case: ChunkCase, policy: str, max_tokens: int | None) -> float:
+    """Return the seconds to the first token; `max_tokens` limits a micro-batch if not None."""
+    config = SchedulerConfig(policy=policy, max_num_batched_tokens=max_tokens)
+    deployment = roofline_deployment(
+        case.model, case.device, case.stages, MAX_MODEL_LEN, scheduler=config
+    )
+    run, _ = simulate(deployment, [WorkloadRequest(0.0, case.prompt, 1)])
     (served,) = run.requests.values()
     assert served.line.ttft is not None
     return served.line.ttft
 
 
+def compare_chunks(case: ChunkCase) -> ChunkTimes:
+    """Simulate equal chunks of every number, and the policies."""
+    equal = {
+        count: simulate_ttft(case, "sarathi", -(-case.prompt // count))
+        for count in range(1, case.most_chunks + 1)
+    }
+    count, best = min(equal.items(), key=lambda item: item[1])
+    ratios = {"one chunk": equal[1] / best, "eight equal": equal[8] / best}
+    for policy in POLICIES:
+        ratios[policy] = simulate_ttft(case, policy, None) / best
+    return ChunkTimes(best, count, ratios)
+
+
 def run(options: ExperimentOptions) -> ExperimentResult:
-    """Every setting, number of stages and prompt."""
+    """Simulate every setting, number of stages and prompt."""
     settings = SETTINGS[:1] if options.quick else SETTINGS
-    prompts = PROMPTS[::3] if options.quick else PROMPTS
     most_chunks = MOST_CHUNKS // 4 if options.quick else MOST_CHUNKS
-    rows, worst = [], {"auto": 0.0, "throttle-paper": 0.0}
-    panels = []
-    for model, device in settings:
-        for stages in STAGES:
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for prompt in prompts:
-                case = (model, device, stages, prompt)
-                equal = {
-                    count: ttft(*case, "sarathi", -(-prompt // count))
-                    for count in range(1, most_chunks + 1)
-                }
-                count, best = min(equal.items(), key=lambda item: item[1])
-                ratios = {"one chunk": equal[1] / best, "eight equal": equal[8] / best}
-                for policy in worst:
-                    ratios[policy] = ttft(*case, policy, None) / best
-                    worst[policy] = max(worst[policy], ratios[policy])
-                cells = [f"{ratio:.2f}" for ratio in ratios.values()]
-                name = f"{model}, {device}"
-                rows.append([name, str(stages), str(prompt), f"{best * 1e3:.0f}", str(count)])
-                rows[-1] += cells
-                for label, ratio in ratios.items():
-                    lines.setdefault(label, []).append((float(prompt), ratio))
-            panels.append(
-                ChartPanel(f"{device}, {stages} stages", "prompt tokens", "TTFT / best", lines)
-            )
+    cases = [
+        ChunkCase(model, device, stages, prompt, most_chunks)
+        for model, device in settings
+        for stages in STAGES
+        for prompt in (PROMPTS[::3] if options.quick else PROMPTS)
+    ]
+    found = map_parallel(compare_chunks, cases, options.jobs, options.progress, "prompt")
+    times = dict(zip(cases, found, strict=True))
+    rows = [
+        [
+            f"{case.model}, {case.device}",
+            str(case.stages),
+            str(case.prompt),
+            f"{each.best_seconds * 1e3:.0f}",
+            str(each.best_count),
+            *(f"{ratio:.2f}" for ratio in each.ratios.values()),
+        ]
+        for case, each in times.items()
+    ]
+    worst = {name: max(each.ratios[name] for each in found) for name in POLICIES}
     header = ["setting", "stages", "prompt", "best TTFT, ms", "chunks"]
     text = (
         f"Simulated. Best: the fastest of 1 to {most_chunks} equal chunks; the other columns are "
         "multiples of it. `auto` is the default: sarathi at one stage, throttle at more.\n\n"
-        + format_table([*header, "one chunk", "eight equal", "auto", "throttle-paper"], rows)
+        + format_table([*header, "one chunk", "eight equal", *POLICIES], rows)
     )
     claims = [
         PaperClaim(
             "TTFT of the default against the best",
-            f"aim: <= {ALLOWED:.2f} x",
-            f"{worst['auto']:.2f} x at worst (the paper's rule: {worst['throttle-paper']:.2f} x)",
-            worst["auto"] <= ALLOWED,
+            ExpectedLimit(ALLOWED, unit="x", digits=2),
+            worst["auto"],
+            f"at worst (the paper's rule: {worst['throttle-paper']:.2f} x)",
         )
     ]
     return ExperimentResult(
         "Chunks of a lone prompt",
         text,
         claims,
-        {"chunking.svg": lambda path: plot_grid(panels[: len(STAGES)], path)},
+        {"chunking.svg": lambda path: plot_grid(_panels(times, settings[0]), path)},
     )
+
+
+def _panels(times: dict[ChunkCase, ChunkTimes], setting: tuple[str, str]) -> list[ChartPanel]:
+    """Return a chart of each number of stages, for one model and device."""
+    panels = []
+    for stages in STAGES:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for case, each in times.items():
+            if (case.model, case.device, case.stages) == (*setting, stages):
+                for name, ratio in each.ratios.items():
+                    lines.setdefault(name, []).append((float(case.prompt), ratio))
+        title = f"{setting[1]}, {stages} stages"
+        panels.append(ChartPanel(title, "prompt tokens", "TTFT / best", lines))
+    return panels

@@ -7,7 +7,8 @@ import asyncio
 from pathlib import Path
 
 from gllm.config.engine import EngineConfig
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
+from gllm.experiments.base import ExperimentOptions, ExperimentResult
+from gllm.experiments.claims import ExpectedLimit, PaperClaim
 from gllm.experiments.profile import measure_profile
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_logged, serve_round_robin
 from gllm.observability.step_log import StepLogEvent
@@ -110,8 +111,8 @@ def _claim(title: str, both: RunComparison) -> PaperClaim:
     """Return the claim that every metric's median has an error of at most ALLOWED."""
     errors = {metric.upper(): median_latency_error(both, metric) for metric in METRICS}
     shown = ", ".join(f"{metric} {100 * error:+.1f} %" for metric, error in errors.items())
-    met = max(map(abs, errors.values())) <= ALLOWED
-    return PaperClaim(title, "aim: within 15 % (Vidur: < 9 % on GPUs)", shown, met)
+    limit = ExpectedLimit(ALLOWED, name="aim (Vidur: < 9 % on GPUs)")
+    return PaperClaim(title, limit, max(map(abs, errors.values())), f"({shown})")
 
 
 def _plot(found: dict[str, RunComparison], path: Path) -> None:

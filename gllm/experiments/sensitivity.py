@@ -6,8 +6,14 @@ Owns the values that are tried. Runs the paper's rule and ours.
 from dataclasses import replace
 from typing import Any
 
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
-from gllm.experiments.trials import L20_32B, SimulationTrial, run_trials, trials_at_rates
+from gllm.experiments.base import ExperimentOptions, ExperimentResult
+from gllm.experiments.claims import (
+    ExpectedDirection,
+    ExpectedLimit,
+    PaperClaim,
+    relative_change,
+)
+from gllm.experiments.trials import L20_32B, SimulationTrial, plan_rates, run_trials
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -29,6 +35,8 @@ POLICIES = ("throttle-paper", "throttle")
 KV_SHARE = 0.25
 """Share of the KV cache in use: KV_thresh matters only for a cache that fills up."""
 SHARE = 1.0
+KEPT = 0.1
+"""A latency that rises by at most this much counts as kept."""
 WORKLOAD = "azure-conv"
 
 Results = dict[tuple[str, str, float], dict[str, Any]]
@@ -38,7 +46,7 @@ Results = dict[tuple[str, str, float], dict[str, Any]]
 def run(options: ExperimentOptions) -> ExperimentResult:
     """One field at a time, the others at their defaults."""
     base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests, kv_share=KV_SHARE)
-    (base,) = trials_at_rates(base, [SHARE])
+    ((base,),) = plan_rates([base], [SHARE], options)
     keys = [
         (policy, field, value)
         for policy in POLICIES
@@ -47,7 +55,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         if field != "ridge_tokens" or policy == "throttle"
     ]
     trials = [replace(base, policy=p, options=((field, value),)) for p, field, value in keys]
-    results = dict(zip(keys, run_trials(trials, options.progress), strict=True))
+    results = dict(zip(keys, run_trials(trials, options), strict=True))
     rows = [
         [
             policy,
@@ -81,40 +89,56 @@ def _claims(results: Results) -> list[PaperClaim]:
     claims = []
     for policy in POLICIES:
 
-        def mean(field: str, value: float, metric: str, policy: str = policy) -> float:
-            return float(results[policy, field, value][metric]["mean"])
+        def change(field: str, metric: str, old: float, new: float, policy: str = policy) -> float:
+            old_figures, new_figures = (results[policy, field, value] for value in (old, new))
+            return relative_change(_mean(new_figures, metric), _mean(old_figures, metric))
 
-        rise = mean("prefill_iterations", 4, "ttft"), mean("prefill_iterations", 1, "ttft")
-        fall = mean("prefill_iterations", 4, "tpot"), mean("prefill_iterations", 1, "tpot")
-        late = mean("prefill_iterations", 32, "ttft"), mean("prefill_iterations", 4, "ttft")
-        small, usual = (
-            results[policy, "max_prefill_tokens", value]["steady_tokens_per_second"]
-            for value in (512, 2048)
-        )
         none, some = (results[policy, "kv_threshold", v]["preemptions"] for v in (0.0, 0.05))
-        ends = [mean("min_prefill_tokens", value, "e2el") for value in VALUES["min_prefill_tokens"]]
-        spread = max(ends) / min(ends) - 1
-        iterations, steady = f"{policy}: #T", rise[0] < 1.1 * rise[1]
+        ends = [
+            _mean(results[policy, "min_prefill_tokens", value], "e2el")
+            for value in VALUES["min_prefill_tokens"]
+        ]
         claims += [
-            PaperClaim(f"{iterations} 1 to 4, TTFT", "kept", format_change(*rise), steady),
             PaperClaim(
-                f"{iterations} 1 to 4, TPOT", "lower", format_change(*fall), fall[0] < fall[1]
+                f"{policy}: #T 1 to 4, TTFT",
+                ExpectedLimit(KEPT, digits=0, name="kept"),
+                change("prefill_iterations", "ttft", 1, 4),
             ),
             PaperClaim(
-                f"{iterations} 4 to 32, TTFT", "higher", format_change(*late), late[0] > late[1]
+                f"{policy}: #T 1 to 4, TPOT",
+                ExpectedDirection(False, "lower"),
+                change("prefill_iterations", "tpot", 1, 4),
             ),
             PaperClaim(
-                f"{policy}: #MaxP 512, throughput",
-                "lower",
-                format_change(small, usual),
-                small < usual,
+                f"{policy}: #T 4 to 32, TTFT",
+                ExpectedDirection(True, "higher"),
+                change("prefill_iterations", "ttft", 4, 32),
             ),
             PaperClaim(
-                f"{policy}: KV_thresh 0", "more preemptions", f"{none} to {some}", none > some
+                f"{policy}: #MaxP 2048 to 512, throughput",
+                ExpectedDirection(False, "lower"),
+                change("max_prefill_tokens", "throughput", 2048, 512),
             ),
-            PaperClaim(f"{policy}: #MinP, E2EL", "< 2 %", f"{100 * spread:.1f} %", spread < 0.02),
+            PaperClaim(
+                f"{policy}: KV_thresh 0.05 to 0, preemptions",
+                ExpectedDirection(True, "more"),
+                relative_change(none, some),
+                f"({some} to {none})",
+            ),
+            PaperClaim(
+                f"{policy}: #MinP, E2EL",
+                ExpectedLimit(0.02, name="spread"),
+                max(ends) / min(ends) - 1,
+            ),
         ]
     return claims
+
+
+def _mean(figures: dict[str, Any], metric: str) -> float:
+    """Return a mean latency, or the throughput."""
+    if metric == "throughput":
+        return float(figures["steady_tokens_per_second"])
+    return float(figures[metric]["mean"])
 
 
 def _panels(results: Results) -> list[ChartPanel]:

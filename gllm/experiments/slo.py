@@ -6,15 +6,17 @@ Owns the limits and the rate at which 80 % of the requests meet them.
 from dataclasses import replace
 from itertools import pairwise
 
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim, format_change
+from gllm.experiments.base import ExperimentOptions, ExperimentResult
+from gllm.experiments.claims import ExpectedChange, PaperClaim, relative_change
+from gllm.experiments.parallel import map_parallel
 from gllm.experiments.trials import (
     L20_32B,
     SETTINGS,
     HardwareSetting,
     SimulationTrial,
+    plan_rates,
     run_trials,
     summarize_trial,
-    trials_at_rates,
 )
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
@@ -27,17 +29,19 @@ TTFT_TIMES, TPOT_TIMES = 5.0, 2.0
 LOW_RATE, MAX_LOW_RATE_REQUESTS = 0.01, 60
 """Requests per second at next to no load, and how many of them suffice for the limits."""
 TARGET = 0.8
+RATE_CLAIM = ExpectedChange(0.79, comment="against vLLM")
+COVERAGE_CLAIM = ExpectedChange(0.64, comment="against vLLM")
 
 Curve = list[tuple[float, float]]
+"""(rate, attainment), by rising rate."""
+Curves = dict[tuple[HardwareSetting, str, str], Curve]
+"""By setting, workload and policy."""
 
 
-def measure_slo_limits(
-    setting: HardwareSetting, workload: str, num_requests: int
-) -> tuple[float, float]:
-    """TTFT and TPOT limits in seconds: multiples of the 90th percentile at next to no load."""
-    figures = summarize_trial(
-        SimulationTrial(setting, workload, "throttle", LOW_RATE, num_requests)
-    )
+def measure_slo_limits(trial: SimulationTrial) -> tuple[float, float]:
+    """Return TTFT and TPOT limits in seconds: multiples of the 90th percentile without load."""
+    requests = min(trial.requests, MAX_LOW_RATE_REQUESTS)
+    figures = summarize_trial(replace(trial, rate=LOW_RATE, requests=requests))
     return TTFT_TIMES * figures["ttft"]["p90"], TPOT_TIMES * figures["tpot"]["p90"]
 
 
@@ -54,56 +58,94 @@ def interpolate_rate(curve: Curve, target: float) -> float:
     return curve[-1][0]
 
 
+def coverage(curve: Curve) -> float:
+    """Return the mean attainment over the range of rates: the area under the curve, 0..1."""
+    area = sum(
+        (rate - last_rate) * (share + last_share) / 2
+        for (last_rate, last_share), (rate, share) in pairwise(curve)
+    )
+    span = curve[-1][0] - curve[0][0]
+    return area / span if span else curve[0][1]
+
+
 def run(options: ExperimentOptions) -> ExperimentResult:
-    """Two settings, two workloads, all policies."""
+    """Simulate two settings, two workloads and all policies."""
     settings = (L20_32B,) if options.quick else (L20_32B, SETTINGS[-1])
     shares = SHARES[::5] if options.quick else SHARES
-    trials: list[SimulationTrial] = []
-    for setting in settings:
-        for workload in WORKLOADS:
-            slo = measure_slo_limits(
-                setting, workload, min(options.requests, MAX_LOW_RATE_REQUESTS)
-            )
-            base = SimulationTrial(setting, workload, "throttle", 1.0, options.requests, slo=slo)
-            for trial in trials_at_rates(base, shares):
-                trials += [replace(trial, policy=policy) for policy in POLICIES]
-    curves: dict[tuple[HardwareSetting, str, str], Curve] = {}
-    slos = {(t.setting, t.workload): t.slo for t in trials if t.slo is not None}
-    for trial, figures in zip(trials, run_trials(trials, options.progress), strict=True):
+    bases = [
+        SimulationTrial(setting, workload, "throttle", 1.0, options.requests)
+        for setting in settings
+        for workload in WORKLOADS
+    ]
+    limits = map_parallel(measure_slo_limits, bases, options.jobs, options.progress, "limit")
+    bases = [replace(base, slo=slo) for base, slo in zip(bases, limits, strict=True)]
+    trials = [
+        replace(trial, policy=policy)
+        for line in plan_rates(bases, shares, options)
+        for trial in line
+        for policy in POLICIES
+    ]
+    curves: Curves = {}
+    for trial, figures in zip(trials, run_trials(trials, options), strict=True):
         key = (trial.setting, trial.workload, trial.policy)
         curves.setdefault(key, []).append((trial.rate, figures["slo_attainment"]))
-    rows, claims, panels = [], [], []
-    for (setting, workload), limit in slos.items():
-        best = {
-            policy: interpolate_rate(curves[setting, workload, policy], TARGET)
-            for policy in POLICIES
-        }
-        for policy, rate in best.items():
-            shown = [f"{seconds * 1e3:.0f}" for seconds in limit]
-            rows.append([str(setting), workload, *shown, policy, show_value(rate)])
-        ours = best["throttle"], best["sarathi"]
-        gain = format_change(*ours) if ours[1] else "sarathi never gets there"
-        network = setting.link == "network"
-        paper = "+79 % against vLLM" if network else "a plot without numbers"
-        met = (not ours[1] or ours[0] / ours[1] >= 1.79) if network else None
-        claims.append(
-            PaperClaim(f"{setting}, {workload}: rate at 80 %, over sarathi", paper, gain, met)
-        )
-        series = {p: [(r, 100 * s) for r, s in curves[setting, workload, p]] for p in POLICIES}
-        title = f"{setting}, {workload}"
-        panels.append(ChartPanel(title, "requests/s", "SLO attainment, %", series, False))
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals each. The limits are "
         f"{TTFT_TIMES:g} x TTFT and {TPOT_TIMES:g} x TPOT of the 90th percentile at next to no "
-        "load; both have to be met.\n\n"
-        + format_table(
-            ["setting", "workload", "TTFT limit, ms", "TPOT limit, ms", "policy",
-             "rate at 80 %, 1/s"], rows,
-        )
-    )  # fmt: skip
+        "load; both have to be met. Coverage: mean attainment over the rates from "
+        f"{shares[0]} to {shares[-1]} of throttle's capacity, the area under the curve.\n\n"
+        + _table(bases, curves)
+    )
     return ExperimentResult(
         "SLO attainment against request rate",
         text,
-        claims,
-        {"slo.svg": lambda path: plot_grid(panels, path)},
+        [claim for base in bases for claim in _claims(base, curves)],
+        {"slo.svg": lambda path: plot_grid(_panels(bases, curves), path)},
     )
+
+
+def _table(bases: list[SimulationTrial], curves: Curves) -> str:
+    rows = []
+    for base in bases:
+        assert base.slo is not None
+        shown = [f"{seconds * 1e3:.0f}" for seconds in base.slo]
+        for policy in POLICIES:
+            curve = curves[base.setting, base.workload, policy]
+            rate = show_value(interpolate_rate(curve, TARGET))
+            covered = show_value(coverage(curve), 100)
+            rows.append([str(base.setting), base.workload, *shown, policy, rate, covered])
+    header = ["setting", "workload", "TTFT limit, ms", "TPOT limit, ms", "policy"]
+    return format_table([*header, "rate at 80 %, 1/s", "coverage, %"], rows)
+
+
+def _claims(base: SimulationTrial, curves: Curves) -> list[PaperClaim]:
+    """Return the paper's gains, which it reports for the network, beside those over sarathi."""
+    ours, theirs = (curves[base.setting, base.workload, each] for each in ("throttle", "sarathi"))
+    rates = interpolate_rate(ours, TARGET), interpolate_rate(theirs, TARGET)
+    claims = []
+    for name, expected, values in (
+        ("rate at 80 %", RATE_CLAIM, rates),
+        ("SLO coverage", COVERAGE_CLAIM, (coverage(ours), coverage(theirs))),
+    ):
+        gain = relative_change(*values)
+        title = f"{base.setting}, {base.workload}: {name}, over sarathi"
+        if base.setting.link == "network":
+            claims.append(PaperClaim(title, expected, gain))
+        else:
+            note = expected.show(gain)
+            claims.append(PaperClaim(title, "a plot without numbers", None, note))
+    return claims
+
+
+def _panels(bases: list[SimulationTrial], curves: Curves) -> list[ChartPanel]:
+    panels = []
+    for base in bases:
+        series = {
+            policy: [
+                (rate, 100 * share) for rate, share in curves[base.setting, base.workload, policy]
+            ]
+            for policy in POLICIES
+        }
+        title = f"{base.setting}, {base.workload}"
+        panels.append(ChartPanel(title, "requests/s", "SLO attainment, %", series, False))
+    return panels

@@ -3,15 +3,12 @@
 Every policy of one comparison gets the same cost model, workload and cache.
 """
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
-from tqdm import tqdm
-
+from gllm.experiments.base import ExperimentOptions
+from gllm.experiments.parallel import map_parallel
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.metrics.report import steady_throughput, summarize_run
@@ -30,10 +27,17 @@ class HardwareSetting:
     device: str
     stages: int = 4
     link: str = "pcie"
+    """Between stages, and between the ranks of a stage."""
+    ranks: int = 1
+    """Tensor-parallel ranks of each stage."""
 
     def __str__(self) -> str:
         over = " over the network" if self.link == "network" else ""
-        return f"{self.model} on {self.stages} x {self.device}{over}"
+        return f"{self.model} on {self.stages * self.ranks} x {self.device}{over}"
+
+    def as_tensor_parallel(self) -> "HardwareSetting":
+        """Return the setting with all devices as ranks of one stage."""
+        return replace(self, stages=1, ranks=self.stages * self.ranks)
 
 
 L20_32B = HardwareSetting("qwen2.5-32b", "L20")
@@ -71,7 +75,13 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
     scheduler = SchedulerConfig(policy=trial.policy, **dict(trial.options))
     setting = trial.setting
     deployment = roofline_deployment(
-        setting.model, setting.device, setting.stages, MAX_MODEL_LEN, setting.link, scheduler
+        setting.model,
+        setting.device,
+        setting.stages,
+        MAX_MODEL_LEN,
+        setting.link,
+        scheduler,
+        degrees=(setting.ranks,),
     )
     config = deployment.scheduler
     config = replace(config, num_blocks=int(config.num_blocks * trial.kv_share))
@@ -83,30 +93,30 @@ def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:
     return summarize_run(simulate_trial(trial), *(trial.slo or (None, None)))
 
 
-def run_trials(trials: Sequence[SimulationTrial], progress: bool = True) -> list[dict[str, Any]]:
-    """Return the figures of all trials, computed in one process per core."""
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(summarize_trial, trials)
-        # None: no bar where the output is no terminal.
-        disable = None if progress else True
-        return list(tqdm(results, total=len(trials), unit="run", disable=disable))
+def run_trials(
+    trials: Sequence[SimulationTrial], options: ExperimentOptions
+) -> list[dict[str, Any]]:
+    """Return the figures of all trials, computed in `options.jobs` processes."""
+    return map_parallel(summarize_trial, trials, options.jobs, options.progress, "run")
 
 
-@cache
-def measure_capacity(
-    setting: HardwareSetting, workload: str, requests: int, kv_share: float = 1.0
-) -> float:
+def measure_capacity(trial: SimulationTrial) -> float:
     """Return the capacity in requests per second, the unit of request rates for every policy.
 
-    It is the steady throughput of `throttle` if all requests arrive at the beginning.
+    It is the steady throughput of the trial's policy if all requests arrive at the beginning.
     """
-    trial = SimulationTrial(
-        setting, workload, "throttle", 1.0, requests, "static", kv_share=kv_share
-    )
-    return steady_throughput(simulate_trial(trial))[1]
+    return steady_throughput(simulate_trial(replace(trial, arrivals="static")))[1]
 
 
-def trials_at_rates(trial: SimulationTrial, shares: Sequence[float]) -> list[SimulationTrial]:
-    """Return the trial at request rates of these shares of its capacity."""
-    most = measure_capacity(trial.setting, trial.workload, trial.requests, trial.kv_share)
-    return [replace(trial, rate=share * most) for share in shares]
+def plan_rates(
+    trials: Sequence[SimulationTrial], shares: Sequence[float], options: ExperimentOptions
+) -> list[list[SimulationTrial]]:
+    """Return each trial at request rates of these shares of its capacity.
+
+    The capacities are measured in `options.jobs` processes.
+    """
+    capacities = map_parallel(measure_capacity, trials, options.jobs, options.progress, "capacity")
+    return [
+        [replace(trial, rate=share * capacity) for share in shares]
+        for trial, capacity in zip(trials, capacities, strict=True)
+    ]

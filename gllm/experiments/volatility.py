@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, PaperClaim
-from gllm.experiments.trials import L20_32B, SimulationTrial, simulate_trial, trials_at_rates
+from gllm.experiments.base import ExperimentOptions, ExperimentResult
+from gllm.experiments.claims import ExpectedDirection, PaperClaim
+from gllm.experiments.parallel import map_parallel
+from gllm.experiments.trials import L20_32B, SimulationTrial, plan_rates, simulate_trial
 from gllm.sim.metrics.plots import plot_gantt, plot_tokens
 from gllm.sim.metrics.report import (
     coefficient_of_variation,
@@ -35,8 +37,10 @@ def steady_micro_batch_sizes(run: RunRecord) -> tuple[list[float], list[float]]:
 def run(options: ExperimentOptions) -> ExperimentResult:
     """Simulate the same requests under each policy."""
     base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests)
-    (base,) = trials_at_rates(base, [SHARE])
-    runs = {policy: simulate_trial(replace(base, policy=policy)) for policy in POLICIES}
+    ((base,),) = plan_rates([base], [SHARE], options)
+    trials = [replace(base, policy=policy) for policy in POLICIES]
+    records = map_parallel(simulate_trial, trials, options.jobs, options.progress)
+    runs = dict(zip(POLICIES, records, strict=True))
     rows, spreads = [], {}
     for policy, each in runs.items():
         tokens, decodes = steady_micro_batch_sizes(each)
@@ -63,9 +67,8 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     claims = [
         PaperClaim(
             "CV of tokens, throttle against sarathi",
-            "far steadier, a plot without numbers",
-            f"{ratio:.2f} x",
-            ratio < 1,
+            ExpectedDirection(False, "far steadier, a plot without numbers"),
+            ratio - 1,
         )
     ]
     return ExperimentResult("Volatility of micro-batches", text, claims, _plots(runs))
