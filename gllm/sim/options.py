@@ -16,6 +16,7 @@ from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.workloads.lengths import WORKLOAD_HELP
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
 VIDUR = "vidur"
@@ -78,10 +79,7 @@ class SimulationConfig:
     )
     workload: str = option(
         "azure-conv",
-        "azure-conv, azure-code, sharegpt-like, arxiv-4k, mixed; or numbers for the prompt's "
-        "length, then the output's: fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, "
-        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST; or "
-        "conversations, sessions:SESSIONS,TURNS,PROMPTS,SYSTEM,USER,OUTPUT",
+        WORKLOAD_HELP,
     )
     requests: int = option(1000, "how many", ge=1, le=INT32_MAX)
     rate: float = option(4.0, "requests a second", gt=0, le=1e9)

@@ -14,16 +14,10 @@ from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import (
-    NAMED_WORKLOADS,
-    TRACES,
-    WorkloadRequest,
-    load_trace,
-    make_workload,
-    sample_arrival_times,
-    sample_lengths,
-    to_scheduler_requests,
-)
+from gllm.sim.workloads.arrivals import sample_arrival_times
+from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
+from gllm.sim.workloads.traces import TRACES, load_trace
 
 MANY = 20_000
 
@@ -274,6 +268,8 @@ def test_bad_input_is_refused_with_the_fix(options: dict[str, Any], message: str
             st.integers(1, 70),
             st.integers(1, 9),
             st.just(()),
+            st.just(""),
+            st.just(0),
             st.just(""),
         )
     )

@@ -10,13 +10,9 @@ from typing import NamedTuple
 
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.trace_file import SUFFIXES, TraceRow, read_rows
-from gllm.sim.workloads.requests import (
-    WorkloadRequest,
-    make_workload,
-    sample_arrival_times,
-    sample_lengths,
-    scale_request,
-)
+from gllm.sim.workloads.arrivals import sample_arrival_times
+from gllm.sim.workloads.lengths import sample_lengths
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 from gllm.sim.workloads.sessions import PromptPart, is_sessions, sample_turns
 
 WORDS = [
@@ -140,7 +136,7 @@ def _arrivals(config: ServeConfig, count: int) -> list[float]:
     rate = config.request_rate
     if config.arrivals is None and math.isinf(rate):
         return [0.0] * count
-    # draw_arrivals takes the coefficient of variation of the gamma distribution.
+    # sample_arrival_times takes the coefficient of variation of the gamma distribution.
     kind = config.arrivals or f"gamma:{config.burstiness**-0.5}"
     return sample_arrival_times(kind, count, rate, config.load.seed)
 

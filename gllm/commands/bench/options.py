@@ -9,6 +9,7 @@ from typing import Any
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import output_file, output_folder, parse_url
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.sim.workloads.lengths import WORKLOAD_HELP
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -66,11 +67,8 @@ class LoadConfig:
 
     workload: str = option(
         "uniform:16,512,16,128",
-        "azure-conv, azure-code, sharegpt-like, arxiv-4k, mixed; or numbers for the prompt's "
-        "length, then the output's: fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, "
-        "lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, zipf:EXPONENT,MOST,EXPONENT,MOST; or "
-        "conversations, sessions:SESSIONS,TURNS,PROMPTS,SYSTEM,USER,OUTPUT; or a file, "
-        ".jsonl or .csv, with a request in each row (default uniform:16,512,16,128)",
+        f"{WORKLOAD_HELP}; or a file, .jsonl or .csv, with a request in each row "
+        "(default uniform:16,512,16,128)",
     )
     num_prompts: int = option(
         1000, "number of requests; with a file or a replay: at most", ge=1, le=INT32_MAX

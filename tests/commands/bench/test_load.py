@@ -10,7 +10,7 @@ import pytest
 
 from gllm.commands.bench.load import PlannedRequest, jobs_of, plan_load, warmup_requests
 from gllm.commands.bench.options import LoadConfig, ServeConfig, parse_percentiles, parse_slo
-from gllm.sim.workloads.requests import load_trace
+from gllm.sim.workloads.traces import load_trace
 
 MANY = 20_000
 SHORT = LoadConfig("fixed:1,1", MANY)

@@ -1,0 +1,36 @@
+"""Request traces that ship with gllm; data/README.md names sources and licences."""
+
+import csv
+import gzip
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+Lengths = list[tuple[int, int]]
+"""(prompt tokens, output tokens), each at least 1."""
+
+TRACES = {
+    "azure-conv": "azure_llm_2023_conv",
+    "azure-code": "azure_llm_2023_code",
+    "arxiv-4k": "vidur_arxiv4k_lengths",
+    "sharegpt": "distserve_sharegpt_lengths",
+}
+"""Name of the file of each trace, by the name of the workload."""
+
+
+class WorkloadTrace(NamedTuple):
+    """A recorded workload; `arrivals` is empty where only lengths were recorded."""
+
+    arrivals: list[float]
+    """Seconds since the first request."""
+    lengths: Lengths
+
+
+@cache
+def load_trace(file: str) -> WorkloadTrace:
+    """Return a trace of the data folder, by a value of TRACES."""
+    with gzip.open(str(files("gllm.sim") / "data" / f"{file}.csv.gz"), "rt") as lines:
+        rows = list(csv.DictReader(lines))
+    arrivals = [float(row["arrival_s"]) for row in rows if "arrival_s" in row]
+    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    return WorkloadTrace(arrivals, lengths)
