@@ -16,6 +16,7 @@ from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
@@ -88,7 +89,14 @@ class SimulationConfig:
     )
     time_scale: float = option(1.0, "stretches the times of a replay", gt=0, le=1e9)
     length_scale: float = option(1.0, "multiplies prompt and output lengths", gt=0, le=1e6)
-    seed: int = option(0, "of lengths and arrivals", ge=0, le=2**63 - 1)
+    priorities: str | None = option(
+        None,
+        "shares of the requests with each priority, such as 0:0.9,1:0.1; smaller ones run earlier",
+    )
+    slo_classes: str | None = option(
+        None, "shares of the requests in each SLO class, such as chat:0.7,batch:0.3"
+    )
+    seed: int = option(0, "of lengths, arrivals and classes", ge=0, le=2**63 - 1)
     slo_ttft: float | None = option(
         None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
     )
@@ -112,7 +120,7 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
     """Return the requests of the configured workload.
 
     Raises:
-        ValueError: The workload or the arrivals are unknown.
+        ValueError: The workload or the arrivals are unknown, or shares of classes are invalid.
     """
     requests = make_workload(
         config.workload,
@@ -122,7 +130,12 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
         config.seed,
         config.time_scale,
     )
-    return [scale_request(request, config.length_scale) for request in requests]
+    return assign_classes(
+        [scale_request(request, config.length_scale) for request in requests],
+        parse_priorities(config.priorities) if config.priorities else None,
+        parse_shares(config.slo_classes) if config.slo_classes else None,
+        config.seed,
+    )
 
 
 def build_deployment(config: SimulationConfig, longest: int) -> Deployment:

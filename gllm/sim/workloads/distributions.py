@@ -14,6 +14,11 @@ BISECTION_STEPS = 100
 """Halvings of an interval in which a parameter is searched; more than a double can resolve."""
 
 
+def _normal_cdf(value: float) -> float:
+    """Return the normal distribution function, precise far below zero too."""
+    return math.erfc(-value / math.sqrt(2)) / 2
+
+
 class TruncatedLognormal(NamedTuple):
     """Lognormal distribution restricted to lengths up to `most`."""
 
@@ -71,14 +76,14 @@ class TruncatedLognormal(NamedTuple):
     @property
     def share(self) -> float:
         """Share of the lognormal below `most`."""
-        return NORMAL.cdf((math.log(self.most) - self.mu) / self.sigma)
+        return _normal_cdf((math.log(self.most) - self.mu) / self.sigma)
 
     @property
     def mean(self) -> float:
         """Mean in tokens."""
         bound = (math.log(self.most) - self.mu) / self.sigma
         untruncated = math.exp(self.mu + self.sigma**2 / 2)
-        return untruncated * NORMAL.cdf(bound - self.sigma) / NORMAL.cdf(bound)
+        return untruncated * _normal_cdf(bound - self.sigma) / _normal_cdf(bound)
 
     def quantile(self, share: float) -> float:
         """Return the length, in tokens, below which a share of all lengths lies, 0 < share < 1."""
