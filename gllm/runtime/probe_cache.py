@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from gllm.config.cache_folder import cache_folder
 from gllm.messages.measurement import StageMeasured
 from gllm.models.identity import hash_model
 from gllm.runtime.assignment import StageAssignment
@@ -21,12 +22,6 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 """Increased whenever measurements of earlier versions cannot be compared with new ones."""
-
-
-def cache_folder() -> Path:
-    """Return gllm's folder in the user's cache, which may not exist."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path("~/.cache").expanduser()) / "gllm"
 
 
 def create_key(assignment: StageAssignment, numerics: str) -> str:

@@ -50,19 +50,25 @@ def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
 
 
 def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunComparison:
-    """Predict a run. Raises ValueError if the profile belongs to another pipeline."""
+    """Predict a run; its stages may be cut in another way than those of the profile.
+
+    Raises:
+        ValueError: The profile cannot price the run's cut, or has other ranks.
+        CostRangeError: The run has micro-batches above the range of the profile.
+    """
     real = build_run_record(events)
-    if profile.layers != real.start.layers:
+    start = real.start
+    if profile.layers != start.layers and not profile.spans:
         raise ValueError(
-            f"the run had stages of {real.start.layers} layers, the profile of {profile.layers}: "
-            "measure the profile at the same --pp"
+            f"the run had stages of {start.layers} layers, the profile of {profile.layers}: "
+            "measure the profile at the same --pp, or again with `gllm profile`, for all cuts"
         )
-    if profile.degrees != real.start.degrees:
+    if set(profile.degrees or [1]) != set(start.degrees or [1]):
         raise ValueError(
-            f"the run had --tp {format_degrees(real.start.degrees)}, the profile "
+            f"the run had --tp {format_degrees(start.degrees)}, the profile "
             f"--tp {format_degrees(profile.degrees)}: measure the profile at the same --tp"
         )
-    cost, start = FittedCostModel(profile), real.start
+    cost = FittedCostModel(profile, start.layers)
     factor = _slowdown(real, cost)
     requests = read_requests(events, real)
     predicted, at_speed = (

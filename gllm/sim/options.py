@@ -2,27 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from gllm.config.degrees import as_degrees, expand_degrees
+from gllm.config.degrees import as_degrees
 from gllm.config.engine import MAX_RANKS
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.costs.profile import CostProfile, read_profile
-from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
+from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.stages import format_degrees
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.profiled import ProfileOptions, profiled_deployment
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
-
-VIDUR = "vidur"
-VIDUR_RANKS = 2
-"""Devices of each stage in these profiles."""
 
 
 @dataclass(frozen=True)
@@ -163,62 +156,13 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
             rank_link=config.tensor_parallel_link,
             layers=config.layers,
         )
-    if config.layers is not None:
-        raise ValueError("--layers cuts a model of the table: leave it or --profile out")
-    if config.profile == VIDUR:
-        return _vidur(config, stages or 1, config.max_model_len or longest)
-    profile = read_profile(config.profile)
-    if stages not in (None, len(profile.layers)):
-        raise ValueError(
-            f"{config.profile} was measured at --pp {len(profile.layers)}: "
-            f"measure it at --pp {stages}, or leave --pp out"
-        )
-    _check_degrees(config, profile)
-    measured = profile.scheduler
-    resolved = config.scheduler.resolve(
-        len(profile.layers), measured.num_blocks, config.max_model_len or measured.max_model_len
+    options = ProfileOptions(
+        config.scheduler,
+        longest,
+        stages,
+        config.tensor_parallel_size,
+        config.layers,
+        config.link,
+        config.max_model_len,
     )
-    return Deployment(
-        profile.model,
-        profile.layers,
-        FittedCostModel(profile),
-        resolved,
-        degrees=profile.degrees,
-    )
-
-
-def _check_degrees(config: SimulationConfig, profile: CostProfile) -> None:
-    """Raise ValueError if the profile was measured with other numbers of ranks than --tp."""
-    if config.tensor_parallel_size is None:
-        return
-    stages = len(profile.layers)
-    degrees = expand_degrees(config.tensor_parallel_size, stages)
-    if degrees != expand_degrees(profile.degrees or [1], stages):
-        raise ValueError(
-            f"{config.profile} was measured at --tp {format_degrees(profile.degrees)}: "
-            f"measure it at --tp {format_degrees(degrees)}, or leave --tp out"
-        )
-
-
-def _vidur(config: SimulationConfig, stages: int, max_model_len: int) -> Deployment:
-    """Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
-    degrees = [VIDUR_RANKS] * stages
-    chosen = config.tensor_parallel_size
-    if chosen is not None and expand_degrees(chosen, stages) != degrees:
-        raise ValueError(f"vidur's profiles are of --tp {VIDUR_RANKS}: leave --tp out")
-    # scikit-learn and its forests take seconds: only where asked for.
-    from gllm.sim.costs.forest import ForestCostModel
-
-    cost = ForestCostModel(stages)
-    hardware = build_hardware(
-        "llama-2-70b", "A100-80G", stages, "nvlink", degrees, layers=cost.layers
-    )
-    blocks = min(hardware.stage_kv_blocks(config.scheduler.block_size, USABLE_MEMORY_SHARE))
-    return Deployment(
-        "llama-2-70b",
-        cost.layers,
-        cost,
-        config.scheduler.resolve(stages, blocks, max_model_len),
-        degrees=degrees,
-        hardware=hardware,
-    )
+    return profiled_deployment(config.profile, options)

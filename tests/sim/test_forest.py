@@ -11,7 +11,9 @@ import pytest
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
-from gllm.sim.costs.forest import ForestCostModel, aggregate
+from gllm.sim.costs.base import CostRangeError
+from gllm.sim.costs.forest import ForestCostModel, aggregate, combine_chunks
+from gllm.sim.costs.forest_cache import predict_cached
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = operators.ATTENTION
@@ -132,26 +134,57 @@ def test_several_chunks_count_as_one_with_the_same_pairs() -> None:
     ("work", "message"),
     [
         (prefill((0, 4097)), "num_tokens is 4097, but was measured from 1 to 4096"),
-        (prefill((0, 63)), "attn_prefill: chunk is 63, but was measured from 64 to 4096"),
-        (prefill(*[(2000, 500)] * 4), r"attn_prefill: kv \+ chunk is 5000"),
-        (prefill((3500, 640)), r"attn_prefill: kv \+ chunk is 4140"),
-        (prefill((4040, 64)), "attn_prefill: kv is 4040, but was measured from 0 to 4032"),
-        (decode(129, 512), "batch is 129, but was measured from 1 to 128"),
-        (decode(1, 32), "attn_decode: mean kv is 31, but was measured from 32 to 4032"),
-        (decode(4, 4034), "attn_decode: mean kv is 4033"),
+        (prefill((3500, 640)), r"attn_prefill kv \+ chunk is 4140, but was measured from 64"),
+        (prefill((4090, 8)), r"attn_prefill kv \+ chunk is 4098"),
+        (decode(129, 512), "attn_decode batch is 129, but was measured from 1 to 128"),
+        (decode(4, 4097), "attn_decode mean kv is 4096, but was measured from 32 to 4095"),
     ],
 )
-def test_what_was_not_measured_is_refused(
+def test_work_above_the_range_is_refused(
     cost: ForestCostModel, work: StageWork, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CostRangeError, match=message):
         cost.stage_seconds(0, work)
+
+
+@pytest.mark.parametrize(
+    ("work", "least", "name"),
+    [
+        (prefill((0, 5)), prefill((0, 64)), "attn_prefill chunk"),
+        (prefill((4040, 10)), prefill((3986, 64)), "attn_prefill chunk"),
+        (decode(8, 3), decode(8, 33), "attn_decode mean kv"),
+        (decode(2, 512), decode(2, 512), "host batch"),
+    ],
+)
+def test_work_below_the_range_costs_the_least_and_is_counted(
+    work: StageWork, least: StageWork, name: str
+) -> None:
+    cost = ForestCostModel()
+    assert cost._attention_ms(work) == cost._attention_ms(least)
+    assert cost.stage_seconds(0, work) > 0
+    assert cost.num_below_range[name] >= 1
+    fresh = ForestCostModel()
+    assert not fresh.num_below_range
+    assert fresh.ranges["attn_prefill chunk"] == (64, 4096)
+
+
+def test_chunks_are_combined_as_far_as_was_measured(cost: ForestCostModel) -> None:
+    """Two chunks of long sequences are equivalent to one of a longer sequence than any of them."""
+    assert list(combine_chunks([(0, 300), (0, 400)], 4096)) == [(0, 500)]
+    late = [(3000, 500)] * 3
+    assert sum(aggregate(late)) > 4096
+    combined = list(combine_chunks(late, 4096))
+    assert combined == [(3000, 500)] * 3
+    alone = [cost._attention_ms(prefill(chunk)) for chunk in late]
+    assert cost._attention_ms(prefill(*late)) == pytest.approx(sum(alone))
 
 
 def test_every_corner_of_the_range_is_answered(cost: ForestCostModel) -> None:
     for work in (
         prefill((0, 64)),
         prefill((4032, 64)),
+        prefill((4090, 6)),
+        decode(1, 4096),
         prefill((0, 4096)),
         prefill((8, 4088)),
         prefill((7, 4073)),
@@ -178,7 +211,7 @@ def test_a_forest_refuses_what_it_was_not_fitted_to() -> None:
     forest = operators.OperatorForest(operators.token_samples(*LLAMA_70B)["add"])
     assert forest.predict(np.array([[1.0], [4096.0]])).shape == (2,)
     for tokens in (0.0, 4097.0):
-        with pytest.raises(ValueError, match="add: num_tokens is"):
+        with pytest.raises(CostRangeError, match="add: num_tokens is"):
             forest.predict(np.array([[1.0], [tokens]]))
 
 
@@ -195,6 +228,16 @@ def test_what_was_not_profiled_is_named() -> None:
 def test_layers_have_to_add_up(stages: int, layers: tuple[int, ...] | None) -> None:
     with pytest.raises(ValueError, match="every stage needs a layer"):
         ForestCostModel(stages, layers=layers)
+
+
+def test_predictions_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = operators.reshape_samples()
+    keys = samples.features[:5]
+    first = predict_cached(samples, keys, tmp_path)
+    monkeypatch.setattr(operators.OperatorForest, "__init__", None)
+    np.testing.assert_array_equal(predict_cached(samples, keys, tmp_path), first)
+    with pytest.raises(TypeError):  # Other keys are not in the cache.
+        predict_cached(samples, keys[:4], tmp_path)
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(

@@ -147,9 +147,10 @@ def test_files_that_do_not_fit_are_refused(profile: CostProfile, tmp_path: Path)
     (tmp_path / "old.json").write_bytes(b"")
     with pytest.raises(ValueError, match="is not a profile"):
         read_profile(tmp_path / "old.json")
-    write_profile_of_format(profile, tmp_path / "new.json", 99)
-    with pytest.raises(ValueError, match="format 99"):
-        read_profile(tmp_path / "new.json")
+    for number in (1, 99):
+        write_profile_of_format(profile, tmp_path / "other.json", number)
+        with pytest.raises(ValueError, match=f"format {number}, not 2: measure it again"):
+            read_profile(tmp_path / "other.json")
 
 
 def write_profile_of_format(profile: CostProfile, path: Path, number: int) -> None:

@@ -40,6 +40,10 @@ class CostModel(Protocol):
     """
 
     @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """Smallest and largest measured value, by name of the quantity; empty without limits."""
+
+    @property
     def num_below_range(self) -> Mapping[str, int]:
         """Number of predictions below the measured range, by name of the quantity."""
 
@@ -67,6 +71,11 @@ class CostModel(Protocol):
 
 class BaseCostModel:
     """Base of cost models: a driver and links that cost nothing, and no range."""
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """Return no ranges: the model holds for all work."""
+        return {}
 
     @property
     def num_below_range(self) -> Mapping[str, int]:
@@ -103,6 +112,11 @@ class DelegatingCostModel:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """Return the ranges of the other model."""
+        return self._cost.ranges
 
     @property
     def num_below_range(self) -> Mapping[str, int]:

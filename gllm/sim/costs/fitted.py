@@ -1,15 +1,17 @@
-"""A step's time from a profile: a curve over tokens, and attention on top.
-
-Owns the fit of `gllm profile`'s measurements. Knows nothing of how they were taken.
+"""Step times from a profile: a curve over tokens plus attention, for the measured or another cut.
 
 A stage takes, in seconds,
     curve(tokens) + b chunks + c pairs + d decodes + e decode context + f samples:
 the linear model of "Vidur" (arXiv 2405.05465) and others, with a rising piecewise linear curve for
 its tokens, because small micro-batches read the weights and large ones compute. No coefficient is
-negative, so nothing gets faster by more work, beyond the measured range neither.
+negative, so no stage gets faster with more work.
+
+Another cut into stages takes a share of what all measured stages take together. The share is that
+of the same layers, embedding and LM head in steps that were measured outside of the pipeline:
+    host + layers (curve(tokens) + attention) + embedding tokens + head + f samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -18,21 +20,28 @@ from numpy.typing import NDArray
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
 from gllm.sim.costs.base import BaseCostModel, CostModel, DelegatingCostModel, TransferCost
-from gllm.sim.costs.profile import CostProfile, StepSample
+from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, measure_context
+from gllm.sim.costs.ranges import MeasuredRanges
+from gllm.sim.hardware.links import NetworkLink
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Tokens at which the curve may bend; the last piece has no end."""
+"""Tokens at which the curve may bend."""
 ROUNDS = 6
+"""Fits of the same samples, each weighted by the predictions of the one before."""
 SWEEPS = 3000
+"""Passes of the coordinate descent in all rounds together."""
+TOKENS, DECODES, CHUNKS, CONTEXT = "tokens", "decodes", "prefill chunks", "context"
 
 Array = NDArray[np.float64]
+Span = tuple[int, bool, bool]
+"""(number of layers, embedding in front, LM head behind)."""
 
 
 def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
-    """Coefficients >= 0 that tell `seconds` [rows] from `features` [rows, columns].
+    """Return coefficients >= 0 that predict `seconds` [rows] from `features` [rows, columns].
 
-    Errors count in relation to what is predicted, so that their sum comes out near zero for short
-    steps and long ones alike; relations to what was measured would favour the fast ones.
+    Errors count relative to the prediction, so that their sum is near zero for short steps and long
+    ones alike; errors relative to the measurement would favour the fast steps.
     """
     scale = np.maximum(features.max(axis=0), 1e-12)
     scaled = features / scale
@@ -47,37 +56,34 @@ def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
     return (np.array(solution) / scale).tolist()
 
 
-def _pieces(tokens: int) -> list[float]:
-    """Return the length of each piece of the curve below `tokens`, in tokens."""
+def _curve_features(tokens: int) -> list[float]:
+    """Return 1 and the length of each piece of the curve below `tokens`, in tokens."""
     ends = [*KNOTS[1:], tokens]
-    return [float(max(0, min(tokens, end) - begin)) for begin, end in zip(KNOTS, ends, strict=True)]
-
-
-def _features(sample: StepSample) -> list[float]:
-    attention = [sample.chunks, sample.pairs, sample.decodes, sample.decode_context]
-    return [1.0, *_pieces(sample.tokens), *attention, sample.samples]
+    pieces = zip(KNOTS, ends, strict=True)
+    return [1.0, *(float(max(0, min(tokens, end) - begin)) for begin, end in pieces)]
 
 
 class _StageFit:
-    """One stage's coefficients."""
+    """Coefficients of one stage."""
 
     def __init__(self, samples: Sequence[StepSample], stage: int) -> None:
-        rows = np.array([_features(sample) for sample in samples])
-        seconds = np.array([max(sample.stages[stage], 1e-7) for sample in samples])
+        rows = np.array([[*_work_features(each), each.samples] for each in samples])
+        seconds = np.array([max(each.stages[stage], 1e-7) for each in samples])
         fitted = fit_nonnegative(rows, seconds)
         self._curve = fitted[: len(KNOTS) + 1]
         self._others = fitted[len(KNOTS) + 1 :]
         self._known: dict[int, float] = {}
 
     def seconds(self, work: StageWork) -> float:
-        if work.num_tokens not in self._known:
-            pieces = [1.0, *_pieces(work.num_tokens)]
-            self._known[work.num_tokens] = sum(
-                a * b for a, b in zip(self._curve, pieces, strict=True)
-            )
+        """Return the time of the stage."""
+        curve = self._known.get(work.num_tokens)
+        if curve is None:
+            features = _curve_features(work.num_tokens)
+            curve = sum(a * b for a, b in zip(self._curve, features, strict=True))
+            self._known[work.num_tokens] = curve
         chunk, pair, decode, context, sample = self._others
         return (
-            self._known[work.num_tokens]
+            curve
             + chunk * len(work.prefill_chunks)
             + pair * work.num_query_key_pairs
             + decode * work.num_decodes
@@ -86,22 +92,110 @@ class _StageFit:
         )
 
 
-class FittedCostModel(BaseCostModel):
-    """The pipeline of a profile."""
+class _SpanFit:
+    """Coefficients of the parts of a model: step, layer, embedding and LM head."""
 
-    def __init__(self, profile: CostProfile) -> None:
-        self._stages = [_StageFit(profile.steps, stage) for stage in range(len(profile.layers))]
-        self._link = _line(profile.links)
+    def __init__(self, spans: Sequence[SpanSample]) -> None:
+        rows = [
+            self._features(_work_features(each.step), each.step, _span_of(each)) for each in spans
+        ]
+        seconds = np.array([max(each.step.stages[0], 1e-7) for each in spans])
+        self._coefficients = np.array(fit_nonnegative(np.array(rows), seconds))
+
+    def seconds(self, sample: StepSample, spans: Sequence[Span]) -> float:
+        """Return the time of some parts of the model, one step each."""
+        work = _work_features(sample)
+        rows = [self._features(work, sample, span) for span in spans]
+        return float(np.sum(np.array(rows) @ self._coefficients))
+
+    @staticmethod
+    def _features(work: Sequence[float], sample: StepSample, span: Span) -> list[float]:
+        layers, is_first, is_last = span
+        has_head = is_last and sample.samples > 0
+        ends = [is_first * sample.tokens, float(has_head), has_head * sample.samples]
+        return [1.0, *(layers * value for value in work), *ends]
+
+
+def _work_features(sample: StepSample) -> list[float]:
+    """Return the features of a step without its samples."""
+    attention = [sample.chunks, sample.pairs, sample.decodes, sample.decode_context]
+    return [*_curve_features(sample.tokens), *attention]
+
+
+def _span_of(sample: SpanSample) -> Span:
+    return sample.layers, sample.is_first, sample.is_last
+
+
+def _spans_of(layers: Sequence[int]) -> list[Span]:
+    """Return the span of each stage."""
+    last = len(layers) - 1
+    return [(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
+
+
+class FittedCostModel(BaseCostModel):
+    """Pipeline of a profile, cut into stages as it was measured or in another way.
+
+    Args:
+        profile: The measurements.
+        layers: Number of layers of each stage; default: as measured.
+        link: Between neighbouring stages, where the profile has measured none.
+
+    Raises:
+        ValueError: The layers do not add up, or the profile cannot price another cut.
+    """
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        layers: Sequence[int] | None = None,
+        link: NetworkLink | None = None,
+    ) -> None:
+        self._fits = [_StageFit(profile.steps, stage) for stage in range(len(profile.layers))]
+        self._measured_spans = _spans_of(profile.layers)
+        self._cut: list[Span] | None = None
+        if layers is not None and list(layers) != profile.layers:
+            _check_cut(profile, layers)
+            self._cut = _spans_of(layers)
+            self._span_fit = _SpanFit(profile.spans)
+        self._link = _fit_line(profile.links)
+        self._bytes, self._other_link = profile.activation_bytes, link
+        if profile.links:
+            self._other_link = None
         self._plan = median(profile.plans) if profile.plans else 0.0
         self._sampling = median(profile.sampling) if profile.sampling else 0.0
-        self._return = _line(profile.returns)
+        self._return = _fit_line(profile.returns)
+        self._ranges = _measure_ranges(profile.steps)
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """Return the measured range of tokens, decodes, chunks and context of a micro-batch."""
+        return self._ranges.ranges
+
+    @property
+    def num_below_range(self) -> Mapping[str, int]:
+        """Return the number of predictions below each range."""
+        return self._ranges.num_below
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """As fitted."""
-        return self._stages[stage].seconds(work)
+        """Return the fitted time.
+
+        Raises:
+            CostRangeError: The micro-batch is above the measured range.
+        """
+        work = self._clamp(work)
+        if self._cut is None:
+            return self._fits[stage].seconds(work)
+        sample = StepSample.of(work, [])
+        whole = sum(fit.seconds(work) for fit in self._fits)
+        part = self._span_fit.seconds(sample, [self._cut[stage]])
+        return whole * part / self._span_fit.seconds(sample, self._measured_spans)
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return a fixed latency plus a time per token; all links are equal."""
+        if self._other_link is not None:
+            size = self._bytes * work.num_tokens
+            link = self._other_link
+            return TransferCost(size / link.bandwidth, link.latency, size)
         return TransferCost(self._link[1] * work.num_tokens, self._link[0])
 
     def plan_seconds(self, work: StageWork) -> float:
@@ -116,6 +210,20 @@ class FittedCostModel(BaseCostModel):
         """Return a constant plus a time per sampled token."""
         return self._return[0] + self._return[1] * work.num_sampled_rows
 
+    def _clamp(self, work: StageWork) -> StageWork:
+        """Return the work, at least the smallest that was measured."""
+        ranges = self._ranges
+        tokens = int(ranges.clamp(TOKENS, work.num_tokens))
+        if work.prefill_chunks:
+            ranges.clamp(CHUNKS, len(work.prefill_chunks))
+        decodes = work.num_decodes
+        if decodes:
+            decodes = int(ranges.clamp(DECODES, decodes))
+        ranges.clamp(CONTEXT, measure_context(work))
+        if tokens == work.num_tokens and decodes == work.num_decodes:
+            return work
+        return work._replace(num_tokens=tokens, num_decodes=decodes)
+
 
 class ScaledCostModel(DelegatingCostModel):
     """The pipeline of another cost on a machine whose stages are slower by a factor."""
@@ -129,8 +237,45 @@ class ScaledCostModel(DelegatingCostModel):
         return self._factor * super().stage_seconds(stage, work, now)
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds at zero, seconds for one more), neither negative; zeros of no points."""
+def _check_cut(profile: CostProfile, layers: Sequence[int]) -> None:
+    """Raise ValueError unless a profile can price another cut."""
+    total = sum(profile.layers)
+    if sum(layers) != total or min(layers, default=0) < 1:
+        raise ValueError(
+            f"layers is {list(layers)}: every stage needs a layer, and they have to add up to the "
+            f"model's {total}"
+        )
+    if not profile.spans:
+        raise ValueError(
+            f"the profile has steps of stages of {profile.layers} layers only: measure it again "
+            "with `gllm profile`, which also measures parts of the model"
+        )
+    if len(set(profile.degrees)) > 1:
+        raise ValueError(
+            f"the profile was measured with {profile.degrees} ranks per stage: measure it with one "
+            "--tp for all stages to price another cut"
+        )
+
+
+def _measure_ranges(steps: Sequence[StepSample]) -> MeasuredRanges:
+    """Return the ranges of a profile's steps.
+
+    Attention is proportional to the context, so contexts have no lower end.
+    """
+    tokens = [step.tokens for step in steps]
+    decodes = [step.decodes for step in steps if step.decodes]
+    chunks = [step.chunks for step in steps if step.chunks]
+    ranges = {
+        TOKENS: (float(min(tokens)), float(max(tokens))),
+        DECODES: (float(min(decodes, default=0)), float(max(decodes, default=0))),
+        CHUNKS: (float(min(chunks, default=0)), float(max(chunks, default=0))),
+        CONTEXT: (0.0, max(step.context for step in steps)),
+    }
+    return MeasuredRanges(ranges, "the profile")
+
+
+def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return (seconds at zero, seconds per unit), neither negative; zeros without points."""
     if not points:
         return 0.0, 0.0
     rows = np.array([[1.0, count] for count, _ in points])

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gllm.sim.costs.ranges import above_range
+
 Array = NDArray[np.float64]
 TableRow = Mapping[str, str]
 
@@ -78,7 +80,7 @@ class OperatorForest:
     def predict(self, features: Array) -> Array:
         """Milliseconds, [rows], for features [rows, features].
 
-        Raises ValueError for a key out of the measured range: a tree would answer with its
+        Raises CostRangeError for a key out of the measured range: a tree would answer with its
         outermost leaf.
         """
         for name, of in self._measures.items():
@@ -86,16 +88,8 @@ class OperatorForest:
             values = of(features)
             wrong = values[(values < low) | (values > high)]
             if wrong.size:
-                raise out_of_range(self.operator, name, float(wrong[0]), low, high)
+                raise above_range(self.operator, name, float(wrong[0]), low, high)
         return np.asarray(self._model.predict(features), np.float64)
-
-
-def out_of_range(operator: str, name: str, value: float, low: float, high: float) -> ValueError:
-    """Return the error for a key outside the measured range, whose ends are inclusive."""
-    return ValueError(
-        f"{operator}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and "
-        "this cost model does not extrapolate: keep micro-batches within, or use another one"
-    )
 
 
 def cross_validated_mape(samples: OperatorSamples, folds: int = 5, seed: int = 0) -> float:

@@ -5,14 +5,17 @@ from pathlib import Path
 import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+SECONDS_DECIMALS = 7
+"""Decimals of stored times."""
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
-    """A step's work and seconds; fields as in scheduler.work.Work."""
+    """Work of a step, as in `gllm.scheduler.stage_work`, and its seconds."""
 
     tokens: int
     chunks: int
@@ -20,8 +23,38 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     decodes: int
     decode_context: int
     samples: int
+    context: float
+    """Tokens of the longest sequence at the end of its prefill chunk, or the mean context of the
+    decodes, if that is longer."""
     stages: list[float]
     """Seconds of each stage."""
+
+    @classmethod
+    def of(cls, work: StageWork, seconds: list[float]) -> "StepSample":
+        """Return the sample of a step."""
+        return cls(
+            work.num_tokens,
+            len(work.prefill_chunks),
+            work.num_query_key_pairs,
+            work.num_decodes,
+            work.num_decode_context_tokens,
+            work.num_sampled_rows,
+            measure_context(work),
+            [round(value, SECONDS_DECIMALS) for value in seconds],
+        )
+
+
+class SpanSample(msgspec.Struct, frozen=True, array_like=True):
+    """A step of consecutive layers that were loaded alone, outside of the pipeline."""
+
+    layers: int
+    """Number of layers."""
+    is_first: bool
+    """True if the embedding is in front of them."""
+    is_last: bool
+    """True if the final norm and the LM head follow them."""
+    step: StepSample
+    """With the seconds of the layers in place of those of stages."""
 
 
 class CostProfile(msgspec.Struct, frozen=True):
@@ -46,7 +79,19 @@ class CostProfile(msgspec.Struct, frozen=True):
     """(samples, seconds) from the last stage's end to the commit."""
     degrees: list[int] = []
     """Number of tensor-parallel ranks of each stage; empty: one each."""
+    spans: list[SpanSample] = []
+    """Steps of parts of the model, from which other cuts into stages are priced; empty: none."""
+    activation_bytes: int = 0
+    """Bytes that one token takes on a link between stages; 0: unknown."""
     format: int = FORMAT_VERSION
+
+
+def measure_context(work: StageWork) -> float:
+    """Return the longest context of a step in tokens, as in StepSample."""
+    longest = max((start + tokens for start, tokens in work.prefill_chunks), default=0)
+    if not work.num_decodes:
+        return longest
+    return max(longest, work.num_decode_context_tokens / work.num_decodes)
 
 
 def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile:
@@ -66,11 +111,12 @@ def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile
     )
     for run in runs:
         for costs in measure_step_costs(run):
-            _take(profile, costs)
+            _add_step(profile, costs)
     return profile
 
 
-def _take(profile: CostProfile, costs: StepCosts) -> None:
+def _add_step(profile: CostProfile, costs: StepCosts) -> None:
+    """Add the times of a step to a profile."""
     work = costs.step.work
     stages = costs.stage_seconds
     if work.has_placeholders and costs.plan_seconds is None:
@@ -78,24 +124,14 @@ def _take(profile: CostProfile, costs: StepCosts) -> None:
         (times,) = costs.step.stage_times
         assert times is not None
         computed = times.end - times.start
-        profile.sampling.append(round(stages[0] - computed, 7))
+        profile.sampling.append(round(stages[0] - computed, SECONDS_DECIMALS))
         stages = [computed]
-    profile.steps.append(
-        StepSample(
-            work.num_tokens,
-            len(work.prefill_chunks),
-            work.num_query_key_pairs,
-            work.num_decodes,
-            work.num_decode_context_tokens,
-            work.num_sampled_rows,
-            [round(value, 7) for value in stages],
-        )
-    )
-    profile.returns.append((work.num_sampled_rows, round(costs.return_seconds, 7)))
+    profile.steps.append(StepSample.of(work, stages))
+    profile.returns.append((work.num_sampled_rows, round(costs.return_seconds, SECONDS_DECIMALS)))
     if costs.plan_seconds is not None:
-        profile.plans.append(round(costs.plan_seconds, 7))
+        profile.plans.append(round(costs.plan_seconds, SECONDS_DECIMALS))
     waits = [wait for wait in costs.link_seconds if wait is not None]
-    profile.links.extend((work.num_tokens, round(wait, 7)) for wait in waits)
+    profile.links.extend((work.num_tokens, round(wait, SECONDS_DECIMALS)) for wait in waits)
 
 
 def write_profile(profile: CostProfile, path: str | Path) -> None:
@@ -114,12 +150,23 @@ def read_profile(path: str | Path) -> CostProfile:
         OSError: The file cannot be read.
         ValueError: The file is not a profile.
     """
+    content = Path(path).read_bytes()
     try:
-        profile = msgspec.json.decode(Path(path).read_bytes(), type=CostProfile)
+        version = msgspec.json.decode(content, type=_FormatOnly).format
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format {version}, not {FORMAT_VERSION}: measure it again with "
+                "`gllm profile`"
+            )
+        profile = msgspec.json.decode(content, type=CostProfile)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is not a profile written by `gllm profile`: {error}") from None
-    if profile.format != FORMAT_VERSION:
-        raise ValueError(f"{path} has format {profile.format}, not {FORMAT_VERSION}: make it anew")
     if not profile.steps:
-        raise ValueError(f"{path} has no steps: make it anew with `gllm profile`")
+        raise ValueError(f"{path} has no steps: measure it again with `gllm profile`")
     return profile
+
+
+class _FormatOnly(msgspec.Struct):
+    """The version of a profile, which tells whether the rest can be read."""
+
+    format: int

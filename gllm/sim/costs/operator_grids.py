@@ -1,0 +1,111 @@
+"""Predictions of operator forests as tables, which make a call of a cost model cheap.
+
+The tables answer keys within the measured range; the cost model checks that.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+
+from gllm.sim.costs.forest_cache import predict_cached
+from gllm.sim.costs.operators import OperatorSamples
+
+STEP = 16
+"""Grid of cached tokens and of chunks in tokens. The profiles' own grid is 16 to 64 wide, and a
+forest is constant between neighbours of it, so a finer grid would hardly say more."""
+
+
+class TokenTable:
+    """Milliseconds of an operator for each number of tokens from `low` to `high`."""
+
+    def __init__(self, low: int, times: Sequence[float]) -> None:
+        self.low = low
+        self.high = low + len(times) - 1
+        self._times = list(times)
+
+    @classmethod
+    def of(cls, samples: OperatorSamples, unit: int = 1) -> Self:
+        """Tabulate a forest of one feature, of which a token has `unit`."""
+        ((low, high),) = samples.ranges.values()
+        tokens = np.arange(math.ceil(low / unit), high // unit + 1)
+        times = predict_cached(samples, tokens[:, None].astype(np.float64) * unit)
+        return cls(int(tokens[0]), times.tolist())
+
+    def plus(self, other: "TokenTable", times: int = 1) -> "TokenTable":
+        """Return the sum of this table and `times` another, for token counts in both."""
+        low, high = max(self.low, other.low), min(self.high, other.high)
+        return TokenTable(low, [self.at(n) + times * other.at(n) for n in range(low, high + 1)])
+
+    def at(self, tokens: int) -> float:
+        """Return the milliseconds for a number of tokens within the range."""
+        return self._times[tokens - self.low]
+
+
+class PrefillTable:
+    """Milliseconds of a layer's prefill attention by cached tokens and chunk, on a grid."""
+
+    def __init__(self, samples: OperatorSamples) -> None:
+        self.chunk_range = samples.ranges["chunk"]
+        self.length_range = samples.ranges["kv + chunk"]
+        self._low = int(self.chunk_range[0])
+        most = int(self.length_range[1])
+        lengths = range(self._low, int(self.chunk_range[1]) + 1, STEP)
+        grid = [(kv, chunk**2) for chunk in lengths for kv in range(0, most - chunk + 1, STEP)]
+        times = iter(predict_cached(samples, np.array(grid, np.float64)).tolist())
+        self._rows = [[next(times) for _ in range(0, most - c + 1, STEP)] for c in lengths]
+
+    def at(self, kv: float, chunk: float) -> float:
+        """Return the milliseconds of the nearest cell; the chunk and their sum are in range."""
+        row = self._rows[min(round((chunk - self._low) / STEP), len(self._rows) - 1)]
+        # Rounding both up can step over the longest sequence, by one cell.
+        return row[min(round(kv / STEP), len(row) - 1)]
+
+
+class DecodeTable:
+    """Milliseconds of a layer's decode attention by batch and mean cached tokens, on a grid.
+
+    The last measured context stands for the cell of the grid that it begins: a profile of texts up
+    to 4,096 tokens, whose last context is 4,032, has an answer for all their decodes.
+    """
+
+    def __init__(self, samples: OperatorSamples) -> None:
+        self.batch_range = samples.ranges["batch"]
+        low, last = map(int, samples.ranges["mean kv"])
+        contexts_measured = np.unique(samples.features[:, 1])
+        step = int(np.diff(contexts_measured)[-1]) if len(contexts_measured) > 1 else 1
+        self.kv_range = (float(low), float(last + step - 1))
+        self._low = low
+        contexts = [*range(low, last, STEP), last]
+        batches = range(int(self.batch_range[0]), int(self.batch_range[1]) + 1)
+        grid = np.array([(batch, kv) for batch in batches for kv in contexts], np.float64)
+        self._rows = predict_cached(samples, grid).reshape(len(batches), len(contexts)).tolist()
+
+    def at(self, batch: int, kv: float) -> float:
+        """Return the milliseconds of the nearest cell; both are in range."""
+        row = self._rows[batch - int(self.batch_range[0])]
+        return row[min(round((kv - self._low) / STEP), len(row) - 1)]
+
+
+class HostLine:
+    """Milliseconds of host work, a straight line in the rows of a micro-batch.
+
+    Rows were measured in eights, so that a forest could say nothing of those between; host work is
+    a constant plus a time per row. Where the tensor parallel size is missing the nearest one stands
+    in, because every worker prepares all rows whatever its share of the model.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, float]], tp: int, columns: Sequence[str]) -> None:
+        """Fit the sum of some columns of a table of host times."""
+        nearest = min((row["tp"] for row in rows), key=lambda other: (abs(other - tp), other))
+        rows = [row for row in rows if row["tp"] == nearest]
+        batches = [row["batch_size"] for row in rows]
+        self.range = min(batches), max(batches)
+        times = [sum(row[column] for column in columns) for row in rows]
+        slope, start = np.polyfit(batches, times, 1) if len(rows) > 1 else (0.0, times[0])
+        self._slope, self._start = float(slope), float(start)
+
+    def at(self, rows: float) -> float:
+        """Return the milliseconds for a number of rows within the range."""
+        return self._start + self._slope * rows

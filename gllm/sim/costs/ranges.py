@@ -1,0 +1,43 @@
+"""Ranges in which a cost was measured: refuse what is above, count what is below."""
+
+from collections.abc import Mapping
+
+from gllm.sim.costs.base import CostRangeError
+
+
+class MeasuredRanges:
+    """Smallest and largest measured value of each quantity, and a count of smaller ones.
+
+    Args:
+        ranges: Measured range of each quantity by name, both ends inclusive.
+        source: Name of the measurement in messages.
+    """
+
+    def __init__(self, ranges: Mapping[str, tuple[float, float]], source: str) -> None:
+        self.ranges = dict(ranges)
+        self._source = source
+        self.num_below: dict[str, int] = {}
+        """Number of values below the range, by name of the quantity."""
+
+    def clamp(self, name: str, value: float) -> float:
+        """Return a value, or the smallest measured one if it is below the range.
+
+        Raises:
+            CostRangeError: The value is above the range.
+        """
+        low, high = self.ranges[name]
+        if value > high:
+            raise above_range(self._source, name, value, low, high)
+        if value < low:
+            self.num_below[name] = self.num_below.get(name, 0) + 1
+            return low
+        return value
+
+
+def above_range(source: str, name: str, value: float, low: float, high: float) -> CostRangeError:
+    """Return the error for a value above the measured range, whose ends are inclusive."""
+    return CostRangeError(
+        f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
+        "model does not extrapolate: keep requests and micro-batches within, measure further, or "
+        "use another cost model"
+    )

@@ -1,0 +1,108 @@
+"""Deployments whose step times come from profiles: measured here, Vidur's or DistServe's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gllm.config.degrees import expand_degrees
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.profile import CostProfile, read_profile
+from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
+from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.stages import format_degrees, split_layers_evenly
+from gllm.sim.hardware.tables import build_hardware, look_up
+
+VIDUR = "vidur"
+VIDUR_RANKS = 2
+"""Devices of each stage in these profiles."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Choices that `gllm simulate` leaves to the user where a profile has several answers."""
+
+    scheduler: SchedulerConfig
+    longest: int
+    """Tokens of the longest request in the workload."""
+    stages: int | None = None
+    """Number of pipeline stages; default: the profile's."""
+    degrees: Sequence[int] | None = None
+    """Number of ranks of all stages, or of each; default: the profile's."""
+    layers: Sequence[int] | None = None
+    """Number of layers of each stage; default: as measured, or as equal as possible."""
+    link: str = "pcie"
+    """A name of LINKS: between stages, where the profile measured no link."""
+    max_model_len: int | None = None
+    """Longest text in tokens; default: the profile's, or `longest`."""
+
+
+def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
+    """Return a deployment whose step times come from a profile.
+
+    Args:
+        profile: `vidur`, or the file of `gllm profile`.
+        options: The rest.
+
+    Raises:
+        ValueError: The options do not fit the profile.
+        OSError: The profile cannot be read.
+    """
+    if profile == VIDUR:
+        return _build_vidur(options)
+    return _build_measured(profile, read_profile(profile), options)
+
+
+def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) -> Deployment:
+    """Return the measured pipeline, or the same model in another cut on equal devices.
+
+    A stage with fewer layers has KV blocks of fewer bytes, so more of them.
+    """
+    stages = options.stages or len(options.layers or profile.layers)
+    layers = list(options.layers or profile.layers)
+    if len(layers) != stages:
+        layers = split_layers_evenly(sum(profile.layers), stages)
+    measured = profile.degrees or [1] * len(profile.layers)
+    degrees = measured if layers == profile.layers else measured[:1] * stages
+    if options.degrees is not None and expand_degrees(options.degrees, stages) != degrees:
+        raise ValueError(
+            f"{path} was measured at --tp {format_degrees(profile.degrees)}: measure it at "
+            f"--tp {format_degrees(options.degrees)}, or leave --tp out"
+        )
+    # "pcie,network" names a link for each edge, which measured links make void.
+    link = look_up("link", options.link.split(",")[0], LINKS)
+    cost = FittedCostModel(profile, layers, link)
+    scheduler = options.scheduler.resolve(
+        stages,
+        profile.scheduler.num_blocks * max(profile.layers) // max(layers),
+        options.max_model_len or profile.scheduler.max_model_len,
+    )
+    return Deployment(
+        profile.model, layers, cost, scheduler, degrees=degrees if max(degrees) > 1 else []
+    )
+
+
+def _build_vidur(options: ProfileOptions) -> Deployment:
+    """Return Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
+    stages = options.stages or len(options.layers or [80])
+    degrees = [VIDUR_RANKS] * stages
+    if options.degrees is not None and expand_degrees(options.degrees, stages) != degrees:
+        raise ValueError(f"vidur's profiles are of --tp {VIDUR_RANKS}: leave --tp out")
+    # scikit-learn and its forests take seconds: only where asked for.
+    from gllm.sim.costs.forest import ROWS, ForestCostModel
+
+    cost = ForestCostModel(stages, layers=options.layers)
+    hardware = build_hardware(
+        "llama-2-70b", "A100-80G", stages, "nvlink", degrees, layers=cost.layers
+    )
+    blocks = min(hardware.stage_kv_blocks(options.scheduler.block_size, USABLE_MEMORY_SHARE))
+    # All decodes may be in one micro-batch, and none of more rows was measured.
+    num_seqs = min(options.scheduler.max_num_seqs, int(cost.ranges[ROWS][1]))
+    scheduler = replace(options.scheduler, max_num_seqs=num_seqs)
+    return Deployment(
+        "llama-2-70b",
+        cost.layers,
+        cost,
+        scheduler.resolve(stages, blocks, options.max_model_len or options.longest),
+        degrees=degrees,
+        hardware=hardware,
+    )

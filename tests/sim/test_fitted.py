@@ -1,0 +1,129 @@
+"""Fits of profiles: other cuts into stages, and the range in which they hold."""
+
+import pytest
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostRangeError
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample
+from gllm.sim.hardware.links import NetworkLink
+
+LAYERS = 8
+
+
+def prefill(start: int, tokens: int) -> StageWork:
+    return StageWork(0, tokens, ((start, tokens),), 0, 0, 1)
+
+
+def decode(count: int, context: int) -> StageWork:
+    return StageWork(0, count, (), count, count * context, count)
+
+
+WORKS = [
+    *(decode(count, context) for count in (1, 2, 4, 8, 16, 32) for context in (10, 300, 1000)),
+    *(prefill(0, tokens) for tokens in (8, 16, 32, 64, 128, 256, 512, 1000)),
+    StageWork(0, 110, ((0, 40), (300, 60)), 10, 5000, 11),
+]
+HOST, LAYER, ROW, PAIR, CONTEXT, EMBED, HEAD, LOGITS = (
+    4e-4,
+    2e-4,
+    5e-6,
+    4e-9,
+    8e-8,
+    1e-6,
+    1e-3,
+    2e-5,
+)
+
+
+def seconds(layers: int, is_first: bool, is_last: bool, work: StageWork) -> float:
+    """Return the time of a made-up machine."""
+    layer = LAYER + ROW * work.num_tokens
+    layer += PAIR * work.num_query_key_pairs + CONTEXT * work.num_decode_context_tokens
+    head = HEAD + LOGITS * work.num_sampled_rows
+    return HOST + layers * layer + is_first * EMBED * work.num_tokens + is_last * head
+
+
+def profile(cut: list[int], slowdown: float = 1.0) -> CostProfile:
+    """Return what a machine shows at one cut; the pipeline is slower than parts of the model."""
+    last = len(cut) - 1
+    steps = [
+        StepSample.of(
+            work,
+            [
+                slowdown * seconds(layers, stage == 0, stage == last, work)
+                for stage, layers in enumerate(cut)
+            ],
+        )
+        for work in WORKS
+    ]
+    ends = [(True, True), (True, False), (False, True), (False, False)]
+    spans = [
+        SpanSample(layers, *each, StepSample.of(work, [seconds(layers, *each, work)]))
+        for each in ends
+        for layers in (1, 3, LAYERS)
+        for work in WORKS
+    ]
+    config = SchedulerConfig().resolve(len(cut), 1000, 1024)
+    return CostProfile("made-up", cut, config, {}, steps, [], [], [], [], spans=spans,
+                       activation_bytes=1000)  # fmt: skip
+
+
+@pytest.mark.parametrize("measured", [[LAYERS], [5, 3]])
+@pytest.mark.parametrize("cut", [[LAYERS], [4, 4], [1, 7], [2, 2, 2, 2]])
+def test_one_profile_prices_every_cut(measured: list[int], cut: list[int]) -> None:
+    cost = FittedCostModel(profile(measured), cut)
+    for work in WORKS:
+        for stage, layers in enumerate(cut):
+            expected = seconds(layers, stage == 0, stage == len(cut) - 1, work)
+            assert cost.stage_seconds(stage, work) == pytest.approx(expected, rel=0.04)
+
+
+def test_a_slow_pipeline_is_slow_in_every_cut() -> None:
+    """Parts are measured outside of the pipeline: they give shares, the pipeline the level."""
+    fast, slow = (FittedCostModel(profile([LAYERS], factor), [4, 4]) for factor in (1, 1.5))
+    for work in WORKS:
+        ratio = slow.stage_seconds(1, work) / fast.stage_seconds(1, work)
+        assert ratio == pytest.approx(1.5, rel=0.02)
+
+
+def test_a_link_that_was_not_measured_is_a_given_one() -> None:
+    cost = FittedCostModel(profile([LAYERS]), [4, 4], NetworkLink(1e6, 0.25))
+    assert cost.activation_transfer(0, prefill(0, 500)) == (0.5, 0.25, 500_000)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (prefill(0, 1001), "tokens is 1001, but was measured from 1 to 1000"),
+        (decode(33, 10), "decodes is 33, but was measured from 1 to 32"),
+        (decode(2, 1001), "context is 1001, but was measured from 0 to 1000"),
+        (prefill(7900, 100), "context is 8000"),
+        (StageWork(0, 9, ((0, 3),) * 3, 0, 0, 3), "prefill chunks is 3"),
+    ],
+)
+@pytest.mark.parametrize("cut", [[LAYERS], [4, 4]])
+def test_work_above_the_range_is_refused(cut: list[int], work: StageWork, message: str) -> None:
+    with pytest.raises(CostRangeError, match=f"the profile: {message}"):
+        FittedCostModel(profile([LAYERS]), cut).stage_seconds(0, work)
+
+
+def test_work_below_the_range_costs_the_least_and_is_counted() -> None:
+    steps = profile([LAYERS])
+    steps.steps[:] = [step for step in steps.steps if step.tokens >= 8]
+    cost = FittedCostModel(steps)
+    assert cost.ranges["tokens"] == (8, 1000)
+    least = cost.stage_seconds(0, decode(8, 3))
+    assert cost.stage_seconds(0, decode(2, 12)) == pytest.approx(least, rel=1e-3)
+    assert cost.num_below_range == {"tokens": 1, "decodes": 1}
+
+
+def test_another_cut_needs_parts_of_the_model() -> None:
+    plain = profile([LAYERS])
+    plain.spans.clear()
+    with pytest.raises(ValueError, match="measure it again with `gllm profile`"):
+        FittedCostModel(plain, [4, 4])
+    for layers in ([4, 3], [8, 0], []):
+        with pytest.raises(ValueError, match="have to add up to the model's 8"):
+            FittedCostModel(profile([LAYERS]), layers)
