@@ -83,7 +83,7 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
 
 def _build_vidur(options: ProfileOptions) -> Deployment:
     """Return Llama-2-70B on pairs of A100s with 80 GB, tensor parallel within a stage."""
-    stages = options.stages or len(options.layers or [80])
+    stages = options.stages or (1 if options.layers is None else len(options.layers))
     degrees = [VIDUR_RANKS] * stages
     if options.degrees is not None and expand_degrees(options.degrees, stages) != degrees:
         raise ValueError(f"vidur's profiles are of --tp {VIDUR_RANKS}: leave --tp out")
