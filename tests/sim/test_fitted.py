@@ -113,7 +113,7 @@ def test_work_below_the_range_costs_the_least_and_is_counted() -> None:
     steps = profile([LAYERS])
     steps.steps[:] = [step for step in steps.steps if step.tokens >= 8]
     cost = FittedCostModel(steps)
-    assert cost.ranges["tokens"] == (8, 1000)
+    assert list(cost.ranges["tokens"]) == [8, 1000]
     least = cost.stage_seconds(0, decode(8, 3))
     assert cost.stage_seconds(0, decode(2, 12)) == pytest.approx(least, rel=1e-3)
     assert cost.num_below_range == {"tokens": 1, "decodes": 1}
@@ -124,6 +124,6 @@ def test_another_cut_needs_parts_of_the_model() -> None:
     plain.spans.clear()
     with pytest.raises(ValueError, match="measure it again with `gllm profile`"):
         FittedCostModel(plain, [4, 4])
-    for layers in ([4, 3], [8, 0], []):
+    for layers in ((4, 3), (8, 0), ()):
         with pytest.raises(ValueError, match="have to add up to the model's 8"):
             FittedCostModel(profile([LAYERS]), layers)

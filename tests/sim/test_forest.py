@@ -165,7 +165,7 @@ def test_work_below_the_range_costs_the_least_and_is_counted(
     assert cost.num_below_range[name] >= 1
     fresh = ForestCostModel()
     assert not fresh.num_below_range
-    assert fresh.ranges["attn_prefill chunk"] == (64, 4096)
+    assert list(fresh.ranges["attn_prefill chunk"]) == [64, 4096]
 
 
 def test_chunks_are_combined_as_far_as_was_measured(cost: ForestCostModel) -> None:
