@@ -114,7 +114,7 @@ def serve_simulated(
 ) -> tuple[RunRecord, Outputs]:
     """Serve the jobs with a simulated pipeline, which has no outputs."""
     config = SimulationConfig(profile=profile, scheduler=SchedulerConfig(policy=policy))
-    return simulate(build_deployment(config, CONTEXT), jobs)[0], []
+    return simulate(build_deployment(config, CONTEXT), jobs), []
 
 
 def make_jobs(rate: float, count: int) -> list[WorkloadRequest]:

@@ -47,7 +47,7 @@ def simulate_case(case: Case) -> list[str]:
     deployment = roofline_deployment("qwen2.5-32b", "L20", 4, 16384, "pcie", config)
     scheduler = replace(deployment.scheduler, num_blocks=case.num_blocks)
     jobs = make_workload("azure-conv", 300, 2.0, "poisson", 0)
-    run = simulate(replace(deployment, scheduler=scheduler), jobs)[0]
+    run = simulate(replace(deployment, scheduler=scheduler), jobs)
     figures = summarize_run(run)
     served = run.requests.values()
     # The last token of an output is never an input.

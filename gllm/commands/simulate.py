@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from gllm.config.flags import (
     output_file,
     output_folder,
 )
-from gllm.observability.step_log import StepLogEvent, StepLogWriter
+from gllm.observability.step_log import StepLogWriter
 from gllm.sim.compare import compare_with_profile, comparison_table
 from gllm.sim.deployment import simulate
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
@@ -51,11 +50,15 @@ def main(argv: list[str]) -> int:
             return _compare(config, values.compare, values.output)
         jobs = build_workload(config)
         longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-        run, events = simulate(build_deployment(config, longest), jobs)
+        deployment = build_deployment(config, longest)
+        if values.step_log:
+            log = StepLogWriter(values.step_log)
+            run = simulate(deployment, jobs, log.write)
+            log.close()
+        else:
+            run = simulate(deployment, jobs)
         summary = summarize_run(run, config.slo_ttft, config.slo_tpot)
         print(format_metrics_table({run.start.scheduler.policy: summary}))
-        if values.step_log:
-            _write_log(values.step_log, events)
         if values.output:
             write_outputs(run, summary, Path(values.output))
     except BrokenPipeError:
@@ -84,13 +87,6 @@ def write_outputs(run: RunRecord, summary: dict[str, Any], folder: Path) -> None
     plot_tokens(run, folder / "tokens.svg")
     plot_gantt(run, folder / "gantt.svg")
     print(f"wrote metrics.json, latencies.svg, tokens.svg and gantt.svg to {folder}")
-
-
-def _write_log(path: str, events: Iterable[StepLogEvent]) -> None:
-    log = StepLogWriter(path)
-    for event in events:
-        log.write(event)
-    log.close()
 
 
 def _compare(config: SimulationConfig, log: str, output: str | None) -> int:

@@ -53,7 +53,7 @@ def simulate_ttft(case: ChunkCase, policy: str, max_tokens: int | None) -> float
     deployment = roofline_deployment(
         case.model, case.device, case.stages, MAX_MODEL_LEN, scheduler=config
     )
-    run, _ = simulate(deployment, [WorkloadRequest(0.0, case.prompt, 1)])
+    run = simulate(deployment, [WorkloadRequest(0.0, case.prompt, 1)])
     (served,) = run.requests.values()
     assert served.line.ttft is not None
     return served.line.ttft

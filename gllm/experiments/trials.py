@@ -85,7 +85,7 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
     )
     config = deployment.scheduler
     config = replace(config, num_blocks=int(config.num_blocks * trial.kv_share))
-    return simulate(replace(deployment, scheduler=config), jobs)[0]
+    return simulate(replace(deployment, scheduler=config), jobs)
 
 
 def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class SchedulerRequest(NamedTuple):
 
     seq: int
     """Id of the first sequence; greater than all ids of earlier requests."""
-    prompt_token_ids: list[int]
+    prompt_token_ids: Items[int]
     max_tokens: int
     """Maximum number of tokens to generate, `outputs` included."""
     stop_token_ids: frozenset[int] = frozenset()

@@ -1,6 +1,6 @@
 """Simulated deployment: a model cut into stages, a cost model and a scheduler configuration."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
@@ -53,10 +53,25 @@ class Deployment:
 
 
 def simulate(
-    deployment: Deployment, jobs: list[WorkloadRequest]
-) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Simulate a workload; return the run and its log. Raises ValueError as `serve_requests`."""
-    return serve_requests(deployment, to_scheduler_requests(jobs))
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    log: Callable[[StepLogEvent], None] | None = None,
+) -> RunRecord:
+    """Simulate a workload.
+
+    Args:
+        deployment: The replica.
+        jobs: The requests, sorted by arrival.
+        log: Receives the events of the run's step log; None: no log.
+
+    Raises:
+        ValueError: A request is longer than the deployment's context.
+    """
+    run, events = serve_requests(deployment, to_scheduler_requests(jobs))
+    if log is not None:
+        for event in events:
+            log(event)
+    return run
 
 
 def serve_requests(

@@ -17,7 +17,12 @@ class PipelineObserver(Protocol):
         """Note sequences that end without further output."""
 
     def on_scheduled(
-        self, plan: StepPlan | None, work: StageWork | None, parallelism: int, now: float
+        self,
+        plan: StepPlan | None,
+        work: StageWork | None,
+        parallelism: int,
+        kv_usage: float,
+        now: float,
     ) -> None:
         """Note a call of the scheduler.
 
@@ -25,6 +30,7 @@ class PipelineObserver(Protocol):
             plan: Its plan; None if nothing can run.
             work: The plan's work.
             parallelism: Number of stages that the available work could keep busy after the call.
+            kv_usage: Share of KV blocks that sequences hold after the call, 0..1.
             now: Time of the call.
         """
 

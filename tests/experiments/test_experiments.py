@@ -18,8 +18,8 @@ from gllm.experiments.real_ablation import median_figures
 from gllm.experiments.slo import coverage, interpolate_rate
 from gllm.observability.step_log import StepLogEvent
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 
 PAGES = Path(__file__).parents[2] / "docs" / "experiments"
 SIMULATED = [name for name in EXPERIMENTS if name not in ("replay", "prediction")]
@@ -56,7 +56,7 @@ def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[S
     stages = config.pipeline_parallel_size
     scheduler = config.scheduler.resolve(stages, 1000, 1024)
     deployment = Deployment("simulated", [1] * stages, ConstantCostModel(0.01), scheduler)
-    return simulate(deployment, jobs)[1]
+    return serve_requests(deployment, to_scheduler_requests(jobs))[1]
 
 
 def test_replay_of_known_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

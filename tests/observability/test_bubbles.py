@@ -63,7 +63,8 @@ def live(events: list[StepLogEvent], run: RunRecord) -> BubbleMeter:
 def test_the_figures_are_those_of_the_step_log(stages: int, policy: str) -> None:
     scheduler = SchedulerConfig(policy=policy)
     deployment = roofline_deployment("qwen2.5-14b", "A100-40G", stages, 4096, scheduler=scheduler)
-    _, events = simulate(deployment, make_workload("uniform:16,900,8,60", 60, 8.0))
+    events: list[StepLogEvent] = []
+    simulate(deployment, make_workload("uniform:16,900,8,60", 60, 8.0), events.append)
     run = build_run_record(events)
     uses, meter = run.stage_usages(), live(events, run)
     assert meter.seconds == pytest.approx([use.bubble for use in uses])

@@ -165,9 +165,10 @@ class Pipeline:
         """Submit a request and register its sequences everywhere."""
         self.scheduler.add(request, self.now)
         self.arrival_times[request.seq] = self.now - request.age_seconds
+        prompt = [*request.prompt_token_ids]
         for seq in range(request.seq, request.seq + request.n):
             for stage in self.stages:
-                stage.mirror.register(seq, len(request.prompt_token_ids), request.prompt_token_ids)
+                stage.mirror.register(seq, len(prompt), prompt)
             self.texts[seq] = Text()
             for token in request.initial_token_ids(seq):
                 self.texts[seq].append(token)

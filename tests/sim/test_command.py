@@ -11,9 +11,9 @@ from gllm.commands.simulate import main
 from gllm.observability.step_log import StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.profile import build_profile, write_profile
-from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.deployment import roofline_deployment, serve_requests
 from gllm.sim.metrics.run_record import build_run_record
-from gllm.sim.workloads.requests import make_workload
+from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 
@@ -52,7 +52,8 @@ def test_a_profile_predicts_and_is_compared(
 ) -> None:
     config = SchedulerConfig(policy="throttle")
     made = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config)
-    run, events = simulate(made, make_workload("uniform:1,900,1,90", 60, 4.0))
+    jobs = make_workload("uniform:1,900,1,90", 60, 4.0)
+    run, events = serve_requests(made, to_scheduler_requests(jobs))
     profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
     write_profile(build_profile([run], {}), profile)
     assert main(["--profile", str(profile), "--workload", "fixed:100,20", "--requests", "5"]) == 0

@@ -22,7 +22,7 @@ from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.deployment import Deployment, serve_requests, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest, build_run_record
 from gllm.sim.pipeline import SimulatedPipeline
@@ -63,7 +63,7 @@ def config(stages: int = 1, blocks: int = 1000, **options: Any) -> SchedulerConf
 def served(
     cost: ConstantCostModel, resolved: SchedulerConfig, jobs: list[WorkloadRequest]
 ) -> RunRecord:
-    return simulate(Deployment("made up", [1] * resolved.stages, cost, resolved), jobs)[0]
+    return simulate(Deployment("made up", [1] * resolved.stages, cost, resolved), jobs)
 
 
 def only(run_events: RunRecord) -> ServedRequest:
@@ -424,7 +424,9 @@ def bytes_of(seed: int, policy: str = "balance") -> bytes:
     jobs = make_workload("uniform:4,40,2,24", 60, 6.0, seed=seed)
     resolved = config(3, 20, policy=policy, block_size=8)
     deployment = Deployment("made up", [1, 1, 1], ConstantCostModel(0.05, 0.01), resolved)
-    return b"\n".join(map(msgspec.json.encode, simulate(deployment, jobs)[1]))
+    return b"\n".join(
+        map(msgspec.json.encode, serve_requests(deployment, to_scheduler_requests(jobs))[1])
+    )
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
@@ -435,7 +437,9 @@ def test_a_seed_and_a_configuration_give_the_same_bytes(policy: str) -> None:
     resolved = replace(config(3, 20, policy=policy, block_size=8), max_num_seqs=2)
     deployment = Deployment("made up", [1, 1, 1], ConstantCostModel(0.05, 0.01), resolved)
     jobs = make_workload("uniform:4,40,2,24", 60, 6.0, seed=3)
-    assert first != b"\n".join(map(msgspec.json.encode, simulate(deployment, jobs)[1]))
+    assert first != b"\n".join(
+        map(msgspec.json.encode, serve_requests(deployment, to_scheduler_requests(jobs))[1])
+    )
 
 
 def test_another_process_with_other_hashes_gives_the_same_bytes() -> None:

@@ -50,7 +50,7 @@ PANELS = [
 @pytest.fixture(scope="module")
 def run() -> RunRecord:
     deployment = roofline_deployment("qwen2.5-14b", "L20", STAGES, 8192)
-    return simulate(deployment, make_workload("azure-conv", 30, 4.0))[0]
+    return simulate(deployment, make_workload("azure-conv", 30, 4.0))
 
 
 def step(
@@ -65,10 +65,11 @@ def step(
 def made(*steps: MicroBatch, parallelism: list[tuple[float, int]], end: float) -> RunRecord:
     """Two stages, one request that is there from 10 to `end`."""
     run = RunRecord(
-        StartEvent(0.0, "m", [1, 1], SchedulerConfig(), "driver"), parallelism=parallelism
+        StartEvent(0.0, "m", [1, 1], SchedulerConfig(), "driver"),
+        micro_batches=steps,
+        parallelism=parallelism,
     )
     run.requests[0] = ServedRequest(1, 1, RequestTimeline(10.0, [end], 1))
-    run.micro_batches += steps
     return run
 
 

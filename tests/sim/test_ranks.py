@@ -18,14 +18,14 @@ from gllm.sim.compare import compare_runs
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
 from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
-from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
 from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 from gllm.sim.options import SimulationConfig
-from gllm.sim.workloads.requests import make_workload
+from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 PEAK = DeviceEfficiency(1.0, 1.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=4, kv_heads=2, mlp=16, vocabulary=10, head_dim=4)
@@ -162,11 +162,9 @@ def test_more_ranks_leave_more_cache_and_take_less_time_where_links_are_fast() -
             {"degrees": (2,), "rank_link": "network"},
         )
     )
-    assert one[0].end > fast[0].end
-    assert slow[0].end > fast[0].end
-    starts = [events[0] for _, events in (one, fast)]
-    assert isinstance(starts[0], StartEvent)
-    assert isinstance(starts[1], StartEvent)
+    assert one.end > fast.end
+    assert slow.end > fast.end
+    starts = [one.start, fast.start]
     assert (starts[0].degrees, starts[1].degrees) == ([], [2, 2])
     assert starts[1].scheduler.num_blocks > 2 * starts[0].scheduler.num_blocks
     for options, message in (
@@ -200,7 +198,8 @@ def test_the_flag_and_the_log(tmp_path: Path) -> None:
 
 def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = deployment(degrees=(2, 1))
-    run, events = simulate(made, make_workload("uniform:1,900,1,90", 60, 4.0))
+    jobs = make_workload("uniform:1,900,1,90", 60, 4.0)
+    run, events = serve_requests(made, to_scheduler_requests(jobs))
     profile = build_profile([run], {})
     assert profile.degrees == [2, 1]
     path = tmp_path / "profile.json"
@@ -216,7 +215,7 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*flags, "--tp", "2"]) == 2
     assert "was measured at --tp 2,1" in capsys.readouterr().err
     assert compare_runs(events, profile).predicted.start.degrees == [2, 1]
-    other, _ = simulate(deployment(), make_workload("uniform:1,900,1,90", 60, 4.0))
+    other = simulate(deployment(), make_workload("uniform:1,900,1,90", 60, 4.0))
     with pytest.raises(ValueError, match="measure the profile at the same --tp"):
         compare_runs(events, build_profile([other], {}))
 

@@ -35,7 +35,7 @@ def simulated(
     policy: str = "throttle", stages: int = 4, seed: int = 0
 ) -> tuple[RunRecord, list[StepLogEvent]]:
     jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", seed)
-    return simulate(deployment(policy, stages), jobs)
+    return serve_requests(deployment(policy, stages), to_scheduler_requests(jobs))
 
 
 def write(events: list[StepLogEvent], path: Path) -> Path:
@@ -101,7 +101,7 @@ def profile() -> CostProfile:
     jobs = make_workload("uniform:1,2000,1,100", 300, 3.0)
     config = SchedulerConfig(ridge_tokens=10**6, prefix_cache=False)
     made = roofline_deployment("qwen2.5-14b", "A100-40G", 4, 16384, scheduler=config)
-    return build_profile([simulate(made, jobs)[0]], {"device": "roofline_deployment"})
+    return build_profile([simulate(made, jobs)], {"device": "roofline_deployment"})
 
 
 def test_a_profile_survives_its_file(profile: CostProfile, tmp_path: Path) -> None:

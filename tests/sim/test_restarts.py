@@ -25,7 +25,7 @@ from gllm.scheduler.plan import (
 )
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
+from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
@@ -136,7 +136,7 @@ def test_replay_follows_ranks() -> None:
         deployment = roofline_deployment(
             "qwen2.5-14b", "A100-40G", 2, 4096, scheduler=config, degrees=degrees
         )
-        logs.append(simulate(deployment, jobs)[1])
+        logs.append(serve_requests(deployment, to_scheduler_requests(jobs))[1])
     first, second = (log[0] for log in logs)
     assert isinstance(first, StartEvent)
     assert isinstance(second, StartEvent)

@@ -4,7 +4,7 @@ Owns what is read off a log: timelines of requests, micro-batches with their tim
 stage was and what it lost to bubbles. Knows nothing of where the log came from.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -26,7 +26,7 @@ from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.sim.metrics.resumed import ResumedRequestFinder, arrival_time
 
 
-@dataclass
+@dataclass(slots=True)
 class ServedRequest:
     """A sequence of a run."""
 
@@ -39,9 +39,28 @@ class ServedRequest:
     """Times it lost its blocks to other sequences."""
     num_resumptions: int = 0
     """Recoveries after which it was submitted again."""
+    first_scheduled_time: float | None = None
+    """Time at which its first micro-batch was planned; None if it never ran."""
+    preempted_seconds: float = 0.0
+    """Time without progress because of preemptions: each from the last commit before it to the next
+    planned micro-batch."""
+
+    def record_schedule(self, num_preemptions: int, now: float, last_commit_time: float) -> None:
+        """Record that a micro-batch with the sequence was planned.
+
+        Args:
+            num_preemptions: Number of preemptions until now.
+            now: Time of the plan.
+            last_commit_time: Time of the sequence's last commit; `now` if it has none.
+        """
+        if self.first_scheduled_time is None:
+            self.first_scheduled_time = now
+        if num_preemptions > self.num_preemptions:
+            self.preempted_seconds += now - last_commit_time
+            self.num_preemptions = num_preemptions
 
 
-@dataclass
+@dataclass(slots=True)
 class MicroBatch:
     """A micro-batch of a run."""
 
@@ -57,6 +76,9 @@ class MicroBatch:
     """When the driver had heard the news after which it planned."""
     received_time: float = 0.0
     """When the driver had heard all that came with the result."""
+    kv_usage: float | None = None
+    """Share of KV blocks that sequences held after the schedule, 0..1; None where a log, which does
+    not have it, is the source."""
 
 
 @dataclass
@@ -96,10 +118,11 @@ class RunRecord:
 
     start: StartEvent
     requests: dict[int, ServedRequest] = field(default_factory=dict)
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    micro_batches: Sequence[MicroBatch] = field(default_factory=list)
     stage_reports: list[StageReport] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
-    """(time, stages that the work at hand could keep busy from then on)."""
+    """(time, number of stages that the available work could keep busy from then on), at each change
+    of the number."""
     restarts: list[RestartEvent] = field(default_factory=list)
     """Recoveries; from the last event before each until it, no work counts as available."""
 
@@ -159,7 +182,7 @@ def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> 
     start = next(iterator, None)
     if not isinstance(start, StartEvent):
         raise ValueError("a step log has to begin with its start")
-    reader = _Reader(RunRecord(start), skips_warm_ups=not warm_ups)
+    reader = _Reader(start, skips_warm_ups=not warm_ups)
     for event in iterator:
         reader.read(event)
     return reader.run
@@ -168,17 +191,18 @@ def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> 
 class _Reader:
     """Builds a run event by event."""
 
-    def __init__(self, run: RunRecord, skips_warm_ups: bool) -> None:
-        self.run = run
+    def __init__(self, start: StartEvent, skips_warm_ups: bool) -> None:
+        self._micro_batches: list[MicroBatch] = []
+        self.run = RunRecord(start, micro_batches=self._micro_batches)
         self._skips_warm_ups = skips_warm_ups
-        self._warm_ups = run.start.warm_ups if skips_warm_ups else 0
+        self._warm_ups = start.warm_ups if skips_warm_ups else 0
         """Warm-up requests that are still to come."""
         self._steps: dict[int, MicroBatch] = {}
         self._heard: list[ServedRequest | MicroBatch | StageReport] = []
         """Events since the last schedule."""
-        self._news = run.start.time
+        self._news = start.time
         """When the last of it came."""
-        self._last_time = run.start.time
+        self._last_time = start.time
         """Time of the last event."""
         self._rows: dict[int, list[ScheduledRow]] = {}
         """Rows of the steps in flight, by step."""
@@ -198,6 +222,8 @@ class _Reader:
         the request's first submission."""
         self._earlier_preemptions: dict[int, int] = {}
         """Preemptions of a resumed sequence in earlier generations."""
+        self._commit_times: dict[int, float] = {}
+        """Time of the last commit of each sequence of the present generation."""
 
     def read(self, event: StepLogEvent) -> None:
         """Take one event in."""
@@ -227,7 +253,7 @@ class _Reader:
     def _restart(self, restart: RestartEvent) -> None:
         """Forget what was in flight, and keep the unfinished requests to recognize them."""
         self.run.restarts.append(restart)
-        self.run.parallelism.append((self._last_time, 0))
+        self._set_parallelism(self._last_time, 0)
         self._unfinished = {
             add.seq: [self._served[seq] for seq in seqs if self._is_unfinished(seq)]
             for add, seqs in self._adds.values()
@@ -239,7 +265,7 @@ class _Reader:
         self._news = restart.time
         for state in (
             self._steps, self._rows, self._prefilled, self._served, self._stop_ids, self._adds,
-            self._earlier_preemptions,
+            self._earlier_preemptions, self._commit_times,
         ):  # fmt: skip
             state.clear()
         self._heard.clear()
@@ -275,9 +301,14 @@ class _Reader:
             self._served[seq] = served
             self._stop_ids[seq] = add.stop_ids
 
+    def _set_parallelism(self, time: float, parallelism: int) -> None:
+        changes = self.run.parallelism
+        if parallelism != (changes[-1][1] if changes else 0):
+            changes.append((time, parallelism))
+
     def _schedule(self, event: ScheduleEvent) -> None:
         run, plan = self.run, event.plan
-        run.parallelism.append((event.time, event.parallelism))
+        self._set_parallelism(event.time, event.parallelism)
         for each in self._heard:
             each.received_time = self._news
         self._heard = []
@@ -290,14 +321,16 @@ class _Reader:
         step.trigger_time = self._news
         self._steps[plan.step] = step
         if any(row.seq in self._served for row in plan.rows):
-            run.micro_batches.append(step)
+            self._micro_batches.append(step)
         self._rows[plan.step] = plan.rows
         for row in plan.rows:
             if row.should_sample:
                 self._prefilled[row.seq] = row.epoch
             served = self._served.get(row.seq)
             if served is not None:
-                served.num_preemptions = self._earlier_preemptions.get(row.seq, 0) + row.epoch
+                num_preemptions = self._earlier_preemptions.get(row.seq, 0) + row.epoch
+                last_commit_time = self._commit_times.get(row.seq, event.time)
+                served.record_schedule(num_preemptions, event.time, last_commit_time)
 
     def _commit(self, event: CommitEvent) -> None:
         result = event.result
@@ -305,6 +338,8 @@ class _Reader:
         step.committed_time = event.time
         self._heard.append(step)
         rows = self._rows.pop(result.step)
+        for row in rows:
+            self._commit_times[row.seq] = event.time
         if result.error:
             for row in rows:
                 self._stop_ids.pop(row.seq, None)

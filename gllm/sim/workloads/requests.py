@@ -4,6 +4,7 @@ The same seed gives the same workload.
 """
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from gllm.scheduler.sequence import SchedulerRequest
@@ -110,17 +111,30 @@ def _scale_parts(job: WorkloadRequest, factor: float, most: int | None) -> Workl
     return job._replace(num_prompt_tokens=prompt, num_output_tokens=output, parts=parts)
 
 
-def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
-    """Return scheduler requests whose prompts share no KV block, except for common parts."""
-    requests, base = [], 0
+def iterate_scheduler_requests(
+    jobs: Iterable[WorkloadRequest],
+) -> Iterator[tuple[float, SchedulerRequest]]:
+    """Yield (arrival in seconds, request); prompts share no KV block, except for common parts.
+
+    A prompt without parts is a `range`, which takes no memory for its tokens.
+    """
+    base = 0
     first_ids: dict[int, int] = {}
     for seq, job in enumerate(jobs):
-        prompt: list[int] = []
-        # A prompt without parts is one that nobody shares.
-        for key, num_tokens in job.parts or [(-1 - seq, job.num_prompt_tokens)]:
-            first = first_ids.setdefault(key, base)
-            base = max(base, first + num_tokens)
-            prompt += range(first, first + num_tokens)
+        prompt: Sequence[int]
+        if job.parts:
+            prompt = []
+            for key, num_tokens in job.parts:
+                first = first_ids.setdefault(key, base)
+                base = max(base, first + num_tokens)
+                prompt += range(first, first + num_tokens)
+        else:
+            prompt = range(base, base + job.num_prompt_tokens)
+            base = prompt.stop
         request = SchedulerRequest(seq, prompt, job.num_output_tokens, priority=job.priority)
-        requests.append((job.arrival_seconds, request))
-    return requests
+        yield job.arrival_seconds, request
+
+
+def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
+    """Return the items of `iterate_scheduler_requests`."""
+    return list(iterate_scheduler_requests(jobs))

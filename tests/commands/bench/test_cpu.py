@@ -17,7 +17,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 def served(jobs: list[WorkloadRequest], policy: str = "throttle") -> RunRecord:
     scheduler = SchedulerConfig(policy=policy)
     deployment = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler)
-    return simulate(deployment, jobs)[0]
+    return simulate(deployment, jobs)
 
 
 def test_words_around_the_figures_stay(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def times(base: Evenness, factor: float) -> Evenness:
 
 def serve(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, list[list[int]]]:
     scheduler = SchedulerConfig(policy=policy)
-    run, _ = simulate(
+    run = simulate(
         roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096, scheduler=scheduler), jobs
     )
     return run, [[1, 2], [3]]

@@ -1,0 +1,132 @@
+"""Record a simulated run directly, without a step log in between."""
+
+from collections import deque
+
+from gllm.observability.latency import RequestTimeline
+from gllm.observability.step_log import StartEvent
+from gllm.scheduler.plan import ScheduledRow, StepOutput, StepPlan
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.metrics.micro_batch_table import MicroBatchTable
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
+
+
+class RunRecorder:
+    """Observer that builds the RunRecord of one generation of a pipeline.
+
+    The record has the figures of `build_run_record` for the same run's log, but no reports of
+    stages: only a replay needs them.
+
+    Args:
+        start: First event of the run's log.
+    """
+
+    def __init__(self, start: StartEvent) -> None:
+        self._micro_batches = MicroBatchTable(len(start.layers))
+        self.record = RunRecord(start, micro_batches=self._micro_batches)
+        self._requests = self.record.requests
+        self._parallelism = 0
+        self._received_time = start.time
+        """Time of the last news that the driver received."""
+        self._news: list[ServedRequest] = []
+        """Requests added since the last schedule."""
+        self._committed_steps: list[int] = []
+        """Steps committed since the last schedule."""
+        self._prefilled: dict[int, int] = {}
+        """By unfinished sequence, the newest epoch whose prefill was planned to its end."""
+        self._chunk_times: dict[int, float] = {}
+        """By unfinished sequence, time of the last commit of a prefill chunk."""
+        self._prefill_counts: deque[int] = deque()
+        """Number of prefill rows of each step in flight."""
+
+    def on_added(self, request: SchedulerRequest, now: float) -> None:
+        """Begin the timelines of a request's sequences."""
+        self._received_time = now
+        prompt_len = len(request.prompt_token_ids)
+        for index in range(request.n):
+            line = RequestTimeline(now - request.age_seconds)
+            if request.outputs:
+                line.record_output(now, len(request.outputs[index]))
+            served = ServedRequest(prompt_len, request.max_tokens, line)
+            self._requests[request.seq + index] = served
+            self._news.append(served)
+
+    def on_aborted(self, seqs: list[int], now: float) -> None:
+        """Forget what is only needed of unfinished sequences."""
+        self._received_time = now
+        for seq in seqs:
+            self._forget(seq)
+
+    def on_scheduled(
+        self,
+        plan: StepPlan | None,
+        work: StageWork | None,
+        parallelism: int,
+        kv_usage: float,
+        now: float,
+    ) -> None:
+        """Add a micro-batch, and the parallelism if it has changed."""
+        if parallelism != self._parallelism:
+            self._parallelism = parallelism
+            self.record.parallelism.append((now, parallelism))
+        received_time = self._received_time
+        for served in self._news:
+            served.received_time = received_time
+        self._news.clear()
+        for step in self._committed_steps:
+            self._micro_batches.set_received(step, received_time)
+        self._committed_steps.clear()
+        if plan is None or work is None:
+            return
+        num_prefill_rows = self._record_prefill_rows(plan.rows, now)
+        self._prefill_counts.append(num_prefill_rows)
+        self._micro_batches.append_planned(
+            now, received_time, kv_usage, work, len(plan.rows) - num_prefill_rows
+        )
+
+    def _record_prefill_rows(self, rows: list[ScheduledRow], now: float) -> int:
+        """Record the starts and preemptions of prefilled sequences; return their number.
+
+        Prefill rows are the last ones of a plan, and a sequence that has lost its blocks prefills
+        first. So the rows before need no look.
+        """
+        for index in range(len(rows) - 1, -1, -1):
+            row = rows[index]
+            if self._prefilled.get(row.seq) == row.epoch:
+                return len(rows) - 1 - index
+            served = self._requests[row.seq]
+            served.record_schedule(row.epoch, now, self._last_commit_time(row.seq, served, now))
+            if row.should_sample:
+                self._prefilled[row.seq] = row.epoch
+        return len(rows)
+
+    def _last_commit_time(self, seq: int, served: ServedRequest, now: float) -> float:
+        """Return the time of a sequence's last commit; `now` if it has none."""
+        times = [*served.line.times[-1:], self._chunk_times.get(seq, served.line.arrival)]
+        return max(times) if served.first_scheduled_time is not None else now
+
+    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
+        """Record when a stage computed a step."""
+        self._received_time = end
+        self._micro_batches.set_stage_time(step, stage, start, end)
+
+    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
+        """Record the tokens of a step."""
+        self._received_time = now
+        self._micro_batches.set_committed(plan.step, now)
+        self._committed_steps.append(plan.step)
+        num_prefill_rows = self._prefill_counts.popleft()
+        for row in plan.rows[len(plan.rows) - num_prefill_rows :]:
+            self._chunk_times[row.seq] = now
+        requests = self._requests
+        for seq in output.seqs:
+            line = requests[seq].line
+            line.times.append(now)
+            line.num_tokens += 1
+        for finished in output.finished:
+            self._forget(finished.seq)
+
+    def _forget(self, seq: int) -> None:
+        """Drop the state of a sequence that has ended."""
+        self._prefilled.pop(seq, None)
+        self._chunk_times.pop(seq, None)
