@@ -12,8 +12,9 @@ from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.hardware.stages import PipelineSpec
 from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.metrics.run_record import RunRecord, StageReport, build_run_record
+from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
 
 USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory for weights and KV cache; activations and system get the rest."""
@@ -67,11 +68,31 @@ def simulate(
     Raises:
         ValueError: A request is longer than the deployment's context.
     """
-    run, events = serve_requests(deployment, to_scheduler_requests(jobs))
+    _check_lengths(deployment, (job.num_prompt_tokens + job.num_output_tokens for job in jobs))
+    start = deployment.start_event(jobs[0].arrival_seconds if jobs else 0.0)
+    recorder = RunRecorder(start)
     if log is not None:
-        for event in events:
-            log(event)
-    return run
+        log(start)
+    pipeline = SimulatedPipeline(
+        deployment.scheduler,
+        deployment.cost,
+        [recorder],
+        log,
+        output_lengths=deployment.output_lengths,
+    )
+    pipeline.submit_each(iterate_scheduler_requests(jobs))
+    pipeline.loop.run()
+    return recorder.record
+
+
+def _check_lengths(deployment: Deployment, lengths: Iterable[int]) -> None:
+    """Raise ValueError if the longest request, in tokens, does not fit max_model_len."""
+    longest, limit = max(lengths, default=0), deployment.scheduler.max_model_len
+    if longest > limit:
+        raise ValueError(
+            f"the workload has a request of {longest} tokens, but max_model_len is {limit}: raise "
+            "it or choose another workload"
+        )
 
 
 def serve_requests(
@@ -80,19 +101,21 @@ def serve_requests(
     aborts: Iterable[tuple[float, list[int]]] = (),
     told: list[StageReport] | None = None,
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    """Simulate requests and aborts at their times.
+    """Simulate requests and aborts at their times; return the run as its log tells it, and the log.
 
-    `told`: reports of stages' step times; by default each stage reports at the end of each step.
+    Args:
+        deployment: The replica.
+        requests: Arrivals in seconds, in order, and requests.
+        aborts: Times in seconds and the sequences that are aborted then.
+        told: Reports of stages' step times; by default each stage reports at the end of each step.
 
-    Raises ValueError for a request that is longer than the deployment's context.
+    Raises:
+        ValueError: A request is longer than the deployment's context.
     """
+    _check_lengths(
+        deployment, (len(each.prompt_token_ids) + each.max_tokens for _, each in requests)
+    )
     config = deployment.scheduler
-    longest = max((len(each.prompt_token_ids) + each.max_tokens for _, each in requests), default=0)
-    if longest > config.max_model_len:
-        raise ValueError(
-            f"the workload has a request of {longest} tokens, but max_model_len is "
-            f"{config.max_model_len}: raise it or choose another workload"
-        )
     begin = requests[0][0] if requests else 0.0
     events: list[StepLogEvent] = [deployment.start_event(begin)]
     pipeline = SimulatedPipeline(

@@ -224,8 +224,9 @@ class SimulatedPipeline:
             return
         plan, work = (batch.plan, batch.work) if batch else (None, None)
         parallelism = self.scheduler.available_parallelism()
+        kv_usage = 1 - self.scheduler.kv_cache.free_share
         for observer in self.observers:
-            observer.on_scheduled(plan, work, parallelism, now)
+            observer.on_scheduled(plan, work, parallelism, kv_usage, now)
 
     def _send_plan(self, now: float, batch: InFlightBatch) -> None:
         """Send a plan to every stage."""

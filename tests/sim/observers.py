@@ -17,7 +17,12 @@ class SilentObserver:
         """Do nothing."""
 
     def on_scheduled(
-        self, plan: StepPlan | None, work: StageWork | None, parallelism: int, now: float
+        self,
+        plan: StepPlan | None,
+        work: StageWork | None,
+        parallelism: int,
+        kv_usage: float,
+        now: float,
     ) -> None:
         """Do nothing."""
 
