@@ -55,7 +55,8 @@ class Scheduler:
         self._table = SequenceTable()
         self._sequences = self._table.sequences
         self._in_flight: dict[int, StepPlan] = {}
-        observe = self._policy.observe_step if self._policy.learns_step_times else None
+        self.learns_step_times = self._policy.learns_step_times
+        observe = self._policy.observe_step if self.learns_step_times else None
         self._step_times = StepTimeCollector(observe, config.stages)
         self._last_plan_had_decodes = False
         self._is_decode_stalled = False

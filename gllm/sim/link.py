@@ -5,7 +5,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gllm.sim.costs.base import TransferCost
-from gllm.sim.event_loop import PIPELINE, EventLoop
+from gllm.sim.event_loop import PIPELINE, TIME_DECIMALS, EventLoop
 
 T = TypeVar("T")
 
@@ -29,10 +29,12 @@ class LinkMessage:
         "argument",
         "cost",
         "deliver",
+        "is_dropped",
         "message_class",
         "number",
         "owner",
         "queued_time",
+        "rank",
         "remaining_seconds",
     )
 
@@ -45,6 +47,7 @@ class LinkMessage:
         deliver: Callable[[float, Any], None],
         argument: object,
         owner: object,
+        rank: int,
     ) -> None:
         self.number = number
         """Number of messages that the link received before this one."""
@@ -58,6 +61,9 @@ class LinkMessage:
         """Called with the arrival time and the argument."""
         self.argument = argument
         self.owner = owner
+        self.rank = rank
+        """Rank of the arrival among the events of its time."""
+        self.is_dropped = False
 
 
 class LinkBurst(NamedTuple):
@@ -92,19 +98,33 @@ class SimulatedLink:
     their last burst.
     """
 
-    __slots__ = ("_loop", "_num_messages", "_policy", "_sending", "_waiting")
+    __slots__ = (
+        "_free_time",
+        "_is_end_due",
+        "_loop",
+        "_num_messages",
+        "_policy",
+        "_sending",
+        "_waiting",
+    )
 
     def __init__(self, loop: EventLoop, policy: LinkPolicy) -> None:
         self._loop = loop
         self._policy = policy
         self._waiting: list[LinkMessage] = []
         self._sending: LinkMessage | None = None
+        """Message of the latest burst; None after a drop."""
+        self._free_time = 0.0
+        """End of the latest burst."""
+        self._is_end_due = False
+        """True if an event ends the latest burst. One that completes its message needs none until
+        another message waits for it."""
         self._num_messages = 0
 
     @property
     def num_waiting(self) -> int:
         """Number of messages that are not sent completely."""
-        return len(self._waiting) + (self._sending is not None)
+        return len(self._waiting) + self._is_busy(self._loop.now)
 
     def send(
         self,
@@ -113,6 +133,7 @@ class SimulatedLink:
         deliver: Callable[[float, T], None],
         argument: T,
         owner: object = None,
+        rank: int = PIPELINE,
     ) -> None:
         """Send a message from now on.
 
@@ -122,49 +143,67 @@ class SimulatedLink:
             deliver: Called with the arrival time and the argument.
             argument: Second argument of the call.
             owner: Sender, for `drop`.
+            rank: Rank of the arrival among the events of its time.
         """
         now = self._loop.now
         message = LinkMessage(
-            self._num_messages, message_class, cost, now, deliver, argument, owner
+            self._num_messages, message_class, cost, now, deliver, argument, owner, rank
         )
         self._num_messages += 1
         self._waiting.append(message)
-        if self._sending is None:
+        if not self._is_busy(now):
             self._start_burst(now)
+        elif not self._is_end_due and self._sending is not None:
+            self._push_end(self._sending)
 
     def drop(self, owner: object) -> None:
         """Remove the messages of a sender that has ended, and stop its burst.
 
         Messages that are sent completely arrive nevertheless.
         """
+        now = self._loop.now
         self._waiting = [message for message in self._waiting if message.owner is not owner]
-        if self._sending is not None and self._sending.owner is owner:
+        sending = self._sending
+        if sending is not None and sending.owner is owner and self._is_busy(now):
+            sending.is_dropped = True
             self._sending = None
+            self._is_end_due = False
             if self._waiting:
-                self._start_burst(self._loop.now)
+                self._start_burst(now)
+
+    def _is_busy(self, now: float) -> bool:
+        """Return True if a burst has not ended; one that an event ends is busy until that."""
+        return self._sending is not None and (self._is_end_due or now < self._free_time)
 
     def _start_burst(self, now: float) -> None:
-        index, seconds = self._policy.select(self._waiting, now)
+        position, seconds = self._policy.select(self._waiting, now)
         if seconds <= 0:
             raise ValueError(f"a link policy selected a burst of {seconds} s: select more than 0 s")
-        message = self._sending = self._waiting.pop(index)
-        burst_seconds = min(seconds, message.remaining_seconds)
+        message = self._sending = self._waiting.pop(position)
+        is_complete = seconds >= message.remaining_seconds
+        burst_seconds = message.remaining_seconds if is_complete else seconds
         message.remaining_seconds -= burst_seconds
-        self._loop.push(now + burst_seconds, PIPELINE, self._end_burst, message)
+        self._free_time = round(now + burst_seconds, TIME_DECIMALS)
+        if is_complete:
+            arrival = now + burst_seconds + message.cost.propagation_seconds
+            self._loop.push(arrival, message.rank, self._deliver, message)
+        if self._waiting or not is_complete:
+            self._push_end(message)
+
+    def _push_end(self, message: LinkMessage) -> None:
+        self._is_end_due = True
+        self._loop.push(self._free_time, PIPELINE, self._end_burst, message)
 
     def _end_burst(self, now: float, message: LinkMessage) -> None:
         if message is not self._sending:
             return  # The message was dropped.
+        self._is_end_due = False
         self._sending = None
-        is_complete = message.remaining_seconds <= 0
-        if not is_complete:
+        if message.remaining_seconds:
             self._waiting.append(message)
         if self._waiting:
             self._start_burst(now)
-        if is_complete:
-            propagation_seconds = message.cost.propagation_seconds
-            if propagation_seconds:
-                arrival = now + propagation_seconds
-                self._loop.push(arrival, PIPELINE, message.deliver, message.argument)
-            else:
-                message.deliver(now, message.argument)
+
+    def _deliver(self, now: float, message: LinkMessage) -> None:
+        if not message.is_dropped:
+            message.deliver(now, message.argument)

@@ -104,11 +104,13 @@ class SimulatedPipeline:
         self.observers = tuple(observers)
         self.links = links or make_pipeline_links(self.loop, config.stages)
         self.is_stopped = False
-        self.reports_step_times = reports_step_times
         self.scheduler = (
             Scheduler(config, output_lengths=output_lengths)
             if log is None
             else LoggedScheduler(config, log, lambda: self.loop.now, output_lengths)
+        )
+        self.reports_step_times = reports_step_times and (
+            log is not None or self.scheduler.learns_step_times
         )
         self._stages = [_SimulatedStage(self, stage) for stage in range(config.stages)]
         self._is_turn_due = False
@@ -216,7 +218,10 @@ class SimulatedPipeline:
             self._notify_scheduled(batch, now)
             leave_time = now + self.cost.plan_seconds(batch.work)
             self.planned_time = max(self.planned_time, leave_time)
-            self.loop.push(self.planned_time, PIPELINE, self._send_plan, batch)
+            if self.planned_time > now:
+                self.loop.push(self.planned_time, PIPELINE, self._send_plan, batch)
+            else:
+                self._send_plan(now, batch)
         self._notify_scheduled(None, now)
 
     def _notify_scheduled(self, batch: InFlightBatch | None, now: float) -> None:
@@ -255,19 +260,21 @@ class SimulatedPipeline:
         work = batch.work
         self.sampled_time = now + self.cost.sample_seconds(work)
         self.returned_time = max(self.returned_time, now + self.cost.return_seconds(work))
-        if self.cost.return_transfer(work).is_free:
+        cost = self.cost.return_transfer(work)
+        if cost.is_free:
             self.loop.push(self.returned_time, COMMIT, self._receive_result, batch)
-        else:
+        elif self.returned_time > now:
             self.loop.push(self.returned_time, PIPELINE, self._send_result, batch)
+        else:
+            self._send_result(now, batch)
 
     def _send_result(self, now: float, batch: InFlightBatch) -> None:
         if not self.is_stopped:
             cost = self.cost.return_transfer(batch.work)
-            self.links.results.send(MessageClass.DECODE, cost, self._on_result, batch, self)
-
-    def _on_result(self, now: float, batch: InFlightBatch) -> None:
-        # A commit goes before the driver's turn of the same moment, a link's event after it.
-        self.loop.push(now, COMMIT, self._receive_result, batch)
+            # A driver receives results before it schedules, so the commit goes first.
+            self.links.results.send(
+                MessageClass.DECODE, cost, self._receive_result, batch, self, COMMIT
+            )
 
     def _receive_result(self, now: float, batch: InFlightBatch) -> None:
         """Commit a result and those behind it that have overtaken it on a shared link."""

@@ -1,7 +1,7 @@
 """Links in simulated time: occupancy and propagation, policies, and pipelines between them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,8 @@ from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.examples import num_examples
 from tests.sim.observers import CommitTimes, RecordedStages, TokenCounts
+
+T = TypeVar("T")
 
 STAGE_SECONDS = 0.005
 DELAY = TransferCost(0.0, 0.030)
@@ -269,6 +271,32 @@ def test_steps_stay_in_order_on_a_shared_link_under_every_policy(policy: str) ->
         steps = [step for each, step in stages.times if each == stage]
         assert steps == list(range(len(commits.times)))
     assert commits.times == sorted(commits.times)
+
+
+class CountingLoop(EventLoop):
+    """Event loop that counts its events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_events = 0
+
+    def push(self, time: float, rank: int, handle: Callable[[float, T], None], argument: T) -> None:
+        """Count an event and add it."""
+        self.num_events += 1
+        super().push(time, rank, handle, argument)
+
+
+def test_events_of_a_micro_batch() -> None:
+    """One per message and stage, and the driver's turn: their cost is that of short steps."""
+    loop = CountingLoop()
+    config = SchedulerConfig(policy="sarathi").resolve(3, 1000, 200)
+    commits = CommitTimes()
+    pipeline = SimulatedPipeline(config, PlanCost(0.25), [commits], loop=loop)
+    pipeline.submit_each(to_scheduler_requests([WorkloadRequest(0.0, 4, 100)]))
+    loop.run()
+    assert len(commits.times) == 100
+    # Two plans, three stages, a result and a turn; the activations cost nothing here.
+    assert loop.num_events == pytest.approx(7 * 100, abs=5)
 
 
 # Stages that change their speed.
