@@ -30,12 +30,14 @@ EXPERIMENTS = {
     "volatility": ("volatility", "tokens per micro-batch over time, bubbles of each stage"),
     "chunking": ("chunking", "prefill chunk sizes of a single prompt on an idle pipeline"),
     "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
+    "interference": ("interference", "requests that slow each other down; --real: this engine"),
+    "weak-link": ("weak_link", "compute against communication at 100 Mbit/s"),
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of gllm.experiments with a function `run`, and a description."""
 
-REAL = {"ablation": "real_ablation"}
+REAL = {"ablation": "real_ablation", "interference": "real_interference"}
 """Modules of experiments that also run on this machine's engine (`--real`)."""
 
 

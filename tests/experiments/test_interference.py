@@ -1,0 +1,76 @@
+"""Micro-batches of the interference experiment, simulated and read off a step log."""
+
+from pathlib import Path
+
+import pytest
+
+from gllm.commands.experiment import main
+from gllm.experiments.interference import (
+    TETRI,
+    InterferencePlan,
+    MixedStep,
+    interference_claims,
+    simulate_steps,
+)
+from gllm.experiments.real_interference import DECODE_TOKENS, StepMeasurement
+from gllm.observability.step_log import StepLogEvent
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.roofline import RooflineCostModel
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.workloads.requests import WorkloadRequest
+
+PLAN = InterferencePlan(
+    light_peers=(1,),
+    heavy_peers=(1,),
+    decode_batches=(1, 4),
+    prompts=(18, 512),
+    mixed_batch=4,
+    heavy_shares=(0.0, 0.5),
+)
+
+
+def test_steps_slow_each_other_down() -> None:
+    plan = InterferencePlan()
+    times = simulate_steps(TETRI, plan)
+    assert set(times) == set(plan.all_steps())
+    alone = times[plan.light_step(0, 0)]
+    assert alone < times[plan.light_step(7, 0)] < times[plan.light_step(63, 0)]
+    for prompt in plan.prompts:
+        for batch in plan.decode_batches:
+            together = times[plan.mixture(prompt, batch)]
+            apart = times[MixedStep((prompt,))], times[plan.decodes(batch)]
+            assert max(apart) < together < sum(apart)  # Weights are read once for both.
+    speeds = [batch / times[plan.decodes(batch)] for batch in plan.decode_batches]
+    assert speeds == sorted(speeds)
+
+
+def test_claims_compare_with_the_paper() -> None:
+    plan = InterferencePlan()
+    claims = interference_claims("opt-13b", simulate_steps(TETRI, plan), plan)
+    assert len(claims) == 7
+    by_name = {claim.quantity: claim.verdict for claim in claims}
+    assert by_name["opt-13b: light prefill beside 63 light"].is_met
+    assert all(verdict.same_sign is not False for verdict in by_name.values())
+
+
+def test_times_are_read_by_composition() -> None:
+    cost = RooflineCostModel(build_hardware("opt-13b", "A100-80G", 1))
+    config = SchedulerConfig(policy="sarathi", max_num_batched_tokens=8192, prefix_cache=False)
+    deployment = Deployment("opt-13b", [40], cost, config.resolve(1, 1000, 2048))
+    # Decodes at first, then a prompt that arrives while a step of theirs is computed.
+    jobs = [WorkloadRequest(0.0, 64, DECODE_TOKENS)] * 4 + [WorkloadRequest(0.2, 512, 1)]
+    events: list[StepLogEvent] = []
+    simulate(deployment, jobs, events.append)
+    times = StepMeasurement(PLAN).read_times(events)
+    assert set(times) == {PLAN.decodes(4), PLAN.mixture(512, 4)}
+    work = PLAN.mixture(512, 4).stage_work()
+    assert times[PLAN.mixture(512, 4)] == pytest.approx(cost.stage_seconds(0, work), rel=0.02)
+
+
+@pytest.mark.long
+def test_real_engine(tmp_path: Path) -> None:
+    assert main(["interference", "--real", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "interference-real.md").read_text()
+    assert "demo, this machine" in page
+    assert page.count("## ") == 5
