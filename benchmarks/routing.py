@@ -30,9 +30,10 @@ from gllm.commands.bench.runner import run_load
 from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment
-from gllm.sim.fleet import simulate_fleet
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.requests import make_workload
 
@@ -96,7 +97,8 @@ def simulated_pool(pool: str) -> dict[str, Deployment]:
 def simulate(pool: str, policy: str, rate: float, count: int, seed: int) -> Figures:
     """Return the figures of one load in simulated time."""
     jobs = make_workload(WORKLOAD, count, rate, seed=seed)
-    runs = simulate_fleet(simulated_pool(pool), jobs, make_policy(policy, Random(seed))).values()
+    router = PolicyRouter(make_policy(policy, Random(seed)))
+    runs = simulate_cluster(simulated_pool(pool), jobs, router).engines.values()
     return summarize(
         [each.line for run in runs for each in run.record.requests.values()],
         sum(run.stats.prefix_hits for run in runs),
@@ -110,8 +112,9 @@ def simulated_capacity(pool: str, count: int, seed: int) -> float:
     total = 0.0
     for name, engine in simulated_pool(pool).items():
         jobs = make_workload(WORKLOAD, count // len(POOLS[pool]), 1.0, "static", seed)
-        run = simulate_fleet({name: engine}, jobs, make_policy(CAPACITY_POLICY, Random(0)))[name]
-        total += len(jobs) / (run.record.end - run.record.begin)
+        router = PolicyRouter(make_policy(CAPACITY_POLICY, Random(0)))
+        record = simulate_cluster({name: engine}, jobs, router).engines[name].record
+        total += len(jobs) / (record.end - record.begin)
     return total
 
 

@@ -44,6 +44,8 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """Output lengths that the scheduler begins with; empty in a file's first line."""
     degrees: list[int] = []
     """Number of tensor-parallel ranks per stage; empty: one each."""
+    engine: str = ""
+    """Name of the engine in its fleet; empty outside of one."""
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):

@@ -17,6 +17,12 @@ class RoutingPolicy(ABC):
 
     uses_prefixes: ClassVar[bool] = False
     """True if `choose` reads the prefix index. The index stays empty otherwise."""
+    uses_statistics: ClassVar[bool] = True
+    """True if `choose` reads the statistics of the engines. A simulated router leaves them out
+    otherwise."""
+    uses_step_costs: ClassVar[bool] = False
+    """True if `choose` reads the step cost models of the engines, which a simulated router leaves
+    out otherwise."""
 
     def __init__(self, rng: Random) -> None:
         """Create the policy; `rng` breaks ties, so that a seed repeats a run."""

@@ -99,6 +99,7 @@ class PredictPolicy(RoutingPolicy):
     """
 
     uses_prefixes = True
+    uses_step_costs = True
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the least predicted TTFT; of about equal ones the emptiest."""

@@ -36,6 +36,8 @@ class RoundRobinPolicy(RoutingPolicy):
     Source: smooth weighted round-robin of nginx (src/http/ngx_http_upstream_round_robin.c).
     """
 
+    uses_statistics = False
+
     def __init__(self, rng: Random) -> None:
         super().__init__(rng)
         self._credits: dict[str, float] = {}
@@ -54,6 +56,8 @@ class RoundRobinPolicy(RoutingPolicy):
 
 class RandomPolicy(RoutingPolicy):
     """A random engine."""
+
+    uses_statistics = False
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return an engine with a probability in proportion to its weight."""

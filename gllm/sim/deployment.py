@@ -41,8 +41,8 @@ class Deployment:
         """Peak FLOP/s of all devices together; None if they are unknown."""
         return self.hardware.peak_flops if self.hardware else None
 
-    def start_event(self, time: float) -> StartEvent:
-        """Return the first event of a log of this deployment."""
+    def start_event(self, time: float, engine: str = "") -> StartEvent:
+        """Return the first event of a log of this deployment, as the engine of that name."""
         return StartEvent(
             time,
             self.model,
@@ -50,6 +50,7 @@ class Deployment:
             self.scheduler,
             source="simulator",
             degrees=self.degrees,
+            engine=engine,
         )
 
 

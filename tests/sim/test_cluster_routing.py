@@ -1,4 +1,4 @@
-"""Simulated fleets: the router's view of its engines, and what policies make of it."""
+"""Routing policies in simulated clusters: their view of the engines, and their predictions."""
 
 from collections.abc import Sequence
 from random import Random
@@ -8,48 +8,36 @@ import pytest
 
 from benchmarks.routing import simulate, simulated_capacity, simulated_pool
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.policy_registry import POLICIES, make_policy
+from gllm.routing.policy_registry import make_policy
 from gllm.routing.predict import Prediction, predict_all
-from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.deployment import Deployment, roofline_deployment
-from gllm.sim.event_loop import EventLoop
-from gllm.sim.fleet import SimulatedEngine, simulate_fleet
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
 
 REQUESTS = 120
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_is_served_once(policy: str) -> None:
-    jobs = make_workload("uniform:8,200,2,30", 60, 20.0)
-    runs = simulate_fleet(simulated_pool("equal"), jobs, make_policy(policy, Random(0)))
-    served = [seq for run in runs.values() for seq in run.record.requests]
-    assert sorted(served) == list(range(60))
-    for run in runs.values():
-        for seq, request in run.record.requests.items():
-            assert request.line.num_tokens == jobs[seq].num_output_tokens
-    assert all(run.record.requests for run in runs.values())
-
-
 def test_router_knows_cached_blocks_and_fitted_costs_of_an_engine() -> None:
-    engine = SimulatedEngine("e0", simulated_pool("unequal")["e1"], EventLoop())
+    policy = make_policy("predict", Random(0))
+    cluster = SimulatedCluster(PolicyRouter(policy))
+    cluster.add_engine("e1", simulated_pool("unequal")["e1"])
+    engine = cluster.engines["e1"]
     assert engine.snapshot().coefficients is None
-    index = PrefixIndex()
-    engine.update_index(index)
     jobs = make_workload("sessions:4,3,1,64,20,40", 12, 1.0)
-    requests = to_scheduler_requests(jobs)
-    engine.pipeline.submit_each(requests)
-    engine.pipeline.loop.run()
-    engine.update_index(index)
-    pool = engine.pipeline.scheduler.kv_cache.block_pool
-    assert index.num_blocks["e0"] == len(list(pool.digests)) > 12
+    cluster.submit_each(jobs)
+    (run,) = cluster.run().engines.values()
+    engine.update_index(policy.prefixes)
+    # The prompts and the computed output tokens, without what the conversations share.
+    num_tokens = sum(job.num_prompt_tokens + job.num_output_tokens - 1 for job in jobs)
+    num_blocks = (num_tokens - run.stats.prefix_hits) // engine.config.block_size
+    assert num_blocks - len(jobs) <= policy.prefixes.num_blocks["e1"] <= num_blocks
     coefficients = engine.snapshot().coefficients
     assert coefficients is not None
     # Each step takes 40 ms, whatever is in it.
-    stats = engine.snapshot().stats
-    tokens = stats.prefill_tokens + stats.decode_tokens
-    predicted = coefficients.step + coefficients.token * tokens / stats.steps
+    tokens = run.stats.prefill_tokens + run.stats.decode_tokens
+    predicted = coefficients.step + coefficients.token * tokens / run.stats.steps
     assert predicted == pytest.approx(0.04, rel=0.15)
 
 
@@ -75,6 +63,7 @@ class Recorder(RoutingPolicy):
     """A policy that keeps the predictions for the engines that another one chooses."""
 
     uses_prefixes = True
+    uses_step_costs = True
 
     def __init__(self) -> None:
         super().__init__(Random(0))
@@ -105,10 +94,8 @@ def test_predictions_come_true(
     """The mean of the predicted latencies is close, and late requests are predicted to be late."""
     recorder = Recorder()
     jobs = make_workload(workload, 160, rate, seed=1)
-    runs = simulate_fleet(deployments, jobs, recorder)
-    lines = {
-        seq: request.line for run in runs.values() for seq, request in run.record.requests.items()
-    }
+    run = simulate_cluster(deployments, jobs, PolicyRouter(recorder))
+    lines = {index: request.line for index, request in run.requests.items()}
     # Cost models and statistics need some steps first.
     pairs = [
         (prediction, lines[seq]) for seq, prediction in enumerate(recorder.predictions) if seq >= 40

@@ -1,0 +1,1 @@
+"""Clusters in simulated time: many engines behind a router, failures, drains and KV transfers."""

@@ -1,0 +1,353 @@
+"""Cluster in simulated time: engines, the central queue and the router between them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import tee
+from typing import NamedTuple
+
+from gllm.observability.step_log import StepLogEvent
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.cluster.changes import (
+    ClusterChange,
+    EngineDrain,
+    EngineFailure,
+    EngineStart,
+    sort_changes,
+)
+from gllm.sim.cluster.engine import ClusterEngine, ClusterEngineState, EngineRun
+from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
+from gllm.sim.cluster.router import ClusterRouter
+from gllm.sim.cluster.transfers import KvTransfer, KvTransfers
+from gllm.sim.deployment import Deployment
+from gllm.sim.event_loop import ABORT, ARRIVAL, EventLoop
+from gllm.sim.metrics.run_record import ServedRequest
+from gllm.sim.pipeline import PipelineLinks
+from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
+
+LogOpener = Callable[[str], Callable[[StepLogEvent], None]]
+"""Returns the receiver of an engine's step log, by the name of the engine."""
+
+
+class ClusterRun(NamedTuple):
+    """Run of a cluster."""
+
+    engines: dict[str, EngineRun]
+    """By name."""
+    requests: dict[int, ServedRequest]
+    """Requests that an engine has received, by position in the workload. The record of a request
+    that several engines have served in turn is that of its client: one timeline."""
+    unserved: list[int]
+    """Positions of the requests that wait in the central queue at the end."""
+
+
+class _LifeEvent(NamedTuple):
+    """Event of one life of an engine; stale once another one has begun."""
+
+    engine: ClusterEngine
+    life: int
+    """Number of lives when the event was made."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Return True if the engine has another life by now."""
+        return len(self.engine.lives) != self.life
+
+
+class SimulatedCluster:
+    """Engines in one event loop behind a router.
+
+    Args:
+        router: Chooses the engine of each request.
+        loop: Clock; default: a new one. Links that engines share have to use it.
+        open_log: Opens the step log of each engine; None: no logs.
+    """
+
+    def __init__(
+        self,
+        router: ClusterRouter,
+        loop: EventLoop | None = None,
+        open_log: LogOpener | None = None,
+    ) -> None:
+        self.loop = loop or EventLoop()
+        self.engines: dict[str, ClusterEngine] = {}
+        self.transfers = KvTransfers()
+        self._router = router
+        self._open_log = open_log
+        self._routable: list[ClusterEngine] = []
+        """Engines that the router takes for ready."""
+        self._min_model_len = 0
+        """Tokens that each routable engine can hold."""
+        self._queue: list[tuple[tuple[int, float, int], ClusterRequest]] = []
+        """Heap of the requests that no engine has, by rank."""
+        self._submissions = SubmissionLog()
+        self._num_requests = 0
+
+    # Engines.
+
+    def add_engine(
+        self,
+        name: str,
+        deployment: Deployment,
+        startup_seconds: float = 0.0,
+        links: PipelineLinks | None = None,
+    ) -> None:
+        """Start a new engine now.
+
+        Args:
+            name: Name of the engine.
+            deployment: Model, cost model and configuration.
+            startup_seconds: Time until the engine takes requests.
+            links: Links made elsewhere, in the cluster's loop; default: links of its own.
+
+        Raises:
+            ValueError: There is an engine of that name.
+        """
+        if name in self.engines:
+            raise ValueError(f"there is an engine {name!r}: choose another name")
+        log = None if self._open_log is None else self._open_log(name)
+        engine = self.engines[name] = ClusterEngine(
+            name, deployment, self.loop, self._router.needs, self, links, log
+        )
+        self._start_up(engine, startup_seconds)
+
+    def apply_each(self, changes: Iterable[ClusterChange]) -> None:
+        """Apply changes at their times.
+
+        Raises:
+            ValueError: A change names an engine that does not exist by then.
+        """
+        for change in sort_changes(self.engines, changes):
+            self.loop.push(change.time, ABORT, self._apply, change)
+
+    def start_transfer(self, transfer: KvTransfer) -> bool:
+        """Send KV blocks from now on; return False if one of the engines does not run.
+
+        Raises:
+            ValueError: The transfer has no byte, or an engine does not exist.
+        """
+        for name in (transfer.source, transfer.target):
+            if name not in self.engines:
+                raise ValueError(f"engine {name!r} is none of {', '.join(self.engines)}")
+            if self.engines[name].state is not ClusterEngineState.READY:
+                return False
+        self.transfers.start(transfer)
+        return True
+
+    def _apply(self, now: float, change: ClusterChange) -> None:
+        match change:
+            case EngineStart(engine=name, deployment=deployment):
+                if name not in self.engines:
+                    assert deployment is not None
+                    self.add_engine(name, deployment, change.startup_seconds)
+                else:
+                    self.engines[name].start(deployment, now)
+                    self._start_up(self.engines[name], change.startup_seconds)
+            case EngineDrain(engine=name):
+                self._drain(self.engines[name], change.migrates, now)
+            case EngineFailure(engine=name):
+                if self.engines[name].fail(now):
+                    self.transfers.on_engine_dead(name)
+                    event = _LifeEvent(self.engines[name], len(self.engines[name].lives))
+                    arguments = event, change.restart_seconds
+                    self.loop.push(
+                        now + change.detection_seconds, ABORT, self._on_detected, arguments
+                    )
+
+    def _start_up(self, engine: ClusterEngine, startup_seconds: float) -> None:
+        event = _LifeEvent(engine, len(engine.lives))
+        if not startup_seconds:
+            self._on_started(self.loop.now, event)
+            return
+        self.loop.push(self.loop.now + startup_seconds, ABORT, self._on_started, event)
+
+    def _on_started(self, now: float, event: _LifeEvent) -> None:
+        engine = event.engine
+        if event.is_stale or engine.state is not ClusterEngineState.STARTING:
+            return
+        engine.become_ready(now)
+        self._update_routable()
+        self.on_changed(engine, now)
+
+    def _on_detected(self, now: float, arguments: tuple[_LifeEvent, float | None]) -> None:
+        """End a lost engine for the router, route its requests again and start it again."""
+        (engine, _), restart_seconds = arguments
+        returns = restart_seconds is not None and not engine.is_draining
+        self._end(engine, now)
+        if returns and restart_seconds is not None:
+            engine.start(None, now)
+            self._start_up(engine, restart_seconds)
+
+    def _drain(self, engine: ClusterEngine, migrates: bool, now: float) -> None:
+        if engine.state is ClusterEngineState.STOPPED:
+            return
+        engine.is_draining = True
+        self._update_routable()
+        if engine.state is ClusterEngineState.LOST:
+            return
+        if migrates or not engine.requests:
+            self._end(engine, now)
+
+    def _on_drained(self, now: float, event: _LifeEvent) -> None:
+        """End a draining engine whose last request has finished."""
+        if not event.is_stale and event.engine.state is ClusterEngineState.READY:
+            self._end(event.engine, now)
+
+    def _end(self, engine: ClusterEngine, now: float) -> None:
+        """End an engine and route its unfinished requests again."""
+        requests = engine.stop(now)
+        self._update_routable()
+        self._router.on_engine_lost(engine.name)
+        self.transfers.on_engine_dead(engine.name)
+        self.transfers.on_engine_known_dead(engine.name, now)
+        for request in requests:
+            self._dispatch(request, now)
+
+    def _update_routable(self) -> None:
+        self._routable = [engine for engine in self.engines.values() if engine.is_routable]
+        lengths = (engine.config.max_model_len for engine in self._routable)
+        self._min_model_len = min(lengths, default=0)
+
+    # Requests.
+
+    def submit_each(self, jobs: Iterable[WorkloadRequest]) -> None:
+        """Route the requests of a workload as they arrive.
+
+        Args:
+            jobs: Sorted by time. May be a generator: only the next request is in memory.
+
+        Raises:
+            ValueError: A request arrives before the previous one (raised by `run` for later ones).
+        """
+        self.loop.push_each(_with_requests(jobs), ARRIVAL, self._on_arrival)
+
+    def _on_arrival(self, now: float, arrival: tuple[WorkloadRequest, SchedulerRequest]) -> None:
+        job, request = arrival
+        new = ClusterRequest(self._num_requests, job, request, now)
+        self._num_requests += 1
+        self._dispatch(new, now)
+
+    def _dispatch(self, request: ClusterRequest, now: float) -> None:
+        """Send a request to the engine that the router chooses, or let it wait."""
+        engines = self._routable
+        if request.num_tokens > self._min_model_len:
+            engines = self._able_engines(request)
+        name = self._router.route(request.request, request.job, engines, now)
+        if name is None:
+            heappush(self._queue, (request.rank, request))
+        else:
+            self._find_engine(name, engines).submit(request, self._submissions, now)
+
+    def _able_engines(self, request: ClusterRequest) -> list[ClusterEngine]:
+        """Return the routable engines that can run a request.
+
+        Raises:
+            ValueError: No engine, routable or not, can run it.
+        """
+        able = [each for each in self.engines.values() if _can_run(each, request)]
+        if not able:
+            longest = max(each.config.max_model_len for each in self.engines.values())
+            raise ValueError(
+                f"the workload has a request of {request.num_tokens} tokens, but the largest "
+                f"max_model_len is {longest}: raise it or choose another workload"
+            )
+        return [each for each in able if each.is_routable]
+
+    def _find_engine(self, name: str, engines: Iterable[ClusterEngine]) -> ClusterEngine:
+        engine = self.engines.get(name)
+        if engine is None or engine not in engines:
+            names = ", ".join(each.name for each in engines) or "none"
+            raise ValueError(f"the router chose {name!r}, which is none of {names}")
+        return engine
+
+    # Listener of the engines.
+
+    def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
+        """Tell the router, and end the engine if it was the last request of a drain."""
+        self._router.on_finished(request.request, now)
+        if engine.is_draining and not engine.requests:
+            # The pipeline is in the middle of a commit: it ends behind it.
+            event = _LifeEvent(engine, len(engine.lives))
+            self.loop.push(now, ABORT, self._on_drained, event)
+
+    def on_changed(self, engine: ClusterEngine, now: float) -> None:
+        """Offer the waiting requests to an engine, behind the events of this moment."""
+        if self._queue and engine.is_routable and not engine.has_pull_event:
+            engine.has_pull_event = True
+            self.loop.push(now, ARRIVAL, self._pull, engine)
+
+    def _pull(self, now: float, engine: ClusterEngine) -> None:
+        """Send waiting requests to an engine, as many as the router permits."""
+        engine.has_pull_event = False
+        others = []
+        while self._queue and engine.is_routable:
+            item = heappop(self._queue)
+            request = item[1]
+            if not _can_run(engine, request):
+                others.append(item)
+                continue
+            if self._router.route(request.request, request.job, [engine], now) is None:
+                others.append(item)
+                break
+            engine.submit(request, self._submissions, now)
+        if others:
+            self._queue += others
+            heapify(self._queue)
+
+    # Results.
+
+    def run(self) -> ClusterRun:
+        """Run all events; return the records.
+
+        Raises:
+            ValueError: The workload is not sorted, or a request fits no engine.
+        """
+        self.loop.run()
+        engines = {name: engine.run(self._submissions) for name, engine in self.engines.items()}
+        records = (record.requests for engine in self.engines.values() for record in engine.records)
+        joined = join_submissions(records, self._submissions)
+        return ClusterRun(
+            engines,
+            {index: served for index, (_, served) in joined.items()},
+            sorted(request.index for _, request in self._queue),
+        )
+
+
+def _can_run(engine: ClusterEngine, request: ClusterRequest) -> bool:
+    return request.num_tokens <= engine.config.max_model_len
+
+
+def _with_requests(
+    jobs: Iterable[WorkloadRequest],
+) -> Iterator[tuple[float, tuple[WorkloadRequest, SchedulerRequest]]]:
+    """Yield the time, the row of the workload and the scheduler's request of each arrival."""
+    rows, sources = tee(jobs)
+    for job, (time, request) in zip(rows, iterate_scheduler_requests(sources), strict=True):
+        yield time, (job, request)
+
+
+def simulate_cluster(
+    deployments: Mapping[str, Deployment],
+    jobs: Iterable[WorkloadRequest],
+    router: ClusterRouter,
+    changes: Iterable[ClusterChange] = (),
+    open_log: LogOpener | None = None,
+) -> ClusterRun:
+    """Simulate a workload on a cluster.
+
+    Args:
+        deployments: Engines by name, ready at the beginning.
+        jobs: Sorted by time; may be a generator.
+        router: A new router.
+        changes: Failures, drains and starts of engines.
+        open_log: Opens the step log of each engine; None: no logs.
+
+    Raises:
+        ValueError: The workload is not sorted, a request fits no engine, or a change names an
+            engine that does not exist by then.
+    """
+    cluster = SimulatedCluster(router, open_log=open_log)
+    for name, deployment in deployments.items():
+        cluster.add_engine(name, deployment)
+    cluster.apply_each(changes)
+    cluster.submit_each(jobs)
+    return cluster.run()

@@ -1,0 +1,256 @@
+"""One engine of a simulated cluster: its states, its generations and its unfinished requests."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from gllm.observability.step_log import RestartEvent, StepLogEvent
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.state import EngineSnapshot
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import SchedulerStats
+from gllm.sim.cluster.generation import EngineGeneration
+from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
+from gllm.sim.cluster.router import RouterNeeds
+from gllm.sim.deployment import Deployment
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.metrics.run_record import MicroBatch, RunRecord
+from gllm.sim.pipeline import PipelineLinks
+
+
+class ClusterEngineState(Enum):
+    """State of an engine of a cluster."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+    """Dead, and the router does not know it yet."""
+    STOPPED = "stopped"
+
+
+class EngineLife(NamedTuple):
+    """Times of one generation in seconds. None: not reached by the end of the simulation."""
+
+    start_time: float
+    """Time from which the devices are in use; start-up included."""
+    ready_time: float | None = None
+    end_time: float | None = None
+
+
+class EngineRun(NamedTuple):
+    """Requests and micro-batches of one engine, and its state at the end."""
+
+    record: RunRecord
+    """All generations. A request that was lost and returned to the engine is one request."""
+    stats: SchedulerStats
+    """Statistics of the last generation."""
+    lives: list[EngineLife]
+
+
+class EngineListener(Protocol):
+    """Receiver of an engine's events."""
+
+    def on_finished(self, engine: "ClusterEngine", request: ClusterRequest, now: float) -> None:
+        """Note a request that has finished."""
+
+    def on_changed(self, engine: "ClusterEngine", now: float) -> None:
+        """Note an engine that may be able to run another request."""
+
+
+class ClusterEngine:
+    """Engine of a simulated cluster.
+
+    Args:
+        name: Name of the engine.
+        deployment: Model, cost model and configuration.
+        loop: Clock of the cluster.
+        needs: State that the router reads.
+        listener: Receiver of the engine's events.
+        links: Links made elsewhere; None: links of its own.
+        log: Receives the step log of all generations; None: no log.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deployment: Deployment,
+        loop: EventLoop,
+        needs: RouterNeeds,
+        listener: EngineListener,
+        links: PipelineLinks | None = None,
+        log: Callable[[StepLogEvent], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.deployment = deployment
+        self.state = ClusterEngineState.STARTING
+        self.is_draining = False
+        """True if the engine gets no new requests and ends once it is empty."""
+        self.requests: dict[int, ClusterRequest] = {}
+        """Unfinished requests by sequence id; of a lost engine those that died with it."""
+        self.unsent_requests: list[ClusterRequest] = []
+        """Requests that the router sent to the engine after its death."""
+        self.has_pull_event = False
+        """True while an event is due that offers waiting requests to the engine."""
+        self.lives = [EngineLife(loop.now)]
+        self._generations: list[EngineGeneration] = []
+        self._restarts: list[RestartEvent] = []
+        self._loop = loop
+        self._needs = needs
+        self._listener = listener
+        self._links = links
+        self._log = log
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Return the resolved configuration of the scheduler."""
+        return self.deployment.scheduler
+
+    @property
+    def num_requests(self) -> int:
+        """Return the number of unfinished requests that were sent to the engine."""
+        return len(self.requests) + len(self.unsent_requests)
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Return the number of those that hold no KV blocks."""
+        return self._generations[-1].stats.waiting + len(self.unsent_requests)
+
+    @property
+    def is_routable(self) -> bool:
+        """Return True if the router takes the engine for ready."""
+        has_been_ready = self.lives[-1].ready_time is not None
+        is_present = self.state in (ClusterEngineState.READY, ClusterEngineState.LOST)
+        return is_present and has_been_ready and not self.is_draining
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the state that a router knows; of a lost engine the last one."""
+        snapshot = self._generations[-1].snapshot()
+        if not self.unsent_requests:
+            return snapshot
+        num_tokens = sum(len(each.request.prompt_token_ids) for each in self.unsent_requests)
+        return snapshot._replace(num_sent=len(self.unsent_requests), num_sent_tokens=num_tokens)
+
+    def update_index(self, prefixes: PrefixIndex) -> None:
+        """Apply the changes of the engine's prefix cache since the last call to an index."""
+        self._generations[-1].update_index(prefixes)
+
+    def submit(self, request: ClusterRequest, submissions: SubmissionLog, now: float) -> None:
+        """Send a request to the engine.
+
+        Raises:
+            ValueError: The request can never run.
+        """
+        if self.state is not ClusterEngineState.READY:
+            self.unsent_requests.append(request)
+            return
+        seq = submissions.add(request)
+        self.requests[seq] = request
+        self._generations[-1].pipeline.submit(request.submission(seq, now), now)
+
+    # Lifecycle.
+
+    def start(self, deployment: Deployment | None, now: float) -> None:
+        """Begin the start-up of a stopped engine, with another deployment if there is one.
+
+        Raises:
+            ValueError: The engine has not stopped.
+        """
+        if self.state is not ClusterEngineState.STOPPED:
+            raise ValueError(
+                f"engine {self.name!r} is to start at {now} s, but is {self.state.value} then: "
+                "drain it earlier, or choose another name"
+            )
+        self.deployment = deployment or self.deployment
+        self.state, self.is_draining = ClusterEngineState.STARTING, False
+        self.lives.append(EngineLife(now))
+
+    def become_ready(self, now: float) -> None:
+        """Finish the start-up: begin a generation with an empty cache."""
+        deployment = self.deployment
+        if self._log is not None and not self._generations:
+            self._log(deployment.start_event(now, self.name))
+        elif self._generations:
+            restart = RestartEvent(
+                now,
+                len(self._generations) + 1,
+                "the engine has started again",
+                0,
+                deployment.layers,
+                deployment.scheduler,
+                degrees=deployment.degrees,
+            )
+            self._restarts.append(restart)
+            if self._log is not None:
+                self._log(restart)
+        self.state = ClusterEngineState.READY
+        self.lives[-1] = self.lives[-1]._replace(ready_time=now)
+        self._generations.append(
+            EngineGeneration(
+                self.name, deployment, self._loop, self._needs, self, self._links, self._log
+            )
+        )
+
+    def fail(self, now: float) -> bool:
+        """Die, with all that is under way; return False if the engine does not run."""
+        if self.state not in (ClusterEngineState.STARTING, ClusterEngineState.READY):
+            return False
+        self._end_generation(now)
+        self.state = ClusterEngineState.LOST
+        return True
+
+    def stop(self, now: float) -> list[ClusterRequest]:
+        """Stop, or note that the engine has died; return its unfinished requests in order."""
+        if self.state is not ClusterEngineState.LOST:
+            self._end_generation(now)
+        self.state = ClusterEngineState.STOPPED
+        requests = [*self.requests.values(), *self.unsent_requests]
+        self.requests, self.unsent_requests = {}, []
+        return sorted(requests, key=lambda request: request.rank)
+
+    def _end_generation(self, now: float) -> None:
+        """Stop the pipeline and give the unfinished requests their output so far."""
+        if self.state is ClusterEngineState.READY:
+            for resumed in self._generations[-1].pipeline.stop(now):
+                request = self.requests[resumed.seq]
+                request.request = request.request._replace(outputs=resumed.outputs)
+        self.lives[-1] = self.lives[-1]._replace(end_time=now)
+
+    # Listener of a generation.
+
+    def on_admitted(self, now: float) -> None:
+        """Report that requests may have got their KV blocks."""
+        self._listener.on_changed(self, now)
+
+    def on_finished(self, seqs: list[int], now: float) -> None:
+        """Report finished requests."""
+        for seq in seqs:
+            self._listener.on_finished(self, self.requests.pop(seq), now)
+        self._listener.on_changed(self, now)
+
+    # Results.
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """Return the record of each generation."""
+        return [generation.record for generation in self._generations]
+
+    def run(self, submissions: SubmissionLog) -> EngineRun:
+        """Return the record of all generations."""
+        if not self._generations:
+            record = RunRecord(self.deployment.start_event(self.lives[0].start_time, self.name))
+            return EngineRun(record, SchedulerStats(), self.lives)
+        stats = self._generations[-1].stats
+        records = self.records
+        if len(records) == 1:
+            return EngineRun(records[0], stats, self.lives)
+        joined = join_submissions((record.requests for record in records), submissions)
+        run = RunRecord(records[0].start, dict(joined.values()), restarts=self._restarts)
+        micro_batches: list[MicroBatch] = []
+        for generation, record in zip(self._generations, records, strict=True):
+            micro_batches += record.micro_batches
+            run.parallelism += record.parallelism
+            # From the last event of a generation on, no work counts as available.
+            run.parallelism.append((generation.last_event_time, 0))
+        run.parallelism.pop()
+        run.micro_batches = micro_batches
+        return EngineRun(run, stats, self.lives)

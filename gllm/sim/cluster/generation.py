@@ -1,0 +1,148 @@
+"""One generation of an engine of a cluster: a pipeline, its record and what a router may read."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gllm.observability.step_log import StepLogEvent
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.state import EngineSnapshot
+from gllm.scheduler.plan import SchedulerStats, StepOutput, StepPlan
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
+from gllm.scheduler.step_cost import StepCostCoefficients
+from gllm.sim.cluster.metered import MeteredCostModel
+from gllm.sim.cluster.router import RouterNeeds
+from gllm.sim.costs.base import CostModel
+from gllm.sim.deployment import Deployment
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.run_recorder import RunRecorder
+from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline
+
+
+class GenerationListener(Protocol):
+    """Receiver of the events of a generation that concern the cluster."""
+
+    def on_finished(self, seqs: list[int], now: float) -> None:
+        """Note sequences that have finished."""
+
+    def on_admitted(self, now: float) -> None:
+        """Note a micro-batch: requests that waited may hold KV blocks now."""
+
+
+class EngineGeneration:
+    """Scheduler and pipeline of an engine from its start to its end.
+
+    Args:
+        name: Name of the engine.
+        deployment: Model, cost model and configuration.
+        loop: Clock of the cluster.
+        needs: State that the router reads.
+        listener: Receiver of finished sequences.
+        links: Links made elsewhere; None: links of its own.
+        log: Receives the events of the step log after the start; None: no log.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deployment: Deployment,
+        loop: EventLoop,
+        needs: RouterNeeds,
+        listener: GenerationListener,
+        links: PipelineLinks | None = None,
+        log: Callable[[StepLogEvent], None] | None = None,
+    ) -> None:
+        config = deployment.scheduler
+        self._listener = listener
+        self._needs = needs
+        self._cost: CostModel = deployment.cost
+        if needs.step_costs:
+            self._cost = MeteredCostModel(deployment.cost, config.stages)
+        self._recorder = RunRecorder(deployment.start_event(loop.now, name))
+        self.pipeline = SimulatedPipeline(
+            config,
+            self._cost,
+            [self._recorder, self],
+            log,
+            loop=loop,
+            links=links,
+            output_lengths=deployment.output_lengths,
+        )
+        if needs.prefixes:
+            self.pipeline.scheduler.kv_cache.watch(with_token_ids=False)
+        self._num_cache_events = 0
+        self.last_event_time = loop.now
+        """Time in seconds of the last event of the pipeline."""
+        assert config.max_num_batched_tokens is not None
+        self._empty_snapshot = EngineSnapshot(
+            name,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_stages=config.stages,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    @property
+    def record(self) -> RunRecord:
+        """Return the record of the requests and micro-batches so far."""
+        return self._recorder.record
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Return the statistics of the scheduler."""
+        return self.pipeline.scheduler.stats()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the state of the engine, as far as the router needs it."""
+        if not self._needs.statistics:
+            return self._empty_snapshot
+        coefficients: StepCostCoefficients | None = None
+        if isinstance(self._cost, MeteredCostModel):
+            coefficients = self._cost.fit.coefficients
+        return self._empty_snapshot._replace(stats=self.stats, coefficients=coefficients)
+
+    def update_index(self, prefixes: PrefixIndex) -> None:
+        """Apply the changes of the prefix cache since the last call to an index."""
+        events = self.pipeline.scheduler.kv_cache.pop_events()
+        if events is None:
+            return
+        stored = [digest for chain in events.stored for digest in chain.digests]
+        number = self._num_cache_events
+        name = self._empty_snapshot.name
+        is_current = prefixes.on_events(name, number, stored, events.removed, events.is_cleared)
+        assert is_current, "no event is lost"
+        self._num_cache_events += 1
+
+    # Observer of the pipeline.
+
+    def on_added(self, request: SchedulerRequest, now: float) -> None:
+        """Note the time; the engine has sent the request."""
+        self.last_event_time = now
+
+    def on_aborted(self, seqs: list[int], now: float) -> None:
+        """Ignore aborted sequences: a cluster aborts none."""
+
+    def on_scheduled(
+        self,
+        plan: StepPlan | None,
+        work: StageWork | None,
+        parallelism: int,
+        kv_usage: float,
+        now: float,
+    ) -> None:
+        """Report a micro-batch."""
+        self.last_event_time = now
+        if plan is not None:
+            self._listener.on_admitted(now)
+
+    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
+        """Note the time."""
+        self.last_event_time = end
+
+    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
+        """Report finished sequences."""
+        self.last_event_time = now
+        if output.finished:
+            self._listener.on_finished([each.seq for each in output.finished], now)

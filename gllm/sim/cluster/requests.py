@@ -1,0 +1,121 @@
+"""Requests of a cluster: unfinished ones, and the joined record of all their submissions."""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gllm.observability.latency import RequestTimeline
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.metrics.run_record import ServedRequest
+from gllm.sim.workloads.requests import WorkloadRequest
+
+
+class ClusterRequest:
+    """Unfinished request of a cluster, which may be submitted to several engines in turn."""
+
+    __slots__ = ("arrival_time", "index", "job", "request")
+
+    def __init__(
+        self, index: int, job: WorkloadRequest, request: SchedulerRequest, arrival_time: float
+    ) -> None:
+        self.index = index
+        """Position in the workload."""
+        self.job = job
+        self.request = request
+        """Request to the scheduler, with the output of former engines."""
+        self.arrival_time = arrival_time
+        """Time in seconds at which the router received the request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prompt and the longest output."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Order of service: priority, then arrival."""
+        return self.request.priority, self.arrival_time, self.index
+
+    def submission(self, seq: int, now: float) -> SchedulerRequest:
+        """Return the request as it is submitted to an engine at a time, as sequence `seq`."""
+        return self.request._replace(seq=seq, age_seconds=now - self.arrival_time)
+
+
+class Submission(NamedTuple):
+    """Submission of a request to an engine."""
+
+    request_index: int
+    """Position of the request in the workload."""
+    num_resumed_tokens: int
+    """Output of former engines with which the request came."""
+
+
+class SubmissionLog:
+    """Submissions of a cluster by sequence id; 12 bytes each.
+
+    Sequence ids count up over all engines, so that each request of a scheduler has a greater id
+    than the ones before.
+    """
+
+    def __init__(self) -> None:
+        self._indexes = array("q")
+        self._num_resumed_tokens = array("i")
+
+    def add(self, request: ClusterRequest) -> int:
+        """Add the next submission of a request; return its sequence id."""
+        outputs = request.request.outputs
+        self._indexes.append(request.index)
+        self._num_resumed_tokens.append(len(outputs[0]) if outputs else 0)
+        return len(self._indexes) - 1
+
+    def __getitem__(self, seq: int) -> Submission:
+        """Return the submission of a sequence."""
+        return Submission(self._indexes[seq], self._num_resumed_tokens[seq])
+
+
+def join_submissions(
+    records: Iterable[Mapping[int, ServedRequest]], submissions: SubmissionLog
+) -> dict[int, tuple[int, ServedRequest]]:
+    """Join the records of each request's submissions.
+
+    Args:
+        records: Records by sequence id.
+        submissions: Submissions of these sequences.
+
+    Returns:
+        By position in the workload, the id of the first sequence and the joined record. A request
+        of one submission has that submission's record.
+    """
+    parts: dict[int, list[tuple[int, ServedRequest]]] = {}
+    for seq, served in sorted(
+        ((seq, served) for record in records for seq, served in record.items()),
+        key=lambda item: item[0],
+    ):
+        parts.setdefault(submissions[seq].request_index, []).append((seq, served))
+    return {
+        index: (each[0][0], each[0][1] if len(each) == 1 else _join(each, submissions))
+        for index, each in sorted(parts.items())
+    }
+
+
+def _join(parts: Sequence[tuple[int, ServedRequest]], submissions: SubmissionLog) -> ServedRequest:
+    """Return the record of a request of several submissions, in order of their ids."""
+    first = parts[0][1]
+    line = RequestTimeline(first.line.arrival)
+    for seq, served in parts:
+        num_resumed = submissions[seq].num_resumed_tokens
+        # The record of a resumed sequence begins with an entry for the tokens that it has already.
+        num_known = 1 if num_resumed and num_resumed == line.num_tokens else 0
+        line.times += served.line.times[num_known:]
+        line.num_tokens = served.line.num_tokens
+    times = [each.first_scheduled_time for _, each in parts]
+    return ServedRequest(
+        first.num_prompt_tokens,
+        first.max_tokens,
+        line,
+        received_time=parts[-1][1].received_time,
+        num_preemptions=sum(each.num_preemptions for _, each in parts),
+        num_resumptions=len(parts) - 1,
+        first_scheduled_time=next((time for time in times if time is not None), None),
+        preempted_seconds=sum(each.preempted_seconds for _, each in parts),
+    )

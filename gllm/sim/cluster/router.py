@@ -1,0 +1,177 @@
+"""Routers of a simulated cluster: which engine serves a request.
+
+A routing policy of production is a router through PolicyRouter.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
+from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.output_lengths import OutputLengthPredictor
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.workloads.requests import WorkloadRequest
+
+
+class RouterNeeds(NamedTuple):
+    """State of the engines that a router reads. What no router reads is not computed."""
+
+    statistics: bool = False
+    """Statistics of the schedulers."""
+    step_costs: bool = False
+    """Step cost models that the engines fit to their steps."""
+    prefixes: bool = False
+    """Changes of the prefix caches."""
+
+
+class RoutableEngine(Protocol):
+    """Engine of a cluster, as a router sees it."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the engine, unique in the cluster."""
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Return the resolved configuration of the scheduler."""
+
+    @property
+    def num_requests(self) -> int:
+        """Return the number of unfinished requests that were sent to the engine."""
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Return the number of those that hold no KV blocks."""
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the state that a router of production would know, as far as RouterNeeds says."""
+
+    def update_index(self, prefixes: PrefixIndex) -> None:
+        """Apply the changes of the engine's prefix cache since the last call to an index."""
+
+
+class ClusterRouter(ABC):
+    """Rule that chooses the engine of each request of a simulated cluster."""
+
+    needs = RouterNeeds()
+    """State of the engines that `route` reads."""
+
+    @abstractmethod
+    def route(
+        self,
+        request: SchedulerRequest,
+        job: WorkloadRequest,
+        engines: Sequence[RoutableEngine],
+        now: float,
+    ) -> str | None:
+        """Return the name of the engine that serves a request; None to let the request wait.
+
+        A waiting request stays in the central queue of the cluster. It is routed again when an
+        engine becomes ready, admits a request or finishes one; `engines` is that engine alone then.
+
+        Args:
+            request: The request. One that returns from a failed engine has its output so far.
+            job: The request's row of the workload.
+            engines: Engines that the router takes for ready and that can run the request; may be
+                empty.
+            now: Time in seconds.
+        """
+
+    def on_finished(self, request: SchedulerRequest, now: float) -> None:  # noqa: B027
+        """Note a request that has finished. The default ignores it."""
+
+    def on_engine_lost(self, engine: str) -> None:  # noqa: B027
+        """Note an engine that is known to have failed or ended. The default ignores it."""
+
+
+class PolicyRouter(ClusterRouter):
+    """Router with a routing policy of production.
+
+    The policy sees the state that it sees in production, here without delay.
+
+    Args:
+        policy: A new routing policy.
+    """
+
+    def __init__(self, policy: RoutingPolicy) -> None:
+        self.needs = RouterNeeds(
+            policy.uses_statistics, policy.uses_step_costs, policy.uses_prefixes
+        )
+        self._policy = policy
+        self._output_lengths: OutputLengthPredictor | None = None
+
+    def route(
+        self,
+        request: SchedulerRequest,
+        job: WorkloadRequest,
+        engines: Sequence[RoutableEngine],
+        now: float,
+    ) -> str | None:
+        """Return the engine that the policy chooses; None without engines."""
+        if not engines:
+            return None
+        if self.needs.prefixes:
+            for engine in engines:
+                engine.update_index(self._policy.prefixes)
+        routing_request = self._describe(request, job, engines[0].config)
+        return self._policy.choose(routing_request, [engine.snapshot() for engine in engines])
+
+    def on_finished(self, request: SchedulerRequest, now: float) -> None:
+        """Record the length of the output, which predicts that of later requests."""
+        if self._output_lengths is not None:
+            # Simulated outputs have their maximum length.
+            self._output_lengths.record(request.max_tokens, request.max_tokens)
+
+    def on_engine_lost(self, engine: str) -> None:
+        """Forget the prefix cache of the engine."""
+        self._policy.prefixes.forget(engine)
+
+    def _describe(
+        self, request: SchedulerRequest, job: WorkloadRequest, config: SchedulerConfig
+    ) -> RoutingRequest:
+        if self._output_lengths is None:
+            self._output_lengths = OutputLengthPredictor(config.expected_output_tokens)
+        output = request.outputs[0] if request.outputs else []
+        hashes: Sequence[bytes] = ()
+        if self.needs.prefixes:
+            tokens = request.initial_token_ids(request.seq)
+            hashes = PromptBlockHashes(tokens, config.block_size, request.cache_salt)
+        num_expected = self._output_lengths.predict(request.max_tokens, len(output))
+        return RoutingRequest(
+            len(request.prompt_token_ids) + len(output),
+            hashes,
+            max(1, num_expected - len(output)),
+            request.max_tokens,
+            request.priority,
+            job.session,
+        )
+
+
+class DeferredRouter(ClusterRouter):
+    """Router that binds a request only to an engine that can run it at once.
+
+    Other requests wait in the central queue, from which engines pull. An engine can run a request
+    if none of its requests waits for KV blocks and one more may hold them.
+
+    Source: the global scheduler of Vidur (MLSys'24, arXiv 2405.05465) that defers the choice.
+    """
+
+    needs = RouterNeeds(statistics=True)
+
+    def route(
+        self,
+        request: SchedulerRequest,
+        job: WorkloadRequest,
+        engines: Sequence[RoutableEngine],
+        now: float,
+    ) -> str | None:
+        """Return the engine with the fewest requests of those that can run it at once."""
+        able = [
+            engine
+            for engine in engines
+            if not engine.num_waiting_requests and engine.num_requests < engine.config.max_num_seqs
+        ]
+        return min(able, key=lambda engine: engine.num_requests).name if able else None

@@ -1,0 +1,201 @@
+"""Simulated clusters: every request is served once, the central queue, the cost of routing."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks.routing import simulated_pool
+from gllm.routing.policy_registry import POLICIES, make_policy
+from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.router import (
+    ClusterRouter,
+    DeferredRouter,
+    PolicyRouter,
+    RoutableEngine,
+    RouterNeeds,
+)
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+
+
+def make_router(name: str, seed: int = 0) -> ClusterRouter:
+    """Return a new router by the name of its policy."""
+    return DeferredRouter() if name == "deferred" else PolicyRouter(make_policy(name, Random(seed)))
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "deferred"])
+def test_every_request_is_served_once(name: str) -> None:
+    jobs = make_workload("uniform:8,200,2,30", 60, 20.0)
+    run = simulate_cluster(simulated_pool("equal"), jobs, make_router(name))
+    served = [seq for engine in run.engines.values() for seq in engine.record.requests]
+    assert sorted(served) == sorted(run.requests) == list(range(60))
+    for index, request in run.requests.items():
+        assert request.line.num_tokens == jobs[index].num_output_tokens
+        assert request.line.arrival == pytest.approx(jobs[index].arrival_seconds, abs=2e-9)
+    assert all(engine.record.requests for engine in run.engines.values())
+    assert not run.unserved
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_name_all_that_they_read(name: str) -> None:
+    """State that a router leaves out does not change a choice."""
+
+    class AllKnowingRouter(PolicyRouter):
+        def __init__(self) -> None:
+            super().__init__(make_policy(name, Random(0)))
+            self.needs = RouterNeeds(True, True, True)
+
+    jobs = make_workload("sessions:6,3,1,64,20,10", 40, 10.0)
+    pool = simulated_pool("unequal")
+    runs = [simulate_cluster(pool, jobs, each) for each in (make_router(name), AllKnowingRouter())]
+    placements = [
+        {engine: sorted(each.record.requests) for engine, each in run.engines.items()}
+        for run in runs
+    ]
+    assert placements[0] == placements[1]
+
+
+def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls = 0
+    stats = Scheduler.stats
+
+    def counted(scheduler: Scheduler) -> SchedulerStats:
+        nonlocal num_calls
+        num_calls += 1
+        return stats(scheduler)
+
+    monkeypatch.setattr(Scheduler, "stats", counted)
+    counts = {}
+    for name in ("round-robin", "random", "least-requests"):
+        num_calls = 0
+        simulate_cluster(
+            simulated_pool("equal"), make_workload("fixed:64,8", 30, 20.0), make_router(name)
+        )
+        counts[name] = num_calls
+    # Each engine states its statistics at the end.
+    assert counts == {"round-robin": 3, "random": 3, "least-requests": 3 * 30 + 3}
+
+
+def count_events_per_step(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Return the events per micro-batch of a run with a constant load per engine."""
+    jobs = make_workload("fixed:64,16", 20 * num_engines, 4.0 * num_engines, "burst:1")
+    cluster = SimulatedCluster(make_router("round-robin"))
+    for number in range(num_engines):
+        cluster.add_engine(f"e{number}", simulated_pool("equal")["e0"])
+    num_events, push = 0, EventLoop.push
+
+    def counted(
+        loop: EventLoop, time: float, rank: int, handle: Callable[[float, Any], None], argument: Any
+    ) -> None:
+        nonlocal num_events
+        num_events += 1
+        push(loop, time, rank, handle, argument)
+
+    monkeypatch.setattr(EventLoop, "push", counted)
+    cluster.submit_each(jobs)
+    run = cluster.run()
+    monkeypatch.undo()
+    return num_events / sum(len(each.record.micro_batches) for each in run.engines.values())
+
+
+def test_events_per_step_do_not_grow_with_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = count_events_per_step(1, monkeypatch)
+    assert count_events_per_step(8, monkeypatch) == pytest.approx(single, rel=0.01)
+
+
+def test_workload_is_read_as_its_requests_arrive() -> None:
+    jobs = make_workload("fixed:64,8", 200, 20.0)
+    num_read = 0
+
+    def read() -> Iterator[WorkloadRequest]:
+        nonlocal num_read
+        for job in jobs:
+            num_read += 1
+            yield job
+
+    cluster = SimulatedCluster(make_router("least-requests"))
+    cluster.add_engine("e0", simulated_pool("equal")["e0"])
+    cluster.submit_each(read())
+    cluster.loop.run(until=jobs[99].arrival_seconds + 1e-6)
+    assert 100 <= num_read <= 102
+    assert sorted(cluster.run().requests) == list(range(200))
+
+
+# The central queue.
+
+
+def last_time(run: ClusterRun) -> float:
+    """Return the time of a run's last token."""
+    return max(each.line.times[-1] for each in run.requests.values())
+
+
+def test_deferred_requests_wait_centrally_and_run_at_once_when_pulled() -> None:
+    """No request waits in an engine, and those of the queue are served in order of arrival."""
+    jobs = make_workload("fixed:64,40", 90, 1.0, "static")
+    deferred = simulate_cluster(simulated_pool("unequal"), jobs, make_router("deferred"))
+    blind = simulate_cluster(simulated_pool("unequal"), jobs, make_router("round-robin"))
+    assert sorted(deferred.requests) == list(range(90))
+    starts = [each.first_scheduled_time or 0.0 for each in deferred.requests.values()]
+    # A step of the slowest engine takes 80 ms.
+    assert all(later >= earlier - 0.081 for earlier, later in pairwise(starts))
+    # The fast engine takes more requests, so the last one ends earlier.
+    served = [len(each.record.requests) for each in deferred.engines.values()]
+    assert served[0] > served[1] > served[2]
+    assert last_time(deferred) < 0.7 * last_time(blind)
+
+
+def test_priorities_are_kept_in_the_central_queue() -> None:
+    jobs = [
+        job._replace(priority=index % 2)
+        for index, job in enumerate(make_workload("fixed:64,40", 60, 1.0, "static"))
+    ]
+    run = simulate_cluster(simulated_pool("equal"), jobs, make_router("deferred"))
+    starts = {index: each.first_scheduled_time or 0.0 for index, each in run.requests.items()}
+    # The first requests find empty engines.
+    urgent = [starts[index] for index in range(24, 60) if index % 2 == 0]
+    others = [starts[index] for index in range(24, 60) if index % 2 == 1]
+    assert max(urgent) <= min(others)
+
+
+def test_unsorted_workload_and_too_long_requests_are_refused() -> None:
+    jobs = make_workload("fixed:64,8", 4, 1.0)
+    with pytest.raises(ValueError, match="sort"):
+        simulate_cluster(simulated_pool("equal"), jobs[::-1], make_router("random"))
+    long_jobs = make_workload("fixed:4000,8", 1, 1.0)
+    with pytest.raises(ValueError, match=r"request of 4008 tokens.*max_model_len is 1024"):
+        simulate_cluster(simulated_pool("equal"), long_jobs, make_router("random"))
+
+
+def test_long_requests_go_to_engines_that_can_run_them() -> None:
+    pool = simulated_pool("equal")
+    large = replace(pool["e0"].scheduler, max_model_len=4096)
+    deployments = {**pool, "large": replace(pool["e0"], scheduler=large)}
+    jobs = make_workload("uniform:500,3000,8,9", 30, 2.0)
+    run = simulate_cluster(deployments, jobs, make_router("round-robin"))
+    assert sorted(run.requests) == list(range(30))
+    for name in pool:
+        record = run.engines[name].record
+        assert all(each.num_prompt_tokens <= 1016 for each in record.requests.values())
+    assert len(run.engines["large"].record.requests) > 15
+
+
+def test_choice_of_an_unknown_engine_is_refused() -> None:
+    class LostRouter(ClusterRouter):
+        def route(
+            self,
+            request: SchedulerRequest,
+            job: WorkloadRequest,
+            engines: Sequence[RoutableEngine],
+            now: float,
+        ) -> str | None:
+            return "nobody"
+
+    with pytest.raises(ValueError, match="router chose 'nobody', which is none of e0, e1, e2"):
+        simulate_cluster(simulated_pool("equal"), make_workload("fixed:9,2", 1), LostRouter())

@@ -1,0 +1,125 @@
+"""KV transfers between simulated engines: times on shared links, and ends that die."""
+
+import pytest
+
+from gllm.sim.cluster.changes import EngineFailure
+from gllm.sim.cluster.cluster import SimulatedCluster
+from gllm.sim.cluster.transfers import KvTransfer, TransferPath
+from gllm.sim.event_loop import ARRIVAL, EventLoop
+from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.link_policies import make_link
+from gllm.sim.pipeline import PipelineLinks, make_pipeline_links
+from gllm.sim.workloads.requests import WorkloadRequest
+from tests.sim.cluster_parts import FirstEngineRouter, make_deployment, token_times
+
+NETWORK = NetworkLink(1e6, 0.2)
+"""1 MB/s, so that 300 kB take 0.3 s, and 0.2 s of latency."""
+
+
+class TransferLog:
+    """Times of the ends of transfers."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, float] = {}
+        self.lost: dict[str, float] = {}
+
+    def transfer(
+        self, name: str, num_bytes: int, path: TransferPath, ends: str = "ab"
+    ) -> KvTransfer:
+        """Return a transfer whose end is logged under its name."""
+
+        def on_done(now: float) -> None:
+            self.done[name] = round(now, 9)
+
+        def on_lost(now: float) -> None:
+            self.lost[name] = round(now, 9)
+
+        return KvTransfer(ends[0], ends[1], num_bytes, path, on_done, on_lost)
+
+
+def make_cluster(
+    links: PipelineLinks | None = None, loop: EventLoop | None = None
+) -> SimulatedCluster:
+    """Return a cluster of three engines; the first one has two stages and these links."""
+    cluster = SimulatedCluster(FirstEngineRouter(), loop)
+    cluster.add_engine("a", make_deployment(2), links=links)
+    cluster.add_engine("b", make_deployment())
+    cluster.add_engine("c", make_deployment())
+    return cluster
+
+
+def start_at(cluster: SimulatedCluster, time: float, transfer: KvTransfer) -> None:
+    """Start a transfer at a time."""
+
+    def start(now: float, transfer: KvTransfer) -> None:
+        assert cluster.start_transfer(transfer)
+
+    cluster.loop.push(time, ARRIVAL, start, transfer)
+
+
+def test_transfers_of_one_link_queue_and_arrive_a_latency_later() -> None:
+    cluster, log = make_cluster(), TransferLog()
+    path = TransferPath(make_link(cluster.loop), NETWORK)
+    for time, name, num_bytes in ((1.0, "one", 300_000), (1.1, "two", 100_000)):
+        start_at(cluster, time, log.transfer(name, num_bytes, path))
+    cluster.run()
+    assert log.done == {"one": 1.5, "two": 1.6}
+    assert not cluster.transfers.num_under_way
+    assert not log.lost
+
+
+@pytest.mark.parametrize(
+    ("policy", "first_token"), [("serial", 0.05 + 0.3 + 0.01 + 0.05), ("priority", None)]
+)
+def test_transfer_and_activations_share_a_link(policy: str, first_token: float | None) -> None:
+    """Activations of 10 ms wait for the whole transfer, or for one chunk of 1 ms at most."""
+    loop = EventLoop()
+    own = make_pipeline_links(loop, 2)
+    shared = make_link(loop, policy)
+    cluster = make_cluster(own._replace(activations=[shared]), loop)
+    log = TransferLog()
+    start_at(cluster, 0.05, log.transfer("kv", 300_000, TransferPath(shared, NETWORK)))
+    cluster.submit_each([WorkloadRequest(0.0, 8, 1)])
+    run = cluster.run()
+    (time,) = token_times(run)
+    if first_token is not None:
+        assert time == pytest.approx(first_token)
+        assert log.done == {"kv": 0.55}
+    else:
+        assert 0.11 <= time <= 0.111 + 1e-9
+        assert log.done == {"kv": 0.56}
+
+
+@pytest.mark.parametrize("dead", ["a", "b"])
+def test_death_of_an_end_frees_the_link_and_is_reported_when_it_is_known(dead: str) -> None:
+    cluster, log = make_cluster(), TransferLog()
+    path = TransferPath(make_link(cluster.loop), NETWORK)
+    start_at(cluster, 1.0, log.transfer("broken", 300_000, path))
+    start_at(cluster, 1.0, log.transfer("other", 100_000, path, "cc"))
+    cluster.apply_each([EngineFailure(dead, 1.1, detection_seconds=0.5, restart_seconds=0.1)])
+    cluster.run()
+    assert log.lost == {"broken": 1.6}
+    # The other transfer begins at the death.
+    assert log.done == {"other": 1.4}
+
+
+def test_transfer_that_travels_when_its_target_dies_is_lost() -> None:
+    cluster, log = make_cluster(), TransferLog()
+    path = TransferPath(make_link(cluster.loop), NETWORK)
+    start_at(cluster, 1.0, log.transfer("broken", 300_000, path))
+    cluster.apply_each([EngineFailure("b", 1.4)])
+    cluster.run()
+    assert (log.lost, log.done) == ({"broken": 1.4}, {})
+
+
+def test_transfers_need_two_running_engines_and_bytes() -> None:
+    cluster, log = make_cluster(), TransferLog()
+    path = TransferPath(make_link(cluster.loop), NETWORK)
+    with pytest.raises(ValueError, match="num_bytes is 0, but a transfer has at least 1"):
+        cluster.start_transfer(log.transfer("empty", 0, path))
+    with pytest.raises(ValueError, match="engine 'x' is none of a, b, c"):
+        cluster.start_transfer(log.transfer("lost", 1, path, "ax"))
+    cluster.apply_each([EngineFailure("b", 0.0)])
+    cluster.run()
+    assert not cluster.start_transfer(log.transfer("late", 1, path))
+    assert (log.lost, log.done) == ({}, {})
