@@ -5,9 +5,12 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gllm.sim.costs.base import TransferCost
-from gllm.sim.event_loop import PIPELINE, TIME_DECIMALS, EventLoop
+from gllm.sim.event_loop import PIPELINE, EventLoop
 
 T = TypeVar("T")
+
+TIME_TOLERANCE = 1e-9
+"""Seconds by which the end of a burst may differ from the time of an event."""
 
 
 class MessageClass(IntEnum):
@@ -173,7 +176,9 @@ class SimulatedLink:
 
     def _is_busy(self, now: float) -> bool:
         """Return True if a burst has not ended; one that an event ends is busy until that."""
-        return self._sending is not None and (self._is_end_due or now < self._free_time)
+        if self._sending is None:
+            return False
+        return self._is_end_due or self._free_time - now > TIME_TOLERANCE
 
     def _start_burst(self, now: float) -> None:
         position, seconds = self._policy.select(self._waiting, now)
@@ -183,9 +188,9 @@ class SimulatedLink:
         is_complete = seconds >= message.remaining_seconds
         burst_seconds = message.remaining_seconds if is_complete else seconds
         message.remaining_seconds -= burst_seconds
-        self._free_time = round(now + burst_seconds, TIME_DECIMALS)
+        self._free_time = free_time = now + burst_seconds
         if is_complete:
-            arrival = now + burst_seconds + message.cost.propagation_seconds
+            arrival = free_time + message.cost.propagation_seconds
             self._loop.push(arrival, message.rank, self._deliver, message)
         if self._waiting or not is_complete:
             self._push_end(message)
