@@ -1,7 +1,10 @@
 """`gllm simulate`: predict latency and throughput of a deployment, or compare with a real run."""
 
 import argparse
+import hashlib
+import os
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,28 @@ from gllm.config.flags import (
     FlagType,
     add_flags,
     config_from_flags,
+    flags_of_config,
+    number_type,
     output_file,
     output_folder,
 )
+from gllm.config.slo import Slo
 from gllm.observability.step_log import StepLogWriter
+from gllm.sim.capacity import CAPACITY_RULES, Capacity, RateTrial, find_capacity
 from gllm.sim.compare import compare_with_profile, comparison_table
-from gllm.sim.deployment import simulate
-from gllm.sim.metrics.report import format_metrics_table, summarize_run
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.description import describe_below_range, describe_load, describe_simulation
+from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
+from gllm.sim.metrics.delays import measure_load, measure_rate_trial
+from gllm.sim.metrics.report import (
+    format_metrics_table,
+    format_table,
+    show_value,
+    summarize_run,
+)
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.workloads.requests import WorkloadRequest
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,13 +46,23 @@ def make_parser() -> argparse.ArgumentParser:
     add_flags(parser, SimulationConfig)
     parser.add_argument("--compare", metavar="LOG", help="step log of a real run to compare with")
     parser.add_argument(
-        "--output", metavar="FOLDER", type=FlagType(output_folder), help="folder for JSON and plots"
+        "--output",
+        metavar="FOLDER",
+        type=FlagType(output_folder),
+        help="folder for plots and metrics.json, which --config takes to repeat the simulation",
     )
     parser.add_argument(
         "--step-log",
         metavar="FILE",
         type=FlagType(output_file),
         help="write the simulated run as a step log",
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="NUMBER",
+        type=number_type(int, ge=1, le=1024),
+        default=len(os.sched_getaffinity(0)),
+        help="processes of --capacity (default: one per core)",
     )
     return parser
 
@@ -47,20 +73,11 @@ def main(argv: list[str]) -> int:
     try:
         config = config_from_flags(SimulationConfig, values)
         if values.compare:
-            return _compare(config, values.compare, values.output)
-        jobs = build_workload(config)
-        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-        deployment = build_deployment(config, longest)
-        if values.step_log:
-            log = StepLogWriter(values.step_log)
-            run = simulate(deployment, jobs, log.write)
-            log.close()
+            _compare(config, values.compare, values.output)
+        elif config.capacity:
+            _search_capacity(config, values.jobs, values.output)
         else:
-            run = simulate(deployment, jobs)
-        summary = summarize_run(run, config.slo_ttft, config.slo_tpot)
-        print(format_metrics_table({run.start.scheduler.policy: summary}))
-        if values.output:
-            write_outputs(run, summary, Path(values.output))
+            _simulate(config, values.step_log, values.output)
     except BrokenPipeError:
         raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
     except (ValueError, OSError) as error:
@@ -69,8 +86,109 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write_outputs(run: RunRecord, summary: dict[str, Any], folder: Path) -> None:
+def _build(config: SimulationConfig) -> tuple[Deployment, list[WorkloadRequest]]:
+    """Return the deployment and the workload of a configuration."""
+    jobs = build_workload(config)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    return build_deployment(config, longest), jobs
+
+
+def _simulate(config: SimulationConfig, step_log: str | None, output: str | None) -> None:
+    """Simulate a workload; print what was simulated and its figures."""
+    limits = parse_slo_limits(config.slo_limits) if config.slo_limits else {}
+    deployment, jobs = _build(config)
+    print(*describe_simulation(config, deployment, jobs), sep="\n", flush=True)
+    log = StepLogWriter(step_log) if step_log else None
+    try:
+        run = simulate(deployment, jobs, log.write if log else None)
+    finally:
+        if log:
+            log.close()
+    summary = summarize_run(run, config.slo_ttft, config.slo_tpot, deployment)
+    classes = {seq: job.slo_class for seq, job in enumerate(jobs)}
+    slo = Slo(config.slo_ttft, config.slo_tpot)
+    if attainment := class_attainment(run.requests, classes, limits, slo):
+        summary["slo_classes"] = attainment
+    if load := measure_load(run):
+        print(*describe_load(load), sep="\n")
+        summary["load"] = load._asdict() | {"is_overloaded": load.is_overloaded}
+    summary["below_range"] = dict(deployment.cost.num_below_range)
+    print(*describe_below_range(deployment), sep="\n", end="\n\n")
+    print(format_metrics_table({run.start.scheduler.policy: summary}))
+    if output:
+        write_outputs(run, summary, Path(output), _configuration(config))
+
+
+@dataclass(frozen=True)
+class ConfiguredSimulation:
+    """Simulation of a configuration at any request rate."""
+
+    config: SimulationConfig
+
+    def __call__(self, rate: float) -> RateTrial:
+        """Return the scheduling delays at a rate in requests per second."""
+        deployment, jobs = _build(replace(self.config, rate=rate))
+        return measure_rate_trial(simulate(deployment, jobs))
+
+
+def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) -> None:
+    """Search for the capacity of a deployment and print all simulated rates."""
+    if config.arrivals in ("static", "replay"):
+        raise ValueError(
+            f"--capacity needs arrivals at a rate, not {config.arrivals}: choose --arrivals poisson"
+        )
+    rule = CAPACITY_RULES[config.capacity or "sustained"]
+    if config.requests < rule.min_requests:
+        raise ValueError(
+            f"--requests is {config.requests}, but overload shows in {rule.min_requests} requests "
+            f"or more: raise it"
+        )
+    deployment, workload = _build(config)
+    print(*describe_simulation(config, deployment, workload), sep="\n", end="\n\n", flush=True)
+    capacity = find_capacity(ConfiguredSimulation(config), config.rate, rule, jobs)
+    rows = [
+        [
+            show_value(rate),
+            *map(show_value, trial[1:]),
+            show_value(trial.growth),
+            "yes" if rule.is_sustained(trial) else "no",
+        ]
+        for rate, trial in sorted(capacity.trials)
+    ]
+    header = ["requests/s", "scheduling delay p99, s", "mean, first half, s", "second half, s"]
+    print(format_table([*header, "ratio", "sustained"], rows))
+    print(f"\ncapacity ({config.capacity}): {show_value(capacity.rate)} requests/s")
+    if output:
+        _write_document(Path(output), _configuration(config) | _capacity_document(capacity))
+        print(f"wrote metrics.json to {output}")
+
+
+def _capacity_document(capacity: Capacity) -> dict[str, Any]:
+    trials = [{"rate": rate, **trial._asdict()} for rate, trial in capacity.trials]
+    return {"metrics": {"capacity": capacity.rate, "trials": trials}}
+
+
+def _configuration(config: SimulationConfig) -> dict[str, Any]:
+    """Return the part of metrics.json from which the same simulation can be run again."""
+    flags = flags_of_config(config)
+    profile = Path(config.profile) if config.profile else None
+    if profile is None or not profile.is_file():
+        return {"configuration": flags}
+    flags["profile"] = str(profile.absolute())
+    digest = hashlib.sha256(profile.read_bytes()).hexdigest()
+    return {"configuration": flags, "profile_sha256": digest}
+
+
+def write_outputs(
+    run: RunRecord, summary: dict[str, Any], folder: Path, configuration: dict[str, Any]
+) -> None:
     """Write metrics.json, latencies.svg, tokens.svg and gantt.svg.
+
+    Args:
+        run: The run.
+        summary: Its figures.
+        folder: The folder, created if needed.
+        configuration: Further fields of metrics.json.
 
     Raises:
         OSError: A file cannot be written.
@@ -78,23 +196,25 @@ def write_outputs(run: RunRecord, summary: dict[str, Any], folder: Path) -> None
     # Only plots need matplotlib.
     from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_tokens
 
-    folder.mkdir(parents=True, exist_ok=True)
-    document = {"start": run.start, "metrics": summary}
-    (folder / "metrics.json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
-    )
+    _write_document(folder, configuration | {"start": run.start, "metrics": summary})
     plot_latencies(run, folder / "latencies.svg")
     plot_tokens(run, folder / "tokens.svg")
     plot_gantt(run, folder / "gantt.svg")
     print(f"wrote metrics.json, latencies.svg, tokens.svg and gantt.svg to {folder}")
 
 
-def _compare(config: SimulationConfig, log: str, output: str | None) -> int:
+def _write_document(folder: Path, document: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = msgspec.json.format(msgspec.json.encode(document), indent=2)
+    (folder / "metrics.json").write_bytes(content + b"\n")
+
+
+def _compare(config: SimulationConfig, log: str, output: str | None) -> None:
     """Print a real run next to its prediction from the profile."""
     if config.profile is None:
         raise ValueError("--compare needs --profile, a profile of the same model and stages")
     comparison = compare_with_profile(log, config.profile)
     print(comparison_table(comparison))
     if output:
-        write_outputs(comparison.predicted, summarize_run(comparison.predicted), Path(output))
-    return 0
+        summary = summarize_run(comparison.predicted)
+        write_outputs(comparison.predicted, summary, Path(output), _configuration(config))

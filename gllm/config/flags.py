@@ -103,7 +103,13 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def read_flags(path: str) -> dict[str, Any]:
-    """Return the keys and values of a YAML file. Raises ValueError if it is not a mapping."""
+    """Return the keys and values of a YAML file, or of its section `configuration`.
+
+    A file of results has that section, so the flags of a run can be read back from its results.
+
+    Raises:
+        ValueError: The file cannot be read or is not a mapping.
+    """
     # Imported late: most runs have no such file.
     import yaml
 
@@ -117,7 +123,8 @@ def read_flags(path: str) -> dict[str, Any]:
     values = {} if values is None else values
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError("has to be a mapping of flags to values, such as `max-model-len: 4096`")
-    return values
+    section = values.get("configuration")
+    return section if isinstance(section, dict) else values
 
 
 def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
@@ -295,6 +302,21 @@ def config_from_flags(config: type, values: argparse.Namespace) -> Any:
             value = getattr(values, spec.name)
             given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
     return config(**given)
+
+
+def flags_of_config(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration by flag, as a file for `--config` contains them.
+
+    Values that are None are left out: they are the defaults of their flags.
+    """
+    flags: dict[str, Any] = {}
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            flags |= flags_of_config(value)
+        elif "help" in spec.metadata and value is not None:
+            flags[spec.name.replace("_", "-")] = list(value) if isinstance(value, tuple) else value
+    return flags
 
 
 def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:

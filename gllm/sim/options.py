@@ -8,6 +8,7 @@ from gllm.config.field_types import convert_fields
 from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
@@ -95,6 +96,18 @@ class SimulationConfig:
     )
     slo_tpot: float | None = option(
         None, "TPOT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
+    )
+    slo_limits: str | None = option(
+        None,
+        "TTFT and TPOT limits of SLO classes, seconds, such as chat:0.5:0.05,batch:30: (an empty "
+        "one is that of --slo-ttft or --slo-tpot)",
+    )
+    capacity: str | None = option(
+        None,
+        "search for the highest request rate that the deployment sustains, from --rate on; "
+        "sustained: P99 scheduling delay at most 5 s, and the second half's mean at most 1.2 times "
+        "the first half's; vidur: P99 at most 5 s, as in Vidur's paper",
+        choices=tuple(CAPACITY_RULES),
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -4,7 +4,7 @@ A cost model is one file of this folder. It sees the work of a micro-batch, neve
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from gllm.scheduler.stage_work import StageWork
 
@@ -67,6 +67,14 @@ class CostModel(Protocol):
 
     def return_transfer(self, work: StageWork) -> TransferCost:
         """Return the cost of sending the result from the last stage to the driver."""
+
+
+@runtime_checkable
+class OperatorCostModel(CostModel, Protocol):
+    """Cost model that knows the parts of a stage's time."""
+
+    def operator_seconds(self, stage: int, work: StageWork) -> Mapping[str, float]:
+        """Return the time of each class of operators, which add up to `stage_seconds`."""
 
 
 class BaseCostModel:

@@ -8,6 +8,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from gllm.observability.latency import collect_latencies, percentile, slo_attainment
+from gllm.sim.deployment import Deployment
+from gllm.sim.metrics.batch_figures import (
+    measure_micro_batches,
+    operator_shares,
+    summarize_batches,
+)
+from gllm.sim.metrics.delays import scheduling_delays, steady_throughput
 from gllm.sim.metrics.run_record import RunRecord
 
 PERCENTS = (50, 90, 99)
@@ -26,59 +33,78 @@ def coefficient_of_variation(values: Sequence[float]) -> float:
     return pstdev(values) / mean if mean else 0.0
 
 
-STEADY_TOKEN_SHARE = 0.8
-"""Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
-requests, during which no system is at its best."""
-
-
-def steady_throughput(run: RunRecord) -> tuple[float, float]:
-    """(tokens, requests) a second while the first STEADY of all tokens were computed."""
-    tokens = sum(step.work.num_tokens for step in run.micro_batches)
-    done = 0
-    for step in run.micro_batches:
-        done += step.work.num_tokens
-        if done >= STEADY_TOKEN_SHARE * tokens and step.committed_time is not None:
-            seconds = step.committed_time - run.begin
-            return done / seconds, done / tokens * len(run.requests) / seconds
-    return 0.0, 0.0
-
-
 def summarize_run(
-    run: RunRecord, slo_ttft: float | None = None, slo_tpot: float | None = None
+    run: RunRecord,
+    slo_ttft: float | None = None,
+    slo_tpot: float | None = None,
+    deployment: Deployment | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of a run: seconds, tokens, shares in [0, 1]; SLO limits are seconds."""
-    lines = [served.line for served in run.requests.values()]
+    """Return the figures of a run: seconds, tokens, shares in 0..1.
+
+    Args:
+        run: The run.
+        slo_ttft: Limit of the time to the first token in seconds; None: no limit.
+        slo_tpot: Limit of the mean time per output token in seconds; None: no limit.
+        deployment: What ran, if it was simulated: adds the model FLOP/s utilization and the time by
+            class of operators, where the model's shape and its operators are known.
+    """
+    served = list(run.requests.values())
+    lines = [each.line for each in served]
     span = (run.end - run.begin) or float("nan")
-    prompt = sum(
-        served.num_prompt_tokens for served in run.requests.values() if served.line.num_tokens
-    )
+    prompt = sum(each.num_prompt_tokens for each in served if each.line.num_tokens)
     output = sum(line.num_tokens for line in lines)
-    uses = run.stage_usages()
     figures: dict[str, Any] = {
         "requests": len(lines),
-        "finished": sum(s.line.num_tokens == s.max_tokens for s in run.requests.values()),
+        "finished": sum(each.line.num_tokens == each.max_tokens for each in served),
         "seconds": span,
         "requests_per_second": len(lines) / span,
         "output_tokens_per_second": output / span,
         "total_tokens_per_second": (prompt + output) / span,
         "steady_tokens_per_second": steady_throughput(run)[0],
-        **{name: summary_statistics(values) for name, values in collect_latencies(lines).items()},
-        "steps": len(run.micro_batches),
-        "tokens_per_step": summary_statistics(
-            [float(step.work.num_tokens) for step in run.micro_batches]
-        ),
-        "tokens_per_step_variation": coefficient_of_variation(
-            [step.work.num_tokens for step in run.micro_batches]
-        ),
-        "preemptions": sum(served.num_preemptions for served in run.requests.values()),
-        "busy_share": [use.busy_share for use in uses],
-        "bubble_share": [use.bubble_share for use in uses],
+        **_summarize_latencies(run),
+        "preemptions": sum(each.num_preemptions for each in served),
+        "preempted_seconds": sum(each.preempted_seconds for each in served),
+        **_summarize_stages(run, deployment),
     }
     if run.restarts:
         figures["restarts"] = len(run.restarts)
-        figures["resumed_requests"] = sum(s.num_resumptions > 0 for s in run.requests.values())
+        figures["resumed_requests"] = sum(each.num_resumptions > 0 for each in served)
     if slo_ttft is not None or slo_tpot is not None:
         figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
+    return figures
+
+
+def _summarize_latencies(run: RunRecord) -> dict[str, Any]:
+    """Return the statistics of the requests' latencies and scheduling delays, in seconds."""
+    latencies = collect_latencies([served.line for served in run.requests.values()])
+    delays = [delay for delay in scheduling_delays(run) if delay is not None]
+    return {
+        name: summary_statistics(values)
+        for name, values in {**latencies, "scheduling_delay": delays}.items()
+    }
+
+
+def _summarize_stages(run: RunRecord, deployment: Deployment | None) -> dict[str, Any]:
+    """Return the figures of micro-batches and stages."""
+    hardware = deployment.hardware if deployment else None
+    batches = measure_micro_batches(run.micro_batches, hardware.model if hardware else None)
+    uses = run.stage_usages()
+    figures: dict[str, Any] = {
+        "steps": len(batches.num_tokens),
+        "tokens_per_step": summary_statistics(batches.num_tokens),
+        "tokens_per_step_variation": coefficient_of_variation(batches.num_tokens),
+        "requests_per_step": summary_statistics(batches.num_requests),
+        **summarize_batches(batches),
+        "busy_share": [use.busy_share for use in uses],
+        "bubble_share": [use.bubble_share for use in uses],
+    }
+    if hardware and run.end > run.begin:
+        peak = hardware.peak_flops * (run.end - run.begin)
+        figures["model_flops_utilization"] = batches.flops / peak
+    if deployment:
+        figures["time_by_operator"] = operator_shares(
+            run.micro_batches, len(run.start.layers), deployment.cost
+        )
     return figures
 
 
@@ -92,23 +118,47 @@ METRICS_TABLE_ROWS: list[tuple[str, str, float]] = [
     *((f"tpot.{p}", f"TPOT {p}, ms", 1e3) for p in ("mean", "p50", "p90", "p99")),
     *((f"itl.{p}", f"ITL {p}, ms", 1e3) for p in ("p50", "p99")),
     *((f"e2el.{p}", f"E2EL {p}, s", 1) for p in ("mean", "p50", "p90", "p99")),
+    *((f"scheduling_delay.{p}", f"scheduling delay {p}, ms", 1e3) for p in ("mean", "p50", "p99")),
     ("steps", "micro-batches", 1),
+    ("requests_per_step.mean", "requests per micro-batch", 1),
     ("tokens_per_step.mean", "tokens per micro-batch", 1),
     ("tokens_per_step_variation", "their coefficient of variation", 1),
+    *((f"tokens_by_time_p{p}", f"tokens per micro-batch, by time p{p}", 1) for p in (50, 90)),
+    ("kv_usage.mean", "KV cache in use, mean, %", 100),
+    ("kv_usage.max", "KV cache in use, most, %", 100),
     ("preemptions", "preemptions", 1),
+    ("preempted_seconds", "preempted time, s", 1),
     ("restarts", "recoveries", 1),
     ("resumed_requests", "resumed requests", 1),
     ("slo_attainment", "SLO attainment, %", 100),
     ("busy_share", "stages busy, %", 100),
     ("bubble_share", "bubbles, %", 100),
+    ("model_flops_utilization", "model FLOP/s utilization, %", 100),
 ]
 """(path in the summary, label, factor)."""
 
 
-def get_figure(summary: dict[str, Any], path: str) -> Any:
-    """Return a figure by its dotted path, or None."""
+def _group_rows(
+    summaries: dict[str, dict[str, Any]],
+) -> list[tuple[tuple[str, ...], str, float]]:
+    """Return the rows of figures whose names depend on the run: operators and SLO classes."""
+    operators, classes = (
+        sorted({name for summary in summaries.values() for name in summary.get(group, {})})
+        for group in ("time_by_operator", "slo_classes")
+    )
+    return [
+        *(
+            (("slo_classes", name, "slo_attainment"), f"SLO attainment of {name}, %", 100.0)
+            for name in classes
+        ),
+        *((("time_by_operator", name), f"time of {name}, %", 100.0) for name in operators),
+    ]
+
+
+def get_figure(summary: dict[str, Any], path: str | tuple[str, ...]) -> Any:
+    """Return a figure by its path, names in a tuple or separated by dots, or None."""
     value: Any = summary
-    for part in path.split("."):
+    for part in path.split(".") if isinstance(path, str) else path:
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
@@ -138,7 +188,8 @@ def show_value(value: Any, factor: float = 1) -> str:
 def format_metrics_table(summaries: dict[str, dict[str, Any]]) -> str:
     """Return a table of runs side by side, by name."""
     rows = []
-    for path, label, factor in METRICS_TABLE_ROWS:
+    table: list[tuple[str | tuple[str, ...], str, float]] = [*METRICS_TABLE_ROWS]
+    for path, label, factor in [*table, *_group_rows(summaries)]:
         cells = [show_value(get_figure(summary, path), factor) for summary in summaries.values()]
         if any(cells):
             rows.append([label, *cells])

@@ -1,0 +1,83 @@
+"""Text about a simulation: what it simulates, and how its load compares with what it sustains."""
+
+from statistics import fmean
+
+from gllm.sim.deployment import Deployment
+from gllm.sim.hardware.stages import format_degrees
+from gllm.sim.metrics.delays import RunLoad
+from gllm.sim.metrics.report import show_value
+from gllm.sim.options import SimulationConfig
+from gllm.sim.workloads.requests import WorkloadRequest
+
+
+def describe_simulation(
+    config: SimulationConfig, deployment: Deployment, jobs: list[WorkloadRequest]
+) -> list[str]:
+    """Return lines about the model, devices, KV cache, scheduler and workload of a simulation."""
+    scheduler = deployment.scheduler
+    num_tokens = scheduler.num_blocks * scheduler.block_size
+    layers = ",".join(map(str, deployment.layers))
+    prompt = fmean(job.num_prompt_tokens for job in jobs)
+    output = fmean(job.num_output_tokens for job in jobs)
+    arrivals = config.arrivals
+    if arrivals not in ("static", "replay"):
+        arrivals += f" at {show_value(config.rate)} requests/s"
+    return [
+        f"model: {deployment.model}, {sum(deployment.layers)} layers in {len(deployment.layers)} "
+        f"stages of {layers}",
+        f"devices: {_describe_devices(config, deployment)}",
+        f"KV cache: {scheduler.num_blocks} blocks of {scheduler.block_size} tokens, "
+        f"{num_tokens} tokens per stage",
+        f"scheduler: {scheduler.policy}, at most {scheduler.max_num_seqs} sequences of "
+        f"{scheduler.max_model_len} tokens",
+        f"workload: {config.workload}, {len(jobs)} requests of {prompt:.0f} prompt and "
+        f"{output:.0f} output tokens on average, {arrivals}, seed {config.seed}",
+    ]
+
+
+def describe_load(load: RunLoad) -> list[str]:
+    """Return lines about the rates of a run, and by how much it is overloaded."""
+    trial = load.trial
+    offered = "all at once" if load.offered_rate is None else show_value(load.offered_rate)
+    unit = "" if load.offered_rate is None else " requests/s"
+    lines = [
+        f"load: offered {offered}{unit}, sustained {show_value(load.sustained_rate)} requests/s"
+    ]
+    if load.is_overloaded:
+        excess = "" if load.overload is None else f" by {load.overload:.0%}"
+        lines.append(
+            f"overloaded{excess}: scheduling delay p99 {show_value(trial.p99_delay_seconds)} s, "
+            f"mean {show_value(trial.first_half_delay_seconds)} s in the first half of the "
+            f"requests, {show_value(trial.second_half_delay_seconds)} s in the second; latencies "
+            "grow with the number of requests"
+        )
+    return lines
+
+
+def describe_below_range(deployment: Deployment) -> list[str]:
+    """Return a line about work below the measured range of the costs; none if there was none."""
+    counts = deployment.cost.num_below_range
+    if not any(counts.values()):
+        return []
+    shown = ", ".join(f"{name} {count} times" for name, count in counts.items() if count)
+    return [f"below the measured range, priced as its smallest value: {shown}"]
+
+
+def _describe_devices(config: SimulationConfig, deployment: Deployment) -> str:
+    """Return the number and names of devices or their profile, links, price and power."""
+    hardware = deployment.hardware
+    names = f"those of profile {config.profile}" if config.profile else config.device
+    if hardware is None:
+        return f"{names}, --tp {format_degrees(deployment.degrees)}"
+    num_devices = sum(hardware.degrees)
+    parts = [
+        names if config.profile else f"{num_devices} x {names}",
+        f"--tp {format_degrees(hardware.degrees)}",
+    ]
+    if hardware.links and not config.profile:
+        parts.append(f"stages joined by {config.link}")
+    if hardware.price is not None:
+        parts.append(f"{hardware.price:.2f} $/h")
+    if hardware.power is not None:
+        parts.append(f"{hardware.power:.0f} W")
+    return ", ".join(parts)

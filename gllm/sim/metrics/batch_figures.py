@@ -1,0 +1,99 @@
+"""Figures of a run's micro-batches: sizes, KV cache, arithmetic, time by tokens and operators."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from gllm.sim.costs.base import CostModel, OperatorCostModel
+from gllm.sim.hardware.shapes import ModelShape
+from gllm.sim.metrics.run_record import MicroBatch
+
+MAX_PRICED_BATCHES = 2000
+"""Most micro-batches whose operators are priced: shares of time need no more."""
+
+
+@dataclass
+class BatchFigures:
+    """Micro-batches of a run in lists, one entry per micro-batch."""
+
+    num_tokens: list[int] = field(default_factory=list)
+    num_requests: list[int] = field(default_factory=list)
+    kv_usage: list[float] = field(default_factory=list)
+    """Share of KV blocks in use, 0..1; empty if unknown."""
+    stage_seconds: list[float] = field(default_factory=list)
+    """Time of computation, summed over the stages."""
+    flops: float = 0.0
+    """Arithmetic of all micro-batches together; 0 without a model's shape."""
+
+    def seconds_by_tokens(self) -> dict[int, float]:
+        """Return the stages' time in micro-batches by number of tokens, rounded up to 2^n."""
+        seconds: defaultdict[int, float] = defaultdict(float)
+        for tokens, stage_seconds in zip(self.num_tokens, self.stage_seconds, strict=True):
+            seconds[1 << max(0, tokens - 1).bit_length()] += stage_seconds
+        return dict(sorted(seconds.items()))
+
+    def time_percentile(self, percent: float) -> float | None:
+        """Return a percentile (0..100) of tokens per micro-batch, weighted by the stages' time."""
+        total = sum(self.stage_seconds)
+        done = 0.0
+        for tokens, seconds in sorted(zip(self.num_tokens, self.stage_seconds, strict=True)):
+            done += seconds
+            if total and done >= total * percent / 100:
+                return tokens
+        return None
+
+
+def measure_micro_batches(
+    micro_batches: Iterable[MicroBatch], shape: ModelShape | None = None
+) -> BatchFigures:
+    """Return the figures of micro-batches.
+
+    Args:
+        micro_batches: The micro-batches of a run.
+        shape: Shape of the model, from which arithmetic is counted.
+    """
+    figures = BatchFigures()
+    for step in micro_batches:
+        figures.num_tokens.append(step.work.num_tokens)
+        figures.num_requests.append(step.work.num_decodes + len(step.work.prefill_chunks))
+        if step.kv_usage is not None:
+            figures.kv_usage.append(step.kv_usage)
+        figures.stage_seconds.append(
+            sum(times.end - times.start for times in step.stage_times if times is not None)
+        )
+        if shape is not None:
+            figures.flops += shape.step_flops(step.work)
+    return figures
+
+
+def operator_shares(
+    micro_batches: Sequence[MicroBatch], num_stages: int, cost: CostModel
+) -> dict[str, float]:
+    """Return the share (0..1) of the stages' time by class of operators.
+
+    At most 2,000 micro-batches at equal distances are priced. The result is empty for a cost model
+    that does not know operators.
+    """
+    if not isinstance(cost, OperatorCostModel):
+        return {}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for step in micro_batches[:: 1 + len(micro_batches) // MAX_PRICED_BATCHES]:
+        for stage in range(num_stages):
+            for name, value in cost.operator_seconds(stage, step.work).items():
+                seconds[name] += value
+    total = sum(seconds.values())
+    return {name: value / total for name, value in sorted(seconds.items())} if total else {}
+
+
+def summarize_batches(figures: BatchFigures) -> dict[str, Any]:
+    """Return the figures of a run's table that concern micro-batches."""
+    summary: dict[str, Any] = {
+        "seconds_by_tokens": {str(key): value for key, value in figures.seconds_by_tokens().items()}
+    }
+    for percent in (50, 90):
+        summary[f"tokens_by_time_p{percent}"] = figures.time_percentile(percent)
+    if figures.kv_usage:
+        summary["kv_usage"] = {"mean": fmean(figures.kv_usage), "max": max(figures.kv_usage)}
+    return summary

@@ -1,0 +1,78 @@
+"""Scheduling delays of a run, and its load: the rates offered and sustained."""
+
+from typing import NamedTuple
+
+from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
+from gllm.sim.metrics.run_record import RunRecord
+
+STEADY_TOKEN_SHARE = 0.8
+"""Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
+requests, during which no system is at its best."""
+
+
+def scheduling_delays(run: RunRecord) -> list[float | None]:
+    """Return the seconds from each request's arrival until its first row is scheduled.
+
+    Requests are in order of arrival; None stands for one that was never scheduled.
+    """
+    served = sorted(run.requests.values(), key=lambda each: each.line.arrival)
+    return [
+        None
+        if each.first_scheduled_time is None
+        else max(0.0, each.first_scheduled_time - each.line.arrival)
+        for each in served
+    ]
+
+
+def measure_rate_trial(run: RunRecord) -> RateTrial:
+    """Return the figures of a run from which a capacity search judges its request rate.
+
+    Raises:
+        ValueError: There are fewer than two requests.
+    """
+    return make_rate_trial(scheduling_delays(run))
+
+
+def steady_throughput(run: RunRecord) -> tuple[float, float]:
+    """Return tokens and requests per second while the first 80 % of all tokens were computed."""
+    counts = [(step.work.num_tokens, step.committed_time) for step in run.micro_batches]
+    tokens = sum(num_tokens for num_tokens, _ in counts)
+    done = 0
+    for num_tokens, committed_time in counts:
+        done += num_tokens
+        if done >= STEADY_TOKEN_SHARE * tokens and committed_time is not None:
+            seconds = committed_time - run.begin
+            return done / seconds, done / tokens * len(run.requests) / seconds
+    return 0.0, 0.0
+
+
+class RunLoad(NamedTuple):
+    """Load of a run in requests per second."""
+
+    offered_rate: float | None
+    """Rate of the arrivals; None if all requests arrive at once."""
+    sustained_rate: float
+    """Rate of the service while the first 80 % of all tokens were computed."""
+    trial: RateTrial
+
+    @property
+    def is_overloaded(self) -> bool:
+        """True if the delays are too long or grow, as in a search for the capacity."""
+        return not CAPACITY_RULES["sustained"].is_sustained(self.trial)
+
+    @property
+    def overload(self) -> float | None:
+        """Share of the offered rate beyond the sustained one; None if all arrive at once."""
+        if self.offered_rate is None or not self.sustained_rate:
+            return None
+        return max(0.0, self.offered_rate / self.sustained_rate - 1)
+
+
+def measure_load(run: RunRecord) -> RunLoad | None:
+    """Return the load of a run; None with fewer than two requests."""
+    if len(run.requests) < 2:
+        return None
+    arrivals = [served.line.arrival for served in run.requests.values()]
+    seconds = max(arrivals) - min(arrivals)
+    offered = (len(arrivals) - 1) / seconds if seconds else None
+    return RunLoad(offered, steady_throughput(run)[1], measure_rate_trial(run))
