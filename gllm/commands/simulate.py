@@ -109,11 +109,17 @@ def _simulate(config: SimulationConfig, step_log: str | None, output: str | None
     slo = Slo(config.slo_ttft, config.slo_tpot)
     if attainment := class_attainment(run.requests, classes, limits, slo):
         summary["slo_classes"] = attainment
+    lines = describe_below_range(deployment)
     if load := measure_load(run):
-        print(*describe_load(load), sep="\n")
-        summary["load"] = load._asdict() | {"is_overloaded": load.is_overloaded}
+        lines += describe_load(load)
+        summary["load"] = {
+            "offered_rate": load.offered_rate,
+            "sustained_rate": load.sustained_rate,
+            "is_overloaded": load.is_overloaded,
+            **load.trial._asdict(),
+        }
     summary["below_range"] = dict(deployment.cost.num_below_range)
-    print(*describe_below_range(deployment), sep="\n", end="\n\n")
+    print(*lines, sep="\n", end="\n\n")
     print(format_metrics_table({run.start.scheduler.policy: summary}))
     if output:
         write_outputs(run, summary, Path(output), _configuration(config))
@@ -121,13 +127,17 @@ def _simulate(config: SimulationConfig, step_log: str | None, output: str | None
 
 @dataclass(frozen=True)
 class ConfiguredSimulation:
-    """Simulation of a configuration at any request rate."""
+    """Simulation of a configuration at any request rate, with as many requests as that needs."""
 
     config: SimulationConfig
 
     def __call__(self, rate: float) -> RateTrial:
         """Return the scheduling delays at a rate in requests per second."""
-        deployment, jobs = _build(replace(self.config, rate=rate))
+        config = self.config
+        requests = CAPACITY_RULES[config.capacity or "sustained"].num_requests(
+            rate, config.requests
+        )
+        deployment, jobs = _build(replace(config, rate=rate, requests=requests))
         return measure_rate_trial(simulate(deployment, jobs))
 
 
@@ -138,13 +148,9 @@ def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) ->
             f"--capacity needs arrivals at a rate, not {config.arrivals}: choose --arrivals poisson"
         )
     rule = CAPACITY_RULES[config.capacity or "sustained"]
-    if config.requests < rule.min_requests:
-        raise ValueError(
-            f"--requests is {config.requests}, but overload shows in {rule.min_requests} requests "
-            f"or more: raise it"
-        )
-    deployment, workload = _build(config)
-    print(*describe_simulation(config, deployment, workload), sep="\n", end="\n\n", flush=True)
+    first = replace(config, requests=rule.num_requests(config.rate, config.requests))
+    deployment, workload = _build(first)
+    print(*describe_simulation(first, deployment, workload), sep="\n", end="\n\n", flush=True)
     capacity = find_capacity(ConfiguredSimulation(config), config.rate, rule, jobs)
     rows = [
         [

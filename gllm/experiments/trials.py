@@ -11,7 +11,8 @@ from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.parallel import map_parallel
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.metrics.report import steady_throughput, summarize_run
+from gllm.sim.metrics.delays import steady_throughput
+from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import make_workload
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from statistics import fmean
 from typing import NamedTuple
 
@@ -79,10 +79,17 @@ class CapacityRule:
     """Number of next higher rates, in steps of 2.5 %, that must not be sustained."""
     min_requests: int = 1000
     """Least number of requests of a run: in shorter ones, overload does not show."""
+    min_seconds: float = 100.0
+    """Least time in which the requests of a run should arrive: at an overload of 5 %, the last ones
+    then wait 5 s."""
     max_trials: int = 20
     """Most simulations before the confirmations."""
     is_bisection: bool = False
     """Search by Vidur's bisection, which assumes that delays grow with the rate."""
+
+    def num_requests(self, rate: float, requests: int) -> int:
+        """Return the number of requests to simulate at a rate per second, at least `requests`."""
+        return max(requests, self.min_requests, ceil(rate * self.min_seconds))
 
     def is_bounded(self, trial: RateTrial) -> bool:
         """Return True if the delays of a run are within the limit."""
@@ -110,7 +117,9 @@ class CapacityRule:
 
 CAPACITY_RULES = {
     "sustained": CapacityRule(),
-    "vidur": CapacityRule(max_growth=None, num_confirmations=0, min_requests=2, is_bisection=True),
+    "vidur": CapacityRule(
+        max_growth=None, num_confirmations=0, min_requests=2, min_seconds=0.0, is_bisection=True
+    ),
 }
 """Rules by name: this project's, and that of Vidur's paper."""
 

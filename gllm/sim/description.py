@@ -44,7 +44,7 @@ def describe_load(load: RunLoad) -> list[str]:
         f"load: offered {offered}{unit}, sustained {show_value(load.sustained_rate)} requests/s"
     ]
     if load.is_overloaded:
-        excess = "" if load.overload is None else f" by {load.overload:.0%}"
+        excess = "" if load.overload is None else f" by {100 * load.overload:.0f} %"
         lines.append(
             f"overloaded{excess}: scheduling delay p99 {show_value(trial.p99_delay_seconds)} s, "
             f"mean {show_value(trial.first_half_delay_seconds)} s in the first half of the "
@@ -68,11 +68,11 @@ def _describe_devices(config: SimulationConfig, deployment: Deployment) -> str:
     hardware = deployment.hardware
     names = f"those of profile {config.profile}" if config.profile else config.device
     if hardware is None:
-        return f"{names}, --tp {format_degrees(deployment.degrees)}"
+        return f"{names}, --tp {_format_equal(deployment.degrees)}"
     num_devices = sum(hardware.degrees)
     parts = [
         names if config.profile else f"{num_devices} x {names}",
-        f"--tp {format_degrees(hardware.degrees)}",
+        f"--tp {_format_equal(hardware.degrees)}",
     ]
     if hardware.links and not config.profile:
         parts.append(f"stages joined by {config.link}")
@@ -81,3 +81,8 @@ def _describe_devices(config: SimulationConfig, deployment: Deployment) -> str:
     if hardware.power is not None:
         parts.append(f"{hardware.power:.0f} W")
     return ", ".join(parts)
+
+
+def _format_equal(degrees: list[int]) -> str:
+    """Return numbers of ranks as in --tp, one number if all stages have the same."""
+    return format_degrees(degrees[:1] if len(set(degrees)) == 1 else degrees)

@@ -53,6 +53,7 @@ class SimulationConfig:
         None,
         "number of layers of each stage, such as 20,12; default: equal numbers",
         ge=1,
+        le=INT32_MAX,
         parse=parse_counts,
     )
     link: str = option(

@@ -1,6 +1,7 @@
 """`gllm simulate` from its flags to its files."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,97 @@ def test_the_same_flags_give_the_same_table(capsys: pytest.CaptureFixture[str]) 
     assert tables[0] == tables[1] != tables[2]
 
 
+def test_what_is_simulated_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--pp", "2", "--tp", "2", "--workload", "fixed:200,50", "--rate", "3"]
+    assert main([*SMALL, *flags]) == 0
+    output = capsys.readouterr().out
+    for line in (
+        "model: qwen2.5-14b, 48 layers in 2 stages of 24,24",
+        "devices: 4 x A100-40G, --tp 2, stages joined by pcie, 8.84 $/h, 1600 W",
+        "workload: fixed:200,50, 20 requests of 200 prompt and 50 output tokens on average, "
+        "poisson at 3 requests/s, seed 0",
+    ):
+        assert line in output
+    blocks, tokens = re.search(r"KV cache: (\d+) blocks of 16 tokens, (\d+)", output).groups()  # type: ignore[union-attr]
+    assert 16 * int(blocks) == int(tokens) > 100_000
+    assert re.search(r"load: offered \d\.\d+ requests/s, sustained \d\.\d+ requests/s", output)
+    assert "overloaded" not in output
+    for words in ("KV cache in use, mean, %", "scheduling delay p99, ms", "FLOP/s utilization, %"):
+        assert words in output
+
+
+def test_an_overloaded_run_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workload", "fixed:3000,5", "--requests", "120", "--rate", "12", "--pp", "1"]
+    assert main(["--model", "qwen2.5-14b", "--device", "L20", *flags]) == 0
+    output = capsys.readouterr().out
+    rates = re.search(r"offered (\S+) requests/s, sustained (\S+) requests/s", output)
+    assert rates
+    offered, sustained = map(float, rates.groups())
+    percent = re.search(r"overloaded by (\d+) %: scheduling delay p99", output)
+    assert percent
+    assert int(percent[1]) == pytest.approx(100 * (offered / sustained - 1), rel=0.02)
+    assert int(percent[1]) > 100
+
+
+def test_metrics_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--pp", "2", "--policy", "sarathi", "--seed", "7", "--no-prefix-cache", "--tp", "2,1"]
+    flags += ["--priorities", "0:1,1:1", "--slo-classes", "a:1,b:2", "--slo-limits", "a:1:,b::0.1"]
+    assert main([*SMALL, *flags, "--output", str(tmp_path / "first")]) == 0
+    first = (tmp_path / "first" / "metrics.json").read_bytes()
+    (tmp_path / "first" / "metrics.json").rename(tmp_path / "metrics.json")
+    again = ["--config", str(tmp_path / "metrics.json"), "--output"]
+    assert main([*again, str(tmp_path / "second")]) == 0
+    assert (tmp_path / "second" / "metrics.json").read_bytes() == first
+    # The command line outranks the file.
+    capsys.readouterr()
+    assert main(["--config", str(tmp_path / "metrics.json"), "--seed", "8"]) == 0
+    assert "seed 8" in capsys.readouterr().out
+    configuration = json.loads(first)["configuration"]
+    assert configuration["seed"] == 7
+    assert configuration["prefix-cache"] is False
+
+
+def test_attainment_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--slo-classes", "chat:1,batch:1", "--slo-limits", "chat:0.000001:,batch:9000:9000"]
+    assert main([*SMALL, *flags, "--output", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"SLO attainment of batch, % +\| 100 ", table)
+    assert re.search(r"SLO attainment of chat, % +\| 0 ", table)
+    classes = json.loads((tmp_path / "metrics.json").read_text())["metrics"]["slo_classes"]
+    assert classes["batch"]["requests"] + classes["chat"]["requests"] == 20
+    assert classes["chat"]["slo_ttft"] == 1e-6
+
+
+PREFILLS = ["--model", "qwen2.5-14b", "--pp", "1", "--workload", "fixed:2000,1", "--rate", "1.2"]
+"""Prompts of one micro-batch each: at most about 1.5 per second."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "num_requests"),
+    [
+        ("vidur", ["--requests", "150"], 150),
+        pytest.param("sustained", ["--jobs", "2"], 1000, marks=pytest.mark.long),
+    ],
+)
+def test_the_capacity_of_a_deployment(
+    rule: str,
+    flags: list[str],
+    num_requests: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*PREFILLS, "--capacity", rule, *flags, "--output", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    document = json.loads((tmp_path / "metrics.json").read_text())
+    metrics = document["metrics"]
+    assert f"capacity ({rule}): {metrics['capacity']:.4g} requests/s" in output
+    assert document["configuration"]["capacity"] == rule
+    assert {trial["num_requests"] for trial in metrics["trials"]} == {num_requests}
+    assert 0.9 < metrics["capacity"] < 1.6
+    delays = {trial["rate"]: trial["p99_delay_seconds"] for trial in metrics["trials"]}
+    assert delays[metrics["capacity"]] <= 5.0 < max(delays.values())
+
+
 def test_a_profile_predicts_and_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +175,11 @@ def test_a_profile_predicts_and_is_compared(
         (["--profile", "/nowhere.json"], "/nowhere.json"),
         (["--compare", "/nowhere.jsonl"], "--compare needs --profile"),
         (["--max-model-len", "100"], "max_model_len"),
+        (["--slo-limits", "chat:1"], "has to be NAME:TTFT:TPOT"),
+        (["--slo-limits", "a:1:1,a:1:1"], "each name once"),
+        (["--slo-limits", "a:-1:"], "limits in seconds"),
+        (["--capacity", "sustained", "--arrivals", "static"], "--capacity needs arrivals"),
+        (["--config", "/nowhere.json"], "cannot be read"),
     ],
 )
 def test_bad_flags_are_told_with_the_fix(
