@@ -7,23 +7,19 @@ to a step is `forest.py`'s business.
 Source of the method: "Vidur", MLSys'24, arXiv 2405.05465.
 """
 
-import csv
-import gzip
 import importlib
-import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gllm.sim.costs.ranges import above_range
+from gllm.sim.data_tables import read_table
 
 Array = NDArray[np.float64]
-TableRow = Mapping[str, str]
 
 NUM_TREES = 100
 MAX_TREE_DEPTH = 16
@@ -136,7 +132,7 @@ def prefill_samples() -> OperatorSamples:
     """
     measured = [
         ((float(row["kv_cache"]), float(row["prefill_chunk"]) ** 2), float(row["attn_prefill_ms"]))
-        for row in _table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
+        for row in read_table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
         if row["attn_prefill_ms"]
     ]
     measures: dict[str, Callable[[Array], Array]] = {
@@ -151,7 +147,7 @@ def decode_samples() -> OperatorSamples:
     """Attention of a batch of decodes, features [batch, mean kv]; kv: tokens cached before."""
     measured = [
         ((float(row["batch_size"]), float(row["kv_cache"])), float(row["attn_decode_ms"]))
-        for row in _table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
+        for row in read_table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
         if row["attn_decode_ms"]
     ]
     measures: dict[str, Callable[[Array], Array]] = {
@@ -167,7 +163,7 @@ def reshape_samples() -> OperatorSamples:
     They do not depend on kv, so all kv of a chunk length or batch are averaged.
     """
     measured = []
-    for row in _table("vidur_attention_a100_llama2-70b_tp2.csv.gz"):
+    for row in read_table("vidur_attention_a100_llama2-70b_tp2.csv.gz"):
         tokens = row["prefill_chunk"] if row["attn_prefill_ms"] else row["batch_size"]
         time = float(row["attn_input_reshape_ms"]) + float(row["attn_output_reshape_ms"])
         measured.append(((float(tokens),), time))
@@ -213,7 +209,7 @@ def model_shape(model: str) -> dict[str, int]:
 
 def list_profiled_models() -> list[tuple[str, str, int]]:
     """Every device, model and tensor parallel size whose token-level operators were profiled."""
-    rows = _table("vidur_token_ops.csv.gz")
+    rows = read_table("vidur_token_ops.csv.gz")
     return sorted({(row["device"], row["model"], int(row["tp"])) for row in rows})
 
 
@@ -234,20 +230,13 @@ def _samples(
     return OperatorSamples(operator, np.array(keys), times, measures)
 
 
-def _table(name: str) -> list[TableRow]:
-    """Return the rows of a shipped table."""
-    data = (files("gllm.sim") / "data" / name).read_bytes()
-    text = gzip.decompress(data) if name.endswith(".gz") else data
-    return list(csv.DictReader(io.StringIO(text.decode())))
-
-
 def _selected(name: str, **wanted: str | int) -> list[TableRow]:
     """Return the rows with these values.
 
     Raises:
         ValueError: No row has them; the message names the available values.
     """
-    table = _table(name)
+    table = read_table(name)
     rows = [row for row in table if all(row[k] == str(v) for k, v in wanted.items())]
     if not rows:
         known = sorted({tuple(row[k] for k in wanted) for row in table})
