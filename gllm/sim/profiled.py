@@ -5,16 +5,27 @@ from dataclasses import dataclass, replace
 
 from gllm.config.degrees import expand_degrees
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.distserve import (
+    SYSTEMS,
+    DistServeCostModel,
+    read_coefficients,
+    read_kv_capacity,
+)
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
 from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import format_degrees, split_layers_evenly
 from gllm.sim.hardware.tables import build_hardware, look_up
 
 VIDUR = "vidur"
 VIDUR_RANKS = 2
 """Devices of each stage in these profiles."""
+
+DISTSERVE = "distserve:"
+OPT_MAX_MODEL_LEN = 2048
+"""Context of the OPT models, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,8 @@ def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
     """Return a deployment whose step times come from a profile.
 
     Args:
-        profile: `vidur`, or the file of `gllm profile`.
+        profile: `vidur`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, or the file of
+            `gllm profile`.
         options: The rest.
 
     Raises:
@@ -49,6 +61,8 @@ def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
     """
     if profile == VIDUR:
         return _build_vidur(options)
+    if profile.startswith(DISTSERVE):
+        return _build_distserve(profile.removeprefix(DISTSERVE), options)
     return _build_measured(profile, read_profile(profile), options)
 
 
@@ -105,4 +119,30 @@ def _build_vidur(options: ProfileOptions) -> Deployment:
         scheduler.resolve(stages, blocks, options.max_model_len or options.longest),
         degrees=degrees,
         hardware=hardware,
+    )
+
+
+def _build_distserve(name: str, options: ProfileOptions) -> Deployment:
+    """Return an OPT model on A100s with 80 GB, with the coefficients of DistServe's artifact."""
+    model, _, system = name.partition(",")
+    if system not in ("", *SYSTEMS):
+        raise ValueError(f"--profile distserve:{name}: {system!r} is none of {', '.join(SYSTEMS)}")
+    stages = options.stages or (1 if options.layers is None else len(options.layers))
+    degrees = expand_degrees(options.degrees or (1,), stages)
+    if len(set(degrees)) > 1:
+        raise ValueError(
+            f"--tp {format_degrees(degrees)}: DistServe's stages have equal numbers of ranks"
+        )
+    coefficients = read_coefficients(system or SYSTEMS[0], model, degrees[0])
+    blocks = read_kv_capacity(model, degrees[0], stages) // options.scheduler.block_size
+    length = options.max_model_len or max(options.longest, OPT_MAX_MODEL_LEN)
+    layers = split_layers_evenly(look_up("model", model, MODELS).layers, stages)
+    if options.layers not in (None, tuple(layers)):
+        raise ValueError("--layers: DistServe's stages have equal numbers of layers: leave it out")
+    return Deployment(
+        model,
+        layers,
+        DistServeCostModel(coefficients, stages),
+        options.scheduler.resolve(stages, blocks, length),
+        degrees=degrees if degrees[0] > 1 else [],
     )

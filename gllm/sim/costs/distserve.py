@@ -102,7 +102,9 @@ class DistServeCostModel(BaseCostModel):
                 milliseconds += per_square * tokens * (2 * start + tokens)
         if work.num_decodes:
             is_small = work.num_decodes < self._coefficients.batch_threshold
-            decode = self._coefficients.small_decode if is_small else self._coefficients.large_decode
+            decode = (
+                self._coefficients.small_decode if is_small else self._coefficients.large_decode
+            )
             constants.append(decode.constant)
             milliseconds += decode.per_token * work.num_decode_context_tokens
             milliseconds += decode.third * work.num_decodes

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gllm.sim.costs.ranges import above_range
-from gllm.sim.data_tables import read_table
+from gllm.sim.data_tables import TableRow, read_table
 
 Array = NDArray[np.float64]
 
