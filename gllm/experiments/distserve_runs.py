@@ -37,14 +37,15 @@ MAX_BATCHED_TOKENS = 2560
 REFERENCE = "Zhong et al., DistServe, OSDI 2024"
 QUICK_RUNS, QUICK_REQUESTS = 4, 60
 
-SETTING = f"""real runs of OPT-13B on A100-80G with ShareGPT's lengths, from the artifact of DistServe.
-Simulated: the same requests at the same times, with the coefficients that the artifact has for both
-systems; they contain no host time between steps. Each vLLM engine is one GPU. c21d12: prefill at
-TP 2, PP 1, decode at TP 1, PP 2; runs that name no layout are simulated as {DEFAULT_LAYOUT}. Policy of
-all engines: `{POLICY}`, at most {MAX_BATCHED_TOKENS:,} prompt tokens per micro-batch; KV caches as
-published. Transfers of KV cache take no time, and a prompt leaves the prefill engine's cache when it
-ends. The real one keeps it until the decode engine has a place: overloaded decode engines delay
-prompts in the real runs only."""
+SETTING = f"""real runs of OPT-13B on A100-80G with ShareGPT's lengths, from the artifact of
+DistServe. Simulated: the same requests at the same times, with the coefficients that the
+artifact has for both systems; they contain no host time between steps. Each vLLM engine is one
+GPU. c21d12: prefill at TP 2, PP 1, decode at TP 1, PP 2; runs that name no layout are
+simulated as {DEFAULT_LAYOUT}. Policy of all engines: `{POLICY}`, at most
+{MAX_BATCHED_TOKENS:,} prompt tokens per micro-batch; KV caches as published. Transfers of KV
+cache take no time, and a prompt leaves the prefill engine's cache when it ends. The real one
+keeps it until the decode engine has a place: overloaded decode engines delay prompts in the
+real runs only."""
 
 
 @dataclass(frozen=True)
