@@ -54,7 +54,7 @@ class Latencies:
 
     ttft: list[float]
     tpot: list[float]
-    """Of the requests with at least two output tokens."""
+    """Only of requests with at least two output tokens."""
 
 
 @dataclass(frozen=True)
