@@ -21,11 +21,13 @@ from gllm.observability.step_log import StepLogEvent as Logged
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import NO_TRANSFER, TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests, simulate
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.link_policies import LINK_POLICIES
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest, build_run_record
-from gllm.sim.pipeline import SimulatedPipeline
+from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
 from tests.examples import num_examples
 
@@ -54,6 +56,27 @@ class HostCost(ConstantCostModel):
     def return_seconds(self, work: StageWork) -> float:
         """The constant."""
         return self._host[2]
+
+
+class WiredCost(ConstantCostModel):
+    """Constant stages; plans, activations and results travel over links."""
+
+    def __init__(self, stage: float, activations: TransferCost, others: TransferCost) -> None:
+        super().__init__(stage)
+        self._activations = activations
+        self._others = others
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of the activations."""
+        return self._activations
+
+    def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the cost of a small message; the first stage is beside the driver."""
+        return self._others if stage else NO_TRANSFER
+
+    def return_transfer(self, work: StageWork) -> TransferCost:
+        """Return the cost of a small message."""
+        return self._others
 
 
 def config(stages: int = 1, blocks: int = 1000, **options: Any) -> SchedulerConfig:
@@ -96,9 +119,16 @@ def play(
     cost: ConstantCostModel,
     jobs: list[WorkloadRequest],
     aborts: list[tuple[float, int]],
+    link_policy: str = "serial",
+    is_card_shared: bool = False,
 ) -> Played:
+    loop = EventLoop()
+    links = make_pipeline_links(loop, resolved.stages, link_policy)
+    if is_card_shared:
+        card = links.results
+        links = PipelineLinks([card] * len(links.activations), [card] * len(links.plans), card)
     log: list[Logged] = [StartEvent(0.0, "made up", [1] * resolved.stages, resolved, "simulator")]
-    pipeline = SimulatedPipeline(resolved, cost, log=log.append)
+    pipeline = SimulatedPipeline(resolved, cost, log=log.append, loop=loop, links=links)
     played = Played(resolved, pipeline, log, times=[[] for _ in range(resolved.stages)])
     commit = pipeline.scheduler.commit
 
@@ -147,7 +177,7 @@ def check_requests(
         )
 
 
-def check_order(played: Played, link: float) -> None:
+def check_order(played: Played, link: float, back: float = 0.0) -> None:
     """Plans reach and leave every stage in order, one at a time, and their commits as well."""
     steps = list(range(len(played.plans)))
     assert list(played.plans) == steps
@@ -161,7 +191,7 @@ def check_order(played: Played, link: float) -> None:
         for left, came in zip(before, after, strict=True):
             assert left.end + link <= came.start + ROUNDING
     for (committed, _), time in zip(played.commits, played.times[-1], strict=True):
-        assert time.end <= committed
+        assert time.end + back <= committed + ROUNDING
     limit = played.config.max_in_flight
     late = zip(list(played.plans.values())[limit:], played.commits, strict=False)
     assert all(commit <= planned for (planned, _), (commit, _) in late)
@@ -212,6 +242,10 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     aborts=ABORTS,
     stage=st.sampled_from([0.0, 0.05, 0.7]),
     link=st.sampled_from([0.0, 0.03, 1.1]),
+    delay=st.sampled_from([0.0, 0.4]),
+    others=st.sampled_from([NO_TRANSFER, TransferCost(0.01, 0.02), TransferCost(0.2, 0.0)]),
+    policy=st.sampled_from(sorted(LINK_POLICIES)),
+    is_card_shared=st.booleans(),
 )
 def test_nothing_is_lost_and_nothing_overlaps(
     resolved: SchedulerConfig,
@@ -219,10 +253,15 @@ def test_nothing_is_lost_and_nothing_overlaps(
     aborts: list[tuple[float, int]],
     stage: float,
     link: float,
+    delay: float,
+    others: TransferCost,
+    policy: str,
+    is_card_shared: bool,
 ) -> None:
-    played = play(resolved, ConstantCostModel(stage, link), jobs, aborts)
+    cost = WiredCost(stage, TransferCost(link, delay), others)
+    played = play(resolved, cost, jobs, aborts, policy, is_card_shared)
     check_requests(played, jobs, aborts)
-    check_order(played, link)
+    check_order(played, link + delay, others.occupancy_seconds + others.propagation_seconds)
     scheduler = played.pipeline.scheduler
     assert not scheduler.stats().unfinished
     assert not scheduler.kv_cache.running
