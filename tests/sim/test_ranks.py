@@ -27,7 +27,7 @@ from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
-PEAK = DeviceEfficiency(1.0, 1.0, 0.0, 0.0, 0.0)
+PEAK = DeviceEfficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=4, kv_heads=2, mlp=16, vocabulary=10, head_dim=4)
 SLOW = DeviceSpec(flops=1000.0, bandwidth=100.0, memory=1e6)
 LINK = NetworkLink(50.0, 0.25)
@@ -126,12 +126,15 @@ def test_a_stage_of_two_ranks_by_hand() -> None:
     weights = 8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 8
     matrices = hypot(2 * 2 * weights / 1000, 2 * weights / 100)
     attention = hypot(20 * 4 * 2 * 4 / 1000, 20 * 2 * 4 * 2 / 100)
+    # Norms, additions, gate and up, RoPE of two heads and one key, one written key and value.
+    elementwise = 2 * (2 * (10 * 8 + 3 * 8 + 2 * 3 * 4) + 2 * 2 * 4 * 2) / 100
+    layer = matrices + attention + elementwise
     one_sum = 0.125 + 2 * 8 * 2 / 500
     # The first stage sums the embedding too; the last gathers half of float32 logits.
-    first = 3 * (matrices + attention) + 7 * one_sum
+    first = 3 * layer + 7 * one_sum
     head = hypot(2 * 2 * 40 / 1000, 2 * 40 / 100) + 0.125 + 2 * 10 * 4 / 2 / 500
     assert cost.stage_seconds(0, work) == pytest.approx(first)
-    assert cost.stage_seconds(1, work) == pytest.approx(matrices + attention + 2 * one_sum + head)
+    assert cost.stage_seconds(1, work) == pytest.approx(layer + 2 * one_sum + head)
     assert cost.collective_seconds(0, work) == pytest.approx(7 * one_sum)
     # Activations between stages do not shrink with the ranks.
     assert cost.activation_transfer(0, work) == tiny(1, 1).activation_transfer(0, work)

@@ -1,15 +1,14 @@
 """Step times from first principles: arithmetic, memory traffic and communication of a micro-batch.
 
 A roofline with a rounded corner: an operator takes the root of the sum of squares of the time of
-its arithmetic and the time of its memory traffic. Efficiencies are the same for every policy.
+its arithmetic and the time of its memory traffic. A layer adds the traffic of its element-wise
+operators, a fixed time of its kernels and the sums over the ranks, which do not overlap with the
+rest; it takes at least the time in which the host launches its kernels. All constants are the same
+for every policy, model and number of ranks; docs/simulator.md shows the errors.
 
-Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
-The rounding: over the token-level operators of Vidur's tables (A100, A40, H100; five models) it is
-off by 4 to 8 % on average with each pair's own efficiencies, the sharp corner by 6 to 11 %
-(`python -m scripts.roofline_error`).
-
-The ranks of a stage compute their shares at the same time. Their sums, one after attention and one
-after the MLP of each layer, and one of the embedding, do not overlap with that.
+Sources: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
+Fitted to the operators and whole steps of Vidur's tables (arXiv 2405.05465) and to Splitwise's
+measurements (arXiv 2311.18677): `python -m scripts.roofline_error`, `python -m scripts.step_error`.
 """
 
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from math import hypot
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, BaseCostModel, TransferCost
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
+from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.shapes import (
     BYTES_PER_ELEMENT,
@@ -37,13 +37,24 @@ BYTES_PER_TOKEN_ID = 4
 
 @dataclass(frozen=True)
 class DeviceEfficiency:
-    """Shares of a device's peak rates that kernels reach, and the host's seconds around them."""
+    """Shares of peak rates that kernels reach, and fixed times around them."""
 
-    compute: float = 0.68
-    memory: float = 0.76
-    """Both are near the medians over those tables, 0.70 and 0.76."""
-    stage_overhead: float = 0.5e-3
-    """Seconds of launches and inputs in each step on each stage."""
+    compute: float = 0.70
+    """Share of the peak FLOP/s in products with weights."""
+    memory: float = 0.79
+    """Share of the memory bandwidth."""
+    attention: float = 0.5
+    """Share of the peak FLOP/s in attention."""
+    collective: float = 0.6
+    """Speed of sums over the ranks within a step, as a share of their speed alone: ranks do not
+    reach a sum at the same time."""
+    kernel_seconds: float = 40e-6
+    """Fixed seconds of the kernels of one layer, besides the sums."""
+    launch_seconds: float = 0.45e-3
+    """Seconds in which a host launches the kernels of one layer; a device's own value outranks it.
+    """
+    stage_overhead: float = 0.7e-3
+    """Seconds in each step on each stage, to prepare its inputs."""
     plan_overhead: float = 0.2e-3
     """Seconds from a schedule until the first stage has its inputs."""
     return_overhead: float = 0.3e-3
@@ -114,54 +125,91 @@ class _StageRoofline:
         stage: StageSpec = hardware.stages[index]
         first = sum(hardware.layer_counts[:index])
         self._model: ModelShape = hardware.model
-        self._shard = self._model.shard(stage.tp)
         self._num_layers = stage.num_layers
         self._num_dense = self._model.count_dense_layers(first, stage.num_layers)
+        self._is_first = index == 0
         self._has_head = index == len(hardware.stages) - 1
-        self._ranks, self._rank_link = stage.tp, stage.rank_link
-        self._num_sums = SUMS_PER_LAYER * stage.num_layers + (index == 0)
-        self._flops = stage.device.flops * efficiency.compute
-        self._bandwidth = stage.device.bandwidth * efficiency.memory
+        self._ranks, self._link = stage.tp, stage.rank_link
+        self._collective = efficiency.collective
+        self._device = _DeviceRoofline(self._model.shard(stage.tp), stage.device, efficiency)
 
     def compute_seconds(self, work: StageWork) -> float:
-        """Return the time of matrices and attention."""
-        shard, rows = self._shard, work.num_tokens
-        seconds = self._num_layers * self._attention_seconds(work)
+        """Return the time of matrices, attention and element-wise operators, or of their launch."""
+        sums = SUMS_PER_LAYER * self._sum_seconds(work)
+        device, num_sparse = self._device, self._num_layers - self._num_dense
+        seconds = 0.0
         if self._num_dense:
-            seconds += self._num_dense * self._matrix_seconds(
-                shard.layer_weights, shard.layer_weights, rows
-            )
-        if self._num_dense < self._num_layers:
-            seconds += (self._num_layers - self._num_dense) * self._matrix_seconds(
-                shard.active_weights, shard.read_weights(rows), rows
-            )
+            layer = device.layer_seconds(work, False)
+            seconds += self._num_dense * max(layer, device.launch_seconds - sums)
+        if num_sparse:
+            layer = device.layer_seconds(work, True)
+            seconds += num_sparse * max(layer, device.launch_seconds - sums)
         if self._has_head and work.num_sampled_rows:
-            seconds += self._matrix_seconds(
-                shard.head_weights, shard.head_weights, work.num_sampled_rows
-            )
+            seconds += device.head_seconds(work.num_sampled_rows)
         return seconds
 
     def collective_seconds(self, work: StageWork) -> float:
         """Return the time of the sums over the ranks and of the gathered logits."""
-        if self._rank_link is None:
+        if self._ranks == 1 or self._link is None:
             return 0.0
-        size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
-        seconds = self._num_sums * all_reduce_seconds(size, self._ranks, self._rank_link)
+        num_sums = SUMS_PER_LAYER * self._num_layers + self._is_first
+        seconds = num_sums * self._sum_seconds(work)
         if self._has_head and work.num_sampled_rows:
             logits = work.num_sampled_rows * self._model.vocabulary * BYTES_PER_LOGIT
-            seconds += gather_seconds(logits, self._ranks, self._rank_link)
+            seconds += gather_seconds(logits, self._ranks, self._link) / self._collective
         return seconds
+
+    def _sum_seconds(self, work: StageWork) -> float:
+        """Return the time of one sum over the ranks."""
+        if self._ranks == 1 or self._link is None:
+            return 0.0
+        size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
+        return all_reduce_seconds(size, self._ranks, self._link) / self._collective
+
+
+class _DeviceRoofline:
+    """Roofline of one rank's share of a layer."""
+
+    def __init__(self, shard: ModelShape, device: DeviceSpec, efficiency: DeviceEfficiency) -> None:
+        self._shard = shard
+        self._flops = device.flops * efficiency.compute
+        self._attention_flops = device.flops * efficiency.attention
+        self._bandwidth = device.bandwidth * efficiency.memory
+        self._kernel_seconds = efficiency.kernel_seconds
+        self.launch_seconds = (
+            efficiency.launch_seconds if device.launch_seconds is None else device.launch_seconds
+        )
+        """Seconds in which the host launches the kernels of one layer."""
+
+    def layer_seconds(self, work: StageWork, is_sparse: bool) -> float:
+        """Return the time of one layer on the device, its sums over the ranks left out."""
+        shard, rows = self._shard, work.num_tokens
+        if is_sparse:
+            seconds = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
+        else:
+            seconds = self._matrix_seconds(shard.layer_weights, shard.layer_weights, rows)
+        traffic = rows * shard.elementwise_bytes(is_sparse)
+        return (
+            seconds
+            + self._attention_seconds(work)
+            + traffic / self._bandwidth
+            + self._kernel_seconds
+        )
+
+    def head_seconds(self, rows: int) -> float:
+        """Return the time of the LM head over the sampled rows."""
+        return self._matrix_seconds(self._shard.head_weights, self._shard.head_weights, rows)
 
     def _attention_seconds(self, work: StageWork) -> float:
         """Return the time of one layer's attention."""
         shard, seconds = self._shard, 0.0
         if work.prefill_chunks:
             read = sum(start + tokens for start, tokens in work.prefill_chunks) * shard.kv_bytes
-            compute = work.num_query_key_pairs * shard.prefill_pair_flops / self._flops
+            compute = work.num_query_key_pairs * shard.prefill_pair_flops / self._attention_flops
             seconds += hypot(compute, read / self._bandwidth)
         if work.num_decodes:
             context = work.num_decode_context_tokens
-            compute = context * shard.decode_pair_flops / self._flops
+            compute = context * shard.decode_pair_flops / self._attention_flops
             seconds += hypot(compute, context * shard.kv_bytes / self._bandwidth)
         return seconds
 
@@ -169,7 +217,7 @@ class _StageRoofline:
         """Return the time of products of `rows` rows with weights."""
         return hypot(
             FLOPS_PER_WEIGHT * rows * multiplied / self._flops,
-            read * self._model.bytes_per_weight / self._bandwidth,
+            read * self._shard.bytes_per_weight / self._bandwidth,
         )
 
 

@@ -17,21 +17,28 @@ class DeviceSpec:
     """Limit in watts."""
     price: float | None = None
     """US dollars per hour on demand; None: no source states one."""
+    launch_seconds: float | None = None
+    """Seconds in which the host of such a machine launches the kernels of a layer; None: unknown,
+    cost models assume a typical host."""
 
+
+A100_LAUNCH_SECONDS, H100_LAUNCH_SECONDS = 0.55e-3, 0.37e-3
+"""Time per layer of single decodes of Llama-2-70B at TP 4 and 8 on DGX-A100 and DGX-H100, where the
+GPUs wait for the host: `splitwise_perf_model.csv`."""
 
 DEVICES = {
     "L20": DeviceSpec(119.5e12, 864e9, 48e9, 275),
     "L40": DeviceSpec(181.05e12, 864e9, 48e9, 300, 0.98),
     "A40": DeviceSpec(149.7e12, 696e9, 48e9, 300, 1.28),
     "A6000": DeviceSpec(154.8e12, 768e9, 48e9, 300, 0.82),
-    "A100-40G": DeviceSpec(312e12, 1555e9, 40e9, 400, 2.21),
-    "A100-80G": DeviceSpec(312e12, 2039e9, 80e9, 400, 2.21),
-    "A800-80G": DeviceSpec(312e12, 2039e9, 80e9, 400),
+    "A100-40G": DeviceSpec(312e12, 1555e9, 40e9, 400, 2.21, A100_LAUNCH_SECONDS),
+    "A100-80G": DeviceSpec(312e12, 2039e9, 80e9, 400, 2.21, A100_LAUNCH_SECONDS),
+    "A800-80G": DeviceSpec(312e12, 2039e9, 80e9, 400, None, A100_LAUNCH_SECONDS),
     "RTX4090": DeviceSpec(165.2e12, 1008e9, 24e9, 450),
     "V100": DeviceSpec(125e12, 900e9, 32e9, 300),
-    "H20": DeviceSpec(148e12, 4000e9, 96e9, 400),
-    "H100": DeviceSpec(989.4e12, 3350e9, 80e9, 700, 4.25),
-    "H200": DeviceSpec(989.4e12, 4800e9, 141e9, 700),
+    "H20": DeviceSpec(148e12, 4000e9, 96e9, 400, None, H100_LAUNCH_SECONDS),
+    "H100": DeviceSpec(989.4e12, 3350e9, 80e9, 700, 4.25, H100_LAUNCH_SECONDS),
+    "H200": DeviceSpec(989.4e12, 4800e9, 141e9, 700, None, H100_LAUNCH_SECONDS),
 }
 """NVIDIA's data sheets, without sparsity; SXM form where there is one.
 

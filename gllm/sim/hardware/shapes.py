@@ -195,6 +195,23 @@ class ModelShape:
         matrices = per_token * work.num_tokens + self.head_weights * work.num_sampled_rows
         return FLOPS_PER_WEIGHT * matrices + self.layers * pair_flops
 
+    def elementwise_bytes(self, is_sparse: bool = False) -> int:
+        """Return the bytes per token that the element-wise operators of a layer read and write.
+
+        Two norms, two residual additions, the activation of the MLP, rotary embedding and the
+        writing of the KV cache; `is_sparse`: of a layer with experts.
+        """
+        inner = self.mlp
+        if is_sparse and self.experts:
+            inner = (self.experts.num_active + self.experts.num_shared) * self.experts.mlp
+        # A norm reads and writes its input once, an addition reads two. An activation reads gate
+        # and projection. RoPE reads and writes queries and keys.
+        norms_and_additions = (2 * 2 + 2 * 3) * self.hidden
+        activation = (3 if self.gated else 2) * inner
+        rotation = 2 * (self.heads + self.kv_heads) * self.head_dim
+        elements = norms_and_additions + activation + rotation
+        return BYTES_PER_ELEMENT * elements + 2 * self.kv_bytes
+
     def stage_bytes(self, stage: int, layer_counts: list[int]) -> float:
         """Return the bytes of the weights that a stage holds."""
         first = sum(layer_counts[:stage])

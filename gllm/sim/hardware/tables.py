@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from gllm.config.degrees import expand_degrees
 from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import LINKS, NetworkLink
+from gllm.sim.hardware.links import LINKS, NetworkLink, rank_link_for
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec, split_layers_evenly
 
@@ -35,16 +35,14 @@ def build_hardware(
             f"layers {','.join(map(str, layers))} has to be one number for each of the {stages} "
             "stages (pipeline_parallel_size)"
         )
-    devices = _look_up_each("device", device, DEVICES, stages)
-    links = _look_up_each("link", link, LINKS, stages - 1)
-    first_link = link.split(",")[0]
-    rank_links = _look_up_each("link", rank_link or first_link, LINKS, stages)
-    return PipelineSpec(
-        shape,
-        tuple(map(StageSpec, layers, devices, ranks, rank_links)),
-        tuple(links),
-        *_driver_links(links),
-    )
+    devices = _names("device", device, DEVICES, stages)
+    links = [LINKS[name] for name in _names("link", link, LINKS, stages - 1)]
+    rank_links = _names("link", rank_link or link.split(",")[0], LINKS, stages)
+    specs = [
+        StageSpec(count, DEVICES[name], tp, rank_link_for(name, between))
+        for count, name, tp, between in zip(layers, devices, ranks, rank_links, strict=True)
+    ]
+    return PipelineSpec(shape, tuple(specs), tuple(links), *_driver_links(links))
 
 
 def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
@@ -54,12 +52,14 @@ def look_up(kind: str, name: str, table: Mapping[str, Entry]) -> Entry:
     return table[name]
 
 
-def _look_up_each(kind: str, names: str, table: Mapping[str, Entry], count: int) -> list[Entry]:
-    """Return `count` entries from one name for all, or from one for each."""
-    entries = [look_up(kind, name.strip(), table) for name in names.split(",")]
-    if len(entries) not in (1, count):
-        raise ValueError(f"{kind} {names!r} has to be one name, or {count} separated by commas")
-    return entries if len(entries) == count else entries[:1] * count
+def _names(kind: str, text: str, table: Mapping[str, object], count: int) -> list[str]:
+    """Return `count` names of a table from one for all, or from one for each."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        look_up(kind, name, table)
+    if len(names) not in (1, count):
+        raise ValueError(f"{kind} {text!r} has to be one name, or {count} separated by commas")
+    return names if len(names) == count else names[:1] * count
 
 
 def _driver_links(
