@@ -12,7 +12,7 @@ from gllm.commands.simulate import main
 from gllm.observability.step_log import StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.profile import build_profile, write_profile
-from gllm.sim.deployment import roofline_deployment, serve_requests
+from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
@@ -147,7 +147,9 @@ def test_a_profile_predicts_and_is_compared(
     jobs = make_workload("uniform:1,900,1,90", 60, 4.0)
     run, events = serve_requests(made, to_scheduler_requests(jobs))
     profile, log = tmp_path / "profile.json", tmp_path / "log.jsonl"
-    write_profile(build_profile([run], {}), profile)
+    # Batches of the prediction may have longer contexts than those of the run.
+    longer = simulate(made, make_workload("fixed:1000,100", 5, 4.0))
+    write_profile(build_profile([run, longer], {}), profile)
     assert main(["--profile", str(profile), "--workload", "fixed:100,20", "--requests", "5"]) == 0
     assert "requests/s" in capsys.readouterr().out
     written = StepLogWriter(log)
