@@ -1,15 +1,16 @@
 """Admission: decide when a waiting sequence gets its first KV blocks.
 
-A sequence is admitted if it and all running sequences are expected to fit in the cache until they
-finish; `output_lengths` predicts the lengths of outputs. Sequences that start together would leave
-the cache half empty under this rule. Admission therefore looks only HORIZON_TOKENS ahead while the
-share of recomputed tokens is small: preempted sequences then return at different times.
+Policies choose the rule. By the default rule a sequence is admitted if it and all running sequences
+are expected to fit in the cache until they finish; `output_lengths` predicts the lengths of
+outputs. Sequences that start together would leave the cache half empty under this rule. Admission
+therefore looks only HORIZON_TOKENS ahead while the share of recomputed tokens is small: preempted
+sequences then return at different times.
 
 Source of the expected peak: "Past-Future Scheduler for LLM Serving under SLA Guarantees"
 (ASPLOS'25, arXiv 2507.10150).
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
@@ -29,6 +30,9 @@ UNBOUNDED_HORIZON = 2**62
 class AdmissionController:
     """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
 
+    predicts_lengths = False
+    """True if the rule knows output lengths without `expected_output_tokens`."""
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -36,7 +40,7 @@ class AdmissionController:
         output_lengths: OutputLengths | None = None,
     ) -> None:
         self.output_lengths = OutputLengthPredictor(config.expected_output_tokens, output_lengths)
-        self._expects = config.expected_output_tokens > 0
+        self._expects = config.expected_output_tokens > 0 or self.predicts_lengths
         self._block_size = config.block_size
         self._kv_cache = kv_cache
         self._credit = 0.0
@@ -81,9 +85,7 @@ class AdmissionController:
             free: blocks that are free or about to be freed.
         """
         size = self._block_size
-        horizon = (
-            HORIZON_TOKENS if self._credit >= candidate.num_prefill_tokens else UNBOUNDED_HORIZON
-        )
+        horizon = self._horizon(candidate)
         growths = [(min(self._tokens_left(candidate), horizon), missing, 0)]
         for owner in owners:
             needed = owner.num_missing_blocks(len(owner.token_ids), size)
@@ -102,6 +104,20 @@ class AdmissionController:
             free += own
             count -= 1
         return True
+
+    def select_decodes(self, ready: Mapping[int, Sequence]) -> list[Sequence]:
+        """Return the decodes that may run in the next micro-batch: all that are ready.
+
+        Args:
+            ready: decodes that can run, by sequence id, in the order of service.
+        """
+        return list(ready.values())
+
+    def _horizon(self, candidate: Sequence) -> int:
+        """Return the number of tokens per decode to look ahead."""
+        if self._credit >= candidate.num_prefill_tokens:
+            return HORIZON_TOKENS
+        return UNBOUNDED_HORIZON
 
     def _tokens_left(self, sequence: Sequence) -> int:
         """Return the expected number of tokens that a sequence still generates; at least 1."""

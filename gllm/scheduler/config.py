@@ -20,8 +20,21 @@ POLICY_NAMES = (
     "balance",
     "sarathi",
     "prefill-first",
+    "vllm",
+    "orca+",
+    "lightllm",
+    "fastertransformer",
 )
 """Names of the policies of gllm.scheduler.policy_registry, and `auto`."""
+
+MAX_BATCHED_TOKENS = {
+    "sarathi": 2048,
+    "vllm": 4096,
+    "orca+": 4096,
+    "lightllm": 4096,
+    "fastertransformer": 4096,
+}
+"""Default of max_num_batched_tokens by policy; #MaxP + 512 for the others."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,8 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "maximum number of tokens per micro-batch; default: 2048 with sarathi, else #MaxP + 512",
+        "maximum number of tokens per micro-batch; default: 2048 with sarathi, 4096 with vllm, "
+        "orca+, lightllm and fastertransformer, else #MaxP + 512",
         ge=1,
         le=INT32_MAX,
     )
@@ -130,7 +144,7 @@ class SchedulerConfig:
         if policy == "auto":
             policy = "sarathi" if stages == 1 else "throttle"
         async_scheduling = self.async_scheduling and stages == 1
-        max_num_batched_tokens = 2048 if policy == "sarathi" else self.max_prefill_tokens + 512
+        max_num_batched_tokens = MAX_BATCHED_TOKENS.get(policy, self.max_prefill_tokens + 512)
         return replace(
             self,
             policy=policy,

@@ -12,6 +12,7 @@ the choice.
 import math
 from typing import NamedTuple, Protocol
 
+from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 
@@ -59,6 +60,11 @@ class SchedulingPolicy(Protocol):
     """True if prefill is selected first and decodes run only in micro-batches without prefill."""
     learns_step_times: bool
     """True if `observe_step` has to be called with the time of every step."""
+    splits_prompts: bool
+    """True if every prompt may be split. False: only the first prompt of a micro-batch is split,
+    and only if it does not fit."""
+    admission: type[AdmissionController]
+    """Rule by which waiting sequences get KV blocks."""
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return the budget for decodes; the last decode may exceed it."""
@@ -90,6 +96,8 @@ class TokenBudgetPolicy:
 
     runs_prefill_first = False
     learns_step_times = False
+    splits_prompts = True
+    admission: type[AdmissionController] = AdmissionController
 
     def decode_cost(self, num_context_tokens: int) -> float:
         """Return one token."""

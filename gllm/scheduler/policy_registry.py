@@ -4,6 +4,10 @@ from collections.abc import Callable
 
 from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.policies.fastertransformer import FasterTransformerPolicy
+from gllm.scheduler.policies.lightllm import LightLlmPolicy
+from gllm.scheduler.policies.orca_plus import OrcaPlusPolicy
+from gllm.scheduler.policies.vllm import VllmPolicy
 from gllm.scheduler.policy import (
     PaperThrottlePolicy,
     PrefillFirstPolicy,
@@ -20,4 +24,8 @@ POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
     "balance": BalancePolicy,
     "sarathi": SarathiPolicy,
     "prefill-first": PrefillFirstPolicy,
+    "vllm": VllmPolicy,
+    "orca+": OrcaPlusPolicy,
+    "lightllm": LightLlmPolicy,
+    "fastertransformer": FasterTransformerPolicy,
 }

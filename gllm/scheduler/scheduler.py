@@ -5,7 +5,6 @@ I/O, no tensors. The driver of a pipeline and the simulator call the same method
 `schedule`, `commit`. docs/scheduler.md proves that every sequence finishes.
 """
 
-from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.output_lengths import OutputLengths
@@ -50,6 +49,7 @@ class Scheduler:
         self.config = config
         self.kv_cache = KVCacheManager(config)
         self._policy = policy or POLICIES[config.policy](config)
+        self._splits_prompts = self._policy.splits_prompts
         self._max_in_flight = config.max_in_flight
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._table = SequenceTable()
@@ -62,7 +62,7 @@ class Scheduler:
         self._is_decode_stalled = False
         """True if a decode of the last plan did not get a block."""
         self._counters = SchedulerCounters()
-        self._admission = AdmissionController(config, self.kv_cache, output_lengths)
+        self._admission = self._policy.admission(config, self.kv_cache, output_lengths)
         self._queues = SequenceQueues(self.kv_cache, config.async_scheduling)
         self._preemption = PreemptionManager(
             config, self.kv_cache, self._admission, self._queues, self._counters
@@ -195,7 +195,7 @@ class Scheduler:
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         num_left, self._is_decode_stalled = self._max_num_batched_tokens, False
-        for sequence in list(self._queues.ready.values()):
+        for sequence in self._admission.select_decodes(self._queues.ready):
             if cost >= budget or not num_left:
                 break
             if sequence.seq not in self._queues.ready:
@@ -219,6 +219,8 @@ class Scheduler:
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
             sequence = self._queues.waiting[0]
+            if rows and not (self._splits_prompts or sequence.num_waiting_tokens <= num_left):
+                break
             max_tokens = min(self._admit_prefill(sequence, now), num_left)
             if not max_tokens:
                 break

@@ -95,6 +95,14 @@ def test_decodes_never_exceed_what_is_ready() -> None:
         ("throttle-no-ut", load(waiting=8000, decoding=9, free=0.05), 0),
         ("sarathi", load(waiting=8000, decoding=9, free=0.01), 2048),
         ("prefill-first", load(waiting=8000, decoding=9, free=0.01), 2560),
+        ("vllm", load(waiting=8000, decoding=9, free=0.01), 4096),
+        ("orca+", load(waiting=8000, decoding=9, free=0.01), 4096),
+        ("fastertransformer", load(waiting=8000, decoding=9, free=0.01), 4096),
+        # Ten iterations of four stages pass between two prompts, unless one is unfinished.
+        ("lightllm", load(waiting=8000), 4096),
+        ("lightllm", load(waiting=8000, decoding=9, plans=39), 0),
+        ("lightllm", load(waiting=8000, decoding=9, plans=40), 4096),
+        ("lightllm", load(waiting=8000, begun=9, decoding=9, plans=39), 4096),
     ],
 )
 def test_prefill_budget(name: str, given_load: SchedulerLoad, tokens: int) -> None:

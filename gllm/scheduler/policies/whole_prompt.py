@@ -1,0 +1,72 @@
+"""Base of the policies that compute a prompt in one micro-batch."""
+
+from collections.abc import Container
+
+from gllm.scheduler.admission import AdmissionController
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.output_lengths import OutputLengths
+from gllm.scheduler.policy import SarathiPolicy, SchedulerLoad
+from gllm.scheduler.sequence import Sequence
+
+WATERMARK = 0.01
+"""Share of the KV blocks that an admission leaves free, as in vLLM and Vidur."""
+
+
+class PromptAdmission(AdmissionController):
+    """Admission by the prompt alone: its blocks are free, and so is a small share of the cache.
+
+    Decodes that lack a block later preempt the newest sequences.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        output_lengths: OutputLengths | None = None,
+    ) -> None:
+        super().__init__(config, kv_cache, output_lengths)
+        self._watermark = int(WATERMARK * config.num_blocks)
+
+    def is_admissible(self, sequence: Sequence, victims: Container[int] = ()) -> bool:
+        """Return True if the blocks of the whole prefill are free.
+
+        Args:
+            sequence: a sequence without blocks.
+            victims: sequence ids that would be preempted for it.
+        """
+        kv_cache = self._kv_cache
+        if all(s.seq in victims for s in kv_cache.remaining_sequences()):
+            return True
+        shared = kv_cache.find_shareable_blocks(sequence)
+        missing = sequence.num_missing_blocks(sequence.num_prefill_tokens, self._block_size)
+        missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
+        free = (
+            kv_cache.num_reclaimable_blocks(victims)
+            if victims
+            else kv_cache.block_pool.num_free_blocks
+        )
+        return missing + self._watermark <= free
+
+
+class WholePromptPolicy(SarathiPolicy):
+    """Prompts in one piece: only the first one of a micro-batch is split, if it does not fit.
+
+    A micro-batch has at most max_num_seqs / stages decodes, Vidur's limit for each of the
+    micro-batches in flight.
+    """
+
+    splits_prompts = False
+    admission: type[AdmissionController] = PromptAdmission
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._max_num_decodes = max(1, config.max_num_seqs // config.stages)
+
+    def decode_budget(self, load: SchedulerLoad) -> float:
+        """Return the number of ready decodes, limited per micro-batch."""
+        return min(load.num_ready_decodes, self._max_num_decodes)
+
+    def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
+        """Return all tokens that fit into the micro-batch."""
+        return max_tokens, max_tokens

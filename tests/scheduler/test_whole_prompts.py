@@ -1,0 +1,286 @@
+"""Policies vllm, orca+, lightllm and fastertransformer, as Vidur defines them."""
+
+import inspect
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.policy_registry import POLICIES
+from gllm.scheduler.sequence import SchedulerRequest
+from tests.examples import num_examples
+from tests.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
+from tests.scheduler.test_traps import prompt
+
+WHOLE_PROMPT_POLICIES = ("vllm", "orca+", "lightllm", "fastertransformer")
+
+
+def pipeline(
+    policy: str, num_blocks: int = 400, max_model_len: int = 400, stages: int = 1, **options: Any
+) -> Pipeline:
+    options = {"async_scheduling": False, "prefix_cache": False} | options
+    config = SchedulerConfig(policy=policy, **options)
+    return Pipeline(config.resolve(stages, num_blocks, max_model_len))
+
+
+def run(pipe: Pipeline) -> list[StepPlan]:
+    """Run until every sequence has ended; return the plans."""
+    plans = []
+    while pipe.alive:
+        plan = pipe.schedule()
+        if plan is None:
+            pipe.commit()
+        else:
+            plans.append(plan)
+    while pipe.plans:
+        pipe.commit()
+    return plans
+
+
+def prefills(pipe: Pipeline, plan: StepPlan) -> list[int]:
+    return [row.seq for row in plan.rows if row.start < len(pipe.requests[row.seq][1])]
+
+
+def decodes(pipe: Pipeline, plan: StepPlan) -> list[int]:
+    return [row.seq for row in plan.rows if row.start >= len(pipe.requests[row.seq][1])]
+
+
+@pytest.mark.parametrize("policy", WHOLE_PROMPT_POLICIES)
+def test_a_policy_is_short(policy: str) -> None:
+    """At most 150 lines with the base class that all of them share (V11)."""
+    modules = {inspect.getmodule(base) for base in inspect.getmro(type(POLICIES[policy](config())))}
+    own = [m for m in modules if m is not None and ".policies." in m.__name__]
+    assert len(own) == 2
+    assert all(len(inspect.getsource(module).splitlines()) <= 150 for module in own)
+
+
+def config() -> SchedulerConfig:
+    return SchedulerConfig().resolve(1, 100, 100)
+
+
+@settings(max_examples=num_examples(20, 200), deadline=None, database=None)
+@given(
+    policy=st.sampled_from(WHOLE_PROMPT_POLICIES),
+    stages=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    num_blocks=st.sampled_from([25, 60, 400]),
+)
+def test_prompts_are_computed_in_one_piece(
+    policy: str, stages: int, seed: int, num_blocks: int
+) -> None:
+    """Only the first prompt of a micro-batch is split, where it meets the limit of tokens."""
+    rng = Random(seed)
+    pipe = pipeline(policy, num_blocks, 400, stages, max_num_batched_tokens=300, max_num_seqs=16)
+    plans: list[StepPlan] = []
+    for seq in range(20):
+        tokens = rng.randint(1, 380)
+        request = SchedulerRequest(
+            seq, prompt(tokens, mark=seq), rng.randint(1, min(60, 400 - tokens))
+        )
+        pipe.add(request)
+        for _ in range(rng.randint(0, 8)):
+            plan = pipe.schedule()
+            if plan is not None:
+                plans.append(plan)
+            elif pipe.plans:
+                pipe.commit()
+    plans += run(pipe)
+    assert all(pipe.generated[seq] == generate(pipe.requests[seq]) for seq in range(20))
+    num_preemptions = pipe.scheduler.stats().preemptions
+    for plan in plans:
+        rows = [row for row in plan.rows if row.seq in prefills(pipe, plan)]
+        total = sum(row.num_tokens for row in plan.rows)
+        split = [row for row in rows if row.num_tokens > 1 and not row.should_sample]
+        # A split prompt is the last one of its micro-batch, and only there because it was the
+        # first one, or because blocks were missing for the only sequence that could run.
+        assert len(split) <= 1
+        assert not split or split == rows
+        if split and not num_preemptions and num_blocks == 400:
+            assert total == 300
+    if policy in RESERVING_POLICIES and stages == 1:
+        assert not num_preemptions
+
+
+# vllm.
+
+
+def test_vllm_runs_whole_prompts_first_and_never_mixes() -> None:
+    pipe = pipeline("vllm", max_num_batched_tokens=100)
+    for seq in range(2):
+        pipe.add(SchedulerRequest(seq, prompt(45, mark=seq), 10))
+    pipe.add(SchedulerRequest(2, prompt(20, mark=2), 10))
+    rows = []
+    for step in range(8):
+        if step == 5:
+            pipe.add(SchedulerRequest(3, prompt(30, mark=3), 10))
+        plan = pipe.schedule()
+        assert plan is not None
+        rows.append([(row.seq, row.num_tokens) for row in plan.rows])
+        pipe.commit()
+    decodes_of_all = [(0, 1), (1, 1), (2, 1)]
+    assert rows == [
+        [(0, 45), (1, 45)],
+        [(2, 20)],
+        *[decodes_of_all] * 3,
+        [(3, 30)],
+        *[[(0, 1), (1, 1), (2, 1), (3, 1)]] * 2,
+    ]
+
+
+def test_vllm_leaves_a_share_of_the_cache_free_and_restarts_the_newest() -> None:
+    """200 blocks of one token: 2 stay free at an admission, though decodes may take them."""
+    pipe = pipeline("vllm", 200, 190, block_size=1)
+    pipe.add(SchedulerRequest(0, prompt(60), 20))
+    pipe.add(SchedulerRequest(1, prompt(60, mark=2), 30))
+    pipe.add(SchedulerRequest(2, prompt(78, mark=3), 30))
+    pipe.add(SchedulerRequest(3, prompt(1, mark=4), 30))
+    first = pipe.schedule()
+    assert first is not None
+    assert [row.seq for row in first.rows] == [0, 1, 2]
+    pipe.commit()
+    # The two free blocks are enough for two of three decodes; they fill the cache.
+    rows = []
+    for _ in range(2):
+        plan = pipe.schedule()
+        assert plan is not None
+        rows.append([row.seq for row in plan.rows])
+        pipe.commit()
+    assert rows == [[0, 1], [0, 1]]
+    assert pipe.scheduler.stats().preemptions == 1
+    assert list(pipe.scheduler.kv_cache.running) == [0, 1]
+    pipe.drain()
+    assert list(pipe.ended) == [0, 1, 2, 3]
+
+
+# orca+.
+
+
+def test_orca_adds_whole_prompts_to_the_decodes() -> None:
+    pipe = pipeline("orca+", max_num_batched_tokens=100)
+    for seq, tokens in enumerate((45, 45, 20, 200, 30)):
+        pipe.add(SchedulerRequest(seq, prompt(tokens, mark=seq), 4))
+    rows = []
+    for _ in range(6):
+        plan = pipe.schedule()
+        assert plan is not None
+        rows.append([(row.seq, row.num_tokens) for row in plan.rows])
+        pipe.commit()
+    assert rows == [
+        [(0, 45), (1, 45)],
+        [(0, 1), (1, 1), (2, 20)],
+        [(0, 1), (1, 1), (2, 1), (3, 97)],
+        [(0, 1), (1, 1), (2, 1), (3, 97)],
+        [(2, 1), (3, 6), (4, 30)],
+        [(3, 1), (4, 1)],
+    ]
+
+
+@pytest.mark.parametrize("policy", ["orca+", "vllm", "lightllm"])
+def test_a_micro_batch_has_its_share_of_the_decodes(policy: str) -> None:
+    """At most max_num_seqs / stages of them, Vidur's limit."""
+    pipe = pipeline(policy, stages=4, max_num_seqs=12)
+    for seq in range(12):
+        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 40))
+    plans = run(pipe)
+    assert max(len(decodes(pipe, plan)) for plan in plans) == 3
+    assert max(len(prefills(pipe, plan)) for plan in plans) == 12
+
+
+# lightllm.
+
+
+def test_lightllm_starts_prompts_every_ten_iterations() -> None:
+    pipe = pipeline("lightllm")
+    starts = {}
+    for step in range(60):
+        if step % 3 == 0 and len(pipe.requests) < 12:
+            pipe.add(SchedulerRequest(len(pipe.requests), prompt(10, mark=step), 100))
+        plan = pipe.schedule()
+        assert plan is not None
+        if started := prefills(pipe, plan):
+            assert not decodes(pipe, plan)
+            starts[step] = started
+        pipe.commit()
+    # Ten decodes, then the prompts that have arrived meanwhile.
+    assert starts == {0: [0], 11: [1, 2, 3], 22: [4, 5, 6, 7], 33: [8, 9, 10, 11]}
+
+
+@pytest.mark.parametrize(("num_blocks", "fits"), [(123, True), (122, False)])
+def test_lightllm_admits_up_to_the_peak_of_the_cache(num_blocks: int, fits: bool) -> None:
+    """Blocks of one token; each decode has one block more for its next token.
+
+    Three prompts of 30 tokens generate 10, 20 and 20 tokens: 90 + 3 * 11 blocks when the first one
+    ends, fewer later, and 140 if all had their longest length at once.
+    """
+    pipe = pipeline("lightllm", num_blocks, 60, block_size=1)
+    for seq, tokens in enumerate((10, 20, 20)):
+        pipe.add(SchedulerRequest(seq, prompt(30, mark=seq), tokens))
+    plan = pipe.schedule()
+    assert plan is not None
+    assert len(plan.rows) == (3 if fits else 2)
+    pipe.commit()
+    run(pipe)
+    assert pipe.scheduler.stats().preemptions == 0
+
+
+# fastertransformer.
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_batches_start_and_end_together(stages: int) -> None:
+    """No sequence joins a batch after its first decode, and a batch decodes as one."""
+    rng = Random(stages)
+    pipe = pipeline("fastertransformer", 300, 300, stages, max_num_seqs=12, block_size=8)
+    seqs = range(40)
+    for seq in seqs:
+        pipe.add(SchedulerRequest(seq, prompt(rng.randint(1, 100), mark=seq), rng.randint(2, 30)))
+    plans = run(pipe)
+    lengths = {seq: pipe.requests[seq].max_tokens for seq in seqs}
+    steps = {seq: [plan.step for plan in plans if seq in decodes(pipe, plan)] for seq in seqs}
+    assert all(len(steps[seq]) == lengths[seq] - 1 for seq in seqs)
+    batches: dict[int, set[int]] = {}
+    for seq in seqs:
+        batches.setdefault(steps[seq][0], set()).add(seq)
+    # 300 blocks hold seven sequences of 300 tokens: three batches of two, or one of seven.
+    assert max(map(len, batches.values())) == 7 // stages
+    for members in batches.values():
+        longest = max(members, key=lambda seq: lengths[seq])
+        assert all(steps[seq] == steps[longest][: len(steps[seq])] for seq in members)
+    for plan in plans:
+        assert not (prefills(pipe, plan) and decodes(pipe, plan))
+    spans = [(first, max(steps[seq][-1] for seq in batches[first])) for first in batches]
+    for first, _ in spans:
+        assert sum(begin <= first <= end for begin, end in spans) <= stages
+    assert pipe.scheduler.stats().preemptions == 0
+
+
+def test_a_batch_whose_prompts_take_several_micro_batches_decodes_when_all_are_computed() -> None:
+    pipe = pipeline("fastertransformer", 4000, 400, max_num_batched_tokens=100, max_num_seqs=4)
+    for seq in range(6):
+        pipe.add(SchedulerRequest(seq, prompt(90, mark=seq), 5))
+    rows = []
+    for _ in range(5):
+        plan = pipe.schedule()
+        assert plan is not None
+        rows.append([row.seq for row in plan.rows])
+        pipe.commit()
+    assert rows == [[0], [1], [2], [3], [0, 1, 2, 3]]
+    pipe.drain()
+
+
+def test_the_batch_goes_on_when_members_are_aborted() -> None:
+    pipe = pipeline("fastertransformer", stages=2, max_num_seqs=8)
+    for seq in range(16):
+        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 20))
+    for _ in range(12):
+        if pipe.schedule() is None:
+            pipe.commit()
+    pipe.abort([0, 1, 5])
+    pipe.drain()
+    assert {seq for seq, reason in pipe.ended.items() if reason == "abort"} == {0, 1, 5}
+    assert len(pipe.ended) == 16
+    assert pipe.scheduler.stats().kv_usage == 0
