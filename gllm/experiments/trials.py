@@ -3,13 +3,15 @@
 Every policy of one comparison gets the same cost model, workload and cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.parallel import map_parallel
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.capacity import CAPACITY_RULES, RateTrial, find_capacity, make_rate_trial
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.metrics.delays import steady_throughput
 from gllm.sim.metrics.report import summarize_run
@@ -18,6 +20,11 @@ from gllm.sim.workloads.requests import make_workload
 
 MAX_MODEL_LEN = 16384
 """Holds every request of the traces."""
+CAPACITY_REQUESTS = 1000
+"""Requests of a simulation that shows overload; see CapacityRule."""
+START_SHARE = 0.9
+"""First rate of a search as a share of the throughput with all requests at once: arrivals one by one
+leave parts of the pipeline idle now and then."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +108,45 @@ def run_trials(
     return map_parallel(summarize_trial, trials, options.jobs, options.progress, "run")
 
 
-def measure_capacity(trial: SimulationTrial) -> float:
-    """Return the capacity in requests per second, the unit of request rates for every policy.
+def measure_rate_trial(run: RunRecord) -> RateTrial:
+    """Return the scheduling delays of a run."""
+    return make_rate_trial(
+        [
+            None
+            if served.first_scheduled_time is None
+            else served.first_scheduled_time - served.line.arrival
+            for served in sorted(run.requests.values(), key=lambda s: s.line.arrival)
+        ]
+    )
 
-    It is the steady throughput of the trial's policy if all requests arrive at the beginning.
-    """
+
+@dataclass(frozen=True)
+class TrialAtRate:
+    """Trial at any request rate, for the search of its capacity."""
+
+    trial: SimulationTrial
+
+    def __call__(self, rate: float) -> RateTrial:
+        """Simulate the trial at a rate in requests per second."""
+        return measure_rate_trial(simulate_trial(replace(self.trial, rate=rate)))
+
+
+def estimate_capacity(trial: SimulationTrial) -> float:
+    """Return the steady throughput in requests per second if all requests arrive at once."""
     return steady_throughput(simulate_trial(replace(trial, arrivals="static")))[1]
+
+
+def measure_capacity(trial: SimulationTrial, jobs: int = 1) -> float:
+    """Return the highest request rate that a trial sustains, in requests per second.
+
+    Its rule is `sustained` of CAPACITY_RULES, with at least CAPACITY_REQUESTS requests.
+
+    Raises:
+        ValueError: No rate is sustained.
+    """
+    trial = replace(trial, requests=max(trial.requests, CAPACITY_REQUESTS))
+    start_rate = START_SHARE * estimate_capacity(trial)
+    return find_capacity(TrialAtRate(trial), start_rate, CAPACITY_RULES["sustained"], jobs).rate
 
 
 def plan_rates(
@@ -114,9 +154,15 @@ def plan_rates(
 ) -> list[list[SimulationTrial]]:
     """Return each trial at request rates of these shares of its capacity.
 
-    The capacities are measured in `options.jobs` processes.
+    The capacities are measured in `options.jobs` processes; a quick run estimates them.
     """
-    capacities = map_parallel(measure_capacity, trials, options.jobs, options.progress, "capacity")
+    if options.quick:
+        measure: Callable[[SimulationTrial], float] = estimate_capacity
+    elif len(trials) == 1:
+        measure = partial(measure_capacity, jobs=options.jobs)
+    else:
+        measure = measure_capacity
+    capacities = map_parallel(measure, trials, options.jobs, options.progress, "capacity")
     return [
         [replace(trial, rate=share * capacity) for share in shares]
         for trial, capacity in zip(trials, capacities, strict=True)
