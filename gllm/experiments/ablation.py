@@ -13,6 +13,7 @@ from typing import Any
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, format_change
 from gllm.experiments.claims import ExpectedChange, PaperClaim, relative_change
 from gllm.experiments.trials import (
+    CAPACITY_LINK,
     L20_32B,
     HardwareSetting,
     SimulationTrial,
@@ -68,8 +69,8 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     saturated = {name: groups[name] for name in at_saturation}
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals at {SATURATED} of "
-        "throttle's capacity, which was fixed before the first run; at lower rates, and with "
-        f"{TIGHT} of the KV cache, to see what the changes depend on. Changes are against "
+        f"throttle's {CAPACITY_LINK}, which was fixed before the first run; at lower rates, and "
+        f"with {TIGHT} of the KV cache, to see what the changes depend on. Changes are against "
         f"{BASE}.\n\n" + ablation_table(groups)
     )
     return ExperimentResult(

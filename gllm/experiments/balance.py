@@ -9,7 +9,14 @@ from typing import Any
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, format_change
 from gllm.experiments.claims import ExpectedLimit, PaperClaim
-from gllm.experiments.trials import L20_32B, SETTINGS, SimulationTrial, plan_rates, run_trials
+from gllm.experiments.trials import (
+    CAPACITY_LINK,
+    L20_32B,
+    SETTINGS,
+    SimulationTrial,
+    plan_rates,
+    run_trials,
+)
 from gllm.sim.metrics.plots import plot_lines
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -74,8 +81,8 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     header = ["setting", "workload", "rate, 1/s", "bubbles, %", "tokens/s", "TTFT, ms", "TPOT, ms"]
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals each, at "
-        f"{', '.join(map(str, SHARES))} of capacity. Each cell: throttle / balance (change).\n\n"
-        + format_table([*header, "ITL p99, ms"], rows)
+        f"{', '.join(map(str, SHARES))} of {CAPACITY_LINK}. Each cell: throttle / balance "
+        "(change).\n\n" + format_table([*header, "ITL p99, ms"], rows)
     )
     points = {
         metric: [(float(i), 100 * each) for i, each in enumerate(values)]

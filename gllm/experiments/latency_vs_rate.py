@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedChange, PaperClaim
 from gllm.experiments.trials import (
+    CAPACITY_LINK,
     SETTINGS,
     HardwareSetting,
     SimulationTrial,
@@ -74,9 +75,9 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         curves.setdefault(key, []).append((trial.rate, figures))
     text = (
         f"Simulated, {options.requests} requests with Poisson arrivals each; rates are "
-        f"{', '.join(map(str, shares))} of throttle's capacity. `{TENSOR_PARALLEL}`: the same "
-        "devices as ranks of one stage, whose sums take the same link. Every policy runs in the "
-        "same runtime: what the paper's baselines lose to theirs is not in these figures.\n\n"
+        f"{', '.join(map(str, shares))} of throttle's {CAPACITY_LINK}. `{TENSOR_PARALLEL}`: the "
+        "same devices as ranks of one stage, whose sums take the same link. Every policy runs in "
+        "the same runtime: what the paper's baselines lose to theirs is not in these figures.\n\n"
         + _table(curves)
     )
     return ExperimentResult(

@@ -13,7 +13,7 @@ from gllm.experiments.claims import (
     PaperClaim,
     relative_change,
 )
-from gllm.experiments.trials import L20_32B, SimulationTrial, plan_rates, run_trials
+from gllm.experiments.trials import CAPACITY_LINK, L20_32B, SimulationTrial, plan_rates, run_trials
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 
@@ -72,8 +72,8 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     header = ["policy", "field", "value", "TTFT, ms", "TPOT, ms", "ITL p99, ms", "tokens/s"]
     text = (
         f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
-        f"{show_value(base.rate)}/s, {SHARE} of capacity, with {KV_SHARE} of the KV cache.\n\n"
-        + format_table([*header, "preemptions", "bubbles, %"], rows)
+        f"{show_value(base.rate)}/s, {SHARE} of {CAPACITY_LINK}, with {KV_SHARE} of the KV "
+        "cache.\n\n" + format_table([*header, "preemptions", "bubbles, %"], rows)
     )
     claims = [] if options.quick else _claims(results)
     return ExperimentResult(

@@ -10,6 +10,7 @@ from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedChange, PaperClaim, relative_change
 from gllm.experiments.parallel import map_parallel
 from gllm.experiments.trials import (
+    CAPACITY_LINK,
     L20_32B,
     SETTINGS,
     HardwareSetting,
@@ -93,7 +94,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         f"Simulated, {options.requests} requests with Poisson arrivals each. The limits are "
         f"{TTFT_TIMES:g} x TTFT and {TPOT_TIMES:g} x TPOT of the 90th percentile at next to no "
         "load; both have to be met. Coverage: mean attainment over the rates from "
-        f"{shares[0]} to {shares[-1]} of throttle's capacity, the area under the curve.\n\n"
+        f"{shares[0]} to {shares[-1]} of throttle's {CAPACITY_LINK}, the area under the curve.\n\n"
         + _table(bases, curves)
     )
     return ExperimentResult(

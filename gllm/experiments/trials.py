@@ -11,20 +11,23 @@ from typing import Any
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.parallel import map_parallel
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.capacity import CAPACITY_RULES, RateTrial, find_capacity, make_rate_trial
+from gllm.sim.capacity import CAPACITY_RULES, RateTrial, find_capacity
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.metrics.delays import steady_throughput
+from gllm.sim.metrics.delays import measure_rate_trial, steady_throughput
 from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import make_workload
 
 MAX_MODEL_LEN = 16384
 """Holds every request of the traces."""
-CAPACITY_REQUESTS = 1000
-"""Requests of a simulation that shows overload; see CapacityRule."""
+CAPACITY_RULE = CAPACITY_RULES["sustained"]
+CAPACITY_REQUESTS = 2000
+"""Least number of requests of a simulation in a search for the capacity. In the first half of 1,000
+requests, delays are shorter because the pipeline fills up, which looks like overload."""
+CAPACITY_LINK = "[capacity](README.md#capacity)"
+"""Link from a page to the definition."""
 START_SHARE = 0.9
-"""First rate of a search as a share of the throughput with all requests at once: arrivals one by one
-leave parts of the pipeline idle now and then."""
+"""First rate of a search, as a share of the throughput with all requests at once."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +111,6 @@ def run_trials(
     return map_parallel(summarize_trial, trials, options.jobs, options.progress, "run")
 
 
-def measure_rate_trial(run: RunRecord) -> RateTrial:
-    """Return the scheduling delays of a run."""
-    return make_rate_trial(
-        [
-            None
-            if served.first_scheduled_time is None
-            else served.first_scheduled_time - served.line.arrival
-            for served in sorted(run.requests.values(), key=lambda s: s.line.arrival)
-        ]
-    )
-
-
 @dataclass(frozen=True)
 class TrialAtRate:
     """Trial at any request rate, for the search of its capacity."""
@@ -128,7 +119,8 @@ class TrialAtRate:
 
     def __call__(self, rate: float) -> RateTrial:
         """Simulate the trial at a rate in requests per second."""
-        return measure_rate_trial(simulate_trial(replace(self.trial, rate=rate)))
+        requests = CAPACITY_RULE.num_requests(rate, max(self.trial.requests, CAPACITY_REQUESTS))
+        return measure_rate_trial(simulate_trial(replace(self.trial, rate=rate, requests=requests)))
 
 
 def estimate_capacity(trial: SimulationTrial) -> float:
@@ -139,14 +131,13 @@ def estimate_capacity(trial: SimulationTrial) -> float:
 def measure_capacity(trial: SimulationTrial, jobs: int = 1) -> float:
     """Return the highest request rate that a trial sustains, in requests per second.
 
-    Its rule is `sustained` of CAPACITY_RULES, with at least CAPACITY_REQUESTS requests.
+    Its rule is CAPACITY_RULE, with at least CAPACITY_REQUESTS requests at each rate.
 
     Raises:
         ValueError: No rate is sustained.
     """
-    trial = replace(trial, requests=max(trial.requests, CAPACITY_REQUESTS))
     start_rate = START_SHARE * estimate_capacity(trial)
-    return find_capacity(TrialAtRate(trial), start_rate, CAPACITY_RULES["sustained"], jobs).rate
+    return find_capacity(TrialAtRate(trial), start_rate, CAPACITY_RULE, jobs).rate
 
 
 def plan_rates(

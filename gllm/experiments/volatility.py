@@ -12,7 +12,13 @@ from statistics import fmean
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedDirection, PaperClaim
 from gllm.experiments.parallel import map_parallel
-from gllm.experiments.trials import L20_32B, SimulationTrial, plan_rates, simulate_trial
+from gllm.experiments.trials import (
+    CAPACITY_LINK,
+    L20_32B,
+    SimulationTrial,
+    plan_rates,
+    simulate_trial,
+)
 from gllm.sim.metrics.plots import plot_gantt, plot_tokens
 from gllm.sim.metrics.report import (
     coefficient_of_variation,
@@ -58,7 +64,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     header = ["policy", "tokens per micro-batch", "CV of tokens", "CV of decodes"]
     text = (
         f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
-        f"{show_value(base.rate)}/s, {SHARE} of capacity. "
+        f"{show_value(base.rate)}/s, {SHARE} of {CAPACITY_LINK}. "
         "CV: standard deviation over mean, over the "
         "micro-batches planned while requests still came.\n\n"
         + format_table([*header, "stages busy, %", "bubbles, %"], rows)

@@ -9,14 +9,16 @@ import pytest
 
 from gllm.commands.experiment import EXPERIMENTS, REAL, format_command, main, make_parser
 from gllm.config.engine import EngineConfig
-from gllm.experiments import profile, real, real_ablation, replay
+from gllm.experiments import profile, real, real_ablation, replay, trials
 from gllm.experiments.ablation import BASE
-from gllm.experiments.base import ExperimentResult, RunTime, write_result
+from gllm.experiments.base import ExperimentOptions, ExperimentResult, RunTime, write_result
 from gllm.experiments.claims import ExpectedChange, PaperClaim
 from gllm.experiments.latency_vs_rate import slope, turning_point
 from gllm.experiments.real_ablation import median_figures
 from gllm.experiments.slo import coverage, interpolate_rate
+from gllm.experiments.trials import SimulationTrial
 from gllm.observability.step_log import StepLogEvent
+from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
@@ -152,6 +154,31 @@ def test_reading_curves() -> None:
                ((1.0, 1.0), (2.0, 1.5), (3.0, 5.0), (4.0, 1.0))]  # fmt: skip
     assert turning_point(figures) == 2.0
     assert slope(figures[:3]) == 2.0
+
+
+def test_rates_are_shares_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A queue whose delays exceed the limit beyond 4.0 requests per second.
+    requests = []
+
+    def simulate_queue(trial: SimulationTrial) -> float:
+        requests.append(trial.requests)
+        return trial.rate
+
+    monkeypatch.setattr(trials, "simulate_trial", simulate_queue)
+    monkeypatch.setattr(trials, "estimate_capacity", lambda trial: 3.0)
+    monkeypatch.setattr(
+        trials,
+        "measure_rate_trial",
+        lambda rate: RateTrial(2000, 1.0 if rate <= 4.0 else 9.0, 0.1, 0.1),
+    )
+    base = SimulationTrial(trials.L20_32B, "azure-conv", "throttle", 1.0, 100)
+    ((half, full),) = trials.plan_rates([base], (0.5, 1.0), ExperimentOptions(jobs=1))
+    assert 4.0 / 1.025 < full.rate <= 4.0
+    assert half.rate == pytest.approx(full.rate / 2)
+    assert full.requests == 100
+    assert min(requests) == trials.CAPACITY_REQUESTS
+    quick = trials.plan_rates([base], (1.0,), ExperimentOptions(quick=True, jobs=1))
+    assert quick[0][0].rate == 3.0
 
 
 def test_medians_over_rounds() -> None:
