@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -21,8 +23,11 @@ from gllm.sim.cluster.router import (
     RoutableEngine,
     RouterNeeds,
 )
+from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+
+PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 
 
 def make_router(name: str, seed: int = 0) -> ClusterRouter:
@@ -151,6 +156,34 @@ def test_deferred_requests_wait_centrally_and_run_at_once_when_pulled() -> None:
     assert last_time(deferred) < 0.7 * last_time(blind)
 
 
+def mean_wait(num_engines: int, router: ClusterRouter) -> float:
+    """Return the mean time to the first micro-batch, in service times, at a load of 0.7.
+
+    An engine serves one request at a time, in a constant time.
+    """
+    service_seconds = 0.05
+    pool = simulated_pool("equal")
+    config = replace(pool["e0"].scheduler, max_num_seqs=1)
+    engine = replace(pool["e0"], scheduler=config, cost=ConstantCostModel(service_seconds))
+    jobs = make_workload("fixed:16,1", 8_000, 0.7 * num_engines / service_seconds, seed=2)
+    run = simulate_cluster({f"e{number}": engine for number in range(num_engines)}, jobs, router)
+    waits = [(each.first_scheduled_time or 0) - each.line.arrival for each in run.requests.values()]
+    return fmean(waits) / service_seconds
+
+
+def test_random_routing_to_three_engines_is_three_md1_queues() -> None:
+    """The mean wait of M/D/1 is load / (2 (1 - load)) service times (Pollaczek-Khinchine)."""
+    assert mean_wait(3, make_router("random", 1)) == pytest.approx(0.7 / (2 * 0.3), rel=0.08)
+
+
+def test_central_queue_of_two_engines_is_an_md2_queue() -> None:
+    """The mean wait of M/D/c in relation to M/M/c is that of Cosmetatos (1976), c = 2."""
+    load = 0.7
+    exponential = load**2 / (1 - load**2)
+    ratio = (1 + (1 - load) * (14**0.5 - 2) / (16 * load * 2)) / 2
+    assert mean_wait(2, make_router("deferred")) == pytest.approx(ratio * exponential, rel=0.05)
+
+
 def test_priorities_are_kept_in_the_central_queue() -> None:
     jobs = [
         job._replace(priority=index % 2)
@@ -199,3 +232,17 @@ def test_choice_of_an_unknown_engine_is_refused() -> None:
 
     with pytest.raises(ValueError, match="router chose 'nobody', which is none of e0, e1, e2"):
         simulate_cluster(simulated_pool("equal"), make_workload("fixed:9,2", 1), LostRouter())
+
+
+def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## Clusters\n")[1].split("\n## ")[0]
+    example = section.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert [line[0] for line in capsys.readouterr().out.splitlines()[:3]] == ["a", "b", "c"]
+    run = names["run"]
+    assert len(run.requests) == 100
+    assert not run.unserved
+    assert len(run.engines["a"].lives) == 2
+    assert run.engines["b"].lives[0].end_time > 12.0
+    assert run.engines["c"].record.requests
