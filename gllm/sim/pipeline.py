@@ -14,7 +14,7 @@ from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
-from gllm.sim.costs.base import CostModel
+from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.event_loop import (
     ABORT,
     ARRIVAL,
@@ -30,6 +30,8 @@ from gllm.sim.observer import PipelineObserver
 
 OUTPUT_TOKEN_ID = 1
 """Id of every simulated output token."""
+MAX_REUSED_TOKENS = 4096
+"""Number of sequences whose tokens are kept for their next step."""
 
 
 class PipelineLinks(NamedTuple):
@@ -120,7 +122,7 @@ class SimulatedPipeline:
         """Results at the driver that wait for an earlier one."""
         self._num_committed_steps = 0
         self._tokens: dict[int, SampledToken] = {}
-        """Latest token per unfinished sequence: all are equal but for the epoch."""
+        """Tokens by sequence, used again: those of a sequence differ in nothing but the epoch."""
         self.planned_time = self.sampled_time = self.returned_time = 0.0
         """When the newest plan leaves the driver, the newest tokens are sampled, and the newest
         result leaves the last stage."""
@@ -157,8 +159,6 @@ class SimulatedPipeline:
         if self.is_stopped:
             return
         self.scheduler.abort(seqs)
-        for seq in seqs:
-            self._tokens.pop(seq, None)
         for observer in self.observers:
             observer.on_aborted(seqs, now)
         self._request_turn(now)
@@ -264,13 +264,13 @@ class SimulatedPipeline:
         if cost.is_free:
             self.loop.push(self.returned_time, COMMIT, self._receive_result, batch)
         elif self.returned_time > now:
-            self.loop.push(self.returned_time, PIPELINE, self._send_result, batch)
+            self.loop.push(self.returned_time, PIPELINE, self._send_result, (batch, cost))
         else:
-            self._send_result(now, batch)
+            self._send_result(now, (batch, cost))
 
-    def _send_result(self, now: float, batch: InFlightBatch) -> None:
+    def _send_result(self, now: float, result: tuple[InFlightBatch, TransferCost]) -> None:
         if not self.is_stopped:
-            cost = self.cost.return_transfer(batch.work)
+            batch, cost = result
             # A driver receives results before it schedules, so the commit goes first.
             self.links.results.send(
                 MessageClass.DECODE, cost, self._receive_result, batch, self, COMMIT
@@ -288,6 +288,8 @@ class SimulatedPipeline:
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         tokens = self._tokens
+        if len(tokens) > MAX_REUSED_TOKENS:
+            tokens.clear()
         sampled = []
         for row in plan.rows:
             if row.should_sample:
@@ -296,8 +298,6 @@ class SimulatedPipeline:
                     token = tokens[row.seq] = SampledToken(row.seq, row.epoch, OUTPUT_TOKEN_ID)
                 sampled.append(token)
         output = self.scheduler.commit(StepResult(plan.step, sampled))
-        for finished in output.finished:
-            tokens.pop(finished.seq, None)
         for observer in self.observers:
             observer.on_committed(plan, output, now)
 
