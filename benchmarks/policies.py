@@ -27,8 +27,9 @@ from gllm.engine.engine import Engine
 from gllm.experiments.real import run_logged, serve_workload
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import simulate
-from gllm.sim.metrics.report import coefficient_of_variation, format_table, show_value
+from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
+from gllm.sim.metrics.statistics import coefficient_of_variation
 from gllm.sim.options import SimulationConfig, build_deployment
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 

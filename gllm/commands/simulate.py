@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import os
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,23 @@ from gllm.config.flags import (
     output_file,
     output_folder,
 )
-from gllm.config.slo import Slo
-from gllm.observability.step_log import StepLogWriter
-from gllm.sim.capacity import CAPACITY_RULES, Capacity, RateTrial, find_capacity
+from gllm.sim.capacity import CAPACITY_RULES, Capacity, find_capacity
 from gllm.sim.compare import compare_with_profile, comparison_table
-from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.configured import (
+    ConfiguredSimulation,
+    SimulationResult,
+    build_simulation,
+    run_simulation,
+)
 from gllm.sim.description import describe_below_range, describe_load, describe_simulation
-from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
-from gllm.sim.metrics.delays import measure_load, measure_rate_trial
+from gllm.sim.metrics.cluster_report import format_engine_table
 from gllm.sim.metrics.report import (
     format_metrics_table,
     format_table,
     show_value,
     summarize_run,
 )
-from gllm.sim.metrics.run_record import RunRecord
-from gllm.sim.options import SimulationConfig, build_deployment, build_workload
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.options import SimulationConfig
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,59 +85,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _build(config: SimulationConfig) -> tuple[Deployment, list[WorkloadRequest]]:
-    """Return the deployment and the workload of a configuration."""
-    jobs = build_workload(config)
-    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-    return build_deployment(config, longest), jobs
-
-
 def _simulate(config: SimulationConfig, step_log: str | None, output: str | None) -> None:
     """Simulate a workload; print what was simulated and its figures."""
-    limits = parse_slo_limits(config.slo_limits) if config.slo_limits else {}
-    deployment, jobs = _build(config)
+    deployment, jobs = build_simulation(config)
     print(*describe_simulation(config, deployment, jobs), sep="\n", flush=True)
-    log = StepLogWriter(step_log) if step_log else None
-    try:
-        run = simulate(deployment, jobs, log.write if log else None)
-    finally:
-        if log:
-            log.close()
-    summary = summarize_run(run, config.slo_ttft, config.slo_tpot, deployment)
-    classes = {seq: job.slo_class for seq, job in enumerate(jobs)}
-    slo = Slo(config.slo_ttft, config.slo_tpot)
-    if attainment := class_attainment(run.requests, classes, limits, slo):
-        summary["slo_classes"] = attainment
+    result = run_simulation(config, deployment, jobs, step_log)
     lines = describe_below_range(deployment)
-    if load := measure_load(run):
-        lines += describe_load(load)
-        summary["load"] = {
-            "offered_rate": load.offered_rate,
-            "sustained_rate": load.sustained_rate,
-            "is_overloaded": load.is_overloaded,
-            **load.trial._asdict(),
-        }
-    summary["below_range"] = dict(deployment.cost.num_below_range)
+    lines += describe_load(result.load) if result.load else []
     print(*lines, sep="\n", end="\n\n")
-    print(format_metrics_table({run.start.scheduler.policy: summary}))
+    print(format_metrics_table({deployment.scheduler.policy: result.summary}))
+    if result.engines:
+        print(f"\n{format_engine_table(result.engines)}")
     if output:
-        write_outputs(run, summary, Path(output), _configuration(config))
-
-
-@dataclass(frozen=True)
-class ConfiguredSimulation:
-    """Simulation of a configuration at any request rate, with as many requests as that needs."""
-
-    config: SimulationConfig
-
-    def __call__(self, rate: float) -> RateTrial:
-        """Return the scheduling delays at a rate in requests per second."""
-        config = self.config
-        requests = CAPACITY_RULES[config.capacity or "sustained"].num_requests(
-            rate, config.requests
-        )
-        deployment, jobs = _build(replace(config, rate=rate, requests=requests))
-        return measure_rate_trial(simulate(deployment, jobs))
+        write_outputs(result, Path(output), _configuration(config))
 
 
 def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) -> None:
@@ -147,11 +106,11 @@ def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) ->
         raise ValueError(
             f"--capacity needs arrivals at a rate, not {config.arrivals}: choose --arrivals poisson"
         )
+    simulation = ConfiguredSimulation(config)
+    first = simulation.at_rate(config.rate)
+    print(*describe_simulation(first, *build_simulation(first)), sep="\n", end="\n\n", flush=True)
     rule = CAPACITY_RULES[config.capacity or "sustained"]
-    first = replace(config, requests=rule.num_requests(config.rate, config.requests))
-    deployment, workload = _build(first)
-    print(*describe_simulation(first, deployment, workload), sep="\n", end="\n\n", flush=True)
-    capacity = find_capacity(ConfiguredSimulation(config), config.rate, rule, jobs)
+    capacity = find_capacity(simulation, config.rate, rule, jobs)
     rows = [
         [
             show_value(rate),
@@ -185,14 +144,11 @@ def _configuration(config: SimulationConfig) -> dict[str, Any]:
     return {"configuration": flags, "profile_sha256": digest}
 
 
-def write_outputs(
-    run: RunRecord, summary: dict[str, Any], folder: Path, configuration: dict[str, Any]
-) -> None:
-    """Write metrics.json, latencies.svg, tokens.svg and gantt.svg.
+def write_outputs(result: SimulationResult, folder: Path, configuration: dict[str, Any]) -> None:
+    """Write metrics.json, latencies.svg and, of a single engine, tokens.svg and gantt.svg.
 
     Args:
-        run: The run.
-        summary: Its figures.
+        result: The run.
         folder: The folder, created if needed.
         configuration: Further fields of metrics.json.
 
@@ -202,11 +158,18 @@ def write_outputs(
     # Only plots need matplotlib.
     from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_tokens
 
-    _write_document(folder, configuration | {"start": run.start, "metrics": summary})
-    plot_latencies(run, folder / "latencies.svg")
-    plot_tokens(run, folder / "tokens.svg")
-    plot_gantt(run, folder / "gantt.svg")
-    print(f"wrote metrics.json, latencies.svg, tokens.svg and gantt.svg to {folder}")
+    run = result.record
+    document = {"start": run.start, "metrics": result.summary}
+    if result.engines:
+        document["engines"] = result.engines
+    _write_document(folder, configuration | document)
+    plots = {"latencies.svg": plot_latencies}
+    if not result.engines:
+        plots |= {"tokens.svg": plot_tokens, "gantt.svg": plot_gantt}
+    for name, plot in plots.items():
+        plot(run, folder / name)
+    *others, last = ("metrics.json", *plots)
+    print(f"wrote {', '.join(others)} and {last} to {folder}")
 
 
 def _write_document(folder: Path, document: dict[str, Any]) -> None:
@@ -222,5 +185,6 @@ def _compare(config: SimulationConfig, log: str, output: str | None) -> None:
     comparison = compare_with_profile(log, config.profile)
     print(comparison_table(comparison))
     if output:
-        summary = summarize_run(comparison.predicted)
-        write_outputs(comparison.predicted, summary, Path(output), _configuration(config))
+        run = comparison.predicted
+        result = SimulationResult(run, summarize_run(run), {}, None)
+        write_outputs(result, Path(output), _configuration(config))

@@ -21,12 +21,12 @@ from gllm.experiments.trials import (
 )
 from gllm.sim.metrics.plots import plot_gantt, plot_tokens
 from gllm.sim.metrics.report import (
-    coefficient_of_variation,
     format_table,
     show_value,
     summarize_run,
 )
 from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.statistics import coefficient_of_variation
 
 POLICIES = ("throttle", "throttle-paper", "sarathi")
 SHARE = 0.8

@@ -22,7 +22,11 @@ def describe_simulation(
     arrivals = config.arrivals
     if arrivals not in ("static", "replay"):
         arrivals += f" at {show_value(config.rate)} requests/s"
+    engines = []
+    if config.engines > 1:
+        engines = [f"engines: {config.engines} equal ones, routing policy {config.routing_policy}"]
     return [
+        *engines,
         f"model: {deployment.model}, {sum(deployment.layers)} layers in {len(deployment.layers)} "
         f"stages of {layers}",
         f"devices: {_describe_devices(config, deployment)}",

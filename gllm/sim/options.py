@@ -9,6 +9,7 @@ from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
+from gllm.sim.cluster.router import ROUTER_NAMES
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
@@ -73,6 +74,12 @@ class SimulationConfig:
         "longest prompt + output; default: the workload's longest, or the profile's",
         ge=1,
         le=INT32_MAX,
+    )
+    engines: int = option(1, "engines of that kind behind a router", ge=1, le=1024)
+    routing_policy: str = option(
+        ROUTER_NAMES[0],
+        "which engine serves a request; deferred: requests wait until an engine can run them",
+        choices=ROUTER_NAMES,
     )
     workload: str = option(
         "azure-conv",

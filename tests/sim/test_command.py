@@ -109,6 +109,30 @@ def test_attainment_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert classes["chat"]["slo_ttft"] == 1e-6
 
 
+def test_several_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--engines", "3", "--routing-policy", "round-robin", "--pp", "2", "--rate", "9"]
+    log = ["--step-log", str(tmp_path / "steps.jsonl")]
+    assert main([*SMALL, *flags, *log, "--output", str(tmp_path / "first")]) == 0
+    output = capsys.readouterr().out
+    assert "engines: 3 equal ones, routing policy round-robin" in output
+    assert re.search(r"engine-2 +\| 6 ", output)
+    content = (tmp_path / "first" / "metrics.json").read_bytes()
+    document = json.loads(content)
+    assert [each["requests"] for each in document["engines"].values()] == [7, 7, 6]
+    assert document["metrics"]["requests"] == document["metrics"]["finished"] == 20
+    for figure in ("steps", "preemptions"):
+        total = sum(each[figure] for each in document["engines"].values())
+        assert document["metrics"][figure] == total
+    for name in document["engines"]:
+        run = build_run_record(read_step_log(tmp_path / f"steps.{name}.jsonl"))
+        assert run.start.engine == name
+        assert len(run.requests) == document["engines"][name]["requests"]
+    assert (tmp_path / "first" / "latencies.svg").exists()
+    again = ["--config", str(tmp_path / "first" / "metrics.json"), "--output"]
+    assert main([*again, str(tmp_path / "second")]) == 0
+    assert (tmp_path / "second" / "metrics.json").read_bytes() == content
+
+
 PREFILLS = ["--model", "qwen2.5-14b", "--pp", "1", "--workload", "fixed:2000,1", "--rate", "1.2"]
 """Prompts of one micro-batch each: at most about 1.5 per second."""
 

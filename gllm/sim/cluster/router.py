@@ -5,15 +5,22 @@ A routing policy of production is a router through PolicyRouter.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple, Protocol
 
 from gllm.routing.policy import RoutingPolicy
+from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.workloads.requests import WorkloadRequest
+
+DEFERRED = "deferred"
+"""Name of DeferredRouter, which production does not have."""
+ROUTER_NAMES = (*POLICIES, DEFERRED)
+"""Names for `make_router`; the first one is the default of production."""
 
 
 class RouterNeeds(NamedTuple):
@@ -175,3 +182,16 @@ class DeferredRouter(ClusterRouter):
             if not engine.num_waiting_requests and engine.num_requests < engine.config.max_num_seqs
         ]
         return min(able, key=lambda engine: engine.num_requests).name if able else None
+
+
+def make_router(name: str, seed: int) -> ClusterRouter:
+    """Return a new router.
+
+    Args:
+        name: A name of ROUTER_NAMES.
+        seed: Seed of its random choices.
+
+    Raises:
+        ValueError: There is no such router.
+    """
+    return DeferredRouter() if name == DEFERRED else PolicyRouter(make_policy(name, Random(seed)))

@@ -9,6 +9,7 @@ from typing import Any
 from gllm.sim.costs.base import CostModel, OperatorCostModel
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.metrics.run_record import MicroBatch
+from gllm.sim.metrics.statistics import coefficient_of_variation, summary_statistics
 
 MAX_PRICED_BATCHES = 2000
 """Most micro-batches whose operators are priced: shares of time need no more."""
@@ -26,6 +27,14 @@ class BatchFigures:
     """Time of computation, summed over the stages."""
     flops: float = 0.0
     """Arithmetic of all micro-batches together; 0 without a model's shape."""
+
+    def extend(self, other: "BatchFigures") -> None:
+        """Add the micro-batches of another engine."""
+        self.num_tokens += other.num_tokens
+        self.num_requests += other.num_requests
+        self.kv_usage += other.kv_usage
+        self.stage_seconds += other.stage_seconds
+        self.flops += other.flops
 
     def seconds_by_tokens(self) -> dict[int, float]:
         """Return the stages' time in micro-batches by number of tokens, rounded up to 2^n."""
@@ -89,8 +98,13 @@ def operator_shares(
 
 def summarize_batches(figures: BatchFigures) -> dict[str, Any]:
     """Return the figures of a run's table that concern micro-batches."""
+    seconds = figures.seconds_by_tokens()
     summary: dict[str, Any] = {
-        "seconds_by_tokens": {str(key): value for key, value in figures.seconds_by_tokens().items()}
+        "steps": len(figures.num_tokens),
+        "tokens_per_step": summary_statistics(figures.num_tokens),
+        "tokens_per_step_variation": coefficient_of_variation(figures.num_tokens),
+        "requests_per_step": summary_statistics(figures.num_requests),
+        "seconds_by_tokens": {str(tokens): value for tokens, value in seconds.items()},
     }
     for percent in (50, 90):
         summary[f"tokens_by_time_p{percent}"] = figures.time_percentile(percent)

@@ -1,26 +1,26 @@
 """Scheduling delays of a run, and its load: the rates offered and sustained."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
-from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 
 STEADY_TOKEN_SHARE = 0.8
 """Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
 requests, during which no system is at its best."""
 
 
-def scheduling_delays(run: RunRecord) -> list[float | None]:
+def scheduling_delays(requests: Iterable[ServedRequest]) -> list[float | None]:
     """Return the seconds from each request's arrival until its first row is scheduled.
 
     Requests are in order of arrival; None stands for one that was never scheduled.
     """
-    served = sorted(run.requests.values(), key=lambda each: each.line.arrival)
     return [
         None
         if each.first_scheduled_time is None
         else max(0.0, each.first_scheduled_time - each.line.arrival)
-        for each in served
+        for each in sorted(requests, key=lambda each: each.line.arrival)
     ]
 
 
@@ -30,7 +30,7 @@ def measure_rate_trial(run: RunRecord) -> RateTrial:
     Raises:
         ValueError: There are fewer than two requests.
     """
-    return make_rate_trial(scheduling_delays(run))
+    return make_rate_trial(scheduling_delays(run.requests.values()))
 
 
 def steady_throughput(run: RunRecord) -> tuple[float, float]:
@@ -68,11 +68,16 @@ class RunLoad(NamedTuple):
         return max(0.0, self.offered_rate / self.sustained_rate - 1)
 
 
-def measure_load(run: RunRecord) -> RunLoad | None:
-    """Return the load of a run; None with fewer than two requests."""
-    if len(run.requests) < 2:
+def measure_load(requests: Sequence[ServedRequest], sustained_rate: float) -> RunLoad | None:
+    """Return the load of a run; None with fewer than two requests.
+
+    Args:
+        requests: All requests of the run.
+        sustained_rate: Requests per second of `steady_throughput`, summed over the engines.
+    """
+    if len(requests) < 2:
         return None
-    arrivals = [served.line.arrival for served in run.requests.values()]
+    arrivals = [served.line.arrival for served in requests]
     seconds = max(arrivals) - min(arrivals)
     offered = (len(arrivals) - 1) / seconds if seconds else None
-    return RunLoad(offered, steady_throughput(run)[1], measure_rate_trial(run))
+    return RunLoad(offered, sustained_rate, make_rate_trial(scheduling_delays(requests)))

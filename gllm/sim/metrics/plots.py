@@ -21,8 +21,8 @@ from gllm.sim.metrics.intervals import (
     stage_usages_in,
     token_intervals,
 )
-from gllm.sim.metrics.report import coefficient_of_variation
 from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.statistics import coefficient_of_variation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,33 +4,19 @@ Owns which figures describe a run and how they are printed. Knows nothing of plo
 """
 
 from collections.abc import Sequence
-from statistics import fmean, pstdev
 from typing import Any
 
-from gllm.observability.latency import collect_latencies, percentile, slo_attainment
+from gllm.observability.latency import collect_latencies, slo_attainment
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.batch_figures import (
+    BatchFigures,
     measure_micro_batches,
     operator_shares,
     summarize_batches,
 )
 from gllm.sim.metrics.delays import scheduling_delays, steady_throughput
-from gllm.sim.metrics.run_record import RunRecord
-
-PERCENTS = (50, 90, 99)
-
-
-def summary_statistics(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles; nothing of no values."""
-    if not values:
-        return {}
-    return {"mean": fmean(values), **{f"p{p}": percentile(values, p) for p in PERCENTS}}
-
-
-def coefficient_of_variation(values: Sequence[float]) -> float:
-    """Coefficient of variation: standard deviation over mean; 0 of no values."""
-    mean = fmean(values) if values else 0.0
-    return pstdev(values) / mean if mean else 0.0
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
+from gllm.sim.metrics.statistics import summary_statistics
 
 
 def summarize_run(
@@ -48,63 +34,63 @@ def summarize_run(
         deployment: What ran, if it was simulated: adds the model FLOP/s utilization and the time by
             class of operators, where the model's shape and its operators are known.
     """
-    served = list(run.requests.values())
-    lines = [each.line for each in served]
-    span = (run.end - run.begin) or float("nan")
-    prompt = sum(each.num_prompt_tokens for each in served if each.line.num_tokens)
-    output = sum(line.num_tokens for line in lines)
-    figures: dict[str, Any] = {
-        "requests": len(lines),
-        "finished": sum(each.line.num_tokens == each.max_tokens for each in served),
-        "seconds": span,
-        "requests_per_second": len(lines) / span,
-        "output_tokens_per_second": output / span,
-        "total_tokens_per_second": (prompt + output) / span,
-        "steady_tokens_per_second": steady_throughput(run)[0],
-        **_summarize_latencies(run),
-        "preemptions": sum(each.num_preemptions for each in served),
-        "preempted_seconds": sum(each.preempted_seconds for each in served),
-        **_summarize_stages(run, deployment),
-    }
-    if run.restarts:
-        figures["restarts"] = len(run.restarts)
-        figures["resumed_requests"] = sum(each.num_resumptions > 0 for each in served)
-    if slo_ttft is not None or slo_tpot is not None:
-        figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
-    return figures
-
-
-def _summarize_latencies(run: RunRecord) -> dict[str, Any]:
-    """Return the statistics of the requests' latencies and scheduling delays, in seconds."""
-    latencies = collect_latencies([served.line for served in run.requests.values()])
-    delays = [delay for delay in scheduling_delays(run) if delay is not None]
-    return {
-        name: summary_statistics(values)
-        for name, values in {**latencies, "scheduling_delay": delays}.items()
-    }
-
-
-def _summarize_stages(run: RunRecord, deployment: Deployment | None) -> dict[str, Any]:
-    """Return the figures of micro-batches and stages."""
-    hardware = deployment.hardware if deployment else None
-    batches = measure_micro_batches(run.micro_batches, hardware.model if hardware else None)
+    batches = measure_batches(run, deployment)
     uses = run.stage_usages()
-    figures: dict[str, Any] = {
-        "steps": len(batches.num_tokens),
-        "tokens_per_step": summary_statistics(batches.num_tokens),
-        "tokens_per_step_variation": coefficient_of_variation(batches.num_tokens),
-        "requests_per_step": summary_statistics(batches.num_requests),
-        **summarize_batches(batches),
-        "busy_share": [use.busy_share for use in uses],
-        "bubble_share": [use.bubble_share for use in uses],
-    }
-    if hardware and run.end > run.begin:
-        peak = hardware.peak_flops * (run.end - run.begin)
+    figures = summarize_requests(list(run.requests.values()), slo_ttft, slo_tpot)
+    figures["steady_tokens_per_second"] = steady_throughput(run)[0]
+    figures |= summarize_batches(batches)
+    figures["busy_share"] = [use.busy_share for use in uses]
+    figures["bubble_share"] = [use.bubble_share for use in uses]
+    if deployment and deployment.peak_flops and run.end > run.begin:
+        peak = deployment.peak_flops * (run.end - run.begin)
         figures["model_flops_utilization"] = batches.flops / peak
     if deployment:
         figures["time_by_operator"] = operator_shares(
             run.micro_batches, len(run.start.layers), deployment.cost
         )
+    if run.restarts:
+        figures["restarts"] = len(run.restarts)
+        figures["resumed_requests"] = sum(s.num_resumptions > 0 for s in run.requests.values())
+    return figures
+
+
+def measure_batches(run: RunRecord, deployment: Deployment | None) -> BatchFigures:
+    """Return the figures of a run's micro-batches."""
+    hardware = deployment.hardware if deployment else None
+    return measure_micro_batches(run.micro_batches, hardware.model if hardware else None)
+
+
+def summarize_requests(
+    requests: Sequence[ServedRequest], slo_ttft: float | None = None, slo_tpot: float | None = None
+) -> dict[str, Any]:
+    """Return the figures of requests: seconds, tokens, shares in 0..1.
+
+    Args:
+        requests: All requests of a run.
+        slo_ttft: Limit of the time to the first token in seconds; None: no limit.
+        slo_tpot: Limit of the mean time per output token in seconds; None: no limit.
+    """
+    lines = [served.line for served in requests]
+    begin = min((line.arrival for line in lines), default=0.0)
+    end = max((line.times[-1] for line in lines if line.times), default=begin)
+    span = (end - begin) or float("nan")
+    prompt = sum(served.num_prompt_tokens for served in requests if served.line.num_tokens)
+    output = sum(line.num_tokens for line in lines)
+    delays = [delay for delay in scheduling_delays(requests) if delay is not None]
+    latencies = {**collect_latencies(lines), "scheduling_delay": delays}
+    figures: dict[str, Any] = {
+        "requests": len(lines),
+        "finished": sum(each.line.num_tokens == each.max_tokens for each in requests),
+        "seconds": span,
+        "requests_per_second": len(lines) / span,
+        "output_tokens_per_second": output / span,
+        "total_tokens_per_second": (prompt + output) / span,
+        **{name: summary_statistics(values) for name, values in latencies.items()},
+        "preemptions": sum(each.num_preemptions for each in requests),
+        "preempted_seconds": sum(each.preempted_seconds for each in requests),
+    }
+    if slo_ttft is not None or slo_tpot is not None:
+        figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
     return figures
 
 

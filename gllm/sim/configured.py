@@ -1,0 +1,167 @@
+"""Simulations that a SimulationConfig describes: one run with its figures, or a run at any rate."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gllm.config.slo import Slo
+from gllm.observability.step_log import StepLogEvent, StepLogWriter
+from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
+from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
+from gllm.sim.cluster.router import make_router
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
+from gllm.sim.metrics.cluster_report import summarize_cluster
+from gllm.sim.metrics.delays import (
+    RunLoad,
+    measure_load,
+    scheduling_delays,
+    steady_throughput,
+)
+from gllm.sim.metrics.report import summarize_run
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
+from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.workloads.requests import WorkloadRequest
+
+
+class SimulationResult(NamedTuple):
+    """Run of a configuration."""
+
+    record: RunRecord
+    """Record of a single engine; of several ones only the requests."""
+    summary: dict[str, Any]
+    """Figures of the whole run."""
+    engines: dict[str, dict[str, Any]]
+    """Figures of each engine; empty for a single one."""
+    load: RunLoad | None
+    """Rates of the run; None with fewer than two requests."""
+
+
+def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[WorkloadRequest]]:
+    """Return the deployment of each engine and the workload.
+
+    Raises:
+        ValueError: The options are invalid.
+        OSError: The profile cannot be read.
+    """
+    jobs = build_workload(config)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    return build_deployment(config, longest), jobs
+
+
+def run_simulation(
+    config: SimulationConfig,
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    step_log: str | None = None,
+) -> SimulationResult:
+    """Simulate a workload on one engine or several; return the figures.
+
+    Args:
+        config: The options.
+        deployment: Deployment of each engine.
+        jobs: The workload.
+        step_log: File of the step log; with several engines, each has a file with its name before
+            the suffix. None: no log.
+
+    Raises:
+        ValueError: A request is longer than the deployment's context, or a limit is invalid.
+        OSError: A step log cannot be written.
+    """
+    limits = parse_slo_limits(config.slo_limits) if config.slo_limits else {}
+    with ExitStack() as stack:
+        open_log = partial(_open_log, Path(step_log), stack) if step_log else None
+        if config.engines == 1:
+            requests, result = _run_engine(config, deployment, jobs, open_log)
+        else:
+            requests, result = _run_cluster(config, deployment, jobs, open_log)
+    summary, load = result.summary, result.load
+    classes = {index: job.slo_class for index, job in enumerate(jobs)}
+    slo = Slo(config.slo_ttft, config.slo_tpot)
+    if attainment := class_attainment(requests, classes, limits, slo):
+        summary["slo_classes"] = attainment
+    summary["below_range"] = dict(deployment.cost.num_below_range)
+    if load:
+        summary["load"] = {
+            "offered_rate": load.offered_rate,
+            "sustained_rate": load.sustained_rate,
+            "is_overloaded": load.is_overloaded,
+            **load.trial._asdict(),
+        }
+    return result
+
+
+RequestRecords = Mapping[int, ServedRequest]
+"""Requests by position in the workload."""
+
+
+def _open_log(path: Path, stack: ExitStack, engine: str) -> Callable[[StepLogEvent], None]:
+    """Open the step log of an engine until the stack ends; a single engine has no name."""
+    file = path.with_name(f"{path.stem}.{engine}{path.suffix}") if engine else path
+    writer = StepLogWriter(str(file))
+    stack.callback(writer.close)
+    return writer.write
+
+
+def _run_engine(
+    config: SimulationConfig,
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    open_log: LogOpener | None,
+) -> tuple[RequestRecords, SimulationResult]:
+    """Simulate one engine; return the requests by position in the workload, and the figures."""
+    run = simulate(deployment, jobs, open_log("") if open_log else None)
+    summary = summarize_run(run, config.slo_ttft, config.slo_tpot, deployment)
+    load = measure_load(list(run.requests.values()), steady_throughput(run)[1])
+    return run.requests, SimulationResult(run, summary, {}, load)
+
+
+def _run_cluster(
+    config: SimulationConfig,
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    open_log: LogOpener | None,
+) -> tuple[RequestRecords, SimulationResult]:
+    """Simulate equal engines; return the requests by position in the workload, and the figures."""
+    run = _simulate_engines(config, deployment, jobs, open_log)
+    deployments = dict.fromkeys(run.engines, deployment)
+    summary = summarize_cluster(run, deployments, config.slo_ttft, config.slo_tpot)
+    start = next(iter(run.engines.values())).record.start
+    return run.requests, SimulationResult(RunRecord(start, run.requests), *summary)
+
+
+def _simulate_engines(
+    config: SimulationConfig,
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    open_log: LogOpener | None = None,
+) -> ClusterRun:
+    names = [f"engine-{index}" for index in range(config.engines)]
+    router = make_router(config.routing_policy, config.seed)
+    return simulate_cluster(dict.fromkeys(names, deployment), jobs, router, open_log=open_log)
+
+
+@dataclass(frozen=True)
+class ConfiguredSimulation:
+    """Simulation of a configuration at any request rate, with as many requests as that needs."""
+
+    config: SimulationConfig
+
+    def __call__(self, rate: float) -> RateTrial:
+        """Return the scheduling delays at a rate in requests per second."""
+        config = self.at_rate(rate)
+        deployment, jobs = build_simulation(config)
+        if config.engines == 1:
+            requests = simulate(deployment, jobs).requests
+        else:
+            requests = _simulate_engines(config, deployment, jobs).requests
+        return make_rate_trial(scheduling_delays(requests.values()))
+
+    def at_rate(self, rate: float) -> SimulationConfig:
+        """Return the configuration with another rate and the number of requests that it needs."""
+        rule = CAPACITY_RULES[self.config.capacity or "sustained"]
+        requests = rule.num_requests(rate, self.config.requests)
+        return replace(self.config, rate=rate, requests=requests)
