@@ -11,13 +11,13 @@ Fitted to the operators and whole steps of Vidur's tables (arXiv 2405.05465) and
 measurements (arXiv 2311.18677): `python -m scripts.roofline_error`, `python -m scripts.step_error`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
+from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, BaseCostModel, TransferCost
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
-from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.shapes import (
     BYTES_PER_ELEMENT,
@@ -61,6 +61,19 @@ class DeviceEfficiency:
     """Seconds from the last stage's end to the commit: sampling and the way back."""
 
 
+class LayerSeconds(NamedTuple):
+    """Seconds of the parts of one layer, one after the other."""
+
+    matrices: float
+    """Products with weights."""
+    attention: float
+    elementwise: float
+    collectives: float
+    """Sums over the ranks."""
+    launch: float
+    """Fixed times of kernels, and waiting for the host to launch them."""
+
+
 class RooflineCostModel(BaseCostModel):
     """Cost of a model on devices and links that data sheets describe.
 
@@ -73,20 +86,27 @@ class RooflineCostModel(BaseCostModel):
         self._hardware = hardware
         self._hidden = hardware.model.hidden
         self._efficiency = efficiency or DeviceEfficiency()
-        self._stages = [
-            _StageRoofline(hardware, index, self._efficiency)
-            for index in range(len(hardware.stages))
-        ]
+        # Stages with equal devices share the prediction of a layer.
+        layers: dict[StageSpec, LayerRoofline] = {}
+        self._stages = []
+        for index, stage in enumerate(hardware.stages):
+            key = replace(stage, num_layers=1)
+            if key not in layers:
+                layers[key] = LayerRoofline(hardware.model, key, self._efficiency)
+            self._stages.append(_StageRoofline(hardware, index, layers[key]))
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
-        roofline = self._stages[stage]
-        seconds = roofline.compute_seconds(work) + roofline.collective_seconds(work)
-        return seconds + self._efficiency.stage_overhead
+        return self._stages[stage].seconds(work) + self._efficiency.stage_overhead
+
+    def operator_seconds(self, stage: int, work: StageWork) -> dict[str, float]:
+        """Return the time of each class of operators, which add up to `stage_seconds`."""
+        seconds = self._stages[stage].operator_seconds(work)
+        return seconds | {"host": self._efficiency.stage_overhead}
 
     def collective_seconds(self, stage: int, work: StageWork) -> float:
         """Return the share of `stage_seconds` in which the stage's ranks communicate."""
-        return self._stages[stage].collective_seconds(work)
+        return self._stages[stage].operator_seconds(work)["collectives"]
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of one tensor [tokens, hidden] of bf16."""
@@ -119,89 +139,111 @@ class RooflineCostModel(BaseCostModel):
 
 
 class _StageRoofline:
-    """Roofline of one stage: seconds on each of its ranks."""
+    """Roofline of one stage: its layers, and the embedding or the LM head at the model's ends."""
 
-    def __init__(self, hardware: PipelineSpec, index: int, efficiency: DeviceEfficiency) -> None:
-        stage: StageSpec = hardware.stages[index]
+    def __init__(self, hardware: PipelineSpec, index: int, layer: "LayerRoofline") -> None:
+        num_layers = hardware.stages[index].num_layers
         first = sum(hardware.layer_counts[:index])
-        self._model: ModelShape = hardware.model
-        self._num_layers = stage.num_layers
-        self._num_dense = self._model.count_dense_layers(first, stage.num_layers)
+        self._layer = layer
+        self._num_dense = hardware.model.count_dense_layers(first, num_layers)
+        self._num_sparse = num_layers - self._num_dense
         self._is_first = index == 0
-        self._has_head = index == len(hardware.stages) - 1
+        self._is_last = index == len(hardware.stages) - 1
+
+    def seconds(self, work: StageWork) -> float:
+        """Return the time of a micro-batch."""
+        layer, seconds = self._layer, 0.0
+        if self._num_dense:
+            seconds += self._num_dense * sum(layer.seconds(work, False))
+        if self._num_sparse:
+            seconds += self._num_sparse * sum(layer.seconds(work, True))
+        if self._is_first:
+            seconds += layer.sum_seconds(work)
+        if self._is_last and work.num_sampled_rows:
+            seconds += layer.head_seconds(work) + layer.gather_seconds(work)
+        return seconds
+
+    def operator_seconds(self, work: StageWork) -> dict[str, float]:
+        """Return the time of a micro-batch by class of operators."""
+        totals = dict.fromkeys(LayerSeconds._fields, 0.0)
+        for count, is_sparse in ((self._num_dense, False), (self._num_sparse, True)):
+            if count:
+                parts = self._layer.seconds(work, is_sparse)._asdict()
+                totals = {name: totals[name] + count * value for name, value in parts.items()}
+        if self._is_first:
+            totals["collectives"] += self._layer.sum_seconds(work)
+        if self._is_last and work.num_sampled_rows:
+            totals["collectives"] += self._layer.gather_seconds(work)
+            totals["lm_head"] = self._layer.head_seconds(work)
+        return totals
+
+
+class LayerRoofline:
+    """Roofline of one layer on one rank, and of the model's ends.
+
+    Args:
+        model: The whole model.
+        stage: Device, number of ranks and the link between them.
+        efficiency: Shares of the peak rates that are reached.
+    """
+
+    def __init__(self, model: ModelShape, stage: StageSpec, efficiency: DeviceEfficiency) -> None:
+        self._model, self._shard = model, model.shard(stage.tp)
         self._ranks, self._link = stage.tp, stage.rank_link
         self._collective = efficiency.collective
-        self._device = _DeviceRoofline(self._model.shard(stage.tp), stage.device, efficiency)
+        device = stage.device
+        self._flops = device.flops * efficiency.compute
+        self._attention_flops = device.flops * efficiency.attention
+        self._bandwidth = device.bandwidth * efficiency.memory
+        self._kernel_seconds = efficiency.kernel_seconds
+        self._launch_seconds = (
+            efficiency.launch_seconds if device.launch_seconds is None else device.launch_seconds
+        )
+        self._last: dict[bool, tuple[StageWork, LayerSeconds]] = {}
 
-    def compute_seconds(self, work: StageWork) -> float:
-        """Return the time of matrices, attention and element-wise operators, or of their launch."""
-        sums = SUMS_PER_LAYER * self._sum_seconds(work)
-        device, num_sparse = self._device, self._num_layers - self._num_dense
-        seconds = 0.0
-        if self._num_dense:
-            layer = device.layer_seconds(work, False)
-            seconds += self._num_dense * max(layer, device.launch_seconds - sums)
-        if num_sparse:
-            layer = device.layer_seconds(work, True)
-            seconds += num_sparse * max(layer, device.launch_seconds - sums)
-        if self._has_head and work.num_sampled_rows:
-            seconds += device.head_seconds(work.num_sampled_rows)
-        return seconds
+    def seconds(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
+        """Return the time of a layer; `is_sparse`: with experts.
 
-    def collective_seconds(self, work: StageWork) -> float:
-        """Return the time of the sums over the ranks and of the gathered logits."""
-        if self._ranks == 1 or self._link is None:
-            return 0.0
-        num_sums = SUMS_PER_LAYER * self._num_layers + self._is_first
-        seconds = num_sums * self._sum_seconds(work)
-        if self._has_head and work.num_sampled_rows:
-            logits = work.num_sampled_rows * self._model.vocabulary * BYTES_PER_LOGIT
-            seconds += gather_seconds(logits, self._ranks, self._link) / self._collective
-        return seconds
+        Keeps the result for the last micro-batch, because the stages predict it one by one.
+        """
+        last = self._last.get(is_sparse)
+        if last is None or last[0] is not work:
+            last = self._last[is_sparse] = work, self._predict(work, is_sparse)
+        return last[1]
 
-    def _sum_seconds(self, work: StageWork) -> float:
+    def _predict(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
+        shard, rows = self._shard, work.num_tokens
+        if is_sparse:
+            matrices = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
+        else:
+            matrices = self._matrix_seconds(shard.layer_weights, shard.layer_weights, rows)
+        attention = self._attention_seconds(work)
+        elementwise = rows * shard.elementwise_bytes(is_sparse) / self._bandwidth
+        sums = SUMS_PER_LAYER * self.sum_seconds(work)
+        busy = matrices + attention + elementwise + sums
+        launch = max(self._kernel_seconds, self._launch_seconds - busy)
+        return LayerSeconds(matrices, attention, elementwise, sums, launch)
+
+    def sum_seconds(self, work: StageWork) -> float:
         """Return the time of one sum over the ranks."""
         if self._ranks == 1 or self._link is None:
             return 0.0
         size = work.num_tokens * self._model.hidden * BYTES_PER_ELEMENT
         return all_reduce_seconds(size, self._ranks, self._link) / self._collective
 
+    def gather_seconds(self, work: StageWork) -> float:
+        """Return the time in which rank 0 gets the logits of the sampled rows."""
+        if self._ranks == 1 or self._link is None:
+            return 0.0
+        logits = work.num_sampled_rows * self._model.vocabulary * BYTES_PER_LOGIT
+        return gather_seconds(logits, self._ranks, self._link) / self._collective
 
-class _DeviceRoofline:
-    """Roofline of one rank's share of a layer."""
-
-    def __init__(self, shard: ModelShape, device: DeviceSpec, efficiency: DeviceEfficiency) -> None:
-        self._shard = shard
-        self._flops = device.flops * efficiency.compute
-        self._attention_flops = device.flops * efficiency.attention
-        self._bandwidth = device.bandwidth * efficiency.memory
-        self._kernel_seconds = efficiency.kernel_seconds
-        self.launch_seconds = (
-            efficiency.launch_seconds if device.launch_seconds is None else device.launch_seconds
-        )
-        """Seconds in which the host launches the kernels of one layer."""
-
-    def layer_seconds(self, work: StageWork, is_sparse: bool) -> float:
-        """Return the time of one layer on the device, its sums over the ranks left out."""
-        shard, rows = self._shard, work.num_tokens
-        if is_sparse:
-            seconds = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
-        else:
-            seconds = self._matrix_seconds(shard.layer_weights, shard.layer_weights, rows)
-        traffic = rows * shard.elementwise_bytes(is_sparse)
-        return (
-            seconds
-            + self._attention_seconds(work)
-            + traffic / self._bandwidth
-            + self._kernel_seconds
-        )
-
-    def head_seconds(self, rows: int) -> float:
+    def head_seconds(self, work: StageWork) -> float:
         """Return the time of the LM head over the sampled rows."""
-        return self._matrix_seconds(self._shard.head_weights, self._shard.head_weights, rows)
+        weights = self._shard.head_weights
+        return self._matrix_seconds(weights, weights, work.num_sampled_rows)
 
     def _attention_seconds(self, work: StageWork) -> float:
-        """Return the time of one layer's attention."""
         shard, seconds = self._shard, 0.0
         if work.prefill_chunks:
             read = sum(start + tokens for start, tokens in work.prefill_chunks) * shard.kv_bytes
