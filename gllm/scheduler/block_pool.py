@@ -56,6 +56,8 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate blocks, each with one reference; the caller has checked `num_free_blocks`."""
+        if num_blocks == 1:
+            return [self._allocate_block()]
         return [self._allocate_block() for _ in range(num_blocks)]
 
     def add_references(self, blocks: Sequence[int]) -> None:

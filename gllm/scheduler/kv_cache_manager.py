@@ -58,15 +58,15 @@ class KVCacheManager:
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the number of blocks to allocate before `num_tokens` more tokens fit."""
-        return sequence.num_missing_blocks(
-            sequence.num_scheduled_tokens + num_tokens, self._block_size
-        )
+        num_blocks = -(-(sequence.num_scheduled_tokens + num_tokens) // self._block_size)
+        missing = num_blocks - len(sequence.block_ids)
+        return missing if missing > 0 else 0
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate the blocks for `num_tokens` more tokens, which have to be free."""
-        sequence.block_ids += self.block_pool.allocate(
-            self.num_missing_blocks(sequence, num_tokens)
-        )
+        missing = self.num_missing_blocks(sequence, num_tokens)
+        if missing:
+            sequence.block_ids += self.block_pool.allocate(missing)
 
     def publish(self, sequence: Sequence) -> None:
         """Add the full computed blocks of a sequence to the prefix cache."""
@@ -121,7 +121,7 @@ class KVCacheManager:
 
     def remaining_sequences(self) -> list[Sequence]:
         """Return the sequences that hold blocks and will not free them at their next commit."""
-        return [s for s in self.running.values() if not s.is_freeing_blocks]
+        return [s for s in self.running.values() if not (s.is_preempting or s.is_finished)]
 
     def num_reclaimable_blocks(self, victims: Container[int] = ()) -> int:
         """Return the number of blocks that are free or will be freed when rows in flight commit.
@@ -129,7 +129,9 @@ class KVCacheManager:
         Args:
             victims: ids of further sequences whose blocks count as about to be freed.
         """
-        freeing = [s for s in self.running.values() if s.is_freeing_blocks or s.seq in victims]
+        freeing = [
+            s for s in self.running.values() if s.is_preempting or s.is_finished or s.seq in victims
+        ]
         pool = self.block_pool
         return pool.num_free_blocks + sum(pool.count_exclusive(s.block_ids) for s in freeing)
 

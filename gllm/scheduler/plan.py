@@ -3,6 +3,7 @@
 All types are NamedTuples, so that any codec can carry them as compact arrays.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 ON_DEVICE = -1
@@ -27,6 +28,11 @@ class ScheduledRow(NamedTuple):
     received at registration; ON_DEVICE for a token that the previous step still samples."""
     should_sample: bool
     """True if a token is sampled from the row's last position."""
+
+
+def count_tokens(rows: Iterable[ScheduledRow]) -> int:
+    """Return the number of tokens that rows compute."""
+    return sum([row.num_tokens for row in rows])
 
 
 class StepPlan(NamedTuple):

@@ -33,19 +33,29 @@ class PreemptionManager:
         self._counters = counters
 
     def allocate_decode(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Free the KV blocks for the next `num_tokens` tokens of a decode, preempting if necessary.
+        """Allocate KV blocks for the next `num_tokens` tokens of a decode, preempting if necessary.
 
         Preempts sequences of worse rank, worst first, until enough blocks are free or about to be
         freed. A victim with rows in flight frees its blocks when its last row commits; until then
         the decode stalls.
 
         Returns:
-            True if enough blocks are free now.
+            True if the blocks are allocated.
         """
-        pool = self._kv_cache.block_pool
         missing = self._kv_cache.num_missing_blocks(sequence, num_tokens)
-        if missing <= pool.num_free_blocks:
+        if not missing:
             return True
+        pool = self._kv_cache.block_pool
+        if missing > pool.num_free_blocks:
+            self._preempt_for_decode(sequence, missing)
+            if missing > pool.num_free_blocks:
+                return False
+        sequence.block_ids += pool.allocate(missing)
+        return True
+
+    def _preempt_for_decode(self, sequence: Sequence, missing: int) -> None:
+        """Preempt sequences of worse rank until `missing` blocks are free or about to be freed."""
+        pool = self._kv_cache.block_pool
         pending = self._kv_cache.num_reclaimable_blocks()
         victims = [s for s in self._kv_cache.running.values() if s.rank > sequence.rank]
         for victim in sorted(victims, key=rank_of, reverse=True):
@@ -54,7 +64,6 @@ class PreemptionManager:
             if not victim.is_freeing_blocks:
                 pending += pool.count_exclusive(victim.block_ids)
                 self.preempt(victim)
-        return missing <= pool.num_free_blocks
 
     def preempt_for_head(self) -> None:
         """Preempt sequences until the first waiting sequence can be prefilled to its end.
@@ -67,11 +76,10 @@ class PreemptionManager:
         if head is None:
             return
         owners = self._kv_cache.remaining_sequences()
-        priority, rank = head.request.priority, head.rank
+        rank = head.rank
+        priority = rank[0]
         yielding = [
-            s
-            for s in owners
-            if (s.request.priority > priority or s.is_prefilling) and s.rank > rank
+            s for s in owners if s.rank > rank and (s.rank[0] > priority or s.is_prefilling)
         ]
         if not yielding:
             return

@@ -61,7 +61,9 @@ class SequenceQueues:
 
     def make_ready(self, sequence: Sequence) -> None:
         """Append a sequence to the ready decodes if it has no prefill left and can decode."""
-        if not sequence.is_prefilling and sequence.can_decode(self._async_scheduling):
+        if sequence.num_scheduled_tokens < sequence.num_prefill_tokens:
+            return
+        if sequence.can_decode(self._async_scheduling):
             self.ready.setdefault(sequence.seq, sequence)
             self.tally.add_decode(sequence)
 

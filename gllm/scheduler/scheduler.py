@@ -18,6 +18,7 @@ from gllm.scheduler.plan import (
     StepPlan,
     StepResult,
     StepTime,
+    count_tokens,
 )
 from gllm.scheduler.policy import SchedulingPolicy
 from gllm.scheduler.policy_registry import POLICIES
@@ -101,7 +102,7 @@ class Scheduler:
         self._last_plan_had_decodes = self._counters.decode_tokens > num_decodes_before
         self._queues.tally.num_decode_plans += self._last_plan_had_decodes
         self._step_times.on_scheduled(plan)
-        self._admission.on_scheduled(sum(row.num_tokens for row in rows))
+        self._admission.on_scheduled(count_tokens(rows))
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
@@ -115,7 +116,7 @@ class Scheduler:
             raise ValueError(f"result of step {result.step} came, but step {step} is next")
         plan = self._in_flight.pop(result.step)
         sampled = {token.seq: token for token in result.sampled_tokens}
-        output = StepOutput([], [], [], [], sum(row.num_tokens for row in plan.rows))
+        output = StepOutput([], [], [], [], count_tokens(plan.rows))
         for row in plan.rows:
             sequence = self._sequences[row.seq]
             sequence.num_rows_in_flight -= 1
@@ -195,14 +196,15 @@ class Scheduler:
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         num_left, self._is_decode_stalled = self._max_num_batched_tokens, False
-        for sequence in self._admission.select_decodes(self._queues.ready):
+        ready, decode_cost = self._queues.ready, self._policy.decode_cost
+        for sequence in self._admission.select_decodes(ready):
             if cost >= budget or not num_left:
                 break
-            if sequence.seq not in self._queues.ready:
+            if sequence.seq not in ready:
                 continue  # An earlier decode of this loop has preempted it.
             num_tokens = min(sequence.num_decode_tokens, num_left)
             if self._preemption.allocate_decode(sequence, num_tokens):
-                cost += self._policy.decode_cost(sequence.num_scheduled_tokens)
+                cost += decode_cost(sequence.num_scheduled_tokens)
                 rows = multi_token_rows if num_tokens > 1 else single_token_rows
                 rows.append(self._schedule_row(sequence, num_tokens))
                 num_left -= num_tokens
@@ -215,7 +217,7 @@ class Scheduler:
     ) -> list[ScheduledRow]:
         """Return prefill chunks for a micro-batch with these decodes."""
         budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
-        num_left = self._max_num_batched_tokens - sum(row.num_tokens for row in decodes)
+        num_left = self._max_num_batched_tokens - count_tokens(decodes)
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
             sequence = self._queues.waiting[0]
@@ -263,10 +265,12 @@ class Scheduler:
             return [self._schedule_chunk(sequence, num_tokens)]
         max_tokens = self.kv_cache.max_sequence_tokens(sequence) - sequence.num_scheduled_tokens
         num_tokens = min(sequence.num_decode_tokens, max_tokens, max_batched)
+        self.kv_cache.allocate(sequence, num_tokens)
         return [self._schedule_row(sequence, num_tokens)] if num_tokens else []
 
     def _schedule_chunk(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
-        """Schedule a prefill chunk and update the prefill queue."""
+        """Allocate blocks for a prefill chunk, schedule it and update the prefill queue."""
+        self.kv_cache.allocate(sequence, num_tokens)
         self._queues.tally.remove_waiting(sequence)
         row = self._schedule_row(sequence, num_tokens)
         self._queues.tally.add_waiting(sequence)
@@ -275,10 +279,9 @@ class Scheduler:
         return row
 
     def _schedule_row(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
-        """Allocate blocks for the next tokens of a sequence and return its row."""
-        self.kv_cache.allocate(sequence, num_tokens)
+        """Return a row of the next tokens of a sequence, whose blocks are allocated."""
         self._queues.ready.pop(sequence.seq, None)
-        if sequence.is_prefilling:
+        if sequence.num_scheduled_tokens < sequence.num_prefill_tokens:
             self._counters.prefill_tokens += num_tokens
         else:
             self._counters.decode_tokens += num_tokens
@@ -352,7 +355,8 @@ class Scheduler:
             self._fail(sequence, sampled.error, output)
         elif row.start + row.num_tokens == len(sequence.token_ids):
             # Otherwise an earlier row has returned the token as a forced one.
-            for token_id in (sampled.token_id, *sampled.forced_token_ids):
+            self._append_token(sequence, sampled.token_id, output)
+            for token_id in sampled.forced_token_ids:
                 if not sequence.is_finished:
                     self._append_token(sequence, token_id, output)
 

@@ -167,7 +167,8 @@ class Sequence:
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of the next decode: more than one if the last sampled token forced others."""
-        return max(1, len(self.token_ids) - self.num_scheduled_tokens)
+        num_tokens = len(self.token_ids) - self.num_scheduled_tokens
+        return num_tokens if num_tokens > 1 else 1
 
     def num_missing_blocks(self, num_tokens: int, block_size: int) -> int:
         """Return the number of blocks to allocate before `num_tokens` tokens fit in total."""
@@ -186,11 +187,12 @@ class Sequence:
         """Schedule the next `num_tokens` tokens, whose blocks are allocated."""
         start = self.num_scheduled_tokens
         end = start + num_tokens
-        token_ids = self.token_ids[max(start, self.prompt_len) : end]
-        if end > len(self.token_ids):
+        num_known = len(self.token_ids)
+        token_ids = self.token_ids[start if start > self.prompt_len else self.prompt_len : end]
+        if end > num_known:
             token_ids.append(ON_DEVICE)
         new_block_ids = self.block_ids[self.num_sent_blocks :]
-        should_sample = end >= len(self.token_ids)
+        should_sample = end >= num_known
         self.num_sent_blocks = len(self.block_ids)
         self.num_scheduled_tokens = end
         self.num_rows_in_flight += 1
