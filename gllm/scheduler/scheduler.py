@@ -92,14 +92,14 @@ class Scheduler:
         """Return the next micro-batch; None if nothing can run or too many are in flight."""
         if len(self._in_flight) >= self._max_in_flight or not self._sequences:
             return None
-        num_decodes_before = self._counters.decode_tokens
+        num_decodes = self._counters.decode_tokens
         rows = self._fill_plan(now) or self._force_plan(now)
         if not rows:
             return None
         plan = StepPlan(self._counters.steps, rows, self._table.pop_released())
         self._in_flight[plan.step] = plan
         self._counters.steps += 1
-        self._last_plan_had_decodes = self._counters.decode_tokens > num_decodes_before
+        self._last_plan_had_decodes = self._counters.decode_tokens > num_decodes
         self._queues.tally.num_decode_plans += self._last_plan_had_decodes
         self._step_times.on_scheduled(plan)
         self._admission.on_scheduled(count_tokens(rows))
@@ -196,7 +196,7 @@ class Scheduler:
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         num_left, self._is_decode_stalled = self._max_num_batched_tokens, False
-        ready, decode_cost = self._queues.ready, self._policy.decode_cost
+        ready = self._queues.ready
         for sequence in self._admission.select_decodes(ready):
             if cost >= budget or not num_left:
                 break
@@ -204,7 +204,7 @@ class Scheduler:
                 continue  # An earlier decode of this loop has preempted it.
             num_tokens = min(sequence.num_decode_tokens, num_left)
             if self._preemption.allocate_decode(sequence, num_tokens):
-                cost += decode_cost(sequence.num_scheduled_tokens)
+                cost += self._policy.decode_cost(sequence.num_scheduled_tokens)
                 rows = multi_token_rows if num_tokens > 1 else single_token_rows
                 rows.append(self._schedule_row(sequence, num_tokens))
                 num_left -= num_tokens
@@ -291,8 +291,6 @@ class Scheduler:
             self._queues.make_ready(sequence)
         return row
 
-    # Blocks.
-
     def _admit_prefill(self, sequence: Sequence, now: float, runs_alone: bool = False) -> int:
         """Return the number of prefill tokens that fit; admits a waiting sequence if possible.
 
@@ -308,9 +306,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float, runs_alone: bool) -> bool:
         """Move a waiting sequence into the cache; return False if it has to wait."""
-        if not self.kv_cache.can_extend_prefill(sequence):
-            return False
-        if not (runs_alone or self._admission.is_admissible(sequence)):
+        has_space = self.kv_cache.can_extend_prefill(sequence)
+        if not has_space or not (runs_alone or self._admission.is_admissible(sequence)):
             return False
         self._queues.tally.remove_waiting(sequence)
         is_admitted = self.kv_cache.admit(sequence)
@@ -355,8 +352,7 @@ class Scheduler:
             self._fail(sequence, sampled.error, output)
         elif row.start + row.num_tokens == len(sequence.token_ids):
             # Otherwise an earlier row has returned the token as a forced one.
-            self._append_token(sequence, sampled.token_id, output)
-            for token_id in sampled.forced_token_ids:
+            for token_id in (sampled.token_id, *sampled.forced_token_ids):
                 if not sequence.is_finished:
                     self._append_token(sequence, token_id, output)
 
