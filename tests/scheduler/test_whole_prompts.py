@@ -62,7 +62,7 @@ def config() -> SchedulerConfig:
     return SchedulerConfig().resolve(1, 100, 100)
 
 
-@settings(max_examples=num_examples(20, 200), deadline=None, database=None)
+@settings(max_examples=num_examples(12, 200), deadline=None, database=None)
 @given(
     policy=st.sampled_from(WHOLE_PROMPT_POLICIES),
     stages=st.integers(1, 4),

@@ -1,8 +1,8 @@
 """Workloads of which only statistics of the lengths are published, as truncated lognormals.
 
 Sources: Vidur (arXiv 2405.05465), Table 1, in Llama-2 tokens: mean, median and 90th percentile;
-DistServe (OSDI'24), Table 1, in OPT tokens: means. An empirical distribution with these statistics
-is not a lognormal; docs/simulator.md states what is assumed.
+DistServe (OSDI'24), its figure of the lengths, in OPT tokens: means. docs/simulator.md states the
+assumptions.
 """
 
 import random
@@ -19,7 +19,8 @@ median. In the published workloads it is 1.3 to 4 times the median."""
 VIDUR_MOST = 4096
 """Longest request of Vidur's workloads in tokens, prompt and output."""
 DISTSERVE_MOST = 2040
-"""Longest request of DistServe's workloads in tokens, which is what OPT's positions admit."""
+"""Longest request of DistServe's workloads in tokens; its artifact cuts LongBench's prompts to it
+(evaluation/2-benchmark-serving/0-prepare-dataset.py), because OPT has 2,048 positions."""
 CHAT_OUTPUT_MOST, BWB_OUTPUT_MOST = 720, 2402
 """Longest outputs in tokens, with which the means of the truncated lognormals are within 2 % of the
 published ones: 197 and 1,612."""
@@ -67,8 +68,8 @@ def _by_means(prompt: float, output: float) -> LengthModel:
 PUBLISHED_WORKLOADS: dict[str, Callable[[], LengthModel]] = {
     "chat-1m": _chat,
     "bwb-4k": _bilingual_books,
-    "humaneval": lambda: _by_means(171.3, 98.2),
-    "longbench": lambda: _by_means(1738.3, 90.7),
+    "humaneval": lambda: _by_means(171, 98),
+    "longbench": lambda: _by_means(1738, 91),
 }
 """Functions that fit the distributions of each workload."""
 
