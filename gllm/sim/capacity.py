@@ -79,6 +79,9 @@ class CapacityRule:
     """Number of next higher rates, in steps of 2.5 %, that must not be sustained."""
     min_requests: int = 1000
     """Least number of requests of a run: in shorter ones, overload does not show."""
+    usual_requests: int = 2000
+    """Number of requests of a run that is not short: half of 1,000 can be so few that the delays of
+    the first ones, which find an empty system, show in their mean."""
     min_seconds: float = 100.0
     """Least time in which the requests of a run should arrive: at an overload of 5 %, the last ones
     then wait 5 s."""
@@ -89,7 +92,7 @@ class CapacityRule:
 
     def num_requests(self, rate: float, requests: int) -> int:
         """Return the number of requests to simulate at a rate per second, at least `requests`."""
-        return max(requests, self.min_requests, ceil(rate * self.min_seconds))
+        return max(requests, self.usual_requests, ceil(rate * self.min_seconds))
 
     def is_bounded(self, trial: RateTrial) -> bool:
         """Return True if the delays of a run are within the limit."""
@@ -118,7 +121,12 @@ class CapacityRule:
 CAPACITY_RULES = {
     "sustained": CapacityRule(),
     "vidur": CapacityRule(
-        max_growth=None, num_confirmations=0, min_requests=2, min_seconds=0.0, is_bisection=True
+        max_growth=None,
+        num_confirmations=0,
+        min_requests=2,
+        usual_requests=2,
+        min_seconds=0.0,
+        is_bisection=True,
     ),
 }
 """Rules by name: this project's, and that of Vidur's paper."""

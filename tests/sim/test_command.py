@@ -141,7 +141,7 @@ PREFILLS = ["--model", "qwen2.5-14b", "--pp", "1", "--workload", "fixed:2000,1",
     ("rule", "flags", "num_requests"),
     [
         ("vidur", ["--requests", "150"], 150),
-        pytest.param("sustained", ["--jobs", "2"], 1000, marks=pytest.mark.long),
+        pytest.param("sustained", ["--jobs", "2"], 2000, marks=pytest.mark.long),
     ],
 )
 def test_the_capacity_of_a_deployment(
