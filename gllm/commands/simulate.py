@@ -90,7 +90,7 @@ def _simulate(config: SimulationConfig, step_log: str | None, output: str | None
     deployment, jobs = build_simulation(config)
     print(*describe_simulation(config, deployment, jobs), sep="\n", flush=True)
     result = run_simulation(config, deployment, jobs, step_log)
-    lines = describe_below_range(deployment)
+    lines = describe_below_range(result.below_range)
     lines += describe_load(result.load) if result.load else []
     print(*lines, sep="\n", end="\n\n")
     print(format_metrics_table({deployment.scheduler.policy: result.summary}))
@@ -145,7 +145,7 @@ def _configuration(config: SimulationConfig) -> dict[str, Any]:
 
 
 def write_outputs(result: SimulationResult, folder: Path, configuration: dict[str, Any]) -> None:
-    """Write metrics.json, latencies.svg and, of a single engine, tokens.svg and gantt.svg.
+    """Write metrics.json, latencies.svg and token-time.svg; of one engine tokens and gantt too.
 
     Args:
         result: The run.
@@ -157,6 +157,7 @@ def write_outputs(result: SimulationResult, folder: Path, configuration: dict[st
     """
     # Only plots need matplotlib.
     from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_tokens
+    from gllm.sim.metrics.token_time_plot import plot_token_time
 
     run = result.record
     document = {"start": run.start, "metrics": result.summary}
@@ -168,8 +169,8 @@ def write_outputs(result: SimulationResult, folder: Path, configuration: dict[st
         plots |= {"tokens.svg": plot_tokens, "gantt.svg": plot_gantt}
     for name, plot in plots.items():
         plot(run, folder / name)
-    *others, last = ("metrics.json", *plots)
-    print(f"wrote {', '.join(others)} and {last} to {folder}")
+    plot_token_time(result.summary["seconds_by_tokens"], folder / "token-time.svg")
+    print(f"wrote metrics.json, {', '.join(plots)} and token-time.svg to {folder}")
 
 
 def _write_document(folder: Path, document: dict[str, Any]) -> None:
@@ -186,5 +187,5 @@ def _compare(config: SimulationConfig, log: str, output: str | None) -> None:
     print(comparison_table(comparison))
     if output:
         run = comparison.predicted
-        result = SimulationResult(run, summarize_run(run), {}, None)
+        result = SimulationResult(run, summarize_run(run), {}, None, {})
         write_outputs(result, Path(output), _configuration(config))

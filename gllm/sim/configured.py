@@ -38,6 +38,8 @@ class SimulationResult(NamedTuple):
     """Figures of each engine; empty for a single one."""
     load: RunLoad | None
     """Rates of the run; None with fewer than two requests."""
+    below_range: dict[str, int]
+    """Number of predictions below the measured range of the costs, by name of the quantity."""
 
 
 def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[WorkloadRequest]]:
@@ -83,7 +85,7 @@ def run_simulation(
     slo = Slo(config.slo_ttft, config.slo_tpot)
     if attainment := class_attainment(requests, classes, limits, slo):
         summary["slo_classes"] = attainment
-    summary["below_range"] = dict(deployment.cost.num_below_range)
+    summary["below_range"] = result.below_range
     if load:
         summary["load"] = {
             "offered_rate": load.offered_rate,
@@ -114,9 +116,11 @@ def _run_engine(
 ) -> tuple[RequestRecords, SimulationResult]:
     """Simulate one engine; return the requests by position in the workload, and the figures."""
     run = simulate(deployment, jobs, open_log("") if open_log else None)
+    # Figures by operator are predictions too, which are not to be counted.
+    below_range = dict(deployment.cost.num_below_range)
     summary = summarize_run(run, config.slo_ttft, config.slo_tpot, deployment)
     load = measure_load(list(run.requests.values()), steady_throughput(run)[1])
-    return run.requests, SimulationResult(run, summary, {}, load)
+    return run.requests, SimulationResult(run, summary, {}, load, below_range)
 
 
 def _run_cluster(
@@ -127,10 +131,11 @@ def _run_cluster(
 ) -> tuple[RequestRecords, SimulationResult]:
     """Simulate equal engines; return the requests by position in the workload, and the figures."""
     run = _simulate_engines(config, deployment, jobs, open_log)
+    below_range = dict(deployment.cost.num_below_range)
     deployments = dict.fromkeys(run.engines, deployment)
     summary = summarize_cluster(run, deployments, config.slo_ttft, config.slo_tpot)
     start = next(iter(run.engines.values())).record.start
-    return run.requests, SimulationResult(RunRecord(start, run.requests), *summary)
+    return run.requests, SimulationResult(RunRecord(start, run.requests), *summary, below_range)
 
 
 def _simulate_engines(

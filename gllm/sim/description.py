@@ -1,5 +1,6 @@
 """Text about a simulation: what it simulates, and how its load compares with what it sustains."""
 
+from collections.abc import Mapping
 from statistics import fmean
 
 from gllm.sim.deployment import Deployment
@@ -58,9 +59,8 @@ def describe_load(load: RunLoad) -> list[str]:
     return lines
 
 
-def describe_below_range(deployment: Deployment) -> list[str]:
+def describe_below_range(counts: Mapping[str, int]) -> list[str]:
     """Return a line about work below the measured range of the costs; none if there was none."""
-    counts = deployment.cost.num_below_range
     if not any(counts.values()):
         return []
     shown = ", ".join(f"{name} {count} times" for name, count in counts.items() if count)

@@ -33,7 +33,7 @@ def test_a_table_a_document_plots_and_a_log(
     assert document["metrics"]["finished"] == 20
     assert document["metrics"]["slo_attainment"] == 1.0
     assert len(document["metrics"]["bubble_share"]) == 2
-    for name in ("latencies", "tokens", "gantt"):
+    for name in ("latencies", "tokens", "gantt", "token-time"):
         assert (tmp_path / "out" / f"{name}.svg").read_text().lstrip().startswith("<?xml")
     run = build_run_record(read_step_log(log))
     assert sum(served.line.num_tokens for served in run.requests.values()) > 20

@@ -13,6 +13,7 @@ from gllm.sim.cluster.cluster import simulate_cluster
 from gllm.sim.cluster.router import DeferredRouter, PolicyRouter, make_router
 from gllm.sim.costs.base import BaseCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
+from gllm.sim.description import describe_below_range
 from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.batch_figures import measure_micro_batches, operator_shares, summarize_batches
 from gllm.sim.metrics.cluster_report import format_engine_table, summarize_cluster
@@ -146,6 +147,12 @@ def test_an_overloaded_simulation_sustains_less_than_it_is_offered() -> None:
         assert load.is_overloaded == is_overloaded
         assert load.overload is not None
         assert (load.overload > 1) == is_overloaded
+
+
+def test_work_below_the_measured_range_is_told() -> None:
+    assert describe_below_range({}) == describe_below_range({"chunk": 0}) == []
+    (line,) = describe_below_range({"chunk": 0, "batch": 3})
+    assert line.endswith("batch 3 times")
 
 
 def test_attainment_by_class() -> None:
