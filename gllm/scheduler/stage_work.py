@@ -37,18 +37,25 @@ def count_query_key_pairs(start: int, num_tokens: int) -> float:
 
 def compute_stage_work(step: int, rows: Iterable[ScheduledRow]) -> StageWork:
     """Return the work of a plan's rows; a chunk of one token counts as a decode."""
-    num_tokens = num_decodes = num_context = num_sampled = 0
+    num_chunk_tokens = num_decodes = num_context = num_sampled = 0
     chunks = []
     has_placeholders = False
-    for row in rows:
-        num_tokens += row.num_tokens
-        num_sampled += row.should_sample
-        if row.num_tokens == 1:
+    for _, _, start, num_tokens, _, token_ids, should_sample in rows:
+        num_sampled += should_sample
+        if num_tokens == 1:
             num_decodes += 1
-            num_context += row.start + 1
-            has_placeholders = has_placeholders or row.token_ids[-1:] == [ON_DEVICE]
+            num_context += start + 1
+            if token_ids and token_ids[-1] == ON_DEVICE:
+                has_placeholders = True
         else:
-            chunks.append((row.start, row.num_tokens))
+            num_chunk_tokens += num_tokens
+            chunks.append((start, num_tokens))
     return StageWork(
-        step, num_tokens, tuple(chunks), num_decodes, num_context, num_sampled, has_placeholders
+        step,
+        num_chunk_tokens + num_decodes,
+        tuple(chunks),
+        num_decodes,
+        num_context,
+        num_sampled,
+        has_placeholders,
     )

@@ -291,11 +291,11 @@ class SimulatedPipeline:
         if len(tokens) > MAX_REUSED_TOKENS:
             tokens.clear()
         sampled = []
-        for row in plan.rows:
-            if row.should_sample:
-                token = tokens.get(row.seq)
-                if token is None or token.epoch != row.epoch:
-                    token = tokens[row.seq] = SampledToken(row.seq, row.epoch, OUTPUT_TOKEN_ID)
+        for seq, epoch, _, _, _, _, should_sample in plan.rows:
+            if should_sample:
+                token = tokens.get(seq)
+                if token is None or token.epoch != epoch:
+                    token = tokens[seq] = SampledToken(seq, epoch, OUTPUT_TOKEN_ID)
                 sampled.append(token)
         output = self.scheduler.commit(StepResult(plan.step, sampled))
         for observer in self.observers:
