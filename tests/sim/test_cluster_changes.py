@@ -1,7 +1,11 @@
 """Engines that fail, drain and start: no request is lost or served twice, whatever happens."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -225,9 +229,28 @@ def logged_run(seed: int) -> tuple[ClusterRun, dict[str, list[StepLogEvent]]]:
     return run, logs
 
 
+def encode_logs(seed: int) -> bytes:
+    """Return the step logs of a run as bytes."""
+    return msgspec.json.encode(logged_run(seed)[1])
+
+
 def test_two_runs_of_a_seed_are_equal_to_the_byte() -> None:
-    encoded = [msgspec.json.encode(logged_run(3)[1]) for _ in range(2)]
-    assert encoded[0] == encoded[1] != msgspec.json.encode(logged_run(4)[1])
+    assert encode_logs(3) == encode_logs(3) != encode_logs(4)
+
+
+def test_run_does_not_depend_on_the_hashes_of_a_process() -> None:
+    code = (
+        "import sys; from tests.sim.test_cluster_changes import encode_logs;"
+        "sys.stdout.buffer.write(encode_logs(3))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        check=True,
+    )
+    assert other.stdout == encode_logs(3)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,19 +1,24 @@
 """KV transfers between simulated engines: times on shared links, and ends that die."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gllm.sim.cluster.changes import EngineFailure
+from gllm.sim.cluster.changes import EngineDrain, EngineFailure
 from gllm.sim.cluster.cluster import SimulatedCluster
 from gllm.sim.cluster.transfers import KvTransfer, TransferPath
 from gllm.sim.event_loop import ARRIVAL, EventLoop
 from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.link_policies import make_link
+from gllm.sim.link_policies import LINK_POLICIES, make_link
 from gllm.sim.pipeline import PipelineLinks, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
+from tests.examples import num_examples
 from tests.sim.cluster_parts import FirstEngineRouter, make_deployment, token_times
 
 NETWORK = NetworkLink(1e6, 0.2)
 """1 MB/s, so that 300 kB take 0.3 s, and 0.2 s of latency."""
+
+times = st.floats(0.0, 5.0).map(lambda seconds: round(seconds, 2))
 
 
 class TransferLog:
@@ -123,3 +128,57 @@ def test_transfers_need_two_running_engines_and_bytes() -> None:
     cluster.run()
     assert not cluster.start_transfer(log.transfer("late", 1, path))
     assert (log.lost, log.done) == ({}, {})
+
+
+def test_draining_engine_ends_behind_its_last_transfer() -> None:
+    cluster, log = make_cluster(), TransferLog()
+    path = TransferPath(make_link(cluster.loop), NETWORK)
+    start_at(cluster, 1.0, log.transfer("kv", 300_000, path))
+    cluster.apply_each([EngineDrain("a", 1.1), EngineDrain("b", 1.2)])
+    run = cluster.run()
+    assert log.done == {"kv": 1.5}
+    assert [run.engines[name].lives[0].end_time for name in "abc"] == [1.5, 1.5, None]
+
+
+@settings(max_examples=num_examples(30, 800), deadline=None)
+@given(
+    transfers=st.lists(
+        st.tuples(
+            times,
+            st.sampled_from(["ab", "ba", "bc", "ca"]),
+            st.integers(1, 2_000_000),
+            st.booleans(),
+        ),
+        max_size=8,
+    ),
+    failures=st.lists(st.tuples(times, st.sampled_from("abc"), times), max_size=4),
+    policy=st.sampled_from(list(LINK_POLICIES)),
+)
+def test_every_transfer_ends_once_whatever_dies(
+    transfers: list[tuple[float, str, int, bool]],
+    failures: list[tuple[float, str, float]],
+    policy: str,
+) -> None:
+    cluster, log = make_cluster(), TransferLog()
+    paths = [TransferPath(make_link(cluster.loop, policy), NETWORK) for _ in range(2)]
+    started: list[str] = []
+
+    def start(now: float, named: tuple[str, KvTransfer]) -> None:
+        name, transfer = named
+        if cluster.start_transfer(transfer):
+            started.append(name)
+
+    for number, (time, ends, num_bytes, is_second) in enumerate(transfers):
+        transfer = log.transfer(str(number), num_bytes, paths[is_second], ends)
+        cluster.loop.push(time, ARRIVAL, start, (str(number), transfer))
+    cluster.apply_each(
+        EngineFailure(name, time, detection_seconds, 0.5)
+        for time, name, detection_seconds in failures
+    )
+    cluster.run()
+    assert sorted([*log.done, *log.lost]) == sorted(started)
+    assert not cluster.transfers.num_under_way
+    assert not any(path.link.num_waiting for path in paths)
+    for name, arrival in log.done.items():
+        time, _, num_bytes, _ = transfers[int(name)]
+        assert arrival >= time + num_bytes / NETWORK.bandwidth + NETWORK.latency - 1e-6

@@ -70,7 +70,7 @@ class SimulatedCluster:
     ) -> None:
         self.loop = loop or EventLoop()
         self.engines: dict[str, ClusterEngine] = {}
-        self.transfers = KvTransfers()
+        self.transfers = KvTransfers(self._on_transfer_end)
         self._router = router
         self._open_log = open_log
         self._routable: list[ClusterEngine] = []
@@ -147,11 +147,8 @@ class SimulatedCluster:
             case EngineFailure(engine=name):
                 if self.engines[name].fail(now):
                     self.transfers.on_engine_dead(name)
-                    event = _LifeEvent(self.engines[name], len(self.engines[name].lives))
-                    arguments = event, change.restart_seconds
-                    self.loop.push(
-                        now + change.detection_seconds, ABORT, self._on_detected, arguments
-                    )
+                    detected_time = now + change.detection_seconds
+                    self.loop.push(detected_time, ABORT, self._on_detected, change)
 
     def _start_up(self, engine: ClusterEngine, startup_seconds: float) -> None:
         event = _LifeEvent(engine, len(engine.lives))
@@ -168,14 +165,14 @@ class SimulatedCluster:
         self._update_routable()
         self.on_changed(engine, now)
 
-    def _on_detected(self, now: float, arguments: tuple[_LifeEvent, float | None]) -> None:
+    def _on_detected(self, now: float, failure: EngineFailure) -> None:
         """End a lost engine for the router, route its requests again and start it again."""
-        (engine, _), restart_seconds = arguments
-        returns = restart_seconds is not None and not engine.is_draining
+        engine = self.engines[failure.engine]
+        is_draining = engine.is_draining
         self._end(engine, now)
-        if returns and restart_seconds is not None:
+        if failure.restart_seconds is not None and not is_draining:
             engine.start(None, now)
-            self._start_up(engine, restart_seconds)
+            self._start_up(engine, failure.restart_seconds)
 
     def _drain(self, engine: ClusterEngine, migrates: bool, now: float) -> None:
         if engine.state is ClusterEngineState.STOPPED:
@@ -184,12 +181,21 @@ class SimulatedCluster:
         self._update_routable()
         if engine.state is ClusterEngineState.LOST:
             return
-        if migrates or not engine.requests:
+        if migrates:
             self._end(engine, now)
+        else:
+            self._end_if_drained(engine, now)
+
+    def _end_if_drained(self, engine: ClusterEngine, now: float) -> None:
+        """End a draining engine that has no requests and no transfers, behind this event."""
+        if engine.is_draining and not engine.requests and not self.transfers.involve(engine.name):
+            # The pipeline may be in the middle of a commit.
+            event = _LifeEvent(engine, len(engine.lives))
+            self.loop.push(now, ABORT, self._on_drained, event)
 
     def _on_drained(self, now: float, event: _LifeEvent) -> None:
-        """End a draining engine whose last request has finished."""
-        if not event.is_stale and event.engine.state is ClusterEngineState.READY:
+        states = ClusterEngineState.STARTING, ClusterEngineState.READY
+        if not event.is_stale and event.engine.state in states:
             self._end(event.engine, now)
 
     def _end(self, engine: ClusterEngine, now: float) -> None:
@@ -259,15 +265,16 @@ class SimulatedCluster:
             raise ValueError(f"the router chose {name!r}, which is none of {names}")
         return engine
 
+    def _on_transfer_end(self, transfer: KvTransfer, now: float) -> None:
+        for name in dict.fromkeys((transfer.source, transfer.target)):
+            self._end_if_drained(self.engines[name], now)
+
     # Listener of the engines.
 
     def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         """Tell the router, and end the engine if it was the last request of a drain."""
         self._router.on_finished(request.request, now)
-        if engine.is_draining and not engine.requests:
-            # The pipeline is in the middle of a commit: it ends behind it.
-            event = _LifeEvent(engine, len(engine.lives))
-            self.loop.push(now, ABORT, self._on_drained, event)
+        self._end_if_drained(engine, now)
 
     def on_changed(self, engine: ClusterEngine, now: float) -> None:
         """Offer the waiting requests to an engine, behind the events of this moment."""

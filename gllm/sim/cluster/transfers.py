@@ -40,21 +40,34 @@ class KvTransfers:
 
     A transfer ends with either of its engines: the link is free for others at once, and the
     transfer is lost when the cluster knows that the engine is.
+
+    Args:
+        on_end: Called with each transfer that has arrived or is lost, and the time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[KvTransfer, float], None]) -> None:
+        self._on_end = on_end
         self._under_way: dict[int, KvTransfer] = {}
+        """Transfers that travel, by number."""
         self._broken: dict[int, tuple[str, KvTransfer]] = {}
         """Engine that died and the transfer, by number."""
         self._num_transfers = 0
 
     @property
     def num_under_way(self) -> int:
-        """Number of transfers that have not arrived and not broken."""
+        """Number of transfers that have neither arrived nor broken."""
         return len(self._under_way)
 
+    def involve(self, engine: str) -> bool:
+        """Return True if a transfer from or to an engine is under way."""
+        return any(engine in (each.source, each.target) for each in self._under_way.values())
+
     def start(self, transfer: KvTransfer) -> None:
-        """Send a transfer from now on; both engines run."""
+        """Send a transfer from now on; both engines run.
+
+        Raises:
+            ValueError: The transfer has no byte.
+        """
         if transfer.num_bytes < 1:
             raise ValueError(f"num_bytes is {transfer.num_bytes}, but a transfer has at least 1")
         number = self._num_transfers
@@ -80,9 +93,11 @@ class KvTransfers:
                 del self._broken[number]
                 if transfer.on_lost is not None:
                     transfer.on_lost(now)
+                self._on_end(transfer, now)
 
     def _on_arrival(self, now: float, number: int) -> None:
         transfer = self._under_way.pop(number, None)
-        # The message of a broken transfer may have been sent completely.
+        # A broken transfer may have been sent completely before.
         if transfer is not None:
             transfer.on_done(now)
+            self._on_end(transfer, now)
