@@ -5,6 +5,7 @@ from statistics import fmean
 import pytest
 
 from gllm.sim.costs.roofline import DeviceEfficiency
+from scripts.roofline_error import layer_error, read_layer_times
 from scripts.step_error import (
     MACHINES,
     mean_error,
@@ -17,6 +18,16 @@ from scripts.step_error import (
     table_iv_rows,
     vidur_errors,
 )
+
+
+def test_layers_of_vidur_are_within_six_percent() -> None:
+    """Token-level operators: three devices, five models, up to eight ranks, one set of constants."""
+    layers = read_layer_times()
+    assert {key[0] for key in layers} == {"A100-80G", "A40", "H100"}
+    assert {key[2] for key in layers} == {1, 2, 4, 8}
+    errors = [layer_error(key, times, DeviceEfficiency()) for key, times in layers.items()]
+    assert fmean(errors) <= 0.06
+    assert max(errors) <= 0.10
 
 
 def test_steps_of_splitwise_are_the_measured_ones() -> None:
