@@ -21,7 +21,7 @@ from scripts.step_error import (
 
 
 def test_layers_of_vidur_are_within_six_percent() -> None:
-    """Token-level operators: three devices, five models, up to eight ranks, one set of constants."""
+    """Token-level operators: three devices, five models, up to eight ranks, the same constants."""
     layers = read_layer_times()
     assert {key[0] for key in layers} == {"A100-80G", "A40", "H100"}
     assert {key[2] for key in layers} == {1, 2, 4, 8}
