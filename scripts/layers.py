@@ -95,9 +95,13 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.observability.step_log gllm.routing gllm.scheduler matplotlib msgspec numpy "
                 "sklearn tqdm"
             ),
+            "gllm.profiling": (
+                "gllm.cluster gllm.config gllm.kernels gllm.messages gllm.models gllm.runtime "
+                "gllm.scheduler gllm.sim gllm.transport numpy torch"
+            ),
             "gllm.experiments": (
-                "gllm.config gllm.engine gllm.models gllm.observability.step_log gllm.scheduler "
-                "gllm.sim tqdm"
+                "gllm.config gllm.engine gllm.models gllm.observability.step_log gllm.profiling "
+                "gllm.scheduler gllm.sim msgspec tqdm"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (

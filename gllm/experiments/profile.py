@@ -17,44 +17,84 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_workload
+from gllm.models.config import read_config
 from gllm.models.errors import ModelError
+from gllm.models.hub import resolve_model
+from gllm.profiling.parts import measure_spans
 from gllm.sim.costs.profile import CostProfile, build_profile, write_profile
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
 
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
+"""Decodes per micro-batch, with short contexts and with contexts of all lengths."""
+LARGE_DECODE_BATCHES = (64, 128, 256)
+"""The same, with short contexts only, as far as max_num_seqs permits."""
+CHUNK_BATCHES = (4, 16, 64)
+"""Short prompts that arrive at once: many chunks per micro-batch."""
+SHORT_PROMPT_TOKENS = 24
 DECODE_TOKENS = 40
+"""Output tokens of each decode."""
 PREFILLS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of single prompts."""
 REPEATS = 4
+"""Times that each single prompt is served."""
 BURST = 20
 BURSTS = 4
 SHARES = (0.3, 0.3, 0.6, 0.6)
 """Request rates as shares of the rate at which a burst is served."""
 SWEEP_TURNS = 6
+MAX_CONTEXT = 8192
+"""Longest text that is measured, in tokens."""
+ACTIVATION_ITEM_BYTES = 4
+"""Bytes per element of the activations between stages, at most."""
 WHOLE_PROMPTS = 10**9
 """As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
 
 
-def make_sweep_workloads(stages: int, longest: int, seed: int = 0) -> list[list[WorkloadRequest]]:
+def make_sweep_workloads(
+    stages: int, longest: int, max_num_seqs: int = 256, max_tokens: int = 2560, seed: int = 0
+) -> list[list[WorkloadRequest]]:
     """Return workloads that cover the costs of a pipeline, to be served one after the other.
 
-    Batches of decodes with short contexts and with contexts of all lengths, then single prompts of
-    rising length.
+    Batches of decodes with short contexts and with contexts of all lengths, single prompts of
+    rising length, many short prompts at once, and as many tokens at once as a micro-batch may have.
+
+    Args:
+        stages: Number of stages.
+        longest: Tokens of the longest text.
+        max_num_seqs: Most sequences at a time.
+        max_tokens: Most tokens of a micro-batch.
+        seed: Of the lengths.
     """
     rng = random.Random(seed)
-    made = []
-    for batch in DECODE_BATCHES:
-        for most in (max(1, longest // 64), longest * 3 // 4):
-            contexts = [rng.randint(1, most) for _ in range(batch * stages)]
-            made.append([WorkloadRequest(0.0, context, DECODE_TOKENS) for context in contexts])
-    prompts = [tokens for tokens in PREFILLS if tokens < longest] + [longest]
-    return made + [[WorkloadRequest(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
+    workloads = []
+    longest_prompt = longest - DECODE_TOKENS
+    for batch in (*DECODE_BATCHES, *LARGE_DECODE_BATCHES):
+        if batch * stages > max_num_seqs:
+            continue
+        contexts = [max(1, longest_prompt // 64)]
+        contexts += [longest_prompt * 3 // 4] if batch in DECODE_BATCHES else []
+        for most in contexts:
+            prompts = [rng.randint(1, most) for _ in range(batch * stages)]
+            workloads.append([WorkloadRequest(0.0, each, DECODE_TOKENS) for each in prompts])
+    # Decodes at the end of the longest text, alone and together: nothing is longer.
+    for batch in (1, 2 * stages):
+        workloads.append([WorkloadRequest(0.0, longest_prompt, DECODE_TOKENS)] * batch)
+    prompts = [tokens for tokens in PREFILLS if tokens < longest_prompt] + [longest - 1]
+    workloads += [[WorkloadRequest(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
+    for batch in CHUNK_BATCHES:
+        short = WorkloadRequest(0.0, SHORT_PROMPT_TOKENS, 1)
+        workloads.append([short] * batch)
+    decodes = [WorkloadRequest(0.0, 1, DECODE_TOKENS)] * 8 * stages
+    longs = [WorkloadRequest(0.001, longest_prompt, 1)] * (stages + 2 * max_tokens // longest)
+    return [*workloads, decodes + longs]
 
 
 def make_mixed_workload(count: int, longest: int, rate: float, seed: int) -> list[WorkloadRequest]:
@@ -74,11 +114,16 @@ async def measure_profile(
 
     `turns`: have both engines at once and take turns with them; else one after the other.
     """
+    stages = config.pipeline_parallel_size
     # None: no bar where the output is no terminal.
     bar = tqdm(unit="request", desc="profile", disable=None if progress else True)
 
     async def sweep(engine: Engine) -> None:
-        workloads = make_sweep_workloads(config.pipeline_parallel_size, _longest(engine))
+        scheduler = config.scheduler.resolve(stages, 2**30, engine.model.max_model_len)
+        assert scheduler.max_num_batched_tokens is not None
+        workloads = make_sweep_workloads(
+            stages, _longest(engine), scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        )
         bar.total = rounds * (sum(map(len, workloads)) + BURST * (BURSTS + len(SHARES)))
         mine = await _begin(turns)
         for _ in range(rounds):
@@ -108,7 +153,27 @@ async def measure_profile(
     mixed = run_logged(_uncached(config), mix)
     with bar:
         runs = await asyncio.gather(swept, mixed) if turns else [await swept, await mixed]
-    return build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
+    profile = build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
+    return await asyncio.to_thread(_add_spans, profile, config)
+
+
+def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
+    """Return a profile with the steps of parts of the model."""
+    degrees = set(profile.degrees or [1])
+    if len(degrees) > 1:
+        return profile  # Stages of different ranks are priced as they are, in no other cut.
+    folder = resolve_model(config.model)
+    spans = measure_spans(
+        replace(config, max_model_len=profile.scheduler.max_model_len),
+        folder,
+        profile.layers,
+        min(profile.scheduler.max_model_len - 1, MAX_CONTEXT),
+        degrees.pop(),
+    )
+    model = read_config(folder).model
+    return msgspec.structs.replace(
+        profile, spans=spans, activation_bytes=model.hidden_size * ACTIVATION_ITEM_BYTES
+    )
 
 
 async def _begin(turns: RoundRobinLock | None) -> RoundRobinLock:
@@ -129,8 +194,8 @@ def _machine(config: EngineConfig) -> dict[str, str]:
 
 
 def _longest(engine: Engine) -> int:
-    """Prompts to measure at most."""
-    return min(engine.model.max_model_len - 64, 4096)
+    """Return the tokens of the longest text to measure."""
+    return min(engine.model.max_model_len, MAX_CONTEXT)
 
 
 def _uncached(config: EngineConfig, **options: Any) -> EngineConfig:

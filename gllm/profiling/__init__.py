@@ -1,0 +1,1 @@
+"""Times of parts of a model on this machine's device, measured without an engine."""

@@ -1,0 +1,160 @@
+"""Steps of parts of a model, and what a profile predicts from them."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gllm.config.engine import EngineConfig
+from gllm.experiments.profile import make_sweep_workloads
+from gllm.experiments.real import RoundRobinLock, run_logged, serve_round_robin
+from gllm.models.config import read_config
+from gllm.models.hub import DEMO
+from gllm.profiling import parts
+from gllm.profiling.parts import list_spans, list_steps, measure_spans
+from gllm.profiling.span import TimedSpan, count_blocks
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.profile import CostProfile, StepSample, build_profile
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest
+
+
+def config(stages: int = 1) -> EngineConfig:
+    return EngineConfig.from_options(
+        "demo",
+        pipeline_parallel_size=stages,
+        threads=1,
+        dtype="float32",
+        max_model_len=1024,
+        ridge_tokens=10**9,  # Prompts are not cut, so that all engines have the same steps.
+    )
+
+
+def test_parts_of_a_model() -> None:
+    """As many layers as a device holds, half of them at both ends, and one in the middle."""
+    assert list_spans(6, 6) == [range(6), range(3), range(3, 6), range(3, 4)]
+    assert list_spans(32, 8) == [
+        range(8), range(24, 32), range(4), range(28, 32), range(16, 17),
+    ]  # fmt: skip
+    assert list_spans(1, 1) == [range(1)]
+
+
+def test_steps_are_within_the_longest_text() -> None:
+    for longest in (8, 100, 960, 4096):
+        steps = list_steps(longest)
+        assert max(start + tokens for rows in steps for start, tokens in rows) == longest
+        assert any(len(rows) > 16 for rows in steps)
+    assert count_blocks([(0, 16), (16, 1), (31, 1)], 16) == 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_of_some_layers_has_its_work(num_ranks: int) -> None:
+    rows = [(100, 1), (0, 30), (12, 5)]
+    with TimedSpan(
+        config(), read_config(DEMO), DEMO, range(2, 6), [rows], num_ranks
+    ) as span:  # fmt: skip
+        work, seconds = span.repeat_step(rows, 2)
+        assert not span.executor.is_first
+        assert span.executor.is_last
+    assert (work.num_tokens, work.num_decodes, work.num_sampled_rows) == (36, 1, 3)
+    assert work.prefill_chunks == ((0, 30), (12, 5))
+    assert 0 < seconds < 10
+
+
+def test_the_demo_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "REPEATS", 1)
+    monkeypatch.setattr(parts, "CONTEXT_SHARES", (0.1,))
+    monkeypatch.setattr(parts, "CHUNKS", (32,))
+    samples = measure_spans(config(), Path(DEMO), [6], 200)
+    kinds = {(each.layers, each.is_first, each.is_last) for each in samples}
+    assert kinds == {(6, True, True), (3, True, False), (3, False, True), (1, False, False)}
+    assert {each.step.samples > 0 for each in samples if each.is_last} == {True, False}
+    assert all(each.step.stages[0] > 0 for each in samples)
+
+
+def test_a_sweep_reaches_the_limits_of_the_engine() -> None:
+    workloads = make_sweep_workloads(2, 1024, max_num_seqs=100, max_tokens=2560)
+    lengths = [job.num_prompt_tokens + job.num_output_tokens for jobs in workloads for job in jobs]
+    assert max(lengths) == 1024
+    assert max(sum(job.num_prompt_tokens for job in jobs) for jobs in workloads) >= 2 * 2560
+    decodes = [len(jobs) for jobs in workloads if jobs[0].num_output_tokens > 1]
+    assert 64 in decodes
+    assert 128 not in decodes
+
+
+LOADS = [
+    *([WorkloadRequest(0.0, tokens, 1)] for tokens in (32, 64, 96, 128, 192, 256, 384)),
+    *([WorkloadRequest(0.0, 200, 30)] * batch for batch in (2, 8, 16)),
+]
+TURNS = 6
+"""Times that each load is served by each engine."""
+
+
+def fastest(steps: Iterable[StepSample]) -> list[StepSample]:
+    """Return each step that was computed often, with its shortest times.
+
+    Other programs make a step longer, never shorter.
+    """
+    groups: dict[tuple[float, ...], list[StepSample]] = defaultdict(list)
+    for step in steps:
+        key = (step.tokens, step.chunks, step.pairs, step.decodes, step.decode_context)
+        groups[key].append(step)
+    return [
+        msgspec.structs.replace(group[0], stages=[*map(min, *(step.stages for step in group))])
+        for group in groups.values()
+        if len(group) >= TURNS // 2
+    ]
+
+
+async def profile_both() -> list[CostProfile]:
+    """Return profiles of the demo at one and at two stages, which take turns."""
+    turns = RoundRobinLock(2)
+
+    async def profile(stages: int) -> CostProfile:
+        log = await run_logged(
+            config(stages), lambda engine: serve_round_robin(engine, LOADS * TURNS, turns)
+        )
+        return build_profile([build_run_record(log)], {})
+
+    return list(await asyncio.gather(profile(1), profile(2)))
+
+
+def work_of(step: StepSample) -> StageWork:
+    """Return the work of a step of decodes, or of one chunk."""
+    chunks = ((round(step.pairs / step.tokens - (step.tokens + 1) / 2), step.tokens),)
+    return StageWork(
+        0,
+        step.tokens,
+        chunks if step.chunks else (),
+        step.decodes,
+        step.decode_context,
+        step.samples,
+    )
+
+
+@pytest.mark.long
+def test_one_stage_predicts_two() -> None:
+    """Steps of both stages within 15 %, all of a kind together."""
+    measured, real = asyncio.run(profile_both())
+    measured = msgspec.structs.replace(
+        measured,
+        steps=fastest(measured.steps),
+        spans=measure_spans(config(), Path(DEMO), measured.layers, 900),
+    )
+    cost = FittedCostModel(measured, real.layers)
+    for is_decode in (False, True):
+        steps = [
+            step
+            for step in fastest(real.steps)
+            if bool(step.decodes) == is_decode and step.chunks <= 1 - is_decode
+        ]
+        assert len(steps) >= 3
+        works = [work_of(step) for step in steps]
+        for stage in range(2):
+            predicted = sum(cost.stage_seconds(stage, work) for work in works)
+            took = sum(step.stages[stage] for step in steps)
+            assert predicted == pytest.approx(took, rel=0.15), (is_decode, stage)
