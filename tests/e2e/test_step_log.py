@@ -40,7 +40,15 @@ async def serve(config: EngineConfig, count: int) -> BubbleReport:
 
 @pytest.mark.parametrize(
     ("stages", "ranks", "policy"),
-    [(1, (1,), "auto"), (2, (2, 1), "balance"), (4, (1,), "throttle")],
+    [
+        (1, (1,), "auto"),
+        (2, (2, 1), "balance"),
+        (4, (1,), "throttle"),
+        *(
+            pytest.param(4, (1,), policy, marks=pytest.mark.long)
+            for policy in ("vllm", "orca+", "lightllm", "fastertransformer")
+        ),
+    ],
 )
 async def test_everything_is_written(
     tiny_model: Path, tmp_path: Path, stages: int, ranks: tuple[int, ...], policy: str
