@@ -71,6 +71,87 @@ class IntervalSweep:
             self._running[change.stage] += change.value
 
 
+class BubbleTotals:
+    """Busy time and bubbles of each stage, summed over changes in order of time.
+
+    All idle stages have the same share of the bubbles, so one sum over time serves them all: a
+    change takes the same time for any number of stages.
+
+    Args:
+        stages: Number of pipeline stages.
+        begin: Time in seconds from which on the totals count.
+    """
+
+    def __init__(self, stages: int, begin: float) -> None:
+        self.work_seconds = 0.0
+        """Time in which there was work for at least one stage."""
+        self._num_stages = stages
+        self._now = begin
+        self._parallelism = 0
+        self._running = [0] * stages
+        """Number of steps that each stage computes."""
+        self._num_busy = 0
+        self._idle_bubble = 0.0
+        """Bubble of a stage that is idle all the time."""
+        self._busy_seconds = [0.0] * stages
+        """Busy time of each stage until it became idle last."""
+        self._bubble_seconds = [0.0] * stages
+        """Bubble of each stage until it became busy last."""
+        self._marks = [0.0] * stages
+        """Per busy stage, the time at which it became busy; per idle stage, `_idle_bubble` when it
+        became idle."""
+
+    @property
+    def bubble_seconds(self) -> list[float]:
+        """Bubble of each stage until now."""
+        return [
+            seconds if running else seconds + self._idle_bubble - mark
+            for seconds, running, mark in zip(
+                self._bubble_seconds, self._running, self._marks, strict=True
+            )
+        ]
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """Busy time of each stage until now."""
+        return [
+            seconds + self._now - mark if running else seconds
+            for seconds, running, mark in zip(
+                self._busy_seconds, self._running, self._marks, strict=True
+            )
+        ]
+
+    def advance(self, time: float) -> None:
+        """Count the time until `time`; a time in the past has no effect."""
+        seconds = time - self._now
+        if seconds <= 0:
+            return
+        self._now = time
+        if self._parallelism:
+            self.work_seconds += seconds
+            num_idle = self._num_stages - self._num_busy
+            missing = self._parallelism - self._num_busy
+            if missing > 0 and num_idle:
+                self._idle_bubble += seconds * (missing / num_idle)
+
+    def set_parallelism(self, stages: int) -> None:
+        """Set the number of stages that the available work can keep busy from now on."""
+        self._parallelism = stages
+
+    def change_steps(self, stage: int, num_steps: int) -> None:
+        """Add steps to those that a stage computes from now on; negative: remove them."""
+        was_busy = self._running[stage]
+        self._running[stage] += num_steps
+        if not was_busy:
+            self._bubble_seconds[stage] += self._idle_bubble - self._marks[stage]
+            self._marks[stage] = self._now
+            self._num_busy += 1
+        elif not self._running[stage]:
+            self._busy_seconds[stage] += self._now - self._marks[stage]
+            self._marks[stage] = self._idle_bubble
+            self._num_busy -= 1
+
+
 class BubbleMeter:
     """Sums the bubbles of a running pipeline.
 
@@ -78,46 +159,47 @@ class BubbleMeter:
     """
 
     def __init__(self, stages: int, begin: float) -> None:
-        self.seconds = [0.0] * stages
-        """Bubble of each stage."""
-        self.work_seconds = 0.0
-        """Time in which there was work for at least one stage."""
-        self._sweep = IntervalSweep(stages, begin)
+        self._totals = BubbleTotals(stages, begin)
         self._reported_until = [begin] * stages
         self._order = count()
-        self._changes: list[tuple[float, int, ActivityChange]] = []
-        """Changes that have not been applied: a heap by time and order of arrival."""
+        self._changes: list[tuple[float, int, int | None, int]] = []
+        """Changes that have not been applied: a heap by time and order of arrival. Then the stage,
+        or None for the parallelism, and the value."""
         self._parallelism = 0
+
+    @property
+    def seconds(self) -> list[float]:
+        """Bubble of each stage."""
+        return self._totals.bubble_seconds
+
+    @property
+    def work_seconds(self) -> float:
+        """Time in which there was work for at least one stage."""
+        return self._totals.work_seconds
 
     def record_parallelism(self, time: float, stages: int) -> None:
         """Record that from `time` on the available work could keep `stages` stages busy."""
         if stages != self._parallelism:
             self._parallelism = stages
-            self._push(ActivityChange(time, None, stages))
+            self._push(time, None, stages)
 
     def record_steps(self, stage: int, steps: Iterable[StepTime], until: float) -> None:
         """Record the steps of a stage: all steps it has started before `until`."""
         for _, start, end in steps:
-            self._push(ActivityChange(start, stage, 1))
-            self._push(ActivityChange(end, stage, -1))
+            self._push(start, stage, 1)
+            self._push(end, stage, -1)
         self._reported_until[stage] = until
         self._advance(min(self._reported_until))
 
-    def _push(self, change: ActivityChange) -> None:
-        heapq.heappush(self._changes, (change.time, next(self._order), change))
+    def _push(self, time: float, stage: int | None, value: int) -> None:
+        heapq.heappush(self._changes, (time, next(self._order), stage, value))
 
     def _advance(self, until: float) -> None:
         while self._changes and self._changes[0][0] <= until:
-            time, _, change = heapq.heappop(self._changes)
-            self._add_interval(time)
-            self._sweep.apply(change)
-        self._add_interval(until)
-
-    def _add_interval(self, until: float) -> None:
-        interval = self._sweep.advance(until)
-        if interval is None or not interval.parallelism:
-            return
-        seconds = interval.end - interval.begin
-        self.work_seconds += seconds
-        for stage in interval.idle:
-            self.seconds[stage] += seconds * interval.bubble_share
+            time, _, stage, value = heapq.heappop(self._changes)
+            self._totals.advance(time)
+            if stage is None:
+                self._totals.set_parallelism(value)
+            else:
+                self._totals.change_steps(stage, value)
+        self._totals.advance(until)

@@ -103,7 +103,7 @@ class MicroBatchTable(Sequence[MicroBatch]):
             bool(has_placeholders),
         )  # fmt: skip
         width = 2 * self._num_stages
-        stages = self._stage_times[index * width : (index + 1) * width]
+        stage_times = iter(self._stage_times[index * width : (index + 1) * width])
         return MicroBatch(
             planned,
             work,
@@ -111,7 +111,7 @@ class MicroBatchTable(Sequence[MicroBatch]):
             num_decode_tokens,
             [
                 None if isnan(start) else StepTime(step, start, end)
-                for start, end in zip(stages[::2], stages[1::2], strict=True)
+                for start, end in zip(stage_times, stage_times, strict=True)
             ],
             None if isnan(committed) else committed,
             trigger,

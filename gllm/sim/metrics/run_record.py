@@ -7,9 +7,9 @@ stage was and what it lost to bubbles. Knows nothing of where the log came from.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from operator import attrgetter
+from operator import itemgetter
 
-from gllm.observability.bubbles import ActivityChange, Interval, IntervalSweep
+from gllm.observability.bubbles import ActivityChange, BubbleTotals, Interval, IntervalSweep
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import (
     AbortEvent,
@@ -139,14 +139,18 @@ class RunRecord:
 
     def stage_usages(self) -> list[StageUsage]:
         """Return the busy and bubble time of each stage."""
-        uses = [StageUsage(span=self.end - self.begin) for _ in self.start.layers]
-        for spell in self.spells():
-            seconds = spell.end - spell.begin
-            for stage in spell.busy:
-                uses[stage].busy += seconds
-            for stage in spell.idle:
-                uses[stage].bubble += seconds * spell.bubble_share
-        return uses
+        begin, end = self.begin, self.end
+        totals = BubbleTotals(len(self.start.layers), begin)
+        for time, stage, value in self._changes():
+            totals.advance(time if time < end else end)
+            if stage is None:
+                totals.set_parallelism(value)
+            else:
+                totals.change_steps(stage, value)
+        return [
+            StageUsage(busy, bubble, end - begin)
+            for busy, bubble in zip(totals.busy_seconds, totals.bubble_seconds, strict=True)
+        ]
 
     def spells(self, begin: float = -inf, end: float = inf) -> Iterator[Interval]:
         """Yield the states of the stages from `begin` to `end`, limited to the run.
@@ -155,21 +159,27 @@ class RunRecord:
         """
         begin, end = max(begin, self.begin), min(end, self.end)
         sweep = IntervalSweep(len(self.start.layers), begin)
-        for change in sorted(self._changes(), key=attrgetter("time")):
-            spell = sweep.advance(min(change.time, end))
+        for time, stage, value in self._changes():
+            spell = sweep.advance(min(time, end))
             if spell is not None:
                 yield spell
-            sweep.apply(change)
+            sweep.apply(ActivityChange(time, stage, value))
 
-    def _changes(self) -> Iterator[ActivityChange]:
-        """Yield the changes of available parallelism, then those of the stages."""
-        for time, wanted in self.parallelism:
-            yield ActivityChange(time, None, wanted)
+    def _changes(self) -> list[tuple[float, int | None, int]]:
+        """Return the fields of ActivityChange in order of time.
+
+        At one time a change of the available parallelism is first.
+        """
+        changes: list[tuple[float, int | None, int]] = [
+            (time, None, stages) for time, stages in self.parallelism
+        ]
         for step in self.micro_batches:
             for stage, times in enumerate(step.stage_times):
                 if times is not None:
-                    yield ActivityChange(times.start, stage, 1)
-                    yield ActivityChange(times.end, stage, -1)
+                    changes.append((times.start, stage, 1))
+                    changes.append((times.end, stage, -1))
+        changes.sort(key=itemgetter(0))
+        return changes
 
 
 def build_run_record(events: Iterable[StepLogEvent], warm_ups: bool = False) -> RunRecord:

@@ -30,7 +30,9 @@ class WorkloadTrace(NamedTuple):
 def load_trace(file: str) -> WorkloadTrace:
     """Return a trace of the data folder, by a value of TRACES."""
     with gzip.open(str(files("gllm.sim") / "data" / f"{file}.csv.gz"), "rt") as lines:
-        rows = list(csv.DictReader(lines))
-    arrivals = [float(row["arrival_s"]) for row in rows if "arrival_s" in row]
-    lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
-    return WorkloadTrace(arrivals, lengths)
+        header, *rows = csv.reader(lines)
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
+    prompts, outputs = map(int, columns["prompt_tokens"]), map(int, columns["output_tokens"])
+    return WorkloadTrace(
+        [*map(float, columns.get("arrival_s", ()))], [*zip(prompts, outputs, strict=True)]
+    )
