@@ -61,6 +61,10 @@ class DeviceEfficiency:
     """Seconds from the last stage's end to the commit: sampling and the way back."""
 
 
+NUM_RECENT_BATCHES = 64
+"""Micro-batches whose predictions are kept: more than a pipeline has in flight."""
+
+
 class LayerSeconds(NamedTuple):
     """Seconds of the parts of one layer, one after the other."""
 
@@ -199,26 +203,31 @@ class LayerRoofline:
         self._launch_seconds = (
             efficiency.launch_seconds if device.launch_seconds is None else device.launch_seconds
         )
-        self._last: dict[bool, tuple[StageWork, LayerSeconds]] = {}
+        self._dense_weights = self._shard.layer_weights
+        self._kv_bytes = self._shard.kv_bytes
+        self._elementwise_bytes = [self._shard.elementwise_bytes(each) for each in (False, True)]
+        self._recent: dict[tuple[int, bool], tuple[StageWork, LayerSeconds]] = {}
+        """Predictions of the last micro-batches, by step modulo NUM_RECENT_BATCHES and kind."""
 
     def seconds(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
         """Return the time of a layer; `is_sparse`: with experts.
 
-        Keeps the result for the last micro-batch, because the stages predict it one by one.
+        Keeps the results of the last micro-batches, because the stages predict them one by one.
         """
-        last = self._last.get(is_sparse)
-        if last is None or last[0] is not work:
-            last = self._last[is_sparse] = work, self._predict(work, is_sparse)
-        return last[1]
+        key = work.step % NUM_RECENT_BATCHES, is_sparse
+        recent = self._recent.get(key)
+        if recent is None or recent[0] is not work:
+            recent = self._recent[key] = work, self._predict(work, is_sparse)
+        return recent[1]
 
     def _predict(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
         shard, rows = self._shard, work.num_tokens
         if is_sparse:
             matrices = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
         else:
-            matrices = self._matrix_seconds(shard.layer_weights, shard.layer_weights, rows)
+            matrices = self._matrix_seconds(self._dense_weights, self._dense_weights, rows)
         attention = self._attention_seconds(work)
-        elementwise = rows * shard.elementwise_bytes(is_sparse) / self._bandwidth
+        elementwise = rows * self._elementwise_bytes[is_sparse] / self._bandwidth
         sums = SUMS_PER_LAYER * self.sum_seconds(work)
         busy = matrices + attention + elementwise + sums
         launch = max(self._kernel_seconds, self._launch_seconds - busy)
@@ -246,13 +255,13 @@ class LayerRoofline:
     def _attention_seconds(self, work: StageWork) -> float:
         shard, seconds = self._shard, 0.0
         if work.prefill_chunks:
-            read = sum(start + tokens for start, tokens in work.prefill_chunks) * shard.kv_bytes
+            read = sum(start + tokens for start, tokens in work.prefill_chunks) * self._kv_bytes
             compute = work.num_query_key_pairs * shard.prefill_pair_flops / self._attention_flops
             seconds += hypot(compute, read / self._bandwidth)
         if work.num_decodes:
             context = work.num_decode_context_tokens
             compute = context * shard.decode_pair_flops / self._attention_flops
-            seconds += hypot(compute, context * shard.kv_bytes / self._bandwidth)
+            seconds += hypot(compute, context * self._kv_bytes / self._bandwidth)
         return seconds
 
     def _matrix_seconds(self, multiplied: float, read: float, rows: int) -> float:
