@@ -1,7 +1,7 @@
 """Simulated deployment: a model cut into stages, a cost model and a scheduler configuration."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
@@ -147,6 +147,7 @@ def roofline_deployment(
     degrees: Sequence[int] = (1,),
     rank_link: str | None = None,
     layers: Sequence[int] | None = None,
+    bytes_per_weight: float | None = None,
 ) -> Deployment:
     """Return a deployment on devices of the table whose free memory is KV cache.
 
@@ -163,11 +164,15 @@ def roofline_deployment(
         rank_link: A name of LINKS, between the ranks of all stages, or one per stage, separated by
             commas; default: the first of `link`.
         layers: Number of layers of each stage; default: equal numbers.
+        bytes_per_weight: Default: that of the model.
 
     Raises:
         ValueError: A name is unknown, sizes do not divide, or the model does not fit.
     """
     hardware = build_hardware(model, device, stages, link, degrees, rank_link, layers)
+    if bytes_per_weight is not None:
+        shape = replace(hardware.model, bytes_per_weight=bytes_per_weight)
+        hardware = replace(hardware, model=shape)
     config = scheduler or SchedulerConfig()
     blocks = min(hardware.stage_kv_blocks(config.block_size, USABLE_MEMORY_SHARE))
     if blocks < 1:

@@ -35,6 +35,12 @@ class SimulationConfig:
         f"device: one name for all stages, or one for each, such as L20,L40: {', '.join(DEVICES)}",
     )
     model: str = option("qwen2.5-32b", "model by its shape", choices=tuple(MODELS))
+    bytes_per_weight: float | None = option(
+        None,
+        "bytes per weight: 2 is bfloat16, 1 fp8 or int8, 0.5 four bits; default: the model's",
+        gt=0,
+        le=4,
+    )
     pipeline_parallel_size: int | None = option(
         None,
         "pipeline stages; default 4, or the profile's",
@@ -177,7 +183,10 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
             degrees=config.tensor_parallel_size or (1,),
             rank_link=config.tensor_parallel_link,
             layers=config.layers,
+            bytes_per_weight=config.bytes_per_weight,
         )
+    if config.bytes_per_weight is not None:
+        raise ValueError("--bytes-per-weight changes a model of the table: leave --profile out")
     options = ProfileOptions(
         config.scheduler,
         longest,

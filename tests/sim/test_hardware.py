@@ -131,6 +131,10 @@ def test_fewer_bytes_per_weight_leave_more_cache_and_take_less_time() -> None:
         RooflineCostModel(each).stage_seconds(1, decode(1, 100)) for each in (hardware, halved)
     ]
     assert seconds[1] < 0.6 * seconds[0]
+    # Four bits: a model of 70B on one device.
+    quantized = roofline_deployment("llama-3-70b", "L40", 1, 2048, bytes_per_weight=0.5)
+    weight_bytes = MODELS["llama-3-70b"].parameters / 2
+    assert quantized.scheduler.num_blocks == (0.9 * 48e9 - weight_bytes) // (80 * 4096 * 16)
 
 
 # Memory.
@@ -321,6 +325,7 @@ def test_flags_of_unequal_stages(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in (
         (["--device", "L20,B200"], "device 'B200' is none of L20"),
         (["--layers", "12,12"], "24 layers in total"),
+        (["--profile", "vidur", "--bytes-per-weight", "1"], "--bytes-per-weight changes a model"),
         (["--link", "pcie,pcie"], "link 'pcie,pcie' has to be one name, or 1 separated"),
     ):
         assert main([*flags, *wrong]) == 2
