@@ -1,11 +1,13 @@
 """Simulated clusters: every request is served once, the central queue, the cost of routing."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -88,31 +90,46 @@ def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.Monke
     assert counts == {"round-robin": 3, "random": 3, "least-requests": 3 * 30 + 3}
 
 
-def count_events_per_step(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Return the events per micro-batch of a run with a constant load per engine."""
-    jobs = make_workload("fixed:64,16", 20 * num_engines, 4.0 * num_engines, "burst:1")
-    cluster = SimulatedCluster(make_router("round-robin"))
+def count_per_row(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """Return the events and the Python calls per row, at a constant load per engine."""
+    jobs = make_workload("fixed:64,24", 20 * num_engines, 4.0 * num_engines, "burst:1")
+    cluster = SimulatedCluster(make_router("least-requests"))
     for number in range(num_engines):
         cluster.add_engine(f"e{number}", simulated_pool("equal")["e0"])
-    num_events, push = 0, EventLoop.push
+    num_events = num_calls = 0
+    push = EventLoop.push
 
-    def counted(
+    def count_event(
         loop: EventLoop, time: float, rank: int, handle: Callable[[float, Any], None], argument: Any
     ) -> None:
         nonlocal num_events
         num_events += 1
         push(loop, time, rank, handle, argument)
 
-    monkeypatch.setattr(EventLoop, "push", counted)
+    def count_call(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    monkeypatch.setattr(EventLoop, "push", count_event)
     cluster.submit_each(jobs)
-    run = cluster.run()
+    sys.setprofile(count_call)
+    cluster.loop.run()
+    sys.setprofile(None)
     monkeypatch.undo()
-    return num_events / sum(len(each.record.micro_batches) for each in run.engines.values())
+    works = [
+        batch.work
+        for engine in cluster.run().engines.values()
+        for batch in engine.record.micro_batches
+    ]
+    num_rows = sum(work.num_decodes + len(work.prefill_chunks) for work in works)
+    return num_events / num_rows, num_calls / num_rows
 
 
-def test_events_per_step_do_not_grow_with_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    single = count_events_per_step(1, monkeypatch)
-    assert count_events_per_step(8, monkeypatch) == pytest.approx(single, rel=0.01)
+def test_events_and_calls_per_row_do_not_grow_with_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    single, many = count_per_row(1, monkeypatch), count_per_row(8, monkeypatch)
+    assert many[0] == pytest.approx(single[0], rel=0.02)
+    # A policy looks at each engine once per request.
+    assert many[1] == pytest.approx(single[1], rel=0.08)
 
 
 def test_workload_is_read_as_its_requests_arrive() -> None:
