@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.routing import simulated_pool
+from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.scheduler import Scheduler
@@ -26,6 +27,7 @@ from gllm.sim.cluster.router import (
     RouterNeeds,
 )
 from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
@@ -88,6 +90,20 @@ def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.Monke
         counts[name] = num_calls
     # Each engine states its statistics at the end.
     assert counts == {"round-robin": 3, "random": 3, "least-requests": 3 * 30 + 3}
+
+
+def test_cluster_of_one_engine_is_that_engine() -> None:
+    """The step log is the same, but for the name of the engine."""
+    deployment = roofline_deployment("qwen2.5-14b", "L20", 2, 16_384)
+    jobs = make_workload("azure-conv", 60, 2.0)
+    alone: list[StepLogEvent] = []
+    simulate(deployment, jobs, alone.append)
+    in_cluster: list[StepLogEvent] = []
+    simulate_cluster(
+        {"a": deployment}, jobs, make_router("predict"), open_log=lambda _: in_cluster.append
+    )
+    assert in_cluster[0] == deployment.start_event(0.0, "a")
+    assert in_cluster[1:] == alone[1:]
 
 
 def count_per_row(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:

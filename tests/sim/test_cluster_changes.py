@@ -21,6 +21,7 @@ from gllm.sim.cluster.engine import ClusterEngineState, EngineLife
 from gllm.sim.cluster.router import DeferredRouter, PolicyRouter
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.replay import replay_calls
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.examples import num_examples
 from tests.sim.cluster_parts import (
@@ -258,6 +259,7 @@ def test_record_of_an_engine_is_that_of_its_log(seed: int) -> None:
     run, logs = logged_run(seed)
     assert sum(each.num_resumptions for each in run.requests.values()) > 0
     for name, engine in run.engines.items():
+        assert replay_calls(logs[name]).share == 1.0
         read = build_run_record(logs[name])
         assert read.start == engine.record.start
         assert read.start.engine == name
