@@ -1,5 +1,6 @@
 """Workloads by published statistics, ShareGPT's lengths, and classes of requests."""
 
+import json
 import random
 from collections import Counter
 from statistics import fmean, median
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gllm.commands.bench.client import request_body
 from gllm.commands.bench.load import plan_load
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.simulate import main
@@ -168,6 +170,19 @@ def test_a_conversation_has_one_class() -> None:
         classes.setdefault(job.session, set()).add((job.priority, job.slo_class))
     assert all(len(each) == 1 for each in classes.values())
     assert len(set.union(*classes.values())) == 4
+
+
+@pytest.mark.parametrize("workload", ["fixed:4,4", "sessions:8,6,1,10,10,10"])
+def test_bench_sends_the_priorities_that_the_simulator_gives(workload: str) -> None:
+    shares = "0:0.5,2:0.5"
+    config = SimulationConfig(workload=workload, requests=60, priorities=shares)
+    options = ServeConfig(load=LoadConfig(workload, 60), request_rate=4.0, priorities=shares)
+    planned = plan_load(options, 100)
+    assert [p.priority for p in planned] == [job.priority for job in build_workload(config)]
+    bodies = [json.loads(request_body(options, "m", 0, each)) for each in planned]
+    assert {body["priority"] for body in bodies} == {0, 2}
+    plain = plan_load(ServeConfig(load=LoadConfig(workload, 60)), 100)
+    assert all("priority" not in json.loads(request_body(options, "m", 0, p)) for p in plain)
 
 
 def test_the_scheduler_knows_the_priority() -> None:

@@ -64,6 +64,8 @@ def request_body(config: ServeConfig, model: str, index: int, planned: PlannedRe
         body["seed"] = config.load.seed + index
     if config.ignore_eos:
         body["ignore_eos"] = True
+    if planned.priority is not None:
+        body["priority"] = planned.priority
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return msgspec.json.encode(body | dict(config.extra_body or {}))
 

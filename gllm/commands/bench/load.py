@@ -11,6 +11,7 @@ from typing import NamedTuple
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.trace_file import SUFFIXES, TraceRow, read_rows
 from gllm.sim.workloads.arrivals import sample_arrival_times
+from gllm.sim.workloads.classes import parse_priorities, sample_labels
 from gllm.sim.workloads.lengths import sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 from gllm.sim.workloads.sessions import PromptPart, is_sessions, sample_turns
@@ -36,13 +37,15 @@ class PlannedRequest(NamedTuple):
     output_tokens: int
     session: str = ""
     """Conversation of the request; empty for none."""
+    priority: int | None = None
+    """Sent with the request; None: the server's default."""
 
 
 def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
     """Return the requests in order of arrival.
 
     Raises:
-        ValueError: The workload, the arrivals or the file is invalid.
+        ValueError: The workload, the arrivals, the priorities or the file is invalid.
         OSError: The file cannot be read.
     """
     is_replay = config.arrivals == "replay"
@@ -50,7 +53,7 @@ def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
     times = [row.arrival for row in rows] if is_replay else _arrivals(config, len(rows))
     rng = random.Random(config.load.seed + 2)
     requests = []
-    for row, time in zip(rows, times, strict=True):
+    for row, time, priority in zip(rows, times, _priorities(config, rows), strict=True):
         if time is None:
             raise ValueError(f"{config.load.workload} has no arrival_s to replay in some rows")
         prompt_vocab_size = None if config.text_prompts else vocab_size
@@ -62,7 +65,9 @@ def plan_load(config: ServeConfig, vocab_size: int) -> list[PlannedRequest]:
             raise ValueError(f"{config.load.workload}: chat takes text, but a prompt is token ids")
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         requests.append(
-            PlannedRequest(time * config.scale_time, prompt, length, row.output, row.session)
+            PlannedRequest(
+                time * config.scale_time, prompt, length, row.output, row.session, priority
+            )
         )
     begin = min(request.arrival for request in requests)
     requests = [request._replace(arrival=request.arrival - begin) for request in requests]
@@ -139,6 +144,15 @@ def _arrivals(config: ServeConfig, count: int) -> list[float]:
     # sample_arrival_times takes the coefficient of variation of the gamma distribution.
     kind = config.arrivals or f"gamma:{config.burstiness**-0.5}"
     return sample_arrival_times(kind, count, rate, config.load.seed)
+
+
+def _priorities(config: ServeConfig, rows: list[TraceRow]) -> list[int] | list[None]:
+    """Return the priority of each request, the same in a conversation; None without shares."""
+    if config.priorities is None:
+        return [None] * len(rows)
+    owners = [row.session or index for index, row in enumerate(rows)]
+    shares = parse_priorities(config.priorities)
+    return sample_labels(owners, shares, f"priorities {config.load.seed}")
 
 
 def _prompt_of(

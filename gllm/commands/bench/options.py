@@ -117,6 +117,11 @@ class ServeConfig:
         "file; default: by --request-rate and --burstiness",
     )
     scale_time: float = option(1.0, "multiplies arrival times", ge=0, le=1e9)
+    priorities: str | None = option(
+        None,
+        "shares of the requests with each priority, such as 0:0.9,1:0.1; smaller ones run earlier; "
+        "default: requests have none",
+    )
     max_concurrency: int | None = option(
         None, "maximum requests in progress; default: no limit", ge=1, le=INT32_MAX
     )

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -72,18 +72,24 @@ def assign_classes(
     owners = [job.session or index for index, job in enumerate(jobs)]
     labelled = list(jobs)
     if priorities:
-        ranks = _sample_labels(owners, priorities, f"priorities {seed}")
+        ranks = sample_labels(owners, priorities, f"priorities {seed}")
         labelled = [job._replace(priority=rank) for job, rank in zip(labelled, ranks, strict=True)]
     if slo_classes:
-        names = _sample_labels(owners, slo_classes, f"slo classes {seed}")
+        names = sample_labels(owners, slo_classes, f"slo classes {seed}")
         labelled = [job._replace(slo_class=name) for job, name in zip(labelled, names, strict=True)]
     return labelled
 
 
-def _sample_labels(
-    owners: Sequence[str | int], shares: dict[Label, float], seed: str
+def sample_labels(
+    owners: Sequence[str | int], shares: Mapping[Label, float], seed: str
 ) -> list[Label]:
-    """Return a label for each owner, the same for equal owners."""
+    """Return a random label for each owner, the same for equal owners.
+
+    Args:
+        owners: Conversation or number of each request.
+        shares: Share of the owners with each label.
+        seed: Seed of the random numbers.
+    """
     rng = random.Random(seed)
     labels, weights = list(shares), list(accumulate(shares.values()))
     chosen: dict[str | int, Label] = {}

@@ -19,8 +19,8 @@ median. In the published workloads it is 1.3 to 4 times the median."""
 VIDUR_MOST = 4096
 """Longest request of Vidur's workloads in tokens, prompt and output."""
 DISTSERVE_MOST = 2040
-"""Longest request of DistServe's workloads in tokens; its artifact cuts LongBench's prompts to it
-(evaluation/2-benchmark-serving/0-prepare-dataset.py), because OPT has 2,048 positions."""
+"""Longest request of DistServe's workloads in tokens: the script of its artifact that prepares the
+data sets cuts LongBench's prompts to it, because OPT has 2,048 positions."""
 CHAT_OUTPUT_MOST, BWB_OUTPUT_MOST = 720, 2402
 """Longest outputs in tokens, with which the means of the truncated lognormals are within 2 % of the
 published ones: 197 and 1,612."""
