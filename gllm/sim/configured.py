@@ -19,7 +19,6 @@ from gllm.sim.metrics.delays import (
     RunLoad,
     measure_load,
     scheduling_delays,
-    steady_throughput,
 )
 from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
@@ -119,7 +118,7 @@ def _run_engine(
     # Figures by operator are predictions too, which are not to be counted.
     below_range = dict(deployment.cost.num_below_range)
     summary = summarize_run(run, config.slo_ttft, config.slo_tpot, deployment)
-    load = measure_load(list(run.requests.values()), steady_throughput(run)[1])
+    load = measure_load(list(run.requests.values()), summary["steady_requests_per_second"])
     return run.requests, SimulationResult(run, summary, {}, load, below_range)
 
 

@@ -11,8 +11,11 @@ from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.metrics.run_record import MicroBatch
 from gllm.sim.metrics.statistics import coefficient_of_variation, summary_statistics
 
-MAX_PRICED_BATCHES = 2000
+MAX_PRICED_BATCHES = 1000
 """Most micro-batches whose operators are priced: shares of time need no more."""
+STEADY_TOKEN_SHARE = 0.8
+"""Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
+requests, during which no system is at its best."""
 
 
 @dataclass
@@ -25,6 +28,8 @@ class BatchFigures:
     """Share of KV blocks in use, 0..1; empty if unknown."""
     stage_seconds: list[float] = field(default_factory=list)
     """Time of computation, summed over the stages."""
+    committed_times: list[float | None] = field(default_factory=list)
+    """Times of the commits; None if a run ends before."""
     flops: float = 0.0
     """Arithmetic of all micro-batches together; 0 without a model's shape."""
 
@@ -34,7 +39,24 @@ class BatchFigures:
         self.num_requests += other.num_requests
         self.kv_usage += other.kv_usage
         self.stage_seconds += other.stage_seconds
+        self.committed_times += other.committed_times
         self.flops += other.flops
+
+    def steady_rates(self, begin: float, num_requests: int) -> tuple[float, float]:
+        """Return tokens and requests per second while the first 80 % of all tokens were computed.
+
+        Args:
+            begin: Time of the first arrival.
+            num_requests: Number of requests of the run.
+        """
+        tokens = sum(self.num_tokens)
+        done = 0
+        for num_tokens, committed_time in zip(self.num_tokens, self.committed_times, strict=True):
+            done += num_tokens
+            if done >= STEADY_TOKEN_SHARE * tokens and committed_time is not None:
+                seconds = committed_time - begin
+                return done / seconds, done / tokens * num_requests / seconds
+        return 0.0, 0.0
 
     def seconds_by_tokens(self) -> dict[int, float]:
         """Return the stages' time in micro-batches by number of tokens, rounded up to 2^n."""
@@ -72,6 +94,7 @@ def measure_micro_batches(
         figures.stage_seconds.append(
             sum(times.end - times.start for times in step.stage_times if times is not None)
         )
+        figures.committed_times.append(step.committed_time)
         if shape is not None:
             figures.flops += shape.step_flops(step.work)
     return figures
@@ -82,7 +105,7 @@ def operator_shares(
 ) -> dict[str, float]:
     """Return the share (0..1) of the stages' time by class of operators.
 
-    At most 2,000 micro-batches at equal distances are priced. The result is empty for a cost model
+    At most 1,000 micro-batches at equal distances are priced. The result is empty for a cost model
     that does not know operators.
     """
     if not isinstance(cost, OperatorCostModel):

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.batch_figures import BatchFigures, summarize_batches
-from gllm.sim.metrics.delays import RunLoad, measure_load, steady_throughput
+from gllm.sim.metrics.delays import RunLoad, measure_load
 from gllm.sim.metrics.report import (
     format_table,
     get_figure,
     measure_batches,
     show_value,
     summarize_requests,
-    summarize_run,
+    summarize_with_batches,
 )
 
 
@@ -48,23 +48,24 @@ def summarize_cluster(
     total = summarize_requests(requests, slo_ttft, slo_tpot)
     batches = BatchFigures()
     engines = {}
-    tokens_per_second = requests_per_second = peak_flops = 0.0
+    peak_flops = 0.0
     for name, engine in run.engines.items():
         deployment = deployments.get(name)
-        engines[name] = summarize_run(engine.record, slo_ttft, slo_tpot, deployment)
-        batches.extend(measure_batches(engine.record, deployment))
-        steady_tokens, steady_requests = steady_throughput(engine.record)
-        tokens_per_second += steady_tokens
-        requests_per_second += steady_requests
+        own = measure_batches(engine.record, deployment)
+        engines[name] = summarize_with_batches(engine.record, own, slo_ttft, slo_tpot, deployment)
+        batches.extend(own)
         peak_flops += (deployment.peak_flops if deployment else None) or 0.0
-    total["steady_tokens_per_second"] = tokens_per_second
+    for rate in ("steady_tokens_per_second", "steady_requests_per_second"):
+        total[rate] = sum(figures[rate] for figures in engines.values())
     total |= summarize_batches(batches)
     for share in ("busy_share", "bubble_share"):
         total[share] = fmean(fmean(figures[share]) for figures in engines.values())
     if batches.flops:
         total["model_flops_utilization"] = batches.flops / (peak_flops * total["seconds"])
     total["unserved"] = len(run.unserved)
-    return ClusterSummary(total, engines, measure_load(requests, requests_per_second))
+    return ClusterSummary(
+        total, engines, measure_load(requests, total["steady_requests_per_second"])
+    )
 
 
 ENGINE_TABLE_COLUMNS: list[tuple[str, str, float]] = [

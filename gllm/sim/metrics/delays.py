@@ -4,11 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
+from gllm.sim.metrics.batch_figures import measure_micro_batches
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
-
-STEADY_TOKEN_SHARE = 0.8
-"""Share of a run's tokens that counts as its steady part: what comes after is a tail of few long
-requests, during which no system is at its best."""
 
 
 def scheduling_delays(requests: Iterable[ServedRequest]) -> list[float | None]:
@@ -35,15 +32,7 @@ def measure_rate_trial(run: RunRecord) -> RateTrial:
 
 def steady_throughput(run: RunRecord) -> tuple[float, float]:
     """Return tokens and requests per second while the first 80 % of all tokens were computed."""
-    counts = [(step.work.num_tokens, step.committed_time) for step in run.micro_batches]
-    tokens = sum(num_tokens for num_tokens, _ in counts)
-    done = 0
-    for num_tokens, committed_time in counts:
-        done += num_tokens
-        if done >= STEADY_TOKEN_SHARE * tokens and committed_time is not None:
-            seconds = committed_time - run.begin
-            return done / seconds, done / tokens * len(run.requests) / seconds
-    return 0.0, 0.0
+    return measure_micro_batches(run.micro_batches).steady_rates(run.begin, len(run.requests))
 
 
 class RunLoad(NamedTuple):

@@ -14,7 +14,7 @@ from gllm.sim.metrics.batch_figures import (
     operator_shares,
     summarize_batches,
 )
-from gllm.sim.metrics.delays import scheduling_delays, steady_throughput
+from gllm.sim.metrics.delays import scheduling_delays
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.metrics.statistics import summary_statistics
 
@@ -35,9 +35,22 @@ def summarize_run(
             class of operators, where the model's shape and its operators are known.
     """
     batches = measure_batches(run, deployment)
+    return summarize_with_batches(run, batches, slo_ttft, slo_tpot, deployment)
+
+
+def summarize_with_batches(
+    run: RunRecord,
+    batches: BatchFigures,
+    slo_ttft: float | None,
+    slo_tpot: float | None,
+    deployment: Deployment | None,
+) -> dict[str, Any]:
+    """Return the figures of a run whose micro-batches are measured; see `summarize_run`."""
     uses = run.stage_usages()
     figures = summarize_requests(list(run.requests.values()), slo_ttft, slo_tpot)
-    figures["steady_tokens_per_second"] = steady_throughput(run)[0]
+    tokens, requests = batches.steady_rates(run.begin, len(run.requests))
+    figures["steady_tokens_per_second"] = tokens
+    figures["steady_requests_per_second"] = requests
     figures |= summarize_batches(batches)
     figures["busy_share"] = [use.busy_share for use in uses]
     figures["bubble_share"] = [use.bubble_share for use in uses]
