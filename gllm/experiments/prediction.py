@@ -34,8 +34,12 @@ LOADS: Loads = (
     ("Poisson, 50 %", 0.5, "poisson"),
     ("Poisson, 70 %", 0.7, "poisson"),
     ("bursts (CV 4), 50 %", 0.5, "gamma:4"),
+    ("Poisson, 85 %", 0.85, "poisson"),
 )
 """(name, share of capacity, arrivals)."""
+MAX_CLAIMED_SHARE = 0.7
+"""Share of capacity up to which the errors are judged. At 85 %, the load of Vidur's evaluation, the
+queue of an engine on a shared machine grows whenever the machine is slower; that row is shown."""
 REQUESTS = 120
 """Number of requests per load and round."""
 PARTS = 6
@@ -49,6 +53,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     stages, count, rounds = (STAGES[:1], 16, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
     loads = LOADS[1:2] if options.quick else LOADS
     found: dict[str, RunComparison] = {}
+    judged = []
     for number in stages:
         # Threads of one stage wait for each other, which takes several times as long on a machine
         # that does other work too, and a quick run shows no figures anybody relies on.
@@ -56,8 +61,10 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         config = EngineConfig.from_options("demo", pipeline_parallel_size=number, threads=threads)
         most = capacity(config, count)
         profile, runs = asyncio.run(_in_turns(config, loads, count, rounds, most))
-        for (name, _, _), events in zip(loads, runs, strict=True):
+        for (name, share, _), events in zip(loads, runs, strict=True):
             title = f"{number} stage{'s' * (number > 1)}, {name}"
+            if share <= MAX_CLAIMED_SHARE:
+                judged.append(title)
             found[title] = compare_runs(events, profile)
     machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
     text = (
@@ -85,7 +92,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     return ExperimentResult(
         "Prediction against reality",
         text,
-        [_claim(title, both) for title, both in found.items()],
+        [_claim(title, found[title]) for title in judged],
         {"prediction.svg": lambda path: _plot(found, path)},
     )
 
