@@ -52,9 +52,9 @@ def describe_load(load: RunLoad) -> list[str]:
         excess = "" if load.overload is None else f" by {100 * load.overload:.0f} %"
         lines.append(
             f"overloaded{excess}: scheduling delay p99 {show_value(trial.p99_delay_seconds)} s, "
-            f"mean {show_value(trial.first_half_delay_seconds)} s in the first half of the "
-            f"requests, {show_value(trial.second_half_delay_seconds)} s in the second; latencies "
-            "grow with the number of requests"
+            f"mean {show_value(trial.first_half_delay_seconds)} s in the first half of the requests,"
+            f"\n    {show_value(trial.second_half_delay_seconds)} s in the second; latencies grow "
+            "with the number of requests"
         )
     return lines
 
