@@ -50,12 +50,11 @@ def describe_load(load: RunLoad) -> list[str]:
     ]
     if load.is_overloaded:
         excess = "" if load.overload is None else f" by {100 * load.overload:.0f} %"
-        lines.append(
-            f"overloaded{excess}: scheduling delay p99 {show_value(trial.p99_delay_seconds)} s, "
-            f"mean {show_value(trial.first_half_delay_seconds)} s in the first half of the requests,"
-            f"\n    {show_value(trial.second_half_delay_seconds)} s in the second; latencies grow "
-            "with the number of requests"
-        )
+        p99, first, second = map(show_value, trial[1:])
+        lines += [
+            f"overloaded{excess}: scheduling delay p99 {p99} s, mean {first} s in the first half",
+            f"    of the requests, {second} s in the second; latencies grow with their number",
+        ]
     return lines
 
 
