@@ -1,4 +1,4 @@
-"""`gllm experiment NAME`: run an experiment of a paper and write its page.
+"""`gllm experiment NAME ...`: run experiments of a paper and write their pages.
 
 Experiments are imported when they run.
 """
@@ -50,7 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"experiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=tuple(EXPERIMENTS), metavar="NAME")
+    parser.add_argument(
+        "names",
+        nargs="+",
+        choices=tuple(EXPERIMENTS),
+        metavar="NAME",
+        help="experiments; several share the capacities that they measure",
+    )
     parser.add_argument(
         "--output",
         default="docs/experiments",
@@ -74,36 +80,52 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def format_command(values: argparse.Namespace) -> str:
-    """Return the command that repeats a run, without flags that change no figures."""
-    words = ["gllm", "experiment", values.name]
+def format_command(name: str, values: argparse.Namespace) -> str:
+    """Return the command that repeats a page, without flags that change no figures."""
+    words = ["gllm", "experiment", name]
     if values.requests != ExperimentOptions.requests:
         words += ["--requests", str(values.requests)]
     words += [f"--{flag}" for flag in ("quick", "real") if getattr(values, flag)]
     return shlex.join(words)
 
 
-def main(argv: list[str]) -> int:
-    """Run `gllm experiment` and return the exit status."""
-    values = make_parser().parse_args(argv)
-    if values.real and values.name not in REAL:
-        print(f"gllm experiment: --real supports {', '.join(REAL)}, not {values.name}")
-        return 2
+def run_experiment(name: str, values: argparse.Namespace) -> None:
+    """Run an experiment, write its page and print its tables.
+
+    Raises:
+        ValueError: The options do not suit the experiment.
+        OSError: The page cannot be written.
+        EngineError: An engine of this machine fails.
+    """
     options = ExperimentOptions(values.requests, values.quick, jobs=values.jobs)
-    module_name = REAL[values.name] if values.real else EXPERIMENTS[values.name][0]
+    module_name = REAL[name] if values.real else EXPERIMENTS[name][0]
     module = importlib.import_module(f"gllm.experiments.{module_name}")
-    name = values.name + ("-real" if values.real else "")
     stopwatch = Stopwatch(options.jobs)
-    try:
-        result: ExperimentResult = module.run(options)
-        page = write_result(
-            result, name, format_command(values), Path(values.output), stopwatch.read()
-        )
-    except (ValueError, OSError, EngineError) as error:
-        print(f"gllm experiment: {error}", file=sys.stderr)
-        return 2
+    result: ExperimentResult = module.run(options)
+    page = write_result(
+        result,
+        name + ("-real" if values.real else ""),
+        format_command(name, values),
+        Path(values.output),
+        stopwatch.read(),
+    )
     print(f"{result.text.strip()}\n")
     if result.claims:
         print(claims_table(result.claims))
     print(f"wrote {page}")
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm experiment` and return the exit status."""
+    values = make_parser().parse_args(argv)
+    for name in values.names:
+        if values.real and name not in REAL:
+            print(f"gllm experiment: --real supports {', '.join(REAL)}, not {name}")
+            return 2
+    for name in values.names:
+        try:
+            run_experiment(name, values)
+        except (ValueError, OSError, EngineError) as error:
+            print(f"gllm experiment: {error}", file=sys.stderr)
+            return 2
     return 0

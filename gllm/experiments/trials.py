@@ -140,21 +140,28 @@ def measure_capacity(trial: SimulationTrial, jobs: int = 1) -> float:
     return find_capacity(TrialAtRate(trial), start_rate, CAPACITY_RULE, jobs).rate
 
 
+_capacities: dict[tuple[SimulationTrial, bool], float] = {}
+"""Capacities that this process knows, by trial and by whether they are estimates."""
+
+
 def plan_rates(
     trials: Sequence[SimulationTrial], shares: Sequence[float], options: ExperimentOptions
 ) -> list[list[SimulationTrial]]:
     """Return each trial at request rates of these shares of its capacity.
 
-    The capacities are measured in `options.jobs` processes; a quick run estimates them.
+    The capacities are measured once, in `options.jobs` processes; a quick run estimates them.
     """
+    unknown = [trial for trial in trials if (trial, options.quick) not in _capacities]
     if options.quick:
         measure: Callable[[SimulationTrial], float] = estimate_capacity
-    elif len(trials) == 1:
+    elif len(unknown) == 1:
         measure = partial(measure_capacity, jobs=options.jobs)
     else:
         measure = measure_capacity
-    capacities = map_parallel(measure, trials, options.jobs, options.progress, "capacity")
+    measured = map_parallel(measure, unknown, options.jobs, options.progress, "capacity")
+    for trial, capacity in zip(unknown, measured, strict=True):
+        _capacities[trial, options.quick] = capacity
     return [
-        [replace(trial, rate=share * capacity) for share in shares]
-        for trial, capacity in zip(trials, capacities, strict=True)
+        [replace(trial, rate=share * _capacities[trial, options.quick]) for share in shares]
+        for trial in trials
     ]

@@ -127,16 +127,19 @@ def made_by(page: Path) -> list[str]:
 def test_pages_name_valid_commands(page: Path) -> None:
     words = made_by(page)
     values = make_parser().parse_args(words[2:])
-    assert shlex.split(format_command(values)) == words
-    assert page.stem == values.name + ("-real" if values.real else "")
+    (name,) = values.names
+    assert shlex.split(format_command(name, values)) == words
+    assert page.stem == name + ("-real" if values.real else "")
 
 
 def test_made_by_line_repeats_the_page(tmp_path: Path) -> None:
     first, second = tmp_path / "a folder", tmp_path / "second"
-    arguments = ["volatility", "--requests", "8", "--jobs", "2", "--output", str(first)]
-    assert main(arguments) == 0
+    arguments = ["volatility", "weak-link", "--requests", "8", "--quick", "--jobs", "2"]
+    assert main([*arguments, "--output", str(first)]) == 0
+    flags = ["--requests", "8", "--quick"]
+    assert made_by(first / "weak-link.md") == ["gllm", "experiment", "weak-link", *flags]
     words = made_by(first / "volatility.md")
-    assert words == ["gllm", "experiment", "volatility", "--requests", "8"]
+    assert words == ["gllm", "experiment", "volatility", *flags]
     assert main([*words[2:], "--jobs", "1", "--output", str(second)]) == 0
     texts = [(folder / "volatility.md").read_text() for folder in (first, second)]
     without_time = [re.sub("Run time: .*", "", text) for text in texts]
@@ -171,12 +174,16 @@ def test_rates_are_shares_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         "measure_rate_trial",
         lambda rate: RateTrial(2000, 1.0 if rate <= 4.0 else 9.0, 0.1, 0.1),
     )
+    monkeypatch.setattr(trials, "_capacities", {})
     base = SimulationTrial(trials.L20_32B, "azure-conv", "throttle", 1.0, 100)
     ((half, full),) = trials.plan_rates([base], (0.5, 1.0), ExperimentOptions(jobs=1))
     assert 4.0 / 1.025 < full.rate <= 4.0
     assert half.rate == pytest.approx(full.rate / 2)
     assert full.requests == 100
     assert min(requests) == trials.CAPACITY_REQUESTS
+    num_simulations = len(requests)
+    assert trials.plan_rates([base], (1.0,), ExperimentOptions(jobs=1)) == [[full]]
+    assert len(requests) == num_simulations  # The capacity is known.
     quick = trials.plan_rates([base], (1.0,), ExperimentOptions(quick=True, jobs=1))
     assert quick[0][0].rate == 3.0
 
