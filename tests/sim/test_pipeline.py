@@ -1,5 +1,6 @@
 """The pipeline in simulated time: nothing is lost, nothing overlaps, times to the exact number."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -456,6 +457,35 @@ def test_a_stream_of_events_is_read_one_ahead() -> None:
     loop.push_each([(60.0, 1), (59.0, 2)], 0, lambda now, item: None)
     with pytest.raises(ValueError, match="sort the events"):
         loop.run()
+
+
+def test_garbage_collection_pauses_during_a_run_and_has_nothing_to_do() -> None:
+    """Reference cycles do not grow with the number of requests, so a paused collector costs no
+    memory."""
+    resolved = config(2, 60, block_size=8)
+    num_unreachable = []
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        for num_requests in (10, 10, 80):
+            gc.collect()
+            pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.05, 0.01))
+            jobs = make_workload("uniform:4,40,2,24", num_requests, 6.0)
+            pipeline.submit_each(to_scheduler_requests(jobs))
+            pipeline.loop.run()
+            num_unreachable.append(gc.collect())
+    finally:
+        gc.enable()
+    assert num_unreachable[2] <= num_unreachable[1] + 10
+
+    loop = EventLoop()
+    states: list[bool] = []
+    loop.push(0.0, 0, lambda now, argument: states.append(gc.isenabled()), None)
+    loop.push(1.0, 0, lambda now, argument: loop.push(0.5, 0, print, None), None)
+    with pytest.raises(ValueError, match="sort the events"):
+        loop.run()
+    assert states == [False]
+    assert gc.isenabled()
 
 
 # The same again.
