@@ -20,11 +20,12 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.router import (
+    ROUTER_NAMES,
     ClusterRouter,
-    DeferredRouter,
     PolicyRouter,
     RoutableEngine,
     RouterNeeds,
+    make_router,
 )
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
@@ -34,15 +35,10 @@ from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 
 
-def make_router(name: str, seed: int = 0) -> ClusterRouter:
-    """Return a new router by the name of its policy."""
-    return DeferredRouter() if name == "deferred" else PolicyRouter(make_policy(name, Random(seed)))
-
-
-@pytest.mark.parametrize("name", [*POLICIES, "deferred"])
+@pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_every_request_is_served_once(name: str) -> None:
     jobs = make_workload("uniform:8,200,2,30", 60, 20.0)
-    run = simulate_cluster(simulated_pool("equal"), jobs, make_router(name))
+    run = simulate_cluster(simulated_pool("equal"), jobs, make_router(name, 0))
     served = [seq for engine in run.engines.values() for seq in engine.record.requests]
     assert sorted(served) == sorted(run.requests) == list(range(60))
     for index, request in run.requests.items():
@@ -63,7 +59,9 @@ def test_policies_name_all_that_they_read(name: str) -> None:
 
     jobs = make_workload("sessions:6,3,1,64,20,10", 40, 10.0)
     pool = simulated_pool("unequal")
-    runs = [simulate_cluster(pool, jobs, each) for each in (make_router(name), AllKnowingRouter())]
+    runs = [
+        simulate_cluster(pool, jobs, each) for each in (make_router(name, 0), AllKnowingRouter())
+    ]
     placements = [
         {engine: sorted(each.record.requests) for engine, each in run.engines.items()}
         for run in runs
@@ -85,7 +83,7 @@ def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.Monke
     for name in ("round-robin", "random", "least-requests"):
         num_calls = 0
         simulate_cluster(
-            simulated_pool("equal"), make_workload("fixed:64,8", 30, 20.0), make_router(name)
+            simulated_pool("equal"), make_workload("fixed:64,8", 30, 20.0), make_router(name, 0)
         )
         counts[name] = num_calls
     # Each engine states its statistics at the end.
@@ -100,7 +98,7 @@ def test_cluster_of_one_engine_is_that_engine() -> None:
     simulate(deployment, jobs, alone.append)
     in_cluster: list[StepLogEvent] = []
     simulate_cluster(
-        {"a": deployment}, jobs, make_router("predict"), open_log=lambda _: in_cluster.append
+        {"a": deployment}, jobs, make_router("predict", 0), open_log=lambda _: in_cluster.append
     )
     assert in_cluster[0] == deployment.start_event(0.0, "a")
     assert in_cluster[1:] == alone[1:]
@@ -109,7 +107,7 @@ def test_cluster_of_one_engine_is_that_engine() -> None:
 def count_per_row(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
     """Return the events and the Python calls per row, at a constant load per engine."""
     jobs = make_workload("fixed:64,24", 20 * num_engines, 4.0 * num_engines, "burst:1")
-    cluster = SimulatedCluster(make_router("least-requests"))
+    cluster = SimulatedCluster(make_router("least-requests", 0))
     for number in range(num_engines):
         cluster.add_engine(f"e{number}", simulated_pool("equal")["e0"])
     num_events = num_calls = 0
@@ -158,7 +156,7 @@ def test_workload_is_read_as_its_requests_arrive() -> None:
             num_read += 1
             yield job
 
-    cluster = SimulatedCluster(make_router("least-requests"))
+    cluster = SimulatedCluster(make_router("least-requests", 0))
     cluster.add_engine("e0", simulated_pool("equal")["e0"])
     cluster.submit_each(read())
     cluster.loop.run(until=jobs[99].arrival_seconds + 1e-6)
@@ -177,8 +175,8 @@ def last_time(run: ClusterRun) -> float:
 def test_deferred_requests_wait_centrally_and_run_at_once_when_pulled() -> None:
     """No request waits in an engine, and those of the queue are served in order of arrival."""
     jobs = make_workload("fixed:64,40", 90, 1.0, "static")
-    deferred = simulate_cluster(simulated_pool("unequal"), jobs, make_router("deferred"))
-    blind = simulate_cluster(simulated_pool("unequal"), jobs, make_router("round-robin"))
+    deferred = simulate_cluster(simulated_pool("unequal"), jobs, make_router("deferred", 0))
+    blind = simulate_cluster(simulated_pool("unequal"), jobs, make_router("round-robin", 0))
     assert sorted(deferred.requests) == list(range(90))
     starts = [each.first_scheduled_time or 0.0 for each in deferred.requests.values()]
     # A step of the slowest engine takes 80 ms.
@@ -214,7 +212,7 @@ def test_central_queue_of_two_engines_is_an_md2_queue() -> None:
     load = 0.7
     exponential = load**2 / (1 - load**2)
     ratio = (1 + (1 - load) * (14**0.5 - 2) / (16 * load * 2)) / 2
-    assert mean_wait(2, make_router("deferred")) == pytest.approx(ratio * exponential, rel=0.05)
+    assert mean_wait(2, make_router("deferred", 0)) == pytest.approx(ratio * exponential, rel=0.05)
 
 
 def test_priorities_are_kept_in_the_central_queue() -> None:
@@ -222,7 +220,7 @@ def test_priorities_are_kept_in_the_central_queue() -> None:
         job._replace(priority=index % 2)
         for index, job in enumerate(make_workload("fixed:64,40", 60, 1.0, "static"))
     ]
-    run = simulate_cluster(simulated_pool("equal"), jobs, make_router("deferred"))
+    run = simulate_cluster(simulated_pool("equal"), jobs, make_router("deferred", 0))
     starts = {index: each.first_scheduled_time or 0.0 for index, each in run.requests.items()}
     # The first requests find empty engines.
     urgent = [starts[index] for index in range(24, 60) if index % 2 == 0]
@@ -233,10 +231,10 @@ def test_priorities_are_kept_in_the_central_queue() -> None:
 def test_unsorted_workload_and_too_long_requests_are_refused() -> None:
     jobs = make_workload("fixed:64,8", 4, 1.0)
     with pytest.raises(ValueError, match="sort"):
-        simulate_cluster(simulated_pool("equal"), jobs[::-1], make_router("random"))
+        simulate_cluster(simulated_pool("equal"), jobs[::-1], make_router("random", 0))
     long_jobs = make_workload("fixed:4000,8", 1, 1.0)
     with pytest.raises(ValueError, match=r"request of 4008 tokens.*max_model_len is 1024"):
-        simulate_cluster(simulated_pool("equal"), long_jobs, make_router("random"))
+        simulate_cluster(simulated_pool("equal"), long_jobs, make_router("random", 0))
 
 
 def test_long_requests_go_to_engines_that_can_run_them() -> None:
@@ -244,7 +242,7 @@ def test_long_requests_go_to_engines_that_can_run_them() -> None:
     large = replace(pool["e0"].scheduler, max_model_len=4096)
     deployments = {**pool, "large": replace(pool["e0"], scheduler=large)}
     jobs = make_workload("uniform:500,3000,8,9", 30, 2.0)
-    run = simulate_cluster(deployments, jobs, make_router("round-robin"))
+    run = simulate_cluster(deployments, jobs, make_router("round-robin", 0))
     assert sorted(run.requests) == list(range(30))
     for name in pool:
         record = run.engines[name].record
