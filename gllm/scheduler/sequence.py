@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gllm.scheduler.block_pool import chain_hash, root_hash
+from gllm.scheduler.block_pool import chain_hashes, root_hash
 from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
 
@@ -177,10 +177,10 @@ class Sequence:
     def get_block_hashes(self, num_blocks: int, block_size: int) -> list[bytes]:
         """Return the hashes of the first `num_blocks` full blocks."""
         hashes = self.block_hashes
-        while len(hashes) < num_blocks:
-            begin = len(hashes) * block_size
+        if len(hashes) < num_blocks:
+            token_ids = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
-            hashes.append(chain_hash(parent, self.token_ids[begin : begin + block_size]))
+            hashes += chain_hashes(parent, token_ids, block_size)
         return hashes[:num_blocks]
 
     def schedule_row(self, num_tokens: int) -> ScheduledRow:
@@ -196,8 +196,10 @@ class Sequence:
         self.num_sent_blocks = len(self.block_ids)
         self.num_scheduled_tokens = end
         self.num_rows_in_flight += 1
-        return ScheduledRow(
-            self.seq, self.epoch, start, num_tokens, new_block_ids, token_ids, should_sample
+        # Half the time of the call ScheduledRow(...), once per row of every micro-batch.
+        return tuple.__new__(
+            ScheduledRow,
+            (self.seq, self.epoch, start, num_tokens, new_block_ids, token_ids, should_sample),
         )
 
     def start_with_blocks(self, block_ids: list[int], num_cached_tokens: int) -> None:

@@ -23,8 +23,9 @@ from gllm.sim.metrics.delays import (
     scheduling_delays,
     steady_throughput,
 )
+from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
-from gllm.sim.metrics.run_record import MicroBatch, RunRecord, ServedRequest
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import make_workload
 
 

@@ -25,6 +25,7 @@ from gllm.sim.metrics.intervals import (
     stage_usages_in,
     token_intervals,
 )
+from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.plots import (
     ChartPanel,
     plot_bars,
@@ -34,7 +35,7 @@ from gllm.sim.metrics.plots import (
     plot_lines,
     plot_tokens,
 )
-from gllm.sim.metrics.run_record import MicroBatch, RunRecord, ServedRequest
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import make_workload
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -14,7 +14,8 @@ from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submis
 from gllm.sim.cluster.router import RouterNeeds
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.metrics.run_record import MicroBatch, RunRecord
+from gllm.sim.metrics.micro_batch_table import MicroBatch
+from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.pipeline import PipelineLinks
 
 

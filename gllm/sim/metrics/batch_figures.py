@@ -8,7 +8,7 @@ from typing import Any
 
 from gllm.sim.costs.base import CostModel, OperatorCostModel
 from gllm.sim.hardware.shapes import ModelShape
-from gllm.sim.metrics.run_record import MicroBatch
+from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.statistics import coefficient_of_variation, summary_statistics
 
 MAX_PRICED_BATCHES = 1000

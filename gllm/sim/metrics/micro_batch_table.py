@@ -1,17 +1,40 @@
-"""Micro-batches of a simulated run in numeric columns.
+"""Micro-batches of a run, and their numeric columns for simulated runs.
 
 An object per micro-batch and stage would take ten times the memory of the numbers, and each garbage
 collection would visit it.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from math import isnan, nan
 from typing import overload
 
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.metrics.run_record import MicroBatch
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """A micro-batch of a run."""
+
+    planned_time: float
+    work: StageWork
+    num_prefill_tokens: int
+    """Tokens of prompts, and of preempted sequences computed again."""
+    num_decode_tokens: int
+    stage_times: list[StepTime | None]
+    """None where the log ends before the stage's time came."""
+    committed_time: float | None = None
+    trigger_time: float = 0.0
+    """When the driver had heard the news after which it planned."""
+    received_time: float = 0.0
+    """When the driver had heard all that came with the result."""
+    kv_usage: float | None = None
+    """Share of KV blocks that sequences held after the schedule, 0..1; None where a log, which does
+    not have it, is the source."""
+
 
 NUM_TIMES = 5
 """Columns of times: planned, trigger, committed, received, and the KV use."""
@@ -92,6 +115,14 @@ class MicroBatchTable(Sequence[MicroBatch]):
         """Yield new objects of all micro-batches."""
         return map(self._read, range(len(self)))
 
+    def iterate_stage_times(self) -> Iterator[tuple[int, float, float]]:
+        """Yield stage, start and end of each computation, ordered by micro-batch, then stage."""
+        times = iter(self._stage_times)
+        stages = cycle(range(self._num_stages))
+        for stage, start, end in zip(stages, times, times, strict=False):
+            if not isnan(start):
+                yield stage, start, end
+
     def _read(self, index: int) -> MicroBatch:
         times = self._times[index * NUM_TIMES : (index + 1) * NUM_TIMES]
         planned, trigger, committed, received, kv_usage = times
@@ -118,3 +149,14 @@ class MicroBatchTable(Sequence[MicroBatch]):
             0.0 if isnan(received) else received,
             None if isnan(kv_usage) else kv_usage,
         )
+
+
+def iterate_stage_times(batches: Iterable[MicroBatch]) -> Iterator[tuple[int, float, float]]:
+    """Yield stage, start and end of each computation, ordered by micro-batch, then stage."""
+    if isinstance(batches, MicroBatchTable):
+        yield from batches.iterate_stage_times()
+        return
+    for batch in batches:
+        for stage, times in enumerate(batch.stage_times):
+            if times is not None:
+                yield stage, times.start, times.end

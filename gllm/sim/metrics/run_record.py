@@ -22,7 +22,8 @@ from gllm.observability.step_log import (
     StepLogEvent,
 )
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepTime
-from gllm.scheduler.stage_work import StageWork, compute_stage_work
+from gllm.scheduler.stage_work import compute_stage_work
+from gllm.sim.metrics.micro_batch_table import MicroBatch, iterate_stage_times
 from gllm.sim.metrics.resumed import ResumedRequestFinder, arrival_time
 
 
@@ -58,27 +59,6 @@ class ServedRequest:
         if num_preemptions > self.num_preemptions:
             self.preempted_seconds += now - last_commit_time
             self.num_preemptions = num_preemptions
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """A micro-batch of a run."""
-
-    planned_time: float
-    work: StageWork
-    num_prefill_tokens: int
-    """Tokens of prompts, and of preempted sequences computed again."""
-    num_decode_tokens: int
-    stage_times: list[StepTime | None]
-    """None where the log ends before the stage's time came."""
-    committed_time: float | None = None
-    trigger_time: float = 0.0
-    """When the driver had heard the news after which it planned."""
-    received_time: float = 0.0
-    """When the driver had heard all that came with the result."""
-    kv_usage: float | None = None
-    """Share of KV blocks that sequences held after the schedule, 0..1; None where a log, which does
-    not have it, is the source."""
 
 
 @dataclass
@@ -173,11 +153,9 @@ class RunRecord:
         changes: list[tuple[float, int | None, int]] = [
             (time, None, stages) for time, stages in self.parallelism
         ]
-        for step in self.micro_batches:
-            for stage, times in enumerate(step.stage_times):
-                if times is not None:
-                    changes.append((times.start, stage, 1))
-                    changes.append((times.end, stage, -1))
+        for stage, start, end in iterate_stage_times(self.micro_batches):
+            changes.append((start, stage, 1))
+            changes.append((end, stage, -1))
         changes.sort(key=itemgetter(0))
         return changes
 

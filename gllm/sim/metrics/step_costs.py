@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from gllm.sim.metrics.run_record import MicroBatch, RunRecord
+from gllm.sim.metrics.micro_batch_table import MicroBatch
+from gllm.sim.metrics.run_record import RunRecord
 
 
 class StepCosts(NamedTuple):
