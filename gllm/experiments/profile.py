@@ -21,12 +21,22 @@ import msgspec
 from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
+from gllm.config.flags import (
+    FlagParser,
+    FlagType,
+    add_flags,
+    config_from_flags,
+    number_type,
+    output_file,
+    parse_counts,
+)
+from gllm.config.options import INT32_MAX
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_workload
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import resolve_model
+from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
 from gllm.profiling.parts import measure_spans
 from gllm.sim.costs.profile import CostProfile, build_profile, write_profile
 from gllm.sim.metrics.run_record import build_run_record
@@ -50,6 +60,8 @@ BURSTS = 4
 SHARES = (0.3, 0.3, 0.6, 0.6)
 """Request rates as shares of the rate at which a burst is served."""
 SWEEP_TURNS = 6
+OPERATOR_DEFAULTS = {"tokens": 4096, "batch": 128, "stride": 1, "repeats": 20}
+"""Values of the flags --operator-..., which are Vidur's."""
 MAX_CONTEXT = 8192
 """Longest text that is measured, in tokens."""
 ACTIVATION_ITEM_BYTES = 4
@@ -211,15 +223,36 @@ def _processor() -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command's flags: those of the engine, and the file to write."""
+    """Return the command's flags: those of the engine, of operators, and the file to write."""
     parser = FlagParser(prog="gllm profile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument(
         "--output",
-        default="profile.json",
         type=FlagType(output_file),
-        help="file to write (profile.json)",
+        help="file to write (profile.json); with --operators a folder (operators)",
     )
+    parser.add_argument(
+        "--operators",
+        action="store_true",
+        help="time single operators at Vidur's points, for the shards of --operator-tp",
+    )
+    parser.add_argument(
+        "--operator-tp",
+        type=FlagType(parse_counts),
+        default=(1,),
+        help="tensor parallel sizes whose shards are timed on one device, such as 1,2 (1)",
+    )
+    count = number_type(int, ge=1, le=INT32_MAX)
+    for name, text in (
+        ("tokens", "tokens of a micro-batch and of a text at most"),
+        ("batch", "decodes of a micro-batch at most"),
+        ("stride", "measure every point of this number only"),
+        ("repeats", "times that each operator is timed"),
+    ):
+        default = OPERATOR_DEFAULTS[name]
+        parser.add_argument(
+            f"--operator-{name}", type=count, default=default, help=f"{text} ({default})"
+        )
     parser.add_config_flag()
     add_flags(parser, EngineConfig)
     return parser
@@ -229,12 +262,38 @@ def main(argv: list[str]) -> int:
     """Run `gllm profile` and return the exit status."""
     values = make_parser().parse_args(argv)
     values.model = values.model_name or values.model
+    output = values.output or ("operators" if values.operators else "profile.json")
     try:
-        write_profile(
-            asyncio.run(measure_profile(config_from_flags(EngineConfig, values))), values.output
-        )
+        config = config_from_flags(EngineConfig, values)
+        if values.operators:
+            _profile_operators(config, values, Path(output))
+        else:
+            write_profile(asyncio.run(measure_profile(config)), output)
     except (ValueError, OSError, ModelError, EngineError) as error:
         print(f"gllm profile: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {values.output}; next: gllm simulate --profile {values.output}")
+    print(f"wrote {output}; next: gllm simulate --profile {output}")
     return 0
+
+
+def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder: Path) -> None:
+    """Time the operators of a model and write the tables.
+
+    Raises:
+        ValueError: A flag or the structure of the model does not fit.
+        ModelError: There is no such model.
+        OSError: The tables cannot be written.
+    """
+    points = OperatorPoints(
+        values.operator_tokens,
+        values.operator_batch,
+        values.operator_stride,
+        values.operator_repeats,
+    )
+    degrees = sorted(set(values.operator_tp))
+    total = count_points(points, degrees)
+    with tqdm(total=total, unit="row", desc="operators", disable=None) as bar:
+        profiler = OperatorProfiler(
+            config, resolve_model(config.model), _machine(config)["device"], points, bar.update
+        )
+        profiler.run(degrees).write(folder)

@@ -221,7 +221,7 @@ class ModelStage:
         if self.embedding is not None:
             hidden = self.embedding(inputs)
         assert hidden is not None, "every stage but the first requires activations"
-        context = ForwardContext(inputs.attention, self._angles(inputs.positions))
+        context = ForwardContext(inputs.attention, self.compute_angles(inputs.positions))
         return self.layers(hidden, context, kv)
 
     def release_workspace(self) -> None:
@@ -241,7 +241,8 @@ class ModelStage:
         assert self.head is not None, "only the last stage has the LM head"
         return self.head(hidden)
 
-    def _angles(self, positions: Tensor) -> dict[RopeSpec, RotaryAngles]:
+    def compute_angles(self, positions: Tensor) -> dict[RopeSpec, RotaryAngles]:
+        """Return the rotary angles of positions [tokens], by kind of embedding."""
         return {
             rope: compute_rotary_angles(positions, *frequencies)
             for rope, frequencies in self.frequencies.items()

@@ -5,7 +5,7 @@ It loads weights, follows block tables, registers sequences and builds micro-bat
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from gllm.kernels.attention_backends import AttentionRequirements, BackendChoice
 from gllm.kernels.native.library import describe_kernels
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
-from gllm.models.attention import head_shape
+from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard, unsupported_reason
@@ -183,6 +183,16 @@ class BaseExecutor(ABC):
         if self.has_sampler:
             self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
         self._folder = folder
+
+    @property
+    def stage(self) -> ModelStage:
+        """Modules of the stage, once the weights are loaded."""
+        return self._stage
+
+    @property
+    def layer_caches(self) -> Sequence[LayerCache]:
+        """KV cache of each layer, once it is allocated."""
+        return self._cache.layers
 
     @property
     def _weights_key(self) -> tuple[Hashable, ...]:

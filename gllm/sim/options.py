@@ -26,9 +26,9 @@ class SimulationConfig:
 
     profile: str | None = option(
         None,
-        "file of `gllm profile`; vidur: Llama-2-70B, each stage two A100s, by Vidur's operator "
-        "profiles; distserve:MODEL or distserve:MODEL,vllm: OPT on A100s, by DistServe's "
-        "coefficients; default: a device of the table",
+        "file of `gllm profile`, or folder of its --operators; vidur: Llama-2-70B, each stage two "
+        "A100s, by Vidur's operator profiles; distserve:MODEL or distserve:MODEL,vllm: OPT on "
+        "A100s, by DistServe's coefficients; default: a device of the table",
     )
     device: str = option(
         "L20",

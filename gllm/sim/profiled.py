@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gllm.config.degrees import expand_degrees
 from gllm.scheduler.config import SchedulerConfig
@@ -51,8 +52,8 @@ def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
     """Return a deployment whose step times come from a profile.
 
     Args:
-        profile: `vidur`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, or the file of
-            `gllm profile`.
+        profile: `vidur`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, the file of
+            `gllm profile`, or the folder of `gllm profile --operators`.
         options: The rest.
 
     Raises:
@@ -63,6 +64,8 @@ def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
         return _build_vidur(options)
     if profile.startswith(DISTSERVE):
         return _build_distserve(profile.removeprefix(DISTSERVE), options)
+    if Path(profile).is_dir():
+        return _build_from_operators(Path(profile), options)
     return _build_measured(profile, read_profile(profile), options)
 
 
@@ -144,5 +147,30 @@ def _build_distserve(name: str, options: ProfileOptions) -> Deployment:
         layers,
         DistServeCostModel(coefficients, stages),
         options.scheduler.resolve(stages, blocks, length),
+        degrees=degrees if degrees[0] > 1 else [],
+    )
+
+
+def _build_from_operators(folder: Path, options: ProfileOptions) -> Deployment:
+    """Return the model of an operator profile; every sequence has space in its KV cache."""
+    from gllm.sim.costs.forest import ROWS, ForestCostModel
+    from gllm.sim.costs.operator_tables import read_folder
+
+    stages = options.stages or (1 if options.layers is None else len(options.layers))
+    degrees = expand_degrees(options.degrees or (1,), stages)
+    if len(set(degrees)) > 1:
+        raise ValueError(
+            f"--tp {format_degrees(degrees)}: with operator profiles all stages have equal ranks"
+        )
+    tables = read_folder(folder)
+    cost = ForestCostModel(stages, tp=degrees[0], layers=options.layers, tables=tables)
+    config, length = options.scheduler, options.max_model_len or options.longest
+    num_seqs = min(config.max_num_seqs, int(cost.ranges[ROWS][1]))
+    blocks = num_seqs * -(-length // config.block_size)
+    return Deployment(
+        cost.model,
+        cost.layers,
+        cost,
+        replace(config, max_num_seqs=num_seqs).resolve(stages, blocks, length),
         degrees=degrees if degrees[0] > 1 else [],
     )

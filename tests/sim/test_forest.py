@@ -175,8 +175,17 @@ def test_chunks_are_combined_as_far_as_was_measured(cost: ForestCostModel) -> No
     assert sum(aggregate(late)) > 4096
     combined = list(combine_chunks(late, 4096))
     assert combined == [(3000, 500)] * 3
-    alone = [cost._attention_ms(prefill(chunk)) for chunk in late]
-    assert cost._attention_ms(prefill(*late)) == pytest.approx(sum(alone))
+    alone = [cost._attention_ms(prefill(chunk))[0] for chunk in late]
+    assert cost._attention_ms(prefill(*late))[0] == pytest.approx(sum(alone))
+
+
+def test_operators_add_up_to_the_stage(cost: ForestCostModel, pipeline: ForestCostModel) -> None:
+    work = StageWork(0, 544, ((0, 512),), 32, 32 * 2048, 33)
+    for each, stage in ((cost, 0), (pipeline, 0), (pipeline, 2)):
+        parts = each.operator_seconds(stage, work)
+        assert sum(parts.values()) == pytest.approx(each.stage_seconds(stage, work))
+        assert min(parts.values()) >= 0
+    assert parts["matrices"] == max(parts.values())
 
 
 def test_every_corner_of_the_range_is_answered(cost: ForestCostModel) -> None:

@@ -11,16 +11,20 @@ the driver. Profiles of `gllm profile --operators` have the LM head.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import BaseCostModel, TransferCost
 from gllm.sim.costs.operator_grids import DecodeTable, HostLine, PrefillTable, TokenTable
+from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.costs.operators import (
     ATTENTION,
+    HEAD,
     NORM,
     collective_samples,
     decode_samples,
     host_rows,
+    list_profiled_models,
     model_shape,
     prefill_samples,
     reshape_samples,
@@ -32,13 +36,19 @@ BYTES_PER_ELEMENT = 2
 MS = 1e-3
 SUMS_PER_LAYER = 2
 """All-reduces of each layer: after attention and after the MLP."""
+MATRICES = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
+"""Operators that multiply by weights."""
+VIDUR_NODE = "a100_pairwise_nvlink"
+VIDUR_KV_CELL = 64
+"""Grid of long contexts in Vidur's table, in tokens: its last one, 4,032, stands for a cell, so
+that all decodes of texts up to 4,096 tokens have a time."""
 VIDUR_SOURCE = "Vidur's profile"
 TOKENS, CHUNK, LENGTH = "num_tokens", "attn_prefill chunk", "attn_prefill kv + chunk"
 DECODES, CONTEXT, ROWS = "attn_decode batch", "attn_decode mean kv", "host batch"
 
 
 class ForestCostModel(BaseCostModel):
-    """Cost of a pipeline whose stages are `tp` GPUs each; fp16.
+    """Cost of a pipeline whose stages are `tp` devices each.
 
     Vidur's tables hold for micro-batches of up to 4,096 tokens and 128 rows, of sequences of up to
     4,096 tokens. A call raises CostRangeError for more. A prefill chunk below 64 tokens costs as
@@ -50,60 +60,64 @@ class ForestCostModel(BaseCostModel):
         self,
         stages: int = 1,
         *,
-        device: str = ATTENTION[0],
-        model: str = ATTENTION[1],
+        device: str | None = None,
+        model: str | None = None,
         tp: int = ATTENTION[2],
-        node: str = "a100_pairwise_nvlink",
+        node: str | None = None,
         across_nodes: bool = False,
         layers: Sequence[int] | None = None,
+        tables: OperatorTables = VIDUR_TABLES,
     ) -> None:
         """Tabulate all forests; fitting them takes seconds, once per cache.
 
         Args:
             stages: Number of stages.
-            device: Device of the profile.
-            model: Model of the profile.
+            device: Device of the profile; default: Vidur's A100, or that of the tables.
+            model: Model of the profile; default: Llama-2-70B, or that of the tables.
             tp: Tensor parallel size of every stage.
-            node: The measured interconnect.
+            node: The measured interconnect; default: pairs of A100s with NVLink, or the tables'.
             across_nodes: True if stages are linked over the network.
             layers: Number of layers of each stage; default: as even as possible, the first stages
                 larger.
+            tables: The measurements.
 
         Raises:
             ValueError: Something was not profiled, or the layers do not add up.
             ModuleNotFoundError: A forest has to be fitted, and scikit-learn is missing.
         """
-        if (device, model, tp) != ATTENTION:
-            raise ValueError(
-                f"attention was not profiled for {(device, model, tp)} (device, model, tp): "
-                f"choose {ATTENTION}, the only one that was"
-            )
-        shape = model_shape(model)
+        device, model = _find_profile(tables, device, model, tp)
+        self.model = model
+        """Name of the model in the profile."""
+        node = node or (VIDUR_NODE if tables.is_vidur else device)
+        shape = model_shape(model, tables)
         self.layers = _split(shape["num_layers"], stages, layers)
-        self._norms, self._embedding, self._layer = _token_tables(device, model, tp)
+        self._operators = _tabulate_operators(tables, device, model, tp)
         token_bytes = shape["embedding_dim"] * BYTES_PER_ELEMENT
+        self._reduce: TokenTable | None = None
         if tp > 1:
-            reduce = TokenTable.of(collective_samples(node, "all_reduce", tp, tp), token_bytes)
-            self._layer = self._layer.plus(reduce, SUMS_PER_LAYER)
-        per_node = 1 if across_nodes else 2
-        self._send = TokenTable.of(collective_samples(node, "send_recv", 2, per_node), token_bytes)
-        self._prefill, self._decode = _attention_tables()
-        rows = host_rows(device, model)
+            reduce = collective_samples(node, "all_reduce", tp, tp, tables)
+            self._reduce = TokenTable.of(reduce, token_bytes)
+        send = collective_samples(node, "send_recv", 2, 1 if across_nodes else 2, tables)
+        self._send = TokenTable.of(send, token_bytes)
+        self._prefill, self._decode = _attention_tables(tables, tp)
+        rows = host_rows(device, model, tables)
         self._prepare = HostLine(rows, tp, ("prepare_inputs_ms",))
         self._sample = HostLine(rows, tp, ("sampler_ms",))
         self._finish = HostLine(rows, tp, ("sampler_ms", "process_outputs_ms"))
-        high = min(self._layer.high, self._send.high)
+        by_tokens = [self._operators.layer, self._send, *filter(None, [self._reduce])]
         self._ranges = MeasuredRanges(
             {
-                TOKENS: (max(self._layer.low, self._send.low), high),
+                TOKENS: (
+                    max(table.low for table in by_tokens), min(table.high for table in by_tokens)
+                ),
                 CHUNK: self._prefill.chunk_range,
                 LENGTH: self._prefill.length_range,
                 DECODES: self._decode.batch_range,
                 CONTEXT: self._decode.kv_range,
                 ROWS: self._prepare.range,
             },
-            VIDUR_SOURCE,
-        )
+            VIDUR_SOURCE if tables.is_vidur else "the operator profile",
+        )  # fmt: skip
 
     @property
     def ranges(self) -> Mapping[str, tuple[float, float]]:
@@ -122,13 +136,38 @@ class ForestCostModel(BaseCostModel):
             CostRangeError: The micro-batch is above the measured range.
         """
         tokens = self._clamp_tokens(work)
-        layer = self._layer.at(tokens) + self._attention_ms(work)
+        layer = self._operators.layer.at(tokens) + sum(self._attention_ms(work))
+        if self._reduce is not None:
+            layer += SUMS_PER_LAYER * self._reduce.at(tokens)
         total = self.layers[stage] * layer + self._prepare.at(self._clamp_rows(work))
+        return (total + self._ends_ms(stage, tokens, work)) * MS
+
+    def operator_seconds(self, stage: int, work: StageWork) -> dict[str, float]:
+        """Return the parts of `stage_seconds` by class of operators."""
+        tokens, layers = self._clamp_tokens(work), self.layers[stage]
+        prefill, decode = self._attention_ms(work)
+        collectives = 0.0 if self._reduce is None else SUMS_PER_LAYER * self._reduce.at(tokens)
+        milliseconds = {
+            **{name: layers * each.at(tokens) for name, each in self._operators.classes.items()},
+            "attention_prefill": layers * prefill,
+            "attention_decode": layers * decode,
+            "collectives": layers * collectives,
+            "embedding and head": self._ends_ms(stage, tokens, work),
+            "host": self._prepare.at(self._clamp_rows(work)),
+        }
+        return {name: value * MS for name, value in milliseconds.items()}
+
+    def _ends_ms(self, stage: int, tokens: int, work: StageWork) -> float:
+        """Return the milliseconds of the embedding, and of the final norm or the LM head."""
+        operators, total = self._operators, 0.0
         if stage == 0:
-            total += self._embedding.at(tokens)
+            total += operators.embedding.at(tokens)
         if stage == len(self.layers) - 1:
-            total += self._norms.at(tokens)
-        return total * MS
+            if operators.head is None:
+                return total + operators.norm.at(tokens)
+            if work.num_sampled_rows:
+                total += operators.head.at(min(work.num_sampled_rows, operators.head.high))
+        return total
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the time of one hidden state per token row; all links are equal."""
@@ -152,18 +191,18 @@ class ForestCostModel(BaseCostModel):
     def _clamp_rows(self, work: StageWork) -> float:
         return self._ranges.clamp(ROWS, work.num_decodes + len(work.prefill_chunks))
 
-    def _attention_ms(self, work: StageWork) -> float:
-        """Return the milliseconds of one layer's attention."""
-        total = 0.0
+    def _attention_ms(self, work: StageWork) -> tuple[float, float]:
+        """Return the milliseconds of one layer's attention of prefill and of decode."""
+        prefill = decode = 0.0
         if work.prefill_chunks:
             for kv, length in combine_chunks(work.prefill_chunks, self._prefill.length_range[1]):
-                total += self._prefill_ms(kv, length)
+                prefill += self._prefill_ms(kv, length)
         if work.num_decodes:
             batch = int(self._ranges.clamp(DECODES, work.num_decodes))
             # The profile's kv is what was cached before; a decode's context counts its own token.
             mean = work.num_decode_context_tokens / work.num_decodes - 1
-            total += self._decode.at(batch, self._ranges.clamp(CONTEXT, mean))
-        return total
+            decode = self._decode.at(batch, self._ranges.clamp(CONTEXT, mean))
+        return prefill, decode
 
     def _prefill_ms(self, kv: float, chunk: float) -> float:
         """Return the milliseconds of one chunk; a small one counts as the end of a larger one."""
@@ -202,24 +241,63 @@ def combine_chunks(
     yield aggregate(group)
 
 
-@cache
-def _token_tables(device: str, model: str, tp: int) -> tuple[TokenTable, TokenTable, TokenTable]:
-    """Return the time of the norm, the embedding and the token-wise operations of a layer."""
-    tables = {
-        name: TokenTable.of(samples) for name, samples in token_samples(device, model, tp).items()
-    }
-    norm, embedding = tables[NORM], tables.pop("emb")
-    # Two residuals a layer; the profile has the time of one.
-    layer = tables["add"]
-    for table in tables.values():
-        layer = layer.plus(table)
-    return norm, embedding, layer.plus(TokenTable.of(reshape_samples()))
+class LayerOperators(NamedTuple):
+    """Token-level operators as tables."""
+
+    layer: TokenTable
+    """All of one layer together."""
+    classes: Mapping[str, TokenTable]
+    """Those of one layer by class."""
+    embedding: TokenTable
+    norm: TokenTable
+    head: TokenTable | None
+    """By sampled rows; None if it was not measured."""
 
 
 @cache
-def _attention_tables() -> tuple[PrefillTable, DecodeTable]:
-    """Return the tables of prefill and decode attention, which were profiled for one model."""
-    return PrefillTable(prefill_samples()), DecodeTable(decode_samples())
+def _tabulate_operators(tables: OperatorTables, device: str, model: str, tp: int) -> LayerOperators:
+    """Return the token-level operators of one shard."""
+    samples = token_samples(device, model, tp, tables)
+    by_name = {name: TokenTable.of(each) for name, each in samples.items()}
+    norm, embedding = by_name[NORM], by_name.pop("emb")
+    head = by_name.pop(HEAD, None)
+    by_name["attn_reshape"] = TokenTable.of(reshape_samples(tables, tp))
+    classes: dict[str, TokenTable] = {}
+    for name, table in by_name.items():
+        kind = "matrices" if name in MATRICES else "elementwise"
+        # Two residuals per layer; the profile has the time of one.
+        table = table.plus(table) if name == "add" else table
+        classes[kind] = classes[kind].plus(table) if kind in classes else table
+    layer = classes["matrices"].plus(classes["elementwise"])
+    return LayerOperators(layer, classes, embedding, norm, head)
+
+
+@cache
+def _attention_tables(tables: OperatorTables, tp: int) -> tuple[PrefillTable, DecodeTable]:
+    """Return the tables of prefill and decode attention of one shard."""
+    cell = VIDUR_KV_CELL if tables.is_vidur else 1
+    decode = DecodeTable(decode_samples(tables, tp), cell)
+    return PrefillTable(prefill_samples(tables, tp)), decode
+
+
+def _find_profile(
+    tables: OperatorTables, device: str | None, model: str | None, tp: int
+) -> tuple[str, str]:
+    """Return device and model of the profile; the first ones by default.
+
+    Raises:
+        ValueError: Attention was not profiled for them.
+    """
+    known = [ATTENTION] if tables.is_vidur else list_profiled_models(tables)
+    if not known:
+        raise ValueError(f"{tables.file_name('token_ops')} has no rows: measure it again")
+    key = device or known[0][0], model or known[0][1], tp
+    if key not in known:
+        raise ValueError(
+            f"attention was not profiled for {key} (device, model, tp): choose from "
+            f"{', '.join(map(str, known))}"
+        )
+    return key[0], key[1]
 
 
 def _split(total: int, stages: int, layers: Sequence[int] | None) -> list[int]:

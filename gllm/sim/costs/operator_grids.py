@@ -66,16 +66,15 @@ class PrefillTable:
 class DecodeTable:
     """Milliseconds of a layer's decode attention by batch and mean cached tokens, on a grid.
 
-    The last measured context stands for the cell of the grid that it begins: a profile of texts up
-    to 4,096 tokens, whose last context is 4,032, has an answer for all their decodes.
+    Args:
+        samples: The measurements.
+        cell: Tokens from the last measured context on for which it stands.
     """
 
-    def __init__(self, samples: OperatorSamples) -> None:
+    def __init__(self, samples: OperatorSamples, cell: int = 1) -> None:
         self.batch_range = samples.ranges["batch"]
         low, last = map(int, samples.ranges["mean kv"])
-        contexts_measured = np.unique(samples.features[:, 1])
-        step = int(np.diff(contexts_measured)[-1]) if len(contexts_measured) > 1 else 1
-        self.kv_range = (float(low), float(last + step - 1))
+        self.kv_range = (float(low), float(last + cell - 1))
         self._low = low
         contexts = [*range(low, last, STEP), last]
         batches = range(int(self.batch_range[0]), int(self.batch_range[1]) + 1)
@@ -102,7 +101,7 @@ class HostLine:
         rows = [row for row in rows if row["tp"] == nearest]
         batches = [row["batch_size"] for row in rows]
         self.range = min(batches), max(batches)
-        times = [sum(row[column] for column in columns) for row in rows]
+        times = [sum(row.get(column, 0.0) for column in columns) for row in rows]
         slope, start = np.polyfit(batches, times, 1) if len(rows) > 1 else (0.0, times[0])
         self._slope, self._start = float(slope), float(start)
 

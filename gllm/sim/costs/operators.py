@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.costs.ranges import above_range
-from gllm.sim.data_tables import TableRow, read_table
+from gllm.sim.data_tables import TableRow
 
 Array = NDArray[np.float64]
 
@@ -36,8 +37,12 @@ TOKEN_OPS = (
     "mlp_act",
     "mlp_down_proj",
     "add",
+    "other",
 )
-"""Operators whose time depends on the number of token rows alone."""
+"""Operators whose time depends on the number of token rows alone. `other` is the time of a layer
+that its operators alone do not take, which may be negative; Vidur did not measure it."""
+HEAD = "lm_head"
+"""Final norm and LM head, by sampled rows; Vidur did not measure them."""
 
 ATTENTION = ("a100", "meta-llama/Llama-2-70b-hf", 2)
 """Device, model and tensor parallel size of the only attention profile there is."""
@@ -105,34 +110,38 @@ def cross_validated_mape(samples: OperatorSamples, folds: int = 5, seed: int = 0
     return float(np.concatenate(errors).mean() * 100)
 
 
-def token_samples(device: str, model: str, tp: int) -> dict[str, OperatorSamples]:
+def token_samples(
+    device: str, model: str, tp: int, tables: OperatorTables = VIDUR_TABLES
+) -> dict[str, OperatorSamples]:
     """Every token-level operator of one layer's shard, features [num_tokens], by operator.
 
     `emb` is the embedding, `attn_pre_proj` and `attn_post_proj` are the QKV and O projections,
     `add` is one residual. An operator that the model lacks is left out. Raises ValueError for a
     device, model or tensor parallel size that was not profiled.
     """
-    rows = _selected("vidur_token_ops.csv.gz", device=device, model=model, tp=tp)
-    found = {}
-    for operator in TOKEN_OPS:
+    rows = _selected(tables, "token_ops", device=device, model=model, tp=tp)
+    samples = {}
+    for operator in (*TOKEN_OPS, HEAD):
         measured = [
             ((float(row["num_tokens"]),), float(row[f"{operator}_ms"]))
             for row in rows
-            if row[f"{operator}_ms"]
+            if row.get(f"{operator}_ms")
         ]
         if measured:
-            found[operator] = _samples(operator, measured, _by_tokens)
-    return found
+            samples[operator] = _samples(operator, measured, _by_tokens)
+    return samples
 
 
-def prefill_samples() -> OperatorSamples:
+def prefill_samples(
+    tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
+) -> OperatorSamples:
     """Attention of one prefill chunk, features [kv, chunk^2].
 
     kv: tokens cached before the chunk. No sequence was longer than 4,096 tokens.
     """
     measured = [
         ((float(row["kv_cache"]), float(row["prefill_chunk"]) ** 2), float(row["attn_prefill_ms"]))
-        for row in read_table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
+        for row in _attention_rows(tables, tp)
         if row["attn_prefill_ms"]
     ]
     measures: dict[str, Callable[[Array], Array]] = {
@@ -143,11 +152,13 @@ def prefill_samples() -> OperatorSamples:
     return _samples("attn_prefill", measured, measures)
 
 
-def decode_samples() -> OperatorSamples:
+def decode_samples(
+    tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
+) -> OperatorSamples:
     """Attention of a batch of decodes, features [batch, mean kv]; kv: tokens cached before."""
     measured = [
         ((float(row["batch_size"]), float(row["kv_cache"])), float(row["attn_decode_ms"]))
-        for row in read_table("vidur_attention_a100_llama2-70b_tp2.csv.gz")
+        for row in _attention_rows(tables, tp)
         if row["attn_decode_ms"]
     ]
     measures: dict[str, Callable[[Array], Array]] = {
@@ -157,13 +168,15 @@ def decode_samples() -> OperatorSamples:
     return _samples("attn_decode", measured, measures)
 
 
-def reshape_samples() -> OperatorSamples:
+def reshape_samples(
+    tables: OperatorTables = VIDUR_TABLES, tp: int = ATTENTION[2]
+) -> OperatorSamples:
     """Reshapes around attention, features [num_tokens]: the stand-in for saving keys and values.
 
     They do not depend on kv, so all kv of a chunk length or batch are averaged.
     """
     measured = []
-    for row in read_table("vidur_attention_a100_llama2-70b_tp2.csv.gz"):
+    for row in _attention_rows(tables, tp):
         tokens = row["prefill_chunk"] if row["attn_prefill_ms"] else row["batch_size"]
         time = float(row["attn_input_reshape_ms"]) + float(row["attn_output_reshape_ms"])
         measured.append(((float(tokens),), time))
@@ -171,14 +184,19 @@ def reshape_samples() -> OperatorSamples:
 
 
 def collective_samples(
-    node: str, collective: str, num_workers: int, devices_per_node: int
+    node: str,
+    collective: str,
+    num_workers: int,
+    devices_per_node: int,
+    tables: OperatorTables = VIDUR_TABLES,
 ) -> OperatorSamples:
     """One collective ("all_reduce" or "send_recv"), features [bytes].
 
     Raises ValueError for a combination that was not profiled.
     """
     rows = _selected(
-        "vidur_collectives.csv.gz",
+        tables,
+        "collectives",
         node=node,
         collective=collective,
         num_workers=num_workers,
@@ -188,28 +206,32 @@ def collective_samples(
     return _samples(collective, measured, {"bytes": lambda features: features[:, 0]})
 
 
-def host_rows(device: str, model: str) -> list[dict[str, float]]:
+def host_rows(
+    device: str, model: str, tables: OperatorTables = VIDUR_TABLES
+) -> list[dict[str, float]]:
     """Host times of an engine by `tp` and `batch_size`, all columns as numbers, in milliseconds.
 
     Raises ValueError for a device and model without any.
     """
-    rows = _selected("vidur_cpu_overheads.csv.gz", device=device, model=model)
+    rows = _selected(tables, "cpu_overheads", device=device, model=model)
     return [{k: float(v) for k, v in row.items() if k not in ("device", "model")} for row in rows]
 
 
-def model_shape(model: str) -> dict[str, int]:
+def model_shape(model: str, tables: OperatorTables = VIDUR_TABLES) -> dict[str, int]:
     """Shape of a profiled model: `num_layers`, `embedding_dim` and so on; flags are 0 or 1.
 
     Raises ValueError for a model that was not profiled.
     """
-    (row,) = _selected("vidur_model_shapes.csv", model=model)
+    (row,) = _selected(tables, "model_shapes", model=model)
     flags = {"true": 1, "false": 0}
     return {k: flags[v] if v in flags else int(v) for k, v in row.items() if k != "model"}
 
 
-def list_profiled_models() -> list[tuple[str, str, int]]:
+def list_profiled_models(
+    tables: OperatorTables = VIDUR_TABLES,
+) -> list[tuple[str, str, int]]:
     """Every device, model and tensor parallel size whose token-level operators were profiled."""
-    rows = read_table("vidur_token_ops.csv.gz")
+    rows = tables.read("token_ops")
     return sorted({(row["device"], row["model"], int(row["tp"])) for row in rows})
 
 
@@ -230,18 +252,24 @@ def _samples(
     return OperatorSamples(operator, np.array(keys), times, measures)
 
 
-def _selected(name: str, **wanted: str | int) -> list[TableRow]:
+def _attention_rows(tables: OperatorTables, tp: int) -> list[TableRow]:
+    """Return the attention table of a tensor parallel size; Vidur's has one size and no column."""
+    rows = tables.read("attention")
+    return [row for row in rows if row.get("tp", str(tp)) == str(tp)]
+
+
+def _selected(tables: OperatorTables, name: str, **wanted: str | int) -> list[TableRow]:
     """Return the rows with these values.
 
     Raises:
         ValueError: No row has them; the message names the available values.
     """
-    table = read_table(name)
+    table = tables.read(name)
     rows = [row for row in table if all(row[k] == str(v) for k, v in wanted.items())]
     if not rows:
         known = sorted({tuple(row[k] for k in wanted) for row in table})
         raise ValueError(
-            f"{name} has no rows for {_listed(list(map(str, wanted.values())))} "
+            f"{tables.file_name(name)} has no rows for {_listed(list(map(str, wanted.values())))} "
             f"({_listed(list(wanted))}): choose from {'; '.join(map(_listed, known))}"
         )
     return rows
