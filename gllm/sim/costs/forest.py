@@ -241,7 +241,7 @@ def combine_chunks(
     yield aggregate(group)
 
 
-class LayerOperators(NamedTuple):
+class TabulatedOperators(NamedTuple):
     """Token-level operators as tables."""
 
     layer: TokenTable
@@ -255,7 +255,9 @@ class LayerOperators(NamedTuple):
 
 
 @cache
-def _tabulate_operators(tables: OperatorTables, device: str, model: str, tp: int) -> LayerOperators:
+def _tabulate_operators(
+    tables: OperatorTables, device: str, model: str, tp: int
+) -> TabulatedOperators:
     """Return the token-level operators of one shard."""
     samples = token_samples(device, model, tp, tables)
     by_name = {name: TokenTable.of(each) for name, each in samples.items()}
@@ -269,7 +271,7 @@ def _tabulate_operators(tables: OperatorTables, device: str, model: str, tp: int
         table = table.plus(table) if name == "add" else table
         classes[kind] = classes[kind].plus(table) if kind in classes else table
     layer = classes["matrices"].plus(classes["elementwise"])
-    return LayerOperators(layer, classes, embedding, norm, head)
+    return TabulatedOperators(layer, classes, embedding, norm, head)
 
 
 @cache
