@@ -91,8 +91,8 @@ class SimulationConfig:
         "azure-conv",
         WORKLOAD_HELP,
     )
-    requests: int = option(1000, "how many", ge=1, le=INT32_MAX)
-    rate: float = option(4.0, "requests a second", gt=0, le=1e9)
+    requests: int = option(1000, "number of requests", ge=1, le=INT32_MAX)
+    rate: float = option(4.0, "requests per second", gt=0, le=1e9)
     arrivals: str = option(
         "poisson", "poisson, gamma:CV, burst:SIZE, static, or replay of a trace's own times"
     )

@@ -16,6 +16,9 @@ from gllm.sim.capacity import (
     find_capacity,
     make_rate_trial,
 )
+from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.metrics.delays import measure_rate_trial
+from gllm.sim.workloads.requests import make_workload
 
 SUSTAINED, VIDUR = CAPACITY_RULES["sustained"], CAPACITY_RULES["vidur"]
 SERVICE_SECONDS = 0.1
@@ -156,3 +159,20 @@ def test_a_short_run_shows_no_overload() -> None:
         find_capacity(lambda rate: run_queue(rate, num_requests=999), 1.0)
     with pytest.raises(ValueError, match="at least 2 requests"):
         make_rate_trial([1.0])
+
+
+def run_scheduler(rate: float) -> RateTrial:
+    """Return the delays of the production scheduler on one simulated device."""
+    deployment = roofline_deployment("qwen2.5-14b", "L20", 1, 1024)
+    jobs = make_workload("uniform:100,900,1,8", SUSTAINED.num_requests(rate, 0), rate)
+    return measure_rate_trial(simulate(deployment, jobs))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start_rate", [1.0, 9.0])
+def test_the_capacity_of_the_scheduler_is_that_of_a_fine_grid(start_rate: float) -> None:
+    capacity = find_capacity(run_scheduler, start_rate)
+    assert len(capacity.trials) - capacity.num_confirmations <= 20
+    rates = [capacity.rate * 1.005**index for index in range(-4, 24)]
+    best = max(rate for rate in rates if SUSTAINED.is_sustained(run_scheduler(rate)))
+    assert capacity.rate <= best <= capacity.rate * RATE_STEP
