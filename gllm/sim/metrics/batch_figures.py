@@ -1,8 +1,10 @@
 """Figures of a run's micro-batches: sizes, KV cache, arithmetic, time by tokens and operators."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isnan, nan
 from statistics import fmean
 from typing import Any
 
@@ -18,18 +20,26 @@ STEADY_TOKEN_SHARE = 0.8
 requests, during which no system is at its best."""
 
 
+def _make_counts() -> "array[int]":
+    return array("q")
+
+
+def _make_figures() -> "array[float]":
+    return array("d")
+
+
 @dataclass
 class BatchFigures:
-    """Micro-batches of a run in lists, one entry per micro-batch."""
+    """Micro-batches of a run in columns, one entry per micro-batch."""
 
-    num_tokens: list[int] = field(default_factory=list)
-    num_requests: list[int] = field(default_factory=list)
-    kv_usage: list[float] = field(default_factory=list)
+    num_tokens: "array[int]" = field(default_factory=_make_counts)
+    num_requests: "array[int]" = field(default_factory=_make_counts)
+    kv_usage: "array[float]" = field(default_factory=_make_figures)
     """Share of KV blocks in use, 0..1; empty if unknown."""
-    stage_seconds: list[float] = field(default_factory=list)
+    stage_seconds: "array[float]" = field(default_factory=_make_figures)
     """Time of computation, summed over the stages."""
-    committed_times: list[float | None] = field(default_factory=list)
-    """Times of the commits; None if a run ends before."""
+    committed_times: "array[float]" = field(default_factory=_make_figures)
+    """Times of the commits; NaN if a run ends before."""
     flops: float = 0.0
     """Arithmetic of all micro-batches together; 0 without a model's shape."""
 
@@ -53,7 +63,7 @@ class BatchFigures:
         done = 0
         for num_tokens, committed_time in zip(self.num_tokens, self.committed_times, strict=True):
             done += num_tokens
-            if done >= STEADY_TOKEN_SHARE * tokens and committed_time is not None:
+            if done >= STEADY_TOKEN_SHARE * tokens and not isnan(committed_time):
                 seconds = committed_time - begin
                 return done / seconds, done / tokens * num_requests / seconds
         return 0.0, 0.0
@@ -94,7 +104,7 @@ def measure_micro_batches(
         figures.stage_seconds.append(
             sum(times.end - times.start for times in step.stage_times if times is not None)
         )
-        figures.committed_times.append(step.committed_time)
+        figures.committed_times.append(nan if step.committed_time is None else step.committed_time)
         if shape is not None:
             figures.flops += shape.step_flops(step.work)
     return figures

@@ -3,10 +3,11 @@
 Owns which figures describe a run and how they are printed. Knows nothing of plots and files.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from gllm.observability.latency import collect_latencies, slo_attainment
+from gllm.observability.latency import slo_attainment
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.batch_figures import (
     BatchFigures,
@@ -90,7 +91,13 @@ def summarize_requests(
     prompt = sum(served.num_prompt_tokens for served in requests if served.line.num_tokens)
     output = sum(line.num_tokens for line in lines)
     delays = [delay for delay in scheduling_delays(requests) if delay is not None]
-    latencies = {**collect_latencies(lines), "scheduling_delay": delays}
+    latencies: dict[str, Sequence[float]] = {
+        "ttft": [line.ttft for line in lines if line.ttft is not None],
+        "tpot": [line.tpot for line in lines if line.tpot is not None],
+        "itl": array("d", (gap for line in lines for gap in line.itl)),
+        "e2el": [line.e2el for line in lines if line.e2el is not None],
+        "scheduling_delay": delays,
+    }
     figures: dict[str, Any] = {
         "requests": len(lines),
         "finished": sum(each.line.num_tokens == each.max_tokens for each in requests),
