@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 
-from gllm.sim.metrics.plots import plot_lines
+from gllm.sim.metrics.plots import plot_bars
 
 
 def plot_token_time(seconds_by_tokens: Mapping[str, float], path: str | Path) -> None:
@@ -22,14 +22,8 @@ def plot_token_time(seconds_by_tokens: Mapping[str, float], path: str | Path) ->
     """
     total = sum(seconds_by_tokens.values()) or 1.0
     sums = accumulate(seconds_by_tokens.values())
-    points = [
-        (float(tokens), 100 * part / total)
+    bars = {
+        tokens: {"micro-batches of at most so many tokens": 100 * part / total}
         for tokens, part in zip(seconds_by_tokens, sums, strict=True)
-    ]
-    plot_lines(
-        {"time": points},
-        path,
-        "tokens per micro-batch, at most",
-        "stages' time, %",
-        "Time over tokens per micro-batch",
-    )
+    }
+    plot_bars(bars, path, "stages' time, %", "Time over tokens per micro-batch")
