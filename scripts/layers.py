@@ -100,8 +100,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.scheduler gllm.sim gllm.transport numpy torch"
             ),
             "gllm.experiments": (
-                "gllm.config gllm.engine gllm.models gllm.observability.step_log gllm.profiling "
-                "gllm.scheduler gllm.sim msgspec tqdm"
+                "gllm.config gllm.engine gllm.models gllm.observability gllm.profiling "
+                "gllm.observability.step_log gllm.scheduler gllm.sim msgspec tqdm"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (

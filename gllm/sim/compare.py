@@ -18,7 +18,7 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
-from gllm.sim.costs.profile import CostProfile, read_profile
+from gllm.sim.costs.profile import CostProfile, read_profile, split_sampling
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.report import format_table, show_value
@@ -35,10 +35,10 @@ class RunComparison:
     real: RunRecord
     predicted: RunRecord
     slowdown: float
-    """Seconds that the real stages took over what the profile says of the very same steps: how much
-    slower the machine was in the run, as far as the cost model is right."""
+    """Median of the seconds of the real steps over what the profile says of the very same steps:
+    the factor by which the machine was slower in the run, as far as the cost model is right."""
     at_speed: RunRecord
-    """Predicted with all stages slower by that: what is left is the simulator's own error."""
+    """Predicted with everything slower by that: the simulator's own error remains."""
 
 
 def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
@@ -82,12 +82,17 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
 
 
 def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
-    took = said = 0.0
+    """Return the median over a run's steps of their seconds over those that a profile says.
+
+    Other programs interrupt some steps for long; the median is the machine's speed between that.
+    """
+    ratios = []
     for costs in measure_step_costs(run):
-        for stage, seconds in enumerate(costs.stage_seconds):
-            took += seconds
-            said += cost.stage_seconds(stage, costs.step.work)
-    return took / said if said else 1.0
+        taken, _ = split_sampling(costs)
+        said = [cost.stage_seconds(stage, costs.step.work) for stage in range(len(taken))]
+        if sum(said):
+            ratios.append(sum(taken) / sum(said))
+    return median(ratios) if ratios else 1.0
 
 
 def read_requests(
@@ -116,12 +121,16 @@ def _values(run: RunRecord, metric: str) -> dict[int, float]:
 
 def median_request_error(comparison: RunComparison, metric: str) -> float:
     """Return the median over the requests of |predicted - real| / real."""
-    real, predicted = _values(comparison.real, metric), _values(comparison.predicted, metric)
-    return median(
-        abs(predicted[seq] - value) / value
-        for seq, value in real.items()
-        if value and seq in predicted
-    )
+    return median(request_errors(comparison, metric))
+
+
+def request_errors(comparison: RunComparison, metric: str, at_speed: bool = False) -> list[float]:
+    """Return |predicted - real| / real of each request."""
+    predicted = comparison.at_speed if at_speed else comparison.predicted
+    real, values = _values(comparison.real, metric), _values(predicted, metric)
+    return [
+        abs(values[seq] - value) / value for seq, value in real.items() if value and seq in values
+    ]
 
 
 def median_latency(run: RunRecord, metric: str) -> float:

@@ -98,6 +98,13 @@ class SimulationConfig:
     )
     time_scale: float = option(1.0, "stretches the times of a replay", gt=0, le=1e9)
     length_scale: float = option(1.0, "multiplies prompt and output lengths", gt=0, le=1e6)
+    max_request_tokens: int | None = option(
+        None,
+        "cut longer requests to this many tokens, prompt and output together: half of them at most "
+        "for the output, the others for the prompt",
+        ge=2,
+        le=INT32_MAX,
+    )
     priorities: str | None = option(
         None,
         "shares of the requests with each priority, such as 0:0.9,1:0.1; smaller ones run earlier",
@@ -152,7 +159,10 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
         config.time_scale,
     )
     return assign_classes(
-        [scale_request(request, config.length_scale) for request in requests],
+        [
+            scale_request(request, config.length_scale, config.max_request_tokens)
+            for request in requests
+        ],
         parse_priorities(config.priorities) if config.priorities else None,
         parse_shares(config.slo_classes) if config.slo_classes else None,
         config.seed,

@@ -9,6 +9,7 @@ makes the same plans. A log with restarts is replayed generation by generation.
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from gllm.observability.step_log import (
     AddEvent,
@@ -25,7 +26,7 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.compare import read_aborts
 from gllm.sim.costs.recorded import RecordedCostModel
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.metrics.step_costs import measure_step_costs
 
 
@@ -77,6 +78,38 @@ def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayA
     run = build_run_record(events, warm_ups=True)
     if ended and not any(measure_step_costs(run)):
         return ReplayAgreement(0, 0)
+    _, simulated = _simulate_generation(events, run)
+    real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
+    if ended:
+        del again[len(real) :]
+    equal = sum(one == other for one, other in zip(real, again, strict=False))
+    return ReplayAgreement(equal, max(len(real), len(again)))
+
+
+def replay_latency_errors(events: list[StepLogEvent]) -> dict[str, float]:
+    """Simulate as `replay_step_times`, and return the errors of the latencies by metric.
+
+    The error of a metric is the median over the requests of |simulated - real| / real. Only the
+    last generation counts.
+    """
+    generation = split_generations(events)[-1]
+    run = build_run_record(generation, warm_ups=True)
+    simulated, _ = _simulate_generation(generation, run)
+    errors: dict[str, list[float]] = {"ttft": [], "e2el": []}
+    for seq, served in run.requests.items():
+        real, again = served.line, simulated.requests[seq].line
+        if not (real.times and again.times):
+            continue
+        for metric, index in (("ttft", 0), ("e2el", -1)):
+            latency = real.times[index] - real.arrival
+            errors[metric].append(abs(again.times[index] - real.times[index]) / latency)
+    return {metric: median(values) for metric, values in errors.items() if values}
+
+
+def _simulate_generation(
+    events: list[StepLogEvent], run: RunRecord
+) -> tuple[RunRecord, list[StepLogEvent]]:
+    """Simulate a generation with its own arrivals and step times."""
     requests = [
         (run.requests[event.seq].received_time, to_request(event))
         for event in events
@@ -91,12 +124,7 @@ def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayA
         start.output_lengths,
         start.degrees,
     )
-    _, simulated = serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
-    real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
-    if ended:
-        del again[len(real) :]
-    equal = sum(one == other for one, other in zip(real, again, strict=False))
-    return ReplayAgreement(equal, max(len(real), len(again)))
+    return serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
 
 
 def _sum_agreements(agreements: Iterable[ReplayAgreement]) -> ReplayAgreement:

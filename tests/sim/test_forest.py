@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gllm.commands.simulate import main as simulate
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.base import CostRangeError
@@ -287,3 +288,16 @@ def test_the_readme_names_every_data_file() -> None:
         assert entry.name in readme or entry.name == "README.md"
         if entry.name.endswith(".gz"):
             assert gzip.decompress(entry.read_bytes()).count(b"\n") > 100
+
+
+@pytest.mark.parametrize("workload", ["azure-conv", "arxiv-4k"])
+@pytest.mark.parametrize("policy", ["sarathi", pytest.param("throttle", marks=pytest.mark.long)])
+def test_vidurs_profile_runs_traces_up_to_its_context(
+    workload: str, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--workload", workload, "--max-request-tokens", "4096", "--policy", policy]
+    size = ["--requests", "40", "--rate", "2", "--pp", "2"]
+    assert simulate(["--profile", "vidur", *flags, *size]) == 0
+    assert "requests/s" in capsys.readouterr().out
+    assert simulate(["--profile", "vidur", "--workload", "fixed:5000,10", *size]) == 2
+    assert "kv + chunk is 4550, but was measured from 64 to 4096" in capsys.readouterr().err

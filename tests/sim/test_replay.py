@@ -12,17 +12,21 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import StepPlan, StepTime
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import (
+    compare_runs,
     compare_with_profile,
     comparison_table,
     median_latency_error,
     median_request_error,
+    request_errors,
 )
-from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.base import CostModel, DelegatingCostModel
+from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
 from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import RunRecord, StageReport
-from gllm.sim.replay import main, replay_calls, replay_step_times
+from gllm.sim.replay import main, replay_calls, replay_latency_errors, replay_step_times
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 
@@ -64,6 +68,7 @@ def test_a_run_comes_again(policy: str, stages: int) -> None:
     assert calls.num_plans > 100
     assert calls.num_equal == calls.num_plans
     assert times.share == 1.0
+    assert replay_latency_errors(events) == {"ttft": 0.0, "e2el": 0.0}
 
 
 def test_reports_of_steps_that_are_not_planned_are_left_out() -> None:
@@ -133,6 +138,35 @@ def test_real_beside_predicted(profile: CostProfile, tmp_path: Path) -> None:
     table = comparison_table(both)
     for words in ("TTFT mean, ms", "E2EL p99, ms", "bubbles, %", "micro-batches"):
         assert words in table
+
+
+def run_slow(cost: CostModel) -> list[StepLogEvent]:
+    """Return the log of a machine that is slower by 1.3."""
+    slow = Deployment("qwen2.5-14b", [12] * 4, ScaledCostModel(cost, 1.3), deployment().scheduler)
+    jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", 5)
+    return serve_requests(slow, to_scheduler_requests(jobs))[1]
+
+
+def test_a_slower_machine_is_divided_out(profile: CostProfile) -> None:
+    both = compare_runs(run_slow(deployment().cost), profile)
+    assert both.slowdown == pytest.approx(1.3, rel=0.05)
+    for metric in ("ttft", "tpot", "e2el"):
+        error, at_speed = (median_latency_error(both, metric, each) for each in (False, True))
+        assert error < -0.15
+        assert abs(at_speed) < 0.1
+        errors = request_errors(both, metric, at_speed=True)
+        assert len(errors) == 24
+        assert sorted(errors)[12] < 0.1
+    interrupted = compare_runs(run_slow(InterruptedCostModel(deployment().cost)), profile)
+    assert interrupted.slowdown == pytest.approx(both.slowdown, rel=0.02)
+
+
+class InterruptedCostModel(DelegatingCostModel):
+    """Costs of another model, but every hundredth step takes twenty times as long."""
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        factor = 20 if work.step % 100 == 50 else 1
+        return factor * super().stage_seconds(stage, work, now)
 
 
 def test_files_that_do_not_fit_are_refused(profile: CostProfile, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ class FittedCostModel(BaseCostModel):
 
 
 class ScaledCostModel(DelegatingCostModel):
-    """The pipeline of another cost on a machine whose stages are slower by a factor."""
+    """The pipeline of another cost on a machine that is slower by a factor; links are as fast."""
 
     def __init__(self, cost: CostModel, factor: float) -> None:
         super().__init__(cost)
@@ -235,6 +235,18 @@ class ScaledCostModel(DelegatingCostModel):
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the other model, multiplied by the factor."""
         return self._factor * super().stage_seconds(stage, work, now)
+
+    def plan_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model, multiplied by the factor."""
+        return self._factor * super().plan_seconds(work)
+
+    def sample_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model, multiplied by the factor."""
+        return self._factor * super().sample_seconds(work)
+
+    def return_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model, multiplied by the factor."""
+        return self._factor * super().return_seconds(work)
 
 
 def _check_cut(profile: CostProfile, layers: Sequence[int]) -> None:

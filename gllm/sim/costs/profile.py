@@ -118,20 +118,29 @@ def build_profile(runs: list[RunRecord], machine: dict[str, str]) -> CostProfile
 def _add_step(profile: CostProfile, costs: StepCosts) -> None:
     """Add the times of a step to a profile."""
     work = costs.step.work
-    stages = costs.stage_seconds
-    if work.has_placeholders and costs.plan_seconds is None:
-        # The time between two steps was for sampling, which is no part of the stage's.
-        (times,) = costs.step.stage_times
-        assert times is not None
-        computed = times.end - times.start
-        profile.sampling.append(round(stages[0] - computed, SECONDS_DECIMALS))
-        stages = [computed]
+    stages, sampling = split_sampling(costs)
+    if sampling is not None:
+        profile.sampling.append(round(sampling, SECONDS_DECIMALS))
     profile.steps.append(StepSample.of(work, stages))
     profile.returns.append((work.num_sampled_rows, round(costs.return_seconds, SECONDS_DECIMALS)))
     if costs.plan_seconds is not None:
         profile.plans.append(round(costs.plan_seconds, SECONDS_DECIMALS))
     waits = [wait for wait in costs.link_seconds if wait is not None]
     profile.links.extend((work.num_tokens, round(wait, SECONDS_DECIMALS)) for wait in waits)
+
+
+def split_sampling(costs: StepCosts) -> tuple[list[float], float | None]:
+    """Return the seconds of a step's stages, and those of the sampling that it waited for.
+
+    A single stage samples between two steps, if the later one needs the tokens of the earlier one:
+    that time is no part of the stage's. None where it did not wait.
+    """
+    if not costs.step.work.has_placeholders or costs.plan_seconds is not None:
+        return costs.stage_seconds, None
+    (times,) = costs.step.stage_times
+    assert times is not None, "costs have complete times"
+    computed = times.end - times.start
+    return [computed], costs.stage_seconds[0] - computed
 
 
 def write_profile(profile: CostProfile, path: str | Path) -> None:
