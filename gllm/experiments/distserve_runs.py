@@ -31,7 +31,7 @@ MAX_MODEL_LEN = 2048
 """Context of OPT, in tokens."""
 DEFAULT_LAYOUT = "c21d11"
 """Layout of DistServe's runs whose files name none."""
-POLICY = "prefill-first"
+POLICY = "vllm"
 MAX_BATCHED_TOKENS = 2560
 """Prompt tokens per micro-batch: vLLM's default at the time; DistServe's is not published."""
 REFERENCE = "Zhong et al., DistServe, OSDI 2024"
