@@ -1,0 +1,94 @@
+"""Operations of a simulation, counted: calls, events and objects, which no busy machine changes."""
+
+import gc
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.router import make_router
+from gllm.sim.deployment import Deployment, roofline_deployment, simulate
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
+
+MAX_CALLS_PER_ROW = 40
+"""Python functions called per output token, with the events of its share of a micro-batch."""
+MAX_EVENTS_PER_BATCH = 16
+"""Events per micro-batch on four stages."""
+MAX_EXTRA_OBJECTS = 10
+"""Objects that garbage collection visits, by which records of runs of different lengths differ."""
+
+
+def deployment() -> Deployment:
+    return roofline_deployment("qwen2.5-32b", "L20", 4, 4096)
+
+
+def decodes(count: int) -> list[WorkloadRequest]:
+    """Requests that decode together nearly all the time."""
+    return make_workload("uniform:20,60,50,60", count, arrivals="static")
+
+
+def count_calls(run: Callable[[], Any]) -> int:
+    """Return the number of Python functions that a call runs."""
+    num_calls = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_calls_per_decode_row_do_not_grow_with_engines() -> None:
+    calls_per_row = []
+    for num_engines in (1, 4):
+        engines = {f"engine-{index}": deployment() for index in range(num_engines)}
+        # The same arrivals at each engine.
+        jobs = [job for job in decodes(64) for _ in range(num_engines)]
+        router = make_router("round-robin", 0)
+        num_calls = count_calls(lambda: simulate_cluster(engines, jobs, router))  # noqa: B023
+        calls_per_row.append(num_calls / sum(job.num_output_tokens for job in jobs))
+    assert calls_per_row[0] < MAX_CALLS_PER_ROW
+    assert calls_per_row[1] < 1.05 * calls_per_row[0]
+
+
+def test_events_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_events = 0
+    push = EventLoop.push
+
+    def count(self: EventLoop, *arguments: Any) -> None:
+        nonlocal num_events
+        num_events += 1
+        push(self, *arguments)
+
+    monkeypatch.setattr(EventLoop, "push", count)
+    run = simulate(deployment(), decodes(64))
+    assert 8 < num_events / len(run.micro_batches) < MAX_EVENTS_PER_BATCH
+
+
+def test_a_record_has_no_object_per_micro_batch() -> None:
+    simulate(deployment(), decodes(2))
+    records, counts = [], []
+    for output in (50, 100):
+        jobs = make_workload(f"fixed:50,{output}", 16, arrivals="static")
+        gc.collect()
+        before = len(gc.get_objects())
+        records.append(simulate(deployment(), jobs))
+        gc.collect()
+        counts.append(len(gc.get_objects()) - before)
+    assert counts[1] < counts[0] + MAX_EXTRA_OBJECTS
+    batches = [len(record.micro_batches) for record in records]
+    assert batches[1] > batches[0] + 10 * MAX_EXTRA_OBJECTS
+
+
+def test_prompts_take_no_memory_before_they_arrive() -> None:
+    (_, request), *_ = iterate_scheduler_requests([WorkloadRequest(0.0, 1000, 1)])
+    assert request.prompt_token_ids == range(1000)
