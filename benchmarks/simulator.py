@@ -1,7 +1,7 @@
 """Measure what a simulation costs: CPU seconds, memory, and time per decode row by engines.
 
 Each figure comes from a process of its own. Requests are those of azure-conv at 2.2 per second and
-engine, about 0.7 of the capacity of qwen2.5-32b on four L20. Run: python -m benchmarks.simulator
+engine, 0.86 of the capacity of qwen2.5-32b on four L20. Run: python -m benchmarks.simulator
 """
 
 import argparse
@@ -36,11 +36,11 @@ class ClusterCost(NamedTuple):
     """Cost of a simulated cluster."""
 
     cpu_seconds: float
-    """Of the simulation alone."""
+    """CPU time of the simulation alone."""
     num_rows: int
     """Rows of one token: each decode, and the last chunk of each prompt."""
     peak_megabytes: float
-    """Of the process."""
+    """Peak memory of the process."""
 
 
 def measure_command(num_requests: int) -> Usage:
