@@ -37,7 +37,7 @@ from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import resolve_model
 from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
-from gllm.profiling.parts import measure_spans
+from gllm.profiling.parts import measure_samplers, measure_spans
 from gllm.sim.costs.profile import CostProfile, build_profile, write_profile
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -175,16 +175,16 @@ def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
     if len(degrees) > 1:
         return profile  # Stages of different ranks are priced as they are, in no other cut.
     folder = resolve_model(config.model)
-    spans = measure_spans(
-        replace(config, max_model_len=profile.scheduler.max_model_len),
-        folder,
-        profile.layers,
-        min(profile.scheduler.max_model_len - 1, MAX_CONTEXT),
-        degrees.pop(),
-    )
+    config = replace(config, max_model_len=profile.scheduler.max_model_len)
+    longest, num_ranks = min(profile.scheduler.max_model_len - 1, MAX_CONTEXT), degrees.pop()
+    spans = measure_spans(config, folder, profile.layers, longest, num_ranks)
+    samplers = measure_samplers(config, folder, num_ranks)
     model = read_config(folder).model
     return msgspec.structs.replace(
-        profile, spans=spans, activation_bytes=model.hidden_size * ACTIVATION_ITEM_BYTES
+        profile,
+        spans=spans,
+        samplers=samplers,
+        activation_bytes=model.hidden_size * ACTIVATION_ITEM_BYTES,
     )
 
 

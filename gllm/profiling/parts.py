@@ -7,6 +7,7 @@ import torch
 
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
+from gllm.profiling.operators import MS_PER_SECOND, time_sampler
 from gllm.profiling.span import StepRows, TimedSpan
 from gllm.runtime.device import threads_per_worker
 from gllm.sim.costs.profile import SpanSample, StepSample
@@ -89,6 +90,24 @@ def measure_spans(
     finally:
         torch.set_num_threads(threads)
     return samples
+
+
+def measure_samplers(
+    config: EngineConfig, folder: Path, num_ranks: int = 1
+) -> list[tuple[int, float]]:
+    """Return the rows and the seconds of the sampler alone, for each number of decodes.
+
+    Raises:
+        FieldError: The last layer cannot be computed as configured.
+        ModelError: The folder does not have the weights.
+    """
+    model = read_config(folder)
+    last = range(model.model.num_layers - 1, model.model.num_layers)
+    steps: list[StepRows] = [[(1, 1)] * max(DECODE_BATCHES)]
+    with TimedSpan(config, model, folder, last, steps, num_ranks) as timed:
+        return [
+            (batch, time_sampler(timed, batch, REPEATS) / MS_PER_SECOND) for batch in DECODE_BATCHES
+        ]
 
 
 def _measure_span(

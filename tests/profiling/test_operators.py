@@ -22,6 +22,18 @@ SMALL = OperatorPoints(max_tokens=128, max_batch=8, stride=8, repeats=1)
 
 
 @pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep forests of new measurements, which nobody needs again, out of the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small_forests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit a few trees only, where the predictions do not matter."""
+    monkeypatch.setattr("gllm.sim.costs.operators.NUM_TREES", 5)
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Compute with one thread: several wait for each other on a busy machine."""
     threads = torch.get_num_threads()
@@ -67,6 +79,7 @@ def test_tables_are_complete(folder: Path) -> None:
         assert min(times) > 0
 
 
+@pytest.mark.usefixtures("small_forests")
 def test_a_forest_reads_the_folder(folder: Path) -> None:
     for tp in (1, 2):
         cost = ForestCostModel(2, tp=tp, tables=OperatorTables(folder))
@@ -85,6 +98,7 @@ def test_a_forest_reads_the_folder(folder: Path) -> None:
         ForestCostModel(tp=4, tables=OperatorTables(folder))
 
 
+@pytest.mark.usefixtures("small_forests")
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "operators"
     flags = ["--operators", "--operator-tp", "2", "--operator-tokens", "96", "--operator-batch"]

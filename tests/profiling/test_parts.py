@@ -14,7 +14,7 @@ from gllm.experiments.real import RoundRobinLock, run_logged, serve_round_robin
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.profiling import parts
-from gllm.profiling.parts import list_spans, list_steps, measure_spans
+from gllm.profiling.parts import list_spans, list_steps, measure_samplers, measure_spans
 from gllm.profiling.span import TimedSpan, count_blocks
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.fitted import FittedCostModel
@@ -74,6 +74,9 @@ def test_the_demo_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds == {(6, True, True), (3, True, False), (3, False, True), (1, False, False)}
     assert {each.step.samples > 0 for each in samples if each.is_last} == {True, False}
     assert all(each.step.stages[0] > 0 for each in samples)
+    samplers = measure_samplers(config(), Path(DEMO))
+    assert [rows for rows, _ in samplers] == list(parts.DECODE_BATCHES)
+    assert all(0 < seconds < 1 for _, seconds in samplers)
 
 
 def test_a_sweep_reaches_the_limits_of_the_engine() -> None:
@@ -144,6 +147,7 @@ def test_one_stage_predicts_two() -> None:
         measured,
         steps=fastest(measured.steps),
         spans=measure_spans(config(), Path(DEMO), measured.layers, 900),
+        samplers=measure_samplers(config(), Path(DEMO)),
     )
     cost = FittedCostModel(measured, real.layers)
     for is_decode in (False, True):

@@ -1,5 +1,8 @@
 """Fits of profiles: other cuts into stages, and the range in which they hold."""
 
+from statistics import median
+
+import msgspec
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
@@ -86,6 +89,22 @@ def test_a_slow_pipeline_is_slow_in_every_cut() -> None:
     for work in WORKS:
         ratio = slow.stage_seconds(1, work) / fast.stage_seconds(1, work)
         assert ratio == pytest.approx(1.5, rel=0.02)
+
+
+def test_time_between_steps_of_one_stage_is_part_of_several() -> None:
+    """It is what a step waits beside the sampler's own time."""
+    single = profile([LAYERS])
+    waits = msgspec.structs.replace(
+        single,
+        sampling=[9e-4, 1e-3, 5e-3],
+        samplers=[(rows, 1e-4 + 1e-5 * rows) for rows in (1, 9)],
+    )
+    rows = median(step.samples for step in single.steps if step.decodes)
+    work = decode(4, 300)
+    for cut, expected in (([4, 4], 1e-3 - 1e-4 - 1e-5 * rows), ([LAYERS], 0.0)):
+        plain, cost = (FittedCostModel(each, cut) for each in (single, waits))
+        added = cost.stage_seconds(0, work) - plain.stage_seconds(0, work)
+        assert added == pytest.approx(expected, rel=0.02)
 
 
 def test_a_link_that_was_not_measured_is_a_given_one() -> None:

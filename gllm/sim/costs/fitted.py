@@ -153,10 +153,13 @@ class FittedCostModel(BaseCostModel):
         self._fits = [_StageFit(profile.steps, stage) for stage in range(len(profile.layers))]
         self._measured_spans = _spans_of(profile.layers)
         self._cut: list[Span] | None = None
+        self._host_seconds = 0.0
         if layers is not None and list(layers) != profile.layers:
             _check_cut(profile, layers)
             self._cut = _spans_of(layers)
             self._span_fit = _SpanFit(profile.spans)
+            if len(layers) > 1:
+                self._host_seconds = _measure_host(profile)
         self._link = _fit_line(profile.links)
         self._bytes, self._other_link = profile.activation_bytes, link
         if profile.links:
@@ -188,7 +191,8 @@ class FittedCostModel(BaseCostModel):
         sample = StepSample.of(work, [])
         whole = sum(fit.seconds(work) for fit in self._fits)
         part = self._span_fit.seconds(sample, [self._cut[stage]])
-        return whole * part / self._span_fit.seconds(sample, self._measured_spans)
+        share = part / self._span_fit.seconds(sample, self._measured_spans)
+        return self._host_seconds + whole * share
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return a fixed latency plus a time per token; all links are equal."""
@@ -267,6 +271,19 @@ def _check_cut(profile: CostProfile, layers: Sequence[int]) -> None:
             f"the profile was measured with {profile.degrees} ranks per stage: measure it with one "
             "--tp for all stages to price another cut"
         )
+
+
+def _measure_host(profile: CostProfile) -> float:
+    """Return the seconds between two steps of a single stage that are not for sampling.
+
+    They are no part of a single stage's steps, because those that wait for tokens end before them.
+    Steps of several stages contain them.
+    """
+    if not (profile.sampling and profile.samplers):
+        return 0.0
+    constant, slope = _fit_line(profile.samplers)
+    rows = median(step.samples for step in profile.steps if step.decodes)
+    return max(0.0, median(profile.sampling) - constant - slope * rows)
 
 
 def _measure_ranges(steps: Sequence[StepSample]) -> MeasuredRanges:

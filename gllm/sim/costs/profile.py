@@ -81,6 +81,8 @@ class CostProfile(msgspec.Struct, frozen=True):
     """Number of tensor-parallel ranks of each stage; empty: one each."""
     spans: list[SpanSample] = []
     """Steps of parts of the model, from which other cuts into stages are priced; empty: none."""
+    samplers: list[tuple[int, float]] = []
+    """(rows, seconds) of the sampler alone, measured outside of the pipeline."""
     activation_bytes: int = 0
     """Bytes that one token takes on a link between stages; 0: unknown."""
     format: int = FORMAT_VERSION
