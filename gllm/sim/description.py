@@ -49,7 +49,9 @@ def describe_load(load: RunLoad) -> list[str]:
         f"load: offered {offered}{unit}, sustained {show_value(load.sustained_rate)} requests/s"
     ]
     if load.is_overloaded:
-        excess = "" if load.overload is None else f" by {100 * load.overload:.0f} %"
+        percent = round(100 * (load.overload or 0.0))
+        # A burst makes delays too long at a rate that the engine sustains on average.
+        excess = f" by {percent} %" if percent else ""
         p99, first, second = map(show_value, trial[1:])
         lines += [
             f"overloaded{excess}: scheduling delay p99 {p99} s, mean {first} s in the first half",

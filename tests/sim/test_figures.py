@@ -13,7 +13,7 @@ from gllm.sim.cluster.cluster import simulate_cluster
 from gllm.sim.cluster.router import DeferredRouter, PolicyRouter, make_router
 from gllm.sim.costs.base import BaseCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
-from gllm.sim.description import describe_below_range
+from gllm.sim.description import describe_below_range, describe_load
 from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.batch_figures import measure_micro_batches, operator_shares, summarize_batches
 from gllm.sim.metrics.cluster_report import format_engine_table, summarize_cluster
@@ -133,6 +133,10 @@ def test_load_of_a_run() -> None:
     assert growing is not None
     assert growing.is_overloaded
     assert growing.overload == 0.0
+    assert describe_load(growing)[1].startswith("overloaded: scheduling delay")
+    worse = describe_load(growing._replace(sustained_rate=0.5))
+    assert worse[1].startswith("overloaded by 100 %: scheduling delay")
+    assert len(describe_load(steady)) == 1
     at_once = measure_load([served(0.0, 1.0), served(0.0, 2.0)], 2.0)
     assert at_once is not None
     assert (at_once.offered_rate, at_once.overload) == (None, None)
