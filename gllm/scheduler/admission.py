@@ -86,9 +86,13 @@ class AdmissionController:
         """
         size = self._block_size
         horizon = self._horizon(candidate)
+        all_needed = [owner.num_missing_blocks(len(owner.token_ids), size) for owner in owners]
+        # Nobody frees blocks, and all run until the horizon: no demand is above this one.
+        highest = missing + sum(all_needed) + (len(owners) + 1) * (horizon // size + 1)
+        if highest <= free:
+            return True
         growths = [(min(self._tokens_left(candidate), horizon), missing, 0)]
-        for owner in owners:
-            needed = owner.num_missing_blocks(len(owner.token_ids), size)
+        for owner, needed in zip(owners, all_needed, strict=True):
             missing += needed
             own = len(owner.block_ids) - owner.num_reused_tokens // size
             growths.append((min(self._tokens_left(owner), horizon), needed, own))
