@@ -114,6 +114,23 @@ def test_no_torch_is_loaded(module: str) -> None:
     assert run.stdout.strip() == "[]"
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, sys.argv[1] + "."):
+    importlib.import_module(module.name)
+    if "torch" in sys.modules:
+        sys.exit(module.name)
+"""
+
+
+@pytest.mark.parametrize("package", ["gllm.sim", "gllm.scheduler", "gllm.cluster", "gllm.routing"])
+def test_no_module_of_a_light_package_loads_torch(package: str) -> None:
+    code = [sys.executable, "-c", IMPORT_ALL, package]
+    run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     """Return the modules of one import cycle, the first one again at the end; empty if none."""
     done: set[str] = set()

@@ -120,7 +120,8 @@ def main(argv: list[str]) -> int:
     values = make_parser().parse_args(argv)
     for name in values.names:
         if values.real and name not in REAL:
-            print(f"gllm experiment: --real supports {', '.join(REAL)}, not {name}")
+            message = f"--real supports {', '.join(REAL)}, not {name}"
+            print(f"gllm experiment: {message}", file=sys.stderr)
             return 2
     for name in values.names:
         try:

@@ -183,6 +183,13 @@ def _compare(config: SimulationConfig, log: str, output: str | None) -> None:
     """Print a real run next to its prediction from the profile."""
     if config.profile is None:
         raise ValueError("--compare needs --profile, a profile of the same model and stages")
+    if not Path(config.profile).is_file():
+        raise ValueError(
+            f"--compare needs the file of a `gllm profile` run, not --profile {config.profile}"
+        )
+    for flag, is_used in (("engines", config.engines > 1), ("capacity", config.capacity)):
+        if is_used:
+            raise ValueError(f"--compare repeats the run of one engine: leave --{flag} out")
     comparison = compare_with_profile(log, config.profile)
     print(comparison_table(comparison))
     if output:

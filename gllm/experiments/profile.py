@@ -161,10 +161,12 @@ async def measure_profile(
                     )
                     await serve_workload(engine, jobs, seed, bar.update)
 
-    swept = run_logged(_uncached(config, ridge_tokens=WHOLE_PROMPTS), sweep)
-    mixed = run_logged(_uncached(config), mix)
+    whole, cut = _uncached(config, ridge_tokens=WHOLE_PROMPTS), _uncached(config)
     with bar:
-        runs = await asyncio.gather(swept, mixed) if turns else [await swept, await mixed]
+        if turns:
+            runs = list(await asyncio.gather(run_logged(whole, sweep), run_logged(cut, mix)))
+        else:
+            runs = [await run_logged(whole, sweep), await run_logged(cut, mix)]
     profile = build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
     return await asyncio.to_thread(_add_spans, profile, config)
 

@@ -23,6 +23,7 @@ from gllm.sim.metrics.delays import (
 from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.workloads.classes import parse_shares
 from gllm.sim.workloads.requests import WorkloadRequest
 
 
@@ -72,7 +73,7 @@ def run_simulation(
         ValueError: A request is longer than the deployment's context, or a limit is invalid.
         OSError: A step log cannot be written.
     """
-    limits = parse_slo_limits(config.slo_limits) if config.slo_limits else {}
+    limits = _read_slo_limits(config)
     with ExitStack() as stack:
         open_log = partial(_open_log, Path(step_log), stack) if step_log else None
         if config.engines == 1:
@@ -93,6 +94,19 @@ def run_simulation(
             **load.trial._asdict(),
         }
     return result
+
+
+def _read_slo_limits(config: SimulationConfig) -> dict[str, Slo]:
+    """Return the limits of each SLO class; ValueError if a class is not one of the workload."""
+    limits = parse_slo_limits(config.slo_limits) if config.slo_limits else {}
+    classes = parse_shares(config.slo_classes) if config.slo_classes else {}
+    for name in limits:
+        if name not in classes:
+            raise ValueError(
+                f"--slo-limits {config.slo_limits}: {name!r} is no class of --slo-classes: add it "
+                "there or leave it out"
+            )
+    return limits
 
 
 RequestRecords = Mapping[int, ServedRequest]

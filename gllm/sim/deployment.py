@@ -181,6 +181,13 @@ def roofline_deployment(
             f"{hardware.model.parameters * hardware.model.bytes_per_weight / 1e9:.0f} GB; "
             "raise --pp or --tp"
         )
+    num_needed = -(-max_model_len // config.block_size)
+    if blocks < num_needed:
+        raise ValueError(
+            f"the KV cache has {blocks} blocks of {config.block_size} tokens, but one sequence of "
+            f"max_model_len {max_model_len} needs {num_needed}: raise --pp or --tp, or lower "
+            "--max-model-len"
+        )
     ranks = hardware.degrees
     return Deployment(
         model,

@@ -197,6 +197,12 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
         )
     if config.bytes_per_weight is not None:
         raise ValueError("--bytes-per-weight changes a model of the table: leave --profile out")
+    for name, default in (("device", SimulationConfig.device), ("model", SimulationConfig.model)):
+        if getattr(config, name) != default:
+            raise ValueError(
+                f"--{name} chooses a {name} of the table, and --profile {config.profile} has its "
+                "own: leave one of them out"
+            )
     options = ProfileOptions(
         config.scheduler,
         longest,

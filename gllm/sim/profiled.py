@@ -66,7 +66,11 @@ def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
         return _build_distserve(profile.removeprefix(DISTSERVE), options)
     if Path(profile).is_dir():
         return _build_from_operators(Path(profile), options)
-    return _build_measured(profile, read_profile(profile), options)
+    try:
+        measured = read_profile(profile)
+    except OSError as error:
+        raise ValueError(f"--profile {profile}: cannot be read: {error.strerror}") from None
+    return _build_measured(profile, measured, options)
 
 
 def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) -> Deployment:

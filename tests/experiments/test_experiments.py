@@ -95,7 +95,7 @@ def test_the_real_ablation(
 
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slo", "--real"]) == 2
-    assert "--real supports ablation" in capsys.readouterr().out
+    assert "--real supports ablation" in capsys.readouterr().err
     for arguments in (["slo", "--requests", "2"], ["nothing"]):
         with pytest.raises(SystemExit):
             main(arguments)

@@ -14,9 +14,12 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
+TABLE = ["--model", SimulationConfig.model, "--device", SimulationConfig.device]
+"""The defaults, as --profile needs them."""
 
 
 def test_a_table_a_document_plots_and_a_log(
@@ -198,12 +201,24 @@ def test_a_profile_predicts_and_is_compared(
         (["--model", "llama-100b", "--device", "RTX4090"], "does not fit"),
         (["--pp", "99"], "cannot be cut into 99 stages"),
         (["--kv-threshold", "2"], "argument --kv-threshold: '2' has to be a number in [0, 1)"),
-        (["--profile", "/nowhere.json"], "/nowhere.json"),
+        ([*TABLE, "--profile", "/nowhere.json"], "--profile /nowhere.json: cannot be read"),
+        (["--profile", "vidur", "--device", "H100"], "--device chooses a device of the table"),
+        (
+            [*TABLE, "--profile", "vidur", "--model", "opt-13b"],
+            "--model chooses a model of",
+        ),
+        (["--profile", "vidur", "--compare", "/nowhere.jsonl"], "--compare needs the file of"),
+        (["--profile", __file__, "--compare", "x", "--engines", "2"], "--engines"),
+        (["--profile", __file__, "--compare", "x", "--capacity", "vidur"], "--capacity"),
         (["--compare", "/nowhere.jsonl"], "--compare needs --profile"),
         (["--max-model-len", "100"], "max_model_len"),
+        (["--max-model-len", "999999999"], "raise --pp or --tp, or lower --max-model-len"),
         (["--slo-limits", "chat:1"], "has to be NAME:TTFT:TPOT"),
         (["--slo-limits", "a:1:1,a:1:1"], "each name once"),
         (["--slo-limits", "a:-1:"], "limits in seconds"),
+        (["--slo-classes", "a:1", "--slo-limits", "b:1:"], "'b' is no class of --slo-classes"),
+        (["--slo-limits", "b:1:"], "'b' is no class of --slo-classes"),
+        (["--slo-classes", "chat"], "--slo-classes chat: 'chat' has to be NAME:SHARE"),
         (["--capacity", "sustained", "--arrivals", "static"], "--capacity needs arrivals"),
         (["--config", "/nowhere.json"], "cannot be read"),
     ],

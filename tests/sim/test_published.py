@@ -211,7 +211,7 @@ def test_bad_shares_are_refused(text: str, message: str) -> None:
 
 
 def test_priorities_are_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"priority '0\.5' has to be a whole number"):
+    with pytest.raises(ValueError, match=r"--priorities 0\.5:1: '0\.5' has to be a whole number"):
         parse_priorities("0.5:1")
     assert main(["--requests", "2", "--priorities", "high:1"]) == 2
-    assert "priority 'high' has to be a whole number" in capsys.readouterr().err
+    assert "--priorities high:1: 'high' has to be a whole number" in capsys.readouterr().err

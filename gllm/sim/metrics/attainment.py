@@ -27,8 +27,8 @@ def parse_slo_limits(text: str) -> dict[str, Slo]:
         is_valid = all(value is None or 0 < value < math.inf for value in values)
         if not name or name in limits or len(values) != 2 or not is_valid:
             raise ValueError(
-                f"{text!r}: {part!r} has to be NAME:TTFT:TPOT with limits in seconds, each name "
-                "once, as in chat:0.5:0.05,batch:30:"
+                f"--slo-limits {text}: {part!r} has to be NAME:TTFT:TPOT with limits in seconds, "
+                "each name once, as in chat:0.5:0.05,batch:30:"
             )
         limits[name] = Slo(*values)
     return limits

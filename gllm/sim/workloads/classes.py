@@ -11,10 +11,14 @@ from gllm.sim.workloads.requests import WorkloadRequest
 Label = TypeVar("Label", int, str)
 
 
-def parse_shares(text: str) -> dict[str, float]:
+def parse_shares(text: str, flag: str = "--slo-classes") -> dict[str, float]:
     """Return the share of each class of a text such as `chat:0.9,batch:0.1`.
 
     Shares need not add up to 1.
+
+    Args:
+        text: The shares.
+        flag: Flag that errors name.
 
     Raises:
         ValueError: A class lacks a name or a share above 0, or occurs twice.
@@ -29,8 +33,8 @@ def parse_shares(text: str) -> dict[str, float]:
             share = math.nan
         if not name or not 0 < share < math.inf or name in shares:
             raise ValueError(
-                f"{text!r}: {part!r} has to be NAME:SHARE with a share above 0 and each name once, "
-                "as in chat:0.9,batch:0.1"
+                f"{flag} {text}: {part!r} has to be NAME:SHARE with a share above 0 and each name "
+                "once, as in chat:0.9,batch:0.1"
             )
         shares[name] = share
     return shares
@@ -43,12 +47,12 @@ def parse_priorities(text: str) -> dict[int, float]:
         ValueError: A priority is not a whole number, or as for `parse_shares`.
     """
     priorities: dict[int, float] = {}
-    for name, share in parse_shares(text).items():
+    for name, share in parse_shares(text, "--priorities").items():
         try:
             priorities[int(name)] = share
         except ValueError:
             raise ValueError(
-                f"{text!r}: priority {name!r} has to be a whole number, as in 0:0.9,1:0.1"
+                f"--priorities {text}: {name!r} has to be a whole number, as in 0:0.9,1:0.1"
             ) from None
     return priorities
 
