@@ -70,7 +70,9 @@ class KVCacheManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Add the full computed blocks of a sequence to the prefix cache."""
-        num_full = sequence.num_computed_tokens // self._block_size
+        # An aborted sequence may have computed a position whose token was dropped.
+        num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        num_full = num_known // self._block_size
         if num_full == sequence.num_published_blocks or not self._has_prefix_cache:
             return
         hashes = sequence.get_block_hashes(num_full, self._block_size)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from gllm.scheduler.block_pool import BlockPool, chain_hash, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents, StoredBlocks
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import SampledToken, StepResult
+from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.examples import num_examples
 from tests.scheduler.pipeline import Pipeline
@@ -197,3 +199,21 @@ def test_statistics_have_the_tokens_that_wait_and_those_of_decodes() -> None:
     pipeline.drain()
     stats = pipeline.scheduler.stats()
     assert (stats.waiting_tokens, stats.decode_context_tokens) == (0, 0)
+
+
+def test_blocks_of_dropped_tokens_are_not_published() -> None:
+    """An aborted sequence drops a token whose position the next row in flight computes."""
+    for block_size in (1, 2):
+        config = SchedulerConfig(block_size=block_size, async_scheduling=True, policy="sarathi")
+        scheduler = Scheduler(config.resolve(1, 16, 16))
+        scheduler.kv_cache.watch(with_token_ids=True)
+        scheduler.add(SchedulerRequest(0, [1, 2, 3], 8), 0.0)
+        plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+        scheduler.abort([0])
+        for plan in plans:
+            assert plan is not None
+            scheduler.commit(StepResult(plan.step, [SampledToken(0, 0, 9)]))
+        events = scheduler.kv_cache.pop_events()
+        assert events is not None
+        token_ids = [token for blocks in events.stored for token in blocks.token_ids]
+        assert token_ids == [1, 2, 3][: 3 // block_size * block_size]
