@@ -111,6 +111,35 @@ def test_requests_without_an_engine_are_named() -> None:
     assert {index: each.line.num_tokens for index, each in run.requests.items()} == {0: 2}
 
 
+def test_requests_wait_for_the_first_engine() -> None:
+    jobs = [WorkloadRequest(0.0, 8, 2)]
+    start = EngineStart("a", 1.0, startup_seconds=2.0, deployment=make_deployment())
+    run = simulate_cluster({}, jobs, CountingRouter(), [start])
+    assert token_times(run) == [3.05, 3.1]
+    assert simulate_cluster({}, jobs, CountingRouter()).unserved == [0]
+
+
+@pytest.mark.parametrize("numbers", [(1, 3), (3, 1)])
+def test_engine_may_start_again_with_another_number_of_stages(numbers: tuple[int, int]) -> None:
+    first, second = numbers
+    jobs = [WorkloadRequest(0.0, 8, 2), WorkloadRequest(2.0, 8, 2)]
+    changes: list[ClusterChange] = [
+        EngineDrain("a", 1.0),
+        EngineStart("a", 1.5, deployment=make_deployment(second)),
+    ]
+    logs: dict[str, list[StepLogEvent]] = {}
+    run = simulate_cluster(
+        {"a": make_deployment(first)},
+        jobs,
+        CountingRouter(),
+        changes,
+        lambda name: logs.setdefault(name, []).append,
+    )
+    for record in (run.engines["a"].record, build_run_record(logs["a"])):
+        busy = [round(usage.busy, 9) for usage in record.stage_usages()]
+        assert busy == [0.2, 0.1, 0.1]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -247,10 +247,10 @@ class SimulatedCluster:
         """Return the routable engines that can run a request.
 
         Raises:
-            ValueError: No engine, routable or not, can run it.
+            ValueError: There are engines, but none of them, routable or not, can run it.
         """
         able = [each for each in self.engines.values() if _can_run(each, request)]
-        if not able:
+        if self.engines and not able:
             longest = max(each.config.max_model_len for each in self.engines.values())
             raise ValueError(
                 f"the workload has a request of {request.num_tokens} tokens, but the largest "

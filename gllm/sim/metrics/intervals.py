@@ -124,7 +124,7 @@ def stage_usages_in(
     end: float,
 ) -> list[StageUsage]:
     """Return the busy and bubble time of each stage between `begin` and `end`."""
-    uses = [StageUsage(span=end - begin) for _ in run.start.layers]
+    uses = [StageUsage(span=end - begin) for _ in range(run.num_stages)]
     for bar in bars:
         uses[bar.stage].busy += max(0.0, min(bar.end, end) - max(bar.start, begin))
     for bubble in bubbles:

@@ -60,7 +60,7 @@ def summarize_with_batches(
         figures["model_flops_utilization"] = batches.flops / peak
     if deployment:
         figures["time_by_operator"] = operator_shares(
-            run.micro_batches, len(run.start.layers), deployment.cost
+            run.micro_batches, len(deployment.layers), deployment.cost
         )
     if run.restarts:
         figures["restarts"] = len(run.restarts)

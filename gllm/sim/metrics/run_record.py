@@ -107,6 +107,12 @@ class RunRecord:
     """Recoveries; from the last event before each until it, no work counts as available."""
 
     @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages; the largest one where recoveries changed it."""
+        numbers = (len(restart.layers) for restart in self.restarts)
+        return max([len(self.start.layers), *numbers])
+
+    @property
     def begin(self) -> float:
         """When the first request came."""
         return min((served.line.arrival for served in self.requests.values()), default=0.0)
@@ -120,7 +126,7 @@ class RunRecord:
     def stage_usages(self) -> list[StageUsage]:
         """Return the busy and bubble time of each stage."""
         begin, end = self.begin, self.end
-        totals = BubbleTotals(len(self.start.layers), begin)
+        totals = BubbleTotals(self.num_stages, begin)
         for time, stage, value in self._changes():
             totals.advance(time if time < end else end)
             if stage is None:
@@ -138,7 +144,7 @@ class RunRecord:
         Intervals are in order of time and without gaps, up to the last event on stages and work.
         """
         begin, end = max(begin, self.begin), min(end, self.end)
-        sweep = IntervalSweep(len(self.start.layers), begin)
+        sweep = IntervalSweep(self.num_stages, begin)
         for time, stage, value in self._changes():
             spell = sweep.advance(min(time, end))
             if spell is not None:
@@ -304,7 +310,7 @@ class _Reader:
             return
         decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
         work = compute_stage_work(plan.step, plan.rows)
-        stages: list[StepTime | None] = [None] * len(run.start.layers)
+        stages: list[StepTime | None] = [None] * run.num_stages
         step = MicroBatch(event.time, work, work.num_tokens - decodes, decodes, stages)
         step.trigger_time = self._news
         self._steps[plan.step] = step

@@ -25,7 +25,7 @@ class StepCosts(NamedTuple):
 
 def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
     """Return the costs of all steps with complete times, in order."""
-    earlier = [0.0] * len(run.start.layers)
+    earlier = [0.0] * run.num_stages
     for step in run.micro_batches:
         times = [time for time in step.stage_times if time is not None]
         if len(times) < len(step.stage_times) or step.committed_time is None:
