@@ -10,6 +10,7 @@ import math
 import platform
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate
@@ -168,7 +169,9 @@ async def measure_profile(
         else:
             runs = [await run_logged(whole, sweep), await run_logged(cut, mix)]
     profile = build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
-    return await asyncio.to_thread(_add_spans, profile, config)
+    # The other engines wait: they would slow the parts down, and the parts them.
+    async with turns or nullcontext():
+        return await asyncio.to_thread(_add_spans, profile, config)
 
 
 def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
