@@ -174,12 +174,16 @@ def roofline_deployment(
         shape = replace(hardware.model, bytes_per_weight=bytes_per_weight)
         hardware = replace(hardware, model=shape)
     config = scheduler or SchedulerConfig()
-    blocks = min(hardware.stage_kv_blocks(config.block_size, USABLE_MEMORY_SHARE))
+    stage_blocks = hardware.stage_kv_blocks(config.block_size, USABLE_MEMORY_SHARE)
+    blocks = min(stage_blocks)
     if blocks < 1:
+        fullest = stage_blocks.index(blocks)
+        usable_bytes = USABLE_MEMORY_SHARE * hardware.stages[fullest].device.memory
         raise ValueError(
             f"model {model} does not fit {sum(hardware.degrees)} x {device}: its weights are "
-            f"{hardware.model.parameters * hardware.model.bytes_per_weight / 1e9:.0f} GB; "
-            "raise --pp or --tp"
+            f"{hardware.model.parameters * hardware.model.bytes_per_weight / 1e9:.0f} GB, "
+            f"{hardware.rank_weight_bytes(fullest) / 1e9:.1f} on each device of stage {fullest} "
+            f"with {usable_bytes / 1e9:.1f} usable; raise --pp or --tp, or change --layers"
         )
     num_needed = -(-max_model_len // config.block_size)
     if blocks < num_needed:

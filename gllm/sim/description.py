@@ -1,8 +1,9 @@
 """Text about a simulation: what it simulates, and how its load compares with what it sustains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.delays import RunLoad
@@ -18,6 +19,10 @@ def describe_simulation(
     scheduler = deployment.scheduler
     num_tokens = scheduler.num_blocks * scheduler.block_size
     layers = ",".join(map(str, deployment.layers))
+    num_stages = len(deployment.layers)
+    stages = f"{num_stages} stages of {layers}" if num_stages > 1 else "1 stage"
+    if any(degree > 1 for degree in deployment.degrees):
+        stages += f", tensor parallel {_format_equal(deployment.degrees)}"
     prompt = fmean(job.num_prompt_tokens for job in jobs)
     output = fmean(job.num_output_tokens for job in jobs)
     arrivals = config.arrivals
@@ -25,15 +30,14 @@ def describe_simulation(
         arrivals += f" at {show_value(config.rate)} requests/s"
     engines = []
     if config.engines > 1:
-        engines = [f"engines: {config.engines} equal ones, routing policy {config.routing_policy}"]
+        policy = config.routing_policy
+        engines = [f"engines: {config.engines}, routing policy {policy}; of each engine:"]
     return [
         *engines,
-        f"model: {deployment.model}, {sum(deployment.layers)} layers in {len(deployment.layers)} "
-        f"stages of {layers}",
+        f"model: {deployment.model}, {sum(deployment.layers)} layers in {stages}",
         f"devices: {_describe_devices(config, deployment)}",
-        f"KV cache: {scheduler.num_blocks} blocks of {scheduler.block_size} tokens, "
-        f"{num_tokens} tokens per stage",
-        f"scheduler: {scheduler.policy}, at most {scheduler.max_num_seqs} sequences of "
+        f"KV cache: {num_tokens} tokens in {scheduler.num_blocks} blocks of {scheduler.block_size}",
+        f"scheduler: {scheduler.policy}, at most {scheduler.max_num_seqs} sequences of up to "
         f"{scheduler.max_model_len} tokens",
         f"workload: {config.workload}, {len(jobs)} requests of {prompt:.0f} prompt and "
         f"{output:.0f} output tokens on average, {arrivals}, seed {config.seed}",
@@ -48,16 +52,27 @@ def describe_load(load: RunLoad) -> list[str]:
     lines = [
         f"load: offered {offered}{unit}, sustained {show_value(load.sustained_rate)} requests/s"
     ]
-    if load.is_overloaded:
-        percent = round(100 * (load.overload or 0.0))
-        # A burst makes delays too long at a rate that the engine sustains on average.
-        excess = f" by {percent} %" if percent else ""
-        p99, first, second = map(show_value, trial[1:])
-        lines += [
-            f"overloaded{excess}: scheduling delay p99 {p99} s, mean {first} s in the first half",
-            f"    of the requests, {second} s in the second; latencies grow with their number",
+    if not load.is_overloaded:
+        return lines
+    p99, first, second = map(show_value, trial[1:])
+    delays = f"mean {first} s in the first half of the requests, {second} s in the second"
+    rule = CAPACITY_RULES["sustained"]
+    num_needed = rule.num_requests(load.offered_rate or 0.0, 0)
+    if rule.is_bounded(trial) and trial.num_requests < num_needed:
+        # The first requests find an empty system, so delays grow at any load.
+        return [
+            *lines,
+            f"scheduling delays grow: {delays};",
+            f"    --requests {num_needed} or more show whether this is an overload",
         ]
-    return lines
+    # A burst makes delays too long at a rate that the engine sustains on average.
+    percent = round(100 * (load.overload or 0.0))
+    excess = f" by {percent} %" if percent else ""
+    return [
+        *lines,
+        f"overloaded{excess}: scheduling delay p99 {p99} s,",
+        f"    {delays}; latencies grow with the number of requests",
+    ]
 
 
 def describe_below_range(counts: Mapping[str, int]) -> list[str]:
@@ -69,23 +84,33 @@ def describe_below_range(counts: Mapping[str, int]) -> list[str]:
 
 
 def _describe_devices(config: SimulationConfig, deployment: Deployment) -> str:
-    """Return the number and names of devices or their profile, links, price and power."""
+    """Return the number and names of devices or their profile, links, price and power limit."""
     hardware = deployment.hardware
-    names = f"those of profile {config.profile}" if config.profile else config.device
-    if hardware is None:
-        return f"{names}, --tp {_format_equal(deployment.degrees)}"
-    num_devices = sum(hardware.degrees)
-    parts = [
-        names if config.profile else f"{num_devices} x {names}",
-        f"--tp {_format_equal(hardware.degrees)}",
-    ]
-    if hardware.links and not config.profile:
-        parts.append(f"stages joined by {config.link}")
-    if hardware.price is not None:
+    if config.profile:
+        parts = [f"those of profile {config.profile}"]
+    else:
+        degrees = deployment.degrees or [1] * len(deployment.layers)
+        parts = [_count_devices(config.device, degrees)]
+        if max(degrees) > 1:
+            rank_link = config.tensor_parallel_link or config.link.split(",")[0]
+            parts.append(f"ranks joined by {rank_link}")
+        if len(deployment.layers) > 1:
+            parts.append(f"stages joined by {config.link}")
+    if hardware is not None and hardware.price is not None:
         parts.append(f"{hardware.price:.2f} $/h")
-    if hardware.power is not None:
-        parts.append(f"{hardware.power:.0f} W")
+    if hardware is not None and hardware.power is not None:
+        parts.append(f"power limit {hardware.power:.0f} W")
     return ", ".join(parts)
+
+
+def _count_devices(device: str, degrees: Sequence[int]) -> str:
+    """Return the numbers of devices by name; `device` has one name, or one per stage."""
+    names = device.split(",")
+    counts: dict[str, int] = {}
+    for stage, degree in enumerate(degrees):
+        name = names[stage % len(names)]
+        counts[name] = counts.get(name, 0) + degree
+    return " + ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _format_equal(degrees: list[int]) -> str:

@@ -56,13 +56,14 @@ def test_what_is_simulated_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*SMALL, *flags]) == 0
     output = capsys.readouterr().out
     for line in (
-        "model: qwen2.5-14b, 48 layers in 2 stages of 24,24",
-        "devices: 4 x A100-40G, --tp 2, stages joined by pcie, 8.84 $/h, 1600 W",
+        "model: qwen2.5-14b, 48 layers in 2 stages of 24,24, tensor parallel 2",
+        "devices: 4 x A100-40G, ranks joined by pcie, stages joined by pcie, 8.84 $/h, "
+        "power limit 1600 W",
         "workload: fixed:200,50, 20 requests of 200 prompt and 50 output tokens on average, "
         "poisson at 3 requests/s, seed 0",
     ):
         assert line in output
-    blocks, tokens = re.search(r"KV cache: (\d+) blocks of 16 tokens, (\d+)", output).groups()  # type: ignore[union-attr]
+    tokens, blocks = re.search(r"KV cache: (\d+) tokens in (\d+) blocks of 16", output).groups()  # type: ignore[union-attr]
     assert 16 * int(blocks) == int(tokens) > 100_000
     assert re.search(r"load: offered \d\.\d+ requests/s, sustained \d\.\d+ requests/s", output)
     assert "overloaded" not in output
@@ -81,6 +82,15 @@ def test_an_overloaded_run_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
     assert percent
     assert int(percent[1]) == pytest.approx(100 * (offered / sustained - 1), rel=0.02)
     assert int(percent[1]) > 100
+
+
+def test_growing_delays_of_a_short_run_are_no_overload(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workload", "azure-conv", "--requests", "200", "--rate", "2"]
+    assert main(flags) == 0
+    output = capsys.readouterr().out
+    assert "scheduling delays grow: mean 0." in output
+    assert "--requests 2000 or more show" in output
+    assert "overloaded by" not in output
 
 
 def test_metrics_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +127,7 @@ def test_several_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     log = ["--step-log", str(tmp_path / "steps.jsonl")]
     assert main([*SMALL, *flags, *log, "--output", str(tmp_path / "first")]) == 0
     output = capsys.readouterr().out
-    assert "engines: 3 equal ones, routing policy round-robin" in output
+    assert "engines: 3, routing policy round-robin" in output
     assert re.search(r"engine-2 +\| 6 ", output)
     content = (tmp_path / "first" / "metrics.json").read_bytes()
     document = json.loads(content)
