@@ -78,7 +78,7 @@ ENGINE_TABLE_COLUMNS: list[tuple[str, str, float]] = [
     ("scheduling_delay.p99", "scheduling delay p99, ms", 1e3),
     ("slo_attainment", "SLO attainment, %", 100),
     ("kv_usage.mean", "KV in use, mean, %", 100),
-    ("kv_usage.max", "most, %", 100),
+    ("kv_usage.max", "max, %", 100),
     ("preemptions", "preemptions", 1),
     ("busy_share", "busy, %", 100),
 ]
