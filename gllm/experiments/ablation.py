@@ -1,7 +1,6 @@
 """Throttling without its parts: the paper's Figure 15.
 
-Owns the four policies of the ablation, the rate that was fixed beforehand, the comparison;
-real_ablation.py shares them.
+Four policies at a rate that was fixed beforehand; real_ablation.py runs the same on this machine.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Real runs again in the simulator: do its decisions come again?
-
-Owns the runs that are replayed.
-"""
+"""Replays of real runs in the simulator: its decisions, step times and latencies."""
 
 from gllm.config.engine import EngineConfig
 from gllm.experiments.base import ExperimentOptions, ExperimentResult

@@ -1,6 +1,6 @@
 """Maximum throughput for 1, 2 and 4 devices: the paper's Figure 12.
 
-Owns the sweep over devices, as stages of a pipeline or as ranks of one stage.
+Devices are stages of a pipeline or ranks of one stage.
 """
 
 from dataclasses import replace

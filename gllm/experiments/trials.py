@@ -100,7 +100,7 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
 
 
 def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:
-    """Return the figures of a trial (sim.report.summarize)."""
+    """Return the figures of a trial, as `summarize_run` returns them."""
     return summarize_run(simulate_trial(trial), *(trial.slo or (None, None)))
 
 
@@ -151,7 +151,7 @@ def plan_rates(
 
     The capacities are measured once, in `options.jobs` processes; a quick run estimates them.
     """
-    unknown = [trial for trial in trials if (trial, options.quick) not in _capacities]
+    unknown = [each for each in dict.fromkeys(trials) if (each, options.quick) not in _capacities]
     if options.quick:
         measure: Callable[[SimulationTrial], float] = estimate_capacity
     elif len(unknown) == 1:

@@ -100,7 +100,7 @@ def serve_requests(
     deployment: Deployment,
     requests: list[tuple[float, SchedulerRequest]],
     aborts: Iterable[tuple[float, list[int]]] = (),
-    told: list[StageReport] | None = None,
+    stage_reports: list[StageReport] | None = None,
 ) -> tuple[RunRecord, list[StepLogEvent]]:
     """Simulate requests and aborts at their times; return the run as its log tells it, and the log.
 
@@ -108,7 +108,7 @@ def serve_requests(
         deployment: The replica.
         requests: Arrivals in seconds, in order, and requests.
         aborts: Times in seconds and the sequences that are aborted then.
-        told: Reports of stages' step times; by default each stage reports at the end of each step.
+        stage_reports: Reports of step times; None: each stage reports at the end of each step.
 
     Raises:
         ValueError: A request is longer than the deployment's context.
@@ -123,13 +123,13 @@ def serve_requests(
         config,
         deployment.cost,
         log=events.append,
-        reports_step_times=told is None,
+        reports_step_times=stage_reports is None,
         output_lengths=deployment.output_lengths,
     )
     pipeline.submit_each(requests)
     for time, seqs in aborts:
         pipeline.abort_at(time, seqs)
-    for each in told or ():
+    for each in stage_reports or ():
         if each.received_time:
             pipeline.report_step_times_at(each.received_time, each.stage, each.steps)
     pipeline.loop.run()

@@ -22,7 +22,7 @@ from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_re
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """A deployment, and what is asked of it."""
+    """Deployment and workload of a simulation."""
 
     profile: str | None = option(
         None,

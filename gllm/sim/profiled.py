@@ -80,6 +80,8 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
     """
     stages = options.stages or len(options.layers or profile.layers)
     layers = list(options.layers or profile.layers)
+    if options.layers is not None and len(layers) != stages:
+        raise ValueError(f"--layers names {len(layers)} stages, but --pp is {stages}: match them")
     if len(layers) != stages:
         layers = split_layers_evenly(sum(profile.layers), stages)
     measured = profile.degrees or [1] * len(profile.layers)

@@ -1,8 +1,8 @@
 """Replay a real run and check that the scheduler makes the same decisions.
 
-Owns two checks of the claim that the simulator holds the production scheduler: the recorded calls
-give the recorded plans, bit by bit; and the event loop, given recorded arrivals and step times,
-makes the same plans. A log with restarts is replayed generation by generation.
+Two checks that the simulator contains the production scheduler: the recorded calls return the
+recorded plans, bit by bit; and the event loop, with recorded arrivals and step times, makes the
+same plans. A log with restarts is replayed generation by generation.
 `python -m gllm.sim.replay LOG` prints both.
 """
 

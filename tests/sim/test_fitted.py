@@ -1,5 +1,7 @@
 """Fits of profiles: other cuts into stages, and the range in which they hold."""
 
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -9,8 +11,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample
+from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, write_profile
 from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.profiled import ProfileOptions, profiled_deployment
 
 LAYERS = 8
 
@@ -136,6 +139,15 @@ def test_work_below_the_range_costs_the_least_and_is_counted() -> None:
     least = cost.stage_seconds(0, decode(8, 3))
     assert cost.stage_seconds(0, decode(2, 12)) == pytest.approx(least, rel=1e-3)
     assert cost.num_below_range == {"tokens": 1, "decodes": 1}
+
+
+def test_layers_of_another_number_of_stages_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(profile([LAYERS]), path)
+    options = ProfileOptions(SchedulerConfig(), longest=32, stages=2)
+    assert profiled_deployment(str(path), options).layers == [LAYERS // 2, LAYERS // 2]
+    with pytest.raises(ValueError, match="--layers names 3 stages, but --pp is 2"):
+        profiled_deployment(str(path), replace(options, layers=(1, 2, LAYERS - 3)))
 
 
 def test_another_cut_needs_parts_of_the_model() -> None:

@@ -75,7 +75,7 @@ def test_reports_of_steps_that_are_not_planned_are_left_out() -> None:
     """As in a replay with fewer plans than its recording has."""
     jobs = make_workload("sharegpt-like", 4, 4.0)
     report = StageReport(0, [StepTime(0, 0.0, 0.1), StepTime(10**6, 0.0, 0.1)], 100.0)
-    run, events = serve_requests(deployment(), to_scheduler_requests(jobs), told=[report])
+    run, events = serve_requests(deployment(), to_scheduler_requests(jobs), stage_reports=[report])
     assert all(served.line.num_tokens == served.max_tokens for served in run.requests.values())
     reported = [event.steps for event in events if isinstance(event, StageTimesEvent)]
     assert reported == [[StepTime(0, 0.0, 0.1)]]

@@ -125,18 +125,19 @@ def test_bubbles_by_hand(run: RunRecord) -> None:
     assert by_stage == [first.bubble, second.bubble]
 
 
-def test_spells_are_without_gaps_and_cut_to_what_is_asked(run: RunRecord) -> None:
-    spells = list(run.spells())
-    assert (spells[0].begin, spells[-1].end) == (10, 25)
-    assert [spell.end for spell in spells[:-1]] == [spell.begin for spell in spells[1:]]
+def test_intervals_have_no_gaps_and_end_at_the_limits(run: RunRecord) -> None:
+    intervals = list(run.iterate_intervals())
+    assert (intervals[0].begin, intervals[-1].end) == (10, 25)
+    assert [each.end for each in intervals[:-1]] == [each.begin for each in intervals[1:]]
     assert [
-        (s.begin, s.end, s.busy, s.parallelism, s.bubble_share) for s in run.spells(12.5, 14.5)
+        (s.begin, s.end, s.busy, s.parallelism, s.bubble_share)
+        for s in run.iterate_intervals(12.5, 14.5)
     ] == [
         (12.5, 13, (0,), 2, 1),
         (13, 14, (1,), 2, 1),
         (14, 14.5, (), 2, 1),
     ]
-    assert list(run.spells(30.0)) == list(run.spells(end=5.0)) == []
+    assert list(run.iterate_intervals(30.0)) == list(run.iterate_intervals(end=5.0)) == []
 
 
 def test_a_summary_in_numbers(run: RunRecord) -> None:

@@ -39,7 +39,7 @@ def assert_equal(recorded: RunRecord, read: RunRecord) -> None:
     assert without_kv_usage(recorded.micro_batches) == read.micro_batches
     assert recorded.parallelism == read.parallelism
     assert (recorded.begin, recorded.end) == (read.begin, read.end)
-    assert list(recorded.spells()) == list(read.spells())
+    assert list(recorded.iterate_intervals()) == list(read.iterate_intervals())
     assert recorded.stage_usages() == read.stage_usages()
     if read.end > read.begin:  # Otherwise rates are not numbers.
         figures = summarize_run(recorded, 1.0, 0.5)

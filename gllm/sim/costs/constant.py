@@ -1,14 +1,16 @@
-"""Every stage takes the same time for every micro-batch: for theory and tests.
-
-Owns nothing but the constants.
-"""
+"""Cost model for theory and tests: every stage takes the same time for every micro-batch."""
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import BaseCostModel, TransferCost
 
 
 class ConstantCostModel(BaseCostModel):
-    """`stage` and `link` in seconds."""
+    """Constant times.
+
+    Args:
+        stage: Seconds of each stage per micro-batch.
+        link: Seconds for which activations occupy a link.
+    """
 
     def __init__(self, stage: float, link: float = 0.0) -> None:
         self._stage = stage

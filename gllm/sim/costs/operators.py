@@ -1,8 +1,7 @@
-"""Operator profiles: what was measured, and the forests that are fitted to it.
+"""Operator profiles: measurements of single operators, and the forests that are fitted to them.
 
-Owns the reading of Vidur's tables in `gllm/sim/data`, the features of each operator and the range
-in which a forest may be asked. Knows no micro-batch, no layer and no pipeline: how operators add up
-to a step is `forest.py`'s business.
+Reads tables in the format of Vidur's and defines the features and the measured range of each
+operator. `forest.py` adds operators up to the time of a step.
 
 Source of the method: "Vidur", MLSys'24, arXiv 2405.05465.
 """

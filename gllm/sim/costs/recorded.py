@@ -1,7 +1,4 @@
-"""The step times of a real run, played back.
-
-Owns the recorded times by step. Knows nothing of work: a step takes what it took.
-"""
+"""Cost model of a replay: every step takes the time that it took in the recorded run."""
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import BaseCostModel, TransferCost

@@ -104,15 +104,15 @@ def bubble_intervals(run: RunRecord, begin: float = -inf, end: float = inf) -> l
     found: list[BubbleInterval] = []
     latest: dict[int, int] = {}
     """By stage, where in `found` its newest bubble is."""
-    for spell in run.spells(begin, end):
-        share = spell.bubble_share
-        for stage in spell.idle if share else ():
+    for interval in run.iterate_intervals(begin, end):
+        share = interval.bubble_share
+        for stage in interval.idle if share else ():
             last = found[latest[stage]] if stage in latest else None
-            if last and last.end == spell.begin and last.share == share:
-                found[latest[stage]] = last._replace(end=spell.end)
+            if last and last.end == interval.begin and last.share == share:
+                found[latest[stage]] = last._replace(end=interval.end)
             else:
                 latest[stage] = len(found)
-                found.append(BubbleInterval(stage, spell.begin, spell.end, share))
+                found.append(BubbleInterval(stage, interval.begin, interval.end, share))
     return found
 
 

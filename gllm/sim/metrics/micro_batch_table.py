@@ -28,9 +28,9 @@ class MicroBatch:
     """None where the log ends before the stage's time came."""
     committed_time: float | None = None
     trigger_time: float = 0.0
-    """When the driver had heard the news after which it planned."""
+    """Time at which the driver received the last event before it planned."""
     received_time: float = 0.0
-    """When the driver had heard all that came with the result."""
+    """Time at which the driver had received the result and everything that came with it."""
     kv_usage: float | None = None
     """Share of KV blocks that sequences held after the schedule, 0..1; None where a log, which does
     not have it, is the source."""

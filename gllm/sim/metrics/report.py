@@ -1,7 +1,4 @@
-"""A run in numbers: the metrics table and its JSON.
-
-Owns which figures describe a run and how they are printed. Knows nothing of plots and files.
-"""
+"""Figures that describe a run, and their table."""
 
 from array import array
 from collections.abc import Sequence

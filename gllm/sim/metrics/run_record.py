@@ -1,7 +1,7 @@
-"""One run, real or simulated, as its step log tells it.
+"""Record of one run, real or simulated, and its construction from a step log.
 
-Owns what is read off a log: timelines of requests, micro-batches with their times, how busy each
-stage was and what it lost to bubbles. Knows nothing of where the log came from.
+A record has the timelines of requests, the micro-batches with their times, and the busy time and
+bubbles of each stage.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ class ServedRequest:
     max_tokens: int
     line: RequestTimeline
     received_time: float = 0.0
-    """When the driver had heard all that came with the request."""
+    """Time at which the driver had received the request and everything that came with it."""
     num_preemptions: int = 0
     """Times it lost its blocks to other sequences."""
     num_resumptions: int = 0
@@ -68,7 +68,7 @@ class StageReport:
     stage: int
     steps: list[StepTime]
     received_time: float = 0.0
-    """When the driver had heard all that came with it."""
+    """Time at which the driver had received the report and everything that came with it."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class RunRecord:
             for busy, bubble in zip(totals.busy_seconds, totals.bubble_seconds, strict=True)
         ]
 
-    def spells(self, begin: float = -inf, end: float = inf) -> Iterator[Interval]:
+    def iterate_intervals(self, begin: float = -inf, end: float = inf) -> Iterator[Interval]:
         """Yield the states of the stages from `begin` to `end`, limited to the run.
 
         Intervals are in order of time and without gaps, up to the last event on stages and work.
@@ -146,9 +146,9 @@ class RunRecord:
         begin, end = max(begin, self.begin), min(end, self.end)
         sweep = IntervalSweep(self.num_stages, begin)
         for time, stage, value in self._changes():
-            spell = sweep.advance(min(time, end))
-            if spell is not None:
-                yield spell
+            interval = sweep.advance(min(time, end))
+            if interval is not None:
+                yield interval
             sweep.apply(ActivityChange(time, stage, value))
 
     def _changes(self) -> list[tuple[float, int | None, int]]:
@@ -192,7 +192,7 @@ class _Reader:
         self._warm_ups = start.warm_ups if skips_warm_ups else 0
         """Warm-up requests that are still to come."""
         self._steps: dict[int, MicroBatch] = {}
-        self._heard: list[ServedRequest | MicroBatch | StageReport] = []
+        self._unplanned: list[ServedRequest | MicroBatch | StageReport] = []
         """Events since the last schedule."""
         self._news = start.time
         """When the last of it came."""
@@ -230,7 +230,7 @@ class _Reader:
                 self._schedule(event)
             case StageTimesEvent(stage=stage, steps=steps):
                 self.run.stage_reports.append(StageReport(stage, steps))
-                self._heard.append(self.run.stage_reports[-1])
+                self._unplanned.append(self.run.stage_reports[-1])
                 for times in steps:
                     self._steps[times.step].stage_times[stage] = times
             case CommitEvent():
@@ -262,7 +262,7 @@ class _Reader:
             self._earlier_preemptions, self._commit_times,
         ):  # fmt: skip
             state.clear()
-        self._heard.clear()
+        self._unplanned.clear()
 
     def _is_unfinished(self, seq: int) -> bool:
         served = self._served.get(seq)
@@ -290,7 +290,7 @@ class _Reader:
                 served = self.run.requests[seq] = ServedRequest(
                     len(add.prompt), add.max_tokens, RequestTimeline(arrival_time(add))
                 )
-                self._heard.append(served)
+                self._unplanned.append(served)
             _set_num_tokens(served.line, len(output), add.time)
             self._served[seq] = served
             self._stop_ids[seq] = add.stop_ids
@@ -303,9 +303,9 @@ class _Reader:
     def _schedule(self, event: ScheduleEvent) -> None:
         run, plan = self.run, event.plan
         self._set_parallelism(event.time, event.parallelism)
-        for each in self._heard:
+        for each in self._unplanned:
             each.received_time = self._news
-        self._heard = []
+        self._unplanned = []
         if plan is None:
             return
         decodes = sum(self._prefilled.get(row.seq) == row.epoch for row in plan.rows)
@@ -330,7 +330,7 @@ class _Reader:
         result = event.result
         step = self._steps[result.step]
         step.committed_time = event.time
-        self._heard.append(step)
+        self._unplanned.append(step)
         rows = self._rows.pop(result.step)
         for row in rows:
             self._commit_times[row.seq] = event.time

@@ -20,7 +20,7 @@ class StepCosts(NamedTuple):
     link_seconds: list[float | None]
     """From a stage's end to the next one's start; None where that was busy."""
     return_seconds: float
-    """From the last stage's end until the driver had heard of it."""
+    """From the last stage's end until the driver has received the result."""
 
 
 def measure_step_costs(run: RunRecord) -> Iterator[StepCosts]:
