@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tqdm import tqdm
 
 from gllm.config.flags import (
     FlagParser,
@@ -110,7 +111,9 @@ def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) ->
     first = simulation.at_rate(config.rate)
     print(*describe_simulation(first, *build_simulation(first)), sep="\n", end="\n\n", flush=True)
     rule = CAPACITY_RULES[config.capacity or "sustained"]
-    capacity = find_capacity(simulation, config.rate, rule, jobs)
+    # None: no bar where the output is no terminal.
+    with tqdm(unit="simulation", desc="capacity", leave=False, disable=None) as bar:
+        capacity = find_capacity(simulation, config.rate, rule, jobs, lambda *_: bar.update())
     rows = [
         [
             show_value(rate),

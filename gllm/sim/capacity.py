@@ -147,12 +147,16 @@ class Capacity:
 RunAtRate = Callable[[float], RateTrial]
 """Simulates a workload at a request rate in requests per second."""
 
+TrialObserver = Callable[[float, RateTrial], None]
+"""Receives each rate in requests per second, with its figures, when the search looks at it."""
+
 
 def find_capacity(
     run: RunAtRate,
     start_rate: float,
     rule: CapacityRule = CAPACITY_RULES["sustained"],
     jobs: int = 1,
+    on_trial: TrialObserver = lambda rate, trial: None,
 ) -> Capacity:
     """Return the highest request rate that a rule calls sustained, exact to 2.5 %.
 
@@ -162,6 +166,7 @@ def find_capacity(
             simulations.
         rule: A rule of CAPACITY_RULES, or another one.
         jobs: Number of processes. The result does not depend on it.
+        on_trial: Called in this process after each simulation that the search looks at.
 
     Raises:
         ValueError: No rate is sustained, or `run` simulates too few requests.
@@ -169,10 +174,10 @@ def find_capacity(
     if not 0 < start_rate < inf:
         raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")
     if rule.is_bisection:
-        return _bisect_as_vidur(run, start_rate, rule)
+        return _bisect_as_vidur(run, start_rate, rule, on_trial)
     with ExitStack() as stack:
         executor = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
-        trials = _RateTrials(run, start_rate, executor)
+        trials = _RateTrials(run, start_rate, executor, on_trial)
         stack.callback(trials.cancel)
         search = _SustainedRateSearch(trials, rule)
         best = search.descend(search.highest_bounded())
@@ -182,7 +187,9 @@ def find_capacity(
         return Capacity(trials.rate(best), rates, len(trials.trials) - num_before)
 
 
-def _bisect_as_vidur(run: RunAtRate, start_rate: float, rule: CapacityRule) -> Capacity:
+def _bisect_as_vidur(
+    run: RunAtRate, start_rate: float, rule: CapacityRule, on_trial: TrialObserver
+) -> Capacity:
     """Return the capacity by the bisection of Vidur's capacity_search.py."""
     low, high, best, least_failed = 0.0, 2 * start_rate, 0.0, inf
     trials: list[tuple[float, RateTrial]] = []
@@ -194,6 +201,7 @@ def _bisect_as_vidur(run: RunAtRate, start_rate: float, rule: CapacityRule) -> C
         trial = run(rate)
         rule.check_length(trial)
         trials.append((rate, trial))
+        on_trial(rate, trial)
         if rule.is_sustained(trial):
             best = low = rate
             # The shorter the delays, the farther away is the capacity.
@@ -217,8 +225,15 @@ class _RateTrials:
     trials that it looks at count, so the result does not depend on the number of processes.
     """
 
-    def __init__(self, run: RunAtRate, start_rate: float, executor: Executor | None) -> None:
+    def __init__(
+        self,
+        run: RunAtRate,
+        start_rate: float,
+        executor: Executor | None,
+        on_trial: TrialObserver,
+    ) -> None:
         self._run = run
+        self._on_trial = on_trial
         self._start_rate = start_rate
         self._executor = executor
         self._futures: dict[int, Future[RateTrial]] = {}
@@ -244,6 +259,7 @@ class _RateTrials:
                         future = self._executor.submit(self._run, self.rate(each))
                         self._futures[each] = future
                 self.trials[index] = self._futures[index].result()
+            self._on_trial(self.rate(index), self.trials[index])
         return self.trials[index]
 
     def cancel(self) -> None:

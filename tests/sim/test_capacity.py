@@ -126,6 +126,17 @@ def test_processes_do_not_change_the_result() -> None:
     assert find_capacity(run_slow_queue, 4.0, jobs=2) == find_capacity(run_slow_queue, 4.0)
 
 
+@pytest.mark.parametrize("rule", [SUSTAINED, VIDUR])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_every_trial_is_reported_once(rule: CapacityRule, jobs: int) -> None:
+    reported: list[tuple[float, RateTrial]] = []
+
+    def on_trial(rate: float, trial: RateTrial) -> None:
+        reported.append((rate, trial))
+
+    assert find_capacity(run_queue, 8.0, rule, jobs, on_trial).trials == tuple(reported)
+
+
 def test_growth_of_a_short_queue_is_no_overload() -> None:
     assert SUSTAINED.is_sustained(RateTrial(1000, 1.0, 0.01, 0.05))
     assert not SUSTAINED.is_sustained(RateTrial(1000, 3.0, 0.5, 0.7))
