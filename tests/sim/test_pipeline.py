@@ -1,18 +1,11 @@
 """The pipeline in simulated time: nothing is lost, nothing overlaps, times to the exact number."""
 
-import gc
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +17,7 @@ from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResu
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.deployment import Deployment, serve_requests, simulate
+from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.link_policies import LINK_POLICIES
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest, build_run_record
@@ -33,7 +26,6 @@ from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_sched
 from tests.examples import num_examples
 from tests.scheduler.pipeline import RESERVING_POLICIES
 
-ROOT = Path(__file__).parents[2]
 ROUNDING = 2e-9
 """Seconds: events happen at whole nanoseconds."""
 LONGEST = 64
@@ -413,117 +405,3 @@ def test_commits_keep_their_order_though_results_overtake() -> None:
 def test_a_job_longer_than_the_context_is_refused() -> None:
     with pytest.raises(ValueError, match="65 tokens, but max_model_len is 64: raise it"):
         served(ConstantCostModel(STAGE), config(), [WorkloadRequest(0.0, 60, 5)])
-
-
-# Time.
-
-
-def test_events_of_one_time_go_by_rank_then_in_order() -> None:
-    loop = EventLoop()
-    said: list[str] = []
-
-    def say(now: float, word: str) -> None:
-        said.append(f"{word} {now:g}")
-        if word == "second":
-            loop.push(1.0, 0, say, "follows")
-
-    loop.push(2.0, 0, say, "never")
-    loop.push(1.0, 1, say, "second")
-    loop.push(1.0, 1, say, "third")
-    loop.push(1.0, 0, say, "first")
-    assert loop.run(until=1.5) == 1.0
-    assert said == ["first 1", "second 1", "follows 1", "third 1"]
-    with pytest.raises(ValueError, match=r"at 0\.5 s is due before 1\.0 s: sort the events"):
-        loop.push(0.5, 0, say, "before")
-
-
-def test_a_stream_of_events_is_read_one_ahead() -> None:
-    loop = EventLoop()
-    num_read = 0
-    happened: list[tuple[float, int]] = []
-
-    def items() -> Iterator[tuple[float, int]]:
-        nonlocal num_read
-        for num_read in range(1, 101):
-            yield num_read // 2 / 8, num_read
-
-    def happen(now: float, item: int) -> None:
-        assert num_read == item
-        happened.append((now, item))
-
-    loop.push_each(items(), 0, happen)
-    loop.run()
-    assert happened == [(item // 2 / 8, item) for item in range(1, 101)]
-    loop.push_each([(60.0, 1), (59.0, 2)], 0, lambda now, item: None)
-    with pytest.raises(ValueError, match="sort the events"):
-        loop.run()
-
-
-def test_garbage_collection_pauses_during_a_run_and_has_nothing_to_do() -> None:
-    """Reference cycles do not grow with the number of requests, so a paused collector costs no
-    memory."""
-    resolved = config(2, 60, block_size=8)
-    num_unreachable = []
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        for num_requests in (10, 10, 80):
-            gc.collect()
-            pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.05, 0.01))
-            jobs = make_workload("uniform:4,40,2,24", num_requests, 6.0)
-            pipeline.submit_each(to_scheduler_requests(jobs))
-            pipeline.loop.run()
-            num_unreachable.append(gc.collect())
-    finally:
-        gc.enable()
-    assert num_unreachable[2] <= num_unreachable[1] + 10
-
-    loop = EventLoop()
-    states: list[bool] = []
-    loop.push(0.0, 0, lambda now, argument: states.append(gc.isenabled()), None)
-    loop.push(1.0, 0, lambda now, argument: loop.push(0.5, 0, print, None), None)
-    with pytest.raises(ValueError, match="sort the events"):
-        loop.run()
-    assert states == [False]
-    assert gc.isenabled()
-
-
-# The same again.
-
-
-def bytes_of(seed: int, policy: str = "balance") -> bytes:
-    jobs = make_workload("uniform:4,40,2,24", 60, 6.0, seed=seed)
-    resolved = config(3, 20, policy=policy, block_size=8)
-    deployment = Deployment("made up", [1, 1, 1], ConstantCostModel(0.05, 0.01), resolved)
-    return b"\n".join(
-        map(msgspec.json.encode, serve_requests(deployment, to_scheduler_requests(jobs))[1])
-    )
-
-
-@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
-def test_a_seed_and_a_configuration_give_the_same_bytes(policy: str) -> None:
-    first = bytes_of(3, policy)
-    assert first == bytes_of(3, policy)
-    assert first != bytes_of(4, policy)
-    resolved = replace(config(3, 20, policy=policy, block_size=8), max_num_seqs=2)
-    deployment = Deployment("made up", [1, 1, 1], ConstantCostModel(0.05, 0.01), resolved)
-    jobs = make_workload("uniform:4,40,2,24", 60, 6.0, seed=3)
-    assert first != b"\n".join(
-        map(msgspec.json.encode, serve_requests(deployment, to_scheduler_requests(jobs))[1])
-    )
-
-
-def test_another_process_with_other_hashes_gives_the_same_bytes() -> None:
-    code = (
-        "import sys; from tests.sim.test_pipeline import bytes_of;"
-        "sys.stdout.buffer.write(bytes_of(3))"
-    )
-    for hash_seed in ("1", "2"):
-        other = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            check=True,
-        )
-        assert other.stdout == bytes_of(3)

@@ -1,0 +1,82 @@
+"""Event loop: order of events, lazy streams and the pause of garbage collection."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.pipeline import SimulatedPipeline
+from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+
+
+def test_events_of_one_time_go_by_rank_then_in_order() -> None:
+    loop = EventLoop()
+    said: list[str] = []
+
+    def say(now: float, word: str) -> None:
+        said.append(f"{word} {now:g}")
+        if word == "second":
+            loop.push(1.0, 0, say, "follows")
+
+    loop.push(2.0, 0, say, "never")
+    loop.push(1.0, 1, say, "second")
+    loop.push(1.0, 1, say, "third")
+    loop.push(1.0, 0, say, "first")
+    assert loop.run(until=1.5) == 1.0
+    assert said == ["first 1", "second 1", "follows 1", "third 1"]
+    with pytest.raises(ValueError, match=r"at 0\.5 s is due before 1\.0 s: sort the events"):
+        loop.push(0.5, 0, say, "before")
+
+
+def test_a_stream_of_events_is_read_one_ahead() -> None:
+    loop = EventLoop()
+    num_read = 0
+    happened: list[tuple[float, int]] = []
+
+    def items() -> Iterator[tuple[float, int]]:
+        nonlocal num_read
+        for num_read in range(1, 101):
+            yield num_read // 2 / 8, num_read
+
+    def happen(now: float, item: int) -> None:
+        assert num_read == item
+        happened.append((now, item))
+
+    loop.push_each(items(), 0, happen)
+    loop.run()
+    assert happened == [(item // 2 / 8, item) for item in range(1, 101)]
+    loop.push_each([(60.0, 1), (59.0, 2)], 0, lambda now, item: None)
+    with pytest.raises(ValueError, match="sort the events"):
+        loop.run()
+
+
+def test_garbage_collection_pauses_during_a_run_and_has_nothing_to_do() -> None:
+    """Reference cycles do not grow with the number of requests, so a paused collector costs no
+    memory."""
+    resolved = SchedulerConfig(block_size=8).resolve(2, 60, 64)
+    num_unreachable = []
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        for num_requests in (10, 10, 80):
+            gc.collect()
+            pipeline = SimulatedPipeline(resolved, ConstantCostModel(0.05, 0.01))
+            jobs = make_workload("uniform:4,40,2,24", num_requests, 6.0)
+            pipeline.submit_each(to_scheduler_requests(jobs))
+            pipeline.loop.run()
+            num_unreachable.append(gc.collect())
+    finally:
+        gc.enable()
+    assert num_unreachable[2] <= num_unreachable[1] + 10
+
+    loop = EventLoop()
+    states: list[bool] = []
+    loop.push(0.0, 0, lambda now, argument: states.append(gc.isenabled()), None)
+    loop.push(1.0, 0, lambda now, argument: loop.push(0.5, 0, print, None), None)
+    with pytest.raises(ValueError, match="sort the events"):
+        loop.run()
+    assert states == [False]
+    assert gc.isenabled()
