@@ -130,7 +130,8 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     settings = SETTINGS[:1] if options.quick else SETTINGS
     series = {str(setting): simulate_steps(setting, plan) for setting in settings}
     text = (
-        "Simulated: times of single micro-batches by the [roofline](../simulator.md), no queues. "
+        "Simulated: times of single micro-batches by the "
+        "[roofline](../simulator-costs.md#roofline), no queues. "
         "The requests of one micro-batch wait for all of it.\n\n"
         + interference_tables(series, plan)
     )

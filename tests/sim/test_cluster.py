@@ -32,7 +32,7 @@ from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
-PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
+PAGE = Path(__file__).parents[2] / "docs" / "simulator-clusters.md"
 
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)
@@ -266,8 +266,7 @@ def test_choice_of_an_unknown_engine_is_refused() -> None:
 
 
 def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    section = PAGE.read_text(encoding="utf-8").split("## Clusters\n")[1].split("\n## ")[0]
-    example = section.split("```python\n")[1].split("```")[0]
+    example = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
     exec(example, names)
     assert [line[0] for line in capsys.readouterr().out.splitlines()[:3]] == ["a", "b", "c"]

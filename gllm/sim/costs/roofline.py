@@ -4,7 +4,7 @@ A roofline with a rounded corner: an operator takes the root of the sum of squar
 its arithmetic and the time of its memory traffic. A layer adds the traffic of its element-wise
 operators, a fixed time of its kernels and the sums over the ranks, which do not overlap with the
 rest; it takes at least the time in which the host launches its kernels. All constants are the same
-for every policy, model and number of ranks; docs/simulator.md shows the errors.
+for every policy, model and number of ranks; docs/simulator-costs.md shows the errors.
 
 Sources: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
 Fitted to the operators and whole steps of Vidur's tables (arXiv 2405.05465) and to Splitwise's
