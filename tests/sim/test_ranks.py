@@ -182,6 +182,8 @@ def test_more_ranks_leave_more_cache_and_take_less_time_where_links_are_fast() -
 # The flag.
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20", "--pp", "2"]
+TABLE = ["--model", SimulationConfig.model, "--device", SimulationConfig.device]
+"""The defaults, as --profile needs them."""
 
 
 def test_the_flag_and_the_log(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--tp", "2,1,1"], "tensor_parallel_size (2, 1, 1) has to be one number"),
         (["--tp", "3"], "do not divide into 3 ranks"),
         (["--tp-link", "rope"], "link 'rope' is none of pcie"),
-        (["--profile", "vidur", "--tp", "4"], "of --tp 2"),
+        ([*TABLE, "--profile", "vidur", "--tp", "4"], "of --tp 2"),
     ],
 )
 def test_invalid_flags_are_refused(
