@@ -1,8 +1,8 @@
 """Interference of requests in one micro-batch: prefill and decode, each with each, and throughput.
 
 Compares micro-batches by their predicted times; real_interference.py times the same ones on this
-machine's engine. Sources: DistServe (OSDI'24) Figure 2, TetriInfer
-(arXiv 2401.11181) Figures 3 to 5, Splitwise (ISCA'24) Figures 4 to 9, HexGen-2 (ICLR'25) Figure 1.
+machine's engine. Sources: DistServe (OSDI'24) Figure 2, TetriInfer (arXiv 2401.11181) Figures 3 to
+5, Splitwise (ISCA'24) Figures 4 to 9, HexGen-2 (ICLR'25) Figure 1.
 """
 
 from collections.abc import Callable

@@ -58,6 +58,15 @@ def make_pipeline_links(loop: EventLoop, num_stages: int, policy: str = "serial"
     )
 
 
+def _check_links(links: PipelineLinks, num_stages: int) -> None:
+    """Raise ValueError unless there is a link per edge and one for each stage's plans."""
+    if len(links.activations) != num_stages - 1 or len(links.plans) != num_stages:
+        raise ValueError(
+            f"links has {len(links.activations)} activation links and {len(links.plans)} plan "
+            f"links, but {num_stages} stages need {num_stages - 1} and {num_stages}"
+        )
+
+
 class InFlightBatch:
     """Micro-batch between its schedule and its commit."""
 
@@ -87,6 +96,9 @@ class SimulatedPipeline:
         reports_step_times: Each stage reports at the end of each step; if False, only
             `report_step_times_at` does.
         output_lengths: Output lengths that the scheduler begins with.
+
+    Raises:
+        ValueError: The links do not fit the number of stages.
     """
 
     def __init__(
@@ -105,6 +117,7 @@ class SimulatedPipeline:
         self.cost = cost
         self.observers = tuple(observers)
         self.links = links or make_pipeline_links(self.loop, config.stages)
+        _check_links(self.links, config.stages)
         self.is_stopped = False
         self.scheduler = (
             Scheduler(config, output_lengths=output_lengths)

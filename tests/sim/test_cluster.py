@@ -18,6 +18,7 @@ from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.cluster.changes import EngineStart
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.router import (
     ROUTER_NAMES,
@@ -250,7 +251,10 @@ def test_long_requests_go_to_engines_that_can_run_them() -> None:
     assert len(run.engines["large"].record.requests) > 15
 
 
-def test_choice_of_an_unknown_engine_is_refused() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_choice_of_an_unknown_engine_is_refused(waits: bool) -> None:
+    """Also where an engine pulls: it is the only one that the router may choose."""
+
     class LostRouter(ClusterRouter):
         def route(
             self,
@@ -259,10 +263,13 @@ def test_choice_of_an_unknown_engine_is_refused() -> None:
             engines: Sequence[RoutableEngine],
             now: float,
         ) -> str | None:
-            return "nobody"
+            return "nobody" if engines or not waits else None
 
-    with pytest.raises(ValueError, match="router chose 'nobody', which is none of e0, e1, e2"):
-        simulate_cluster(simulated_pool("equal"), make_workload("fixed:9,2", 1), LostRouter())
+    start = EngineStart("e0", 1000.0, deployment=simulated_pool("equal")["e0"])
+    pool, changes = ({}, [start]) if waits else (simulated_pool("equal"), [])
+    message = f"router chose 'nobody', which is none of {'e0$' if waits else 'e0, e1, e2'}"
+    with pytest.raises(ValueError, match=message):
+        simulate_cluster(pool, make_workload("fixed:9,2", 1), LostRouter(), changes)
 
 
 def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy_registry import make_policy
+from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.sim.cluster.changes import ClusterChange, EngineDrain, EngineFailure, EngineStart
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.engine import ClusterEngineState, EngineLife
@@ -23,6 +24,7 @@ from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.replay import replay_calls
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from gllm.sim.workloads.sessions import PromptPart
 from tests.examples import num_examples
 from tests.sim.cluster_parts import (
     CountingRouter,
@@ -117,6 +119,40 @@ def test_requests_wait_for_the_first_engine() -> None:
     run = simulate_cluster({}, jobs, CountingRouter(), [start])
     assert token_times(run) == [3.05, 3.1]
     assert simulate_cluster({}, jobs, CountingRouter()).unserved == [0]
+
+
+def test_requests_sent_to_a_dead_engine_count_as_its_load() -> None:
+    jobs = [WorkloadRequest(0.01 * index, 8, 20) for index in range(10)]
+    failure = EngineFailure("a", 0.0, detection_seconds=10.0)
+    deployments = {"a": make_deployment(), "b": make_deployment()}
+    run = simulate_cluster(deployments, jobs, CountingRouter(), [failure])
+    starts = [each.first_scheduled_time or 0.0 for each in run.requests.values()]
+    assert sum(start >= 10.0 for start in starts) == 5
+
+
+def test_prefix_cache_of_a_lost_engine_is_forgotten() -> None:
+    prompt = (PromptPart(0, 8),)
+    jobs = [WorkloadRequest(time, 8, 2, prompt) for time in (0.0, 1.0, 2.0)]
+    caches: list[tuple[list[ClusterChange], dict[str, int]]] = [
+        ([], {"a": 2}),
+        ([EngineFailure("a", 2.5)], {}),
+    ]
+    for failures, cached in caches:
+        policy = make_policy("predict", Random(0))
+        simulate_cluster({"a": make_deployment()}, jobs, PolicyRouter(policy), failures)
+        assert policy.prefixes.cached_blocks(PromptBlockHashes(range(8), 4)) == cached
+
+
+def test_end_of_a_drain_does_not_end_the_next_life() -> None:
+    changes: list[ClusterChange] = [
+        EngineDrain("a", 1.0),
+        EngineDrain("a", 1.0, migrates=True),
+        EngineStart("a", 1.0),
+    ]
+    jobs = [WorkloadRequest(2.0, 8, 1)]
+    run = simulate_cluster({"a": make_deployment()}, jobs, CountingRouter(), changes)
+    assert run.engines["a"].lives == [EngineLife(0.0, 0.0, 1.0), EngineLife(1.0, 1.0)]
+    assert token_times(run) == [2.05]
 
 
 @pytest.mark.parametrize("numbers", [(1, 3), (3, 1)])

@@ -16,7 +16,7 @@ from gllm.sim.costs.slowed import SlowedCostModel
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from gllm.sim.link import LinkBurst, LinkMessage, MessageClass, SimulatedLink
 from gllm.sim.link_policies import LINK_POLICIES, make_link
-from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline
+from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.examples import num_examples
 from tests.sim.observers import CommitTimes, RecordedStages, TokenCounts
@@ -387,3 +387,10 @@ def test_stop_resumes_the_living_choices_of_a_request() -> None:
     assert waiting.stop(6.0) == [
         resumed._replace(age_seconds=3.0), request._replace(seq=9, age_seconds=2.0)
     ]  # fmt: skip
+
+
+def test_links_that_do_not_fit_the_stages_are_refused() -> None:
+    links = make_pipeline_links(EventLoop(), 2)
+    config = SchedulerConfig().resolve(3, 10, 16)
+    with pytest.raises(ValueError, match="1 activation links and 2 plan links, but 3 stages need"):
+        SimulatedPipeline(config, ConstantCostModel(1.0), links=links)

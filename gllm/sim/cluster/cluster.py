@@ -292,10 +292,11 @@ class SimulatedCluster:
             if not _can_run(engine, request):
                 others.append(item)
                 continue
-            if self._router.route(request.request, request.job, [engine], now) is None:
+            name = self._router.route(request.request, request.job, [engine], now)
+            if name is None:
                 others.append(item)
                 break
-            engine.submit(request, self._submissions, now)
+            self._find_engine(name, [engine]).submit(request, self._submissions, now)
         if others:
             self._queue += others
             heapify(self._queue)
