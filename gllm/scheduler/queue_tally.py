@@ -47,10 +47,9 @@ class QueueTally:
         self._num_waiting_pairs += sign * count_query_key_pairs(start, num_tokens)
 
     def add_decode(self, sequence: Sequence) -> None:
-        """Add a sequence to the decodes unless it is there."""
-        if sequence.seq not in self.decoding_seqs:
-            self.decoding_seqs.add(sequence.seq)
-            self.num_decode_context_tokens += sequence.num_scheduled_tokens
+        """Add a sequence that is not there to the decodes."""
+        self.decoding_seqs.add(sequence.seq)
+        self.num_decode_context_tokens += sequence.num_scheduled_tokens
 
     def on_decode_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
         """Add the scheduled tokens of a decode to the sum of contexts."""

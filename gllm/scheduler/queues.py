@@ -61,11 +61,17 @@ class SequenceQueues:
 
     def make_ready(self, sequence: Sequence) -> None:
         """Append a sequence to the ready decodes if it has no prefill left and can decode."""
-        if sequence.num_scheduled_tokens < sequence.num_prefill_tokens:
+        num_scheduled = sequence.num_scheduled_tokens
+        if num_scheduled < sequence.num_prefill_tokens:
             return
-        if sequence.can_decode(self._async_scheduling):
-            self.ready.setdefault(sequence.seq, sequence)
-            self.tally.add_decode(sequence)
+        if num_scheduled < len(sequence.token_ids) or self._async_scheduling:
+            if self._async_scheduling and not sequence.can_decode_ahead:
+                return
+            seq = sequence.seq
+            if seq not in self.ready:
+                self.ready[seq] = sequence
+            if seq not in self.tally.decoding_seqs:
+                self.tally.add_decode(sequence)
 
     def load(self, num_decodes: int = 0, decode_cost: float = 0.0) -> SchedulerLoad:
         """Return the load record for a policy.

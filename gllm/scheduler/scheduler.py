@@ -8,6 +8,7 @@ I/O, no tensors. The driver of a pipeline and the simulator call the same method
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.output_lengths import OutputLengths
+from gllm.scheduler.parallelism import ParallelismGauge
 from gllm.scheduler.plan import (
     FinishedSequence,
     FirstToken,
@@ -51,6 +52,7 @@ class Scheduler:
         self.kv_cache = KVCacheManager(config)
         self._policy = policy or POLICIES[config.policy](config)
         self._splits_prompts = self._policy.splits_prompts
+        self._block_size = config.block_size
         self._max_in_flight = config.max_in_flight
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._table = SequenceTable()
@@ -68,6 +70,7 @@ class Scheduler:
         self._preemption = PreemptionManager(
             config, self.kv_cache, self._admission, self._queues, self._counters
         )
+        self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
 
     def add(self, request: SchedulerRequest, now: float) -> None:
         """Add a request to the prefill queue.
@@ -92,17 +95,20 @@ class Scheduler:
         """Return the next micro-batch; None if nothing can run or too many are in flight."""
         if len(self._in_flight) >= self._max_in_flight or not self._sequences:
             return None
-        num_decodes = self._counters.decode_tokens
+        counters = self._counters
+        num_decodes, num_prefills = counters.decode_tokens, counters.prefill_tokens
         rows = self._fill_plan(now) or self._force_plan(now)
         if not rows:
             return None
-        plan = StepPlan(self._counters.steps, rows, self._table.pop_released())
+        plan = StepPlan(counters.steps, rows, self._table.pop_released())
         self._in_flight[plan.step] = plan
-        self._counters.steps += 1
-        self._last_plan_had_decodes = self._counters.decode_tokens > num_decodes
+        counters.steps += 1
+        num_decodes = counters.decode_tokens - num_decodes
+        num_prefills = counters.prefill_tokens - num_prefills
+        self._last_plan_had_decodes = num_decodes > 0
         self._queues.tally.num_decode_plans += self._last_plan_had_decodes
         self._step_times.on_scheduled(plan)
-        self._admission.on_scheduled(count_tokens(rows))
+        self._admission.on_scheduled(num_decodes + num_prefills)
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
@@ -117,14 +123,19 @@ class Scheduler:
         plan = self._in_flight.pop(result.step)
         sampled = {token.seq: token for token in result.sampled_tokens}
         output = StepOutput([], [], [], [], count_tokens(plan.rows))
+        sequences, error = self._sequences, result.error
         for row in plan.rows:
-            sequence = self._sequences[row.seq]
+            seq = row.seq
+            sequence = sequences[seq]
             sequence.num_rows_in_flight -= 1
-            if result.error:
-                self._fail(sequence, result.error, output)
+            if error:
+                self._fail(sequence, error, output)
             else:
-                self._commit_row(sequence, row, sampled.get(row.seq), output)
-            self._finalize(sequence)
+                self._commit_row(sequence, row, sampled.get(seq), output)
+            if sequence.is_finished or sequence.is_preempting:
+                self._finalize(sequence)
+            else:
+                self._queues.make_ready(sequence)
         return output
 
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
@@ -133,26 +144,8 @@ class Scheduler:
             self._step_times.on_stage_time(time)
 
     def available_parallelism(self) -> int:
-        """Return the number of stages that the present work could keep busy with any plans.
-
-        One stage per sequence in decode, per prefill chunk in flight, and per #MinP waiting tokens
-        if these fit in the cache.
-        """
-        decoding, num_stages = self._queues.tally.decoding_seqs, self.config.stages
-        count = len(decoding)
-        if count < num_stages:
-            rows = (row for plan in self._in_flight.values() for row in plan.rows)
-            count += sum(row.seq not in decoding for row in rows)
-        if count < num_stages and self._can_prefill():
-            count += -(-self._queues.tally.num_waiting_tokens // self.config.min_prefill_tokens)
-        return min(count, num_stages)
-
-    def _can_prefill(self) -> bool:
-        """Return True if the first sequence of the prefill queue could get a chunk now."""
-        head = self._queues.head
-        if head is None or not self.kv_cache.can_extend_prefill(head):
-            return False
-        return head.seq in self.kv_cache.running or self._admission.is_admissible(head)
+        """Return the number of stages that the present work could keep busy with any plans."""
+        return self._parallelism.count(self._in_flight.values())
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
         """Return the requests that have not ended, as another scheduler continues them."""
@@ -196,15 +189,19 @@ class Scheduler:
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         num_left, self._is_decode_stalled = self._max_num_batched_tokens, False
-        ready = self._queues.ready
+        ready, block_size = self._queues.ready, self._block_size
         for sequence in self._admission.select_decodes(ready):
             if cost >= budget or not num_left:
                 break
             if sequence.seq not in ready:
                 continue  # An earlier decode of this loop has preempted it.
-            num_tokens = min(sequence.num_decode_tokens, num_left)
-            if self._preemption.allocate_decode(sequence, num_tokens):
-                cost += self._policy.decode_cost(sequence.num_scheduled_tokens)
+            num_scheduled = sequence.num_scheduled_tokens
+            num_tokens = len(sequence.token_ids) - num_scheduled
+            if num_tokens != 1:
+                num_tokens = min(sequence.num_decode_tokens, num_left)
+            has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size
+            if has_blocks or self._preemption.allocate_decode(sequence, num_tokens):
+                cost += self._policy.decode_cost(num_scheduled)
                 rows = multi_token_rows if num_tokens > 1 else single_token_rows
                 rows.append(self._schedule_row(sequence, num_tokens))
                 num_left -= num_tokens
@@ -336,23 +333,27 @@ class Scheduler:
         output: StepOutput,
     ) -> None:
         """Count a row as computed and append its sampled token."""
-        if row.start <= sequence.num_computed_tokens:
+        seq, epoch, start, num_tokens, _, _, should_sample = row
+        end = start + num_tokens
+        if start <= sequence.num_computed_tokens:
             # Otherwise an earlier row failed, and the blocks between were never written.
-            sequence.num_computed_tokens = row.start + row.num_tokens
-            self.kv_cache.publish(sequence)
+            sequence.num_computed_tokens = end
+            if end >= (sequence.num_published_blocks + 1) * self._block_size:
+                self.kv_cache.publish(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
         if self._table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:
             self._fork(sequence)
-        if sequence.is_finished or not row.should_sample:
+        if sequence.is_finished or not should_sample:
             return
-        if sampled is None or sampled.epoch != row.epoch:
-            raise ValueError(f"the result lacks sequence {row.seq}, epoch {row.epoch}")
+        if sampled is None or sampled.epoch != epoch:
+            raise ValueError(f"the result lacks sequence {seq}, epoch {epoch}")
         if sampled.error:
             self._fail(sequence, sampled.error, output)
-        elif row.start + row.num_tokens == len(sequence.token_ids):
+        elif end == len(sequence.token_ids):
             # Otherwise an earlier row has returned the token as a forced one.
-            for token_id in (sampled.token_id, *sampled.forced_token_ids):
+            self._append_token(sequence, sampled.token_id, output)
+            for token_id in sampled.forced_token_ids:
                 if not sequence.is_finished:
                     self._append_token(sequence, token_id, output)
 
@@ -362,7 +363,7 @@ class Scheduler:
         sequence.token_ids.append(token_id)
         output.seqs.append(sequence.seq)
         output.token_ids.append(token_id)
-        num_generated = sequence.num_output_tokens
+        num_generated = len(sequence.token_ids) - sequence.prompt_len
         if num_generated == 1:
             first = FirstToken(sequence.seq, sequence.num_cached_tokens, sequence.queue_seconds)
             output.first_tokens.append(first)
@@ -388,13 +389,11 @@ class Scheduler:
         self._finalize(sequence)
 
     def _finalize(self, sequence: Sequence) -> None:
-        """Update a sequence after a commit: release it, preempt it, or make it ready to decode."""
-        if sequence.is_finished:
-            if not sequence.num_rows_in_flight and sequence.seq in self._sequences:
-                self.kv_cache.free(sequence)
-                self._table.release(sequence)
-        elif sequence.is_preempting:
-            if not sequence.num_rows_in_flight:
-                self._preemption.preempt(sequence)
-        else:
-            self._queues.make_ready(sequence)
+        """Release a finished sequence, or preempt a victim, once no row of it is in flight."""
+        if sequence.num_rows_in_flight:
+            return
+        if not sequence.is_finished:
+            self._preemption.preempt(sequence)
+        elif sequence.seq in self._sequences:
+            self.kv_cache.free(sequence)
+            self._table.release(sequence)

@@ -153,16 +153,12 @@ class Sequence:
         """True if the blocks are freed once the rows in flight have committed."""
         return self.is_preempting or self.is_finished
 
-    def can_decode(self, async_scheduling: bool) -> bool:
-        """Return True if the next decode can be scheduled.
-
-        Its input token has to be known; with `async_scheduling` a row in flight may sample it.
-        """
-        if async_scheduling:
-            # If all known tokens are scheduled, the last row in flight samples one more.
-            num_tokens = max(len(self.token_ids), self.num_scheduled_tokens + 1)
-            return num_tokens < self.prompt_len + self.request.max_tokens
-        return self.num_scheduled_tokens < len(self.token_ids)
+    @property
+    def can_decode_ahead(self) -> bool:
+        """True if the next decode can be scheduled though a row in flight may sample its input."""
+        # If all known tokens are scheduled, the last row in flight samples one more.
+        num_tokens = max(len(self.token_ids), self.num_scheduled_tokens + 1)
+        return num_tokens < self.prompt_len + self.request.max_tokens
 
     @property
     def num_decode_tokens(self) -> int:
@@ -191,9 +187,11 @@ class Sequence:
         token_ids = self.token_ids[start if start > self.prompt_len else self.prompt_len : end]
         if end > num_known:
             token_ids.append(ON_DEVICE)
-        new_block_ids = self.block_ids[self.num_sent_blocks :]
         should_sample = end >= num_known
-        self.num_sent_blocks = len(self.block_ids)
+        new_block_ids: list[int] = []
+        if self.num_sent_blocks < len(self.block_ids):
+            new_block_ids = self.block_ids[self.num_sent_blocks :]
+            self.num_sent_blocks = len(self.block_ids)
         self.num_scheduled_tokens = end
         self.num_rows_in_flight += 1
         # Half the time of the call ScheduledRow(...), once per row of every micro-batch.
