@@ -92,7 +92,7 @@ def _check_lengths(deployment: Deployment, lengths: Iterable[int]) -> None:
     if longest > limit:
         raise ValueError(
             f"the workload has a request of {longest} tokens, but max_model_len is {limit}: raise "
-            "it or choose another workload"
+            f"it, cut the requests (--max-request-tokens {limit}) or choose another workload"
         )
 
 
