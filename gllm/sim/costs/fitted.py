@@ -49,10 +49,11 @@ def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
     solution = [0.0] * features.shape[1]
     for _ in range(ROUNDS):
         weighted = scaled / guess[:, None]
-        matrix = (weighted.T @ weighted).tolist()
-        right = (weighted.T @ (seconds / guess)).tolist()
+        # Not `@`: its threads cost more than these narrow products where the cores are busy.
+        matrix = np.einsum("ri,rj->ij", weighted, weighted).tolist()
+        right = np.einsum("ri,r->i", weighted, seconds / guess).tolist()
         solution = solve_nonnegative(matrix, right, solution, SWEEPS // ROUNDS)
-        guess = np.maximum(scaled @ np.array(solution), seconds.min() / 10)
+        guess = np.maximum(np.einsum("ri,i->r", scaled, solution), seconds.min() / 10)
     return (np.array(solution) / scale).tolist()
 
 
