@@ -156,6 +156,20 @@ def test_vllm_leaves_a_share_of_the_cache_free_and_restarts_the_newest() -> None
     assert list(pipe.ended) == [0, 1, 2, 3]
 
 
+def test_an_admission_counts_the_blocks_that_a_prompt_shares() -> None:
+    """20 blocks of one token: the second prompt shares 9 of its 10, so 3 others may follow."""
+    pipe = pipeline("vllm", 20, 20, block_size=1, prefix_cache=True)
+    for seq, tokens in enumerate((prompt(10), [*prompt(9), 99, 98])):
+        pipe.add(SchedulerRequest(seq, tokens, 2))
+        plan = pipe.schedule()
+        assert plan is not None
+        assert [row.seq for row in plan.rows] == [seq]
+        if not seq:
+            pipe.commit()
+    assert pipe.scheduler.kv_cache.block_pool.num_free_blocks == 20 - 10 - 2
+    pipe.drain()
+
+
 # orca+.
 
 
@@ -191,6 +205,24 @@ def test_a_micro_batch_has_its_share_of_the_decodes(policy: str) -> None:
 
 
 # lightllm.
+
+
+def test_lightllm_counts_iterations_of_all_stages() -> None:
+    """Two batches decode in turns on two stages, so ten iterations of both are 20 plans."""
+    pipe = pipeline("lightllm", stages=2)
+    for seq in range(2):
+        pipe.add(SchedulerRequest(seq, prompt(10, mark=seq), 100))
+        pipe.schedule()
+    pipe.add(SchedulerRequest(2, prompt(10, mark=2), 100))
+    num_decode_plans = 0
+    while True:
+        pipe.commit()
+        plan = pipe.schedule()
+        assert plan is not None
+        if prefills(pipe, plan):
+            break
+        num_decode_plans += 1
+    assert num_decode_plans == 20
 
 
 def test_lightllm_starts_prompts_every_ten_iterations() -> None:

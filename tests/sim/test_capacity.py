@@ -122,6 +122,17 @@ def run_slow_queue(rate: float) -> RateTrial:
     return run_queue(rate, seed=3, num_requests=1000)
 
 
+def test_confirmations_move_the_capacity_over_a_failed_rate() -> None:
+    """The bisection ends one step above the start; two steps above fail, three are sustained."""
+
+    def run(rate: float) -> RateTrial:
+        is_failed = 10.3 < rate < 10.6 or rate > 10.9
+        delay = 9.0 if is_failed else 0.1
+        return RateTrial(NUM_REQUESTS, delay, delay, delay)
+
+    assert find_capacity(run, 10.0).rate == pytest.approx(10.0 * RATE_STEP**3)
+
+
 def test_processes_do_not_change_the_result() -> None:
     assert find_capacity(run_slow_queue, 4.0, jobs=2) == find_capacity(run_slow_queue, 4.0)
 

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 
 from benchmarks.routing import simulated_pool
+from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.changes import EngineStart
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.metered import MeteredCostModel
+from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import (
     ROUTER_NAMES,
     ClusterRouter,
@@ -29,8 +33,10 @@ from gllm.sim.cluster.router import (
     make_router,
 )
 from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.slowed import SlowedCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.metrics.run_record import ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator-clusters.md"
@@ -283,3 +289,34 @@ def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(run.engines["a"].lives) == 2
     assert run.engines["b"].lives[0].end_time > 12.0
     assert run.engines["c"].record.requests
+
+
+def test_joined_record_has_the_preemptions_of_all_engines() -> None:
+    submissions = SubmissionLog()
+    job = WorkloadRequest(0.0, 8, 6)
+    request = ClusterRequest(0, job, SchedulerRequest(0, range(8), 6), 0.0)
+    parts = {}
+    for outputs, num_preemptions in ((), 2), (([1, 1],), 1):
+        request.request = request.request._replace(outputs=outputs)
+        line = RequestTimeline(0.0)
+        line.record_output(1.0 + num_preemptions, 2)
+        seq = submissions.add(request)
+        parts[seq] = ServedRequest(8, 6, line, num_preemptions=num_preemptions)
+        parts[seq].preempted_seconds = 0.5 * num_preemptions
+    ((first_seq, joined),) = join_submissions([parts], submissions).values()
+    assert first_seq == 0
+    assert (joined.num_preemptions, joined.preempted_seconds) == (3, 1.5)
+    assert (joined.num_resumptions, joined.line.num_tokens) == (1, 2)
+
+
+def test_step_costs_of_an_engine_are_those_of_its_slowest_stage() -> None:
+    metered = MeteredCostModel(SlowedCostModel(ConstantCostModel(0.1), 0, 3.0), 2)
+    for step in range(200):
+        work = StageWork(step, 4, (), 4, 4 * step, 4)
+        assert [metered.stage_seconds(stage, work) for stage in range(2)] == [
+            pytest.approx(0.3),
+            0.1,
+        ]
+    coefficients = metered.fit.coefficients
+    assert coefficients is not None
+    assert coefficients.predict_seconds(work) == pytest.approx(0.3, rel=0.1)

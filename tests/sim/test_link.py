@@ -320,6 +320,9 @@ def test_a_stage_is_slow_for_the_part_of_a_step_in_the_period(now: float, second
     work = StageWork(0, 1, (), 1, 1, 1)
     assert cost.stage_seconds(1, work, now) == pytest.approx(seconds)
     assert cost.stage_seconds(0, work, now) == 2.0
+    # The whole period, of 1 s, is within the step.
+    short = SlowedCostModel(ConstantCostModel(2.0), 1, 3.0, now + 0.5, now + 1.5)
+    assert short.stage_seconds(1, work, now) == pytest.approx(2.0 + 1.0 - 1.0 / 3)
 
 
 def test_a_pipeline_asks_for_costs_at_the_time_of_each_step() -> None:

@@ -17,7 +17,7 @@ from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import make_workload
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.examples import num_examples
 
 LONGEST = 96
@@ -149,3 +149,17 @@ def test_simulate_writes_a_log_only_if_required() -> None:
     assert_equal(plain, build_run_record(events))
     assert logged.requests == plain.requests
     assert sum(isinstance(event, AddEvent) for event in events) == len(jobs)
+
+
+def test_a_preempted_prompt_loses_the_time_since_its_last_chunk() -> None:
+    """Chunks of 4 tokens each 1 s; the second request has all blocks from 2 s on."""
+    config = SchedulerConfig(policy="sarathi", max_num_batched_tokens=4, block_size=4)
+    deployment = Deployment("made up", [1], ConstantCostModel(1.0), config.resolve(1, 5, 20))
+    jobs = [WorkloadRequest(0.0, 16, 2, priority=1), WorkloadRequest(1.5, 16, 1)]
+    events: list[StepLogEvent] = []
+    record = simulate(deployment, jobs, events.append)
+    preempted = record.requests[0]
+    assert preempted.num_preemptions == 1
+    assert preempted.first_scheduled_time == 0.0
+    assert preempted.preempted_seconds == 4.0
+    assert_equal(record, build_run_record(events))
