@@ -23,7 +23,7 @@ from gllm.experiments.parallel import count_cores
 
 EXPERIMENTS = {
     "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
-    "scalability": ("scalability", "maximum throughput for 1, 2 and 4 stages"),
+    "scalability": ("scalability", "maximum throughput of 1, 2 and 4 devices, as stages or ranks"),
     "slo": ("slo", "SLO attainment against request rate"),
     "ablation": ("ablation", "throttling with parts removed; --real: on this machine's engine"),
     "sensitivity": ("sensitivity", "#T, #MaxP, KV_thresh, #MinP"),
@@ -47,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
     parser = FlagParser(
         prog="gllm experiment",
+        description=__doc__.splitlines()[0],
         epilog=f"experiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -249,10 +249,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     count = number_type(int, ge=1, le=INT32_MAX)
     for name, text in (
-        ("tokens", "tokens of a micro-batch and of a text at most"),
-        ("batch", "decodes of a micro-batch at most"),
-        ("stride", "measure every point of this number only"),
-        ("repeats", "times that each operator is timed"),
+        ("tokens", "most tokens of a micro-batch and of a context"),
+        ("batch", "most decodes of a micro-batch"),
+        ("stride", "measure only every Nth point, to save time"),
+        ("repeats", "number of measurements of each operator"),
     ):
         default = OPERATOR_DEFAULTS[name]
         parser.add_argument(

@@ -112,7 +112,7 @@ class SimulationConfig:
     slo_classes: str | None = option(
         None, "shares of the requests in each SLO class, such as chat:0.7,batch:0.3"
     )
-    seed: int = option(0, "of lengths, arrivals and classes", ge=0, le=2**63 - 1)
+    seed: int = option(0, "seed of lengths, arrivals and classes", ge=0, le=2**63 - 1)
     slo_ttft: float | None = option(
         None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
     )
