@@ -124,6 +124,13 @@ def _select(file: str, keys: Mapping[str, str]) -> Mapping[str, str]:
     for row in rows:
         if all(row[name] == value for name, value in keys.items()):
             return row
-    known = "; ".join(sorted({", ".join(f"{name} {row[name]}" for name in keys) for row in rows}))
+    *groups, last = keys
+    known: dict[str, set[str]] = {}
+    for row in rows:
+        known.setdefault(" ".join(row[name] for name in groups), set()).add(row[last])
+    choices = "; ".join(
+        f"{group} with {last} {', '.join(sorted(values))}"
+        for group, values in sorted(known.items())
+    )
     wanted = ", ".join(f"{name} {value}" for name, value in keys.items())
-    raise ValueError(f"DistServe published nothing for {wanted}: choose from {known}")
+    raise ValueError(f"DistServe published nothing for {wanted}: choose from {choices}")
