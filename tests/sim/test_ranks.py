@@ -135,7 +135,7 @@ def test_a_stage_of_two_ranks_by_hand() -> None:
     head = hypot(2 * 2 * 40 / 1000, 2 * 40 / 100) + 0.125 + 2 * 10 * 4 / 2 / 500
     assert cost.stage_seconds(0, work) == pytest.approx(first)
     assert cost.stage_seconds(1, work) == pytest.approx(layer + 2 * one_sum + head)
-    assert cost.collective_seconds(0, work) == pytest.approx(7 * one_sum)
+    assert cost.operator_seconds(0, work)["collectives"] == pytest.approx(7 * one_sum)
     # Activations between stages do not shrink with the ranks.
     assert cost.activation_transfer(0, work) == tiny(1, 1).activation_transfer(0, work)
 
@@ -145,8 +145,8 @@ def test_stages_may_have_different_degrees() -> None:
     mixed = tiny(2, 1)
     assert mixed.stage_seconds(0, work) == double.stage_seconds(0, work)
     assert mixed.stage_seconds(1, work) == single.stage_seconds(1, work)
-    assert single.collective_seconds(0, work) == single.collective_seconds(1, work) == 0
-    slow = tiny(2, 2, rank_link=LINK).collective_seconds(0, work)
+    assert [single.operator_seconds(stage, work)["collectives"] for stage in (0, 1)] == [0, 0]
+    slow = tiny(2, 2, rank_link=LINK).operator_seconds(0, work)["collectives"]
     assert slow == pytest.approx(7 * (0.25 + 2 * 8 * 2 / 50))
 
 

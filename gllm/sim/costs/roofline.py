@@ -108,10 +108,6 @@ class RooflineCostModel(BaseCostModel):
         seconds = self._stages[stage].operator_seconds(work)
         return seconds | {"host": self._efficiency.stage_overhead}
 
-    def collective_seconds(self, stage: int, work: StageWork) -> float:
-        """Return the share of `stage_seconds` in which the stage's ranks communicate."""
-        return self._stages[stage].operator_seconds(work)["collectives"]
-
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of one tensor [tokens, hidden] of bf16."""
         size = work.num_tokens * self._hidden * BYTES_PER_ELEMENT
