@@ -125,6 +125,11 @@ class SimulatedLink:
         self._num_messages = 0
 
     @property
+    def loop(self) -> EventLoop:
+        """Clock of the link."""
+        return self._loop
+
+    @property
     def num_waiting(self) -> int:
         """Number of messages that are not sent completely."""
         return len(self._waiting) + self._is_busy(self._loop.now)

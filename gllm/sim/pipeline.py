@@ -58,13 +58,15 @@ def make_pipeline_links(loop: EventLoop, num_stages: int, policy: str = "serial"
     )
 
 
-def _check_links(links: PipelineLinks, num_stages: int) -> None:
-    """Raise ValueError unless there is a link per edge and one for each stage's plans."""
+def _check_links(links: PipelineLinks, num_stages: int, loop: EventLoop) -> None:
+    """Raise ValueError unless each edge and each stage's plans have a link, in the same loop."""
     if len(links.activations) != num_stages - 1 or len(links.plans) != num_stages:
         raise ValueError(
             f"links has {len(links.activations)} activation links and {len(links.plans)} plan "
             f"links, but {num_stages} stages need {num_stages - 1} and {num_stages}"
         )
+    if any(link.loop is not loop for link in (*links.activations, *links.plans, links.results)):
+        raise ValueError("links are in another event loop than the pipeline: make them in its loop")
 
 
 class InFlightBatch:
@@ -98,7 +100,7 @@ class SimulatedPipeline:
         output_lengths: Output lengths that the scheduler begins with.
 
     Raises:
-        ValueError: The links do not fit the number of stages.
+        ValueError: The links do not fit the number of stages, or are in another loop.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class SimulatedPipeline:
         self.cost = cost
         self.observers = tuple(observers)
         self.links = links or make_pipeline_links(self.loop, config.stages)
-        _check_links(self.links, config.stages)
+        _check_links(self.links, config.stages, self.loop)
         self.is_stopped = False
         self.scheduler = (
             Scheduler(config, output_lengths=output_lengths)

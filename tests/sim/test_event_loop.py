@@ -8,7 +8,7 @@ import pytest
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.pipeline import SimulatedPipeline
+from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 
@@ -80,3 +80,11 @@ def test_garbage_collection_pauses_during_a_run_and_has_nothing_to_do() -> None:
         loop.run()
     assert states == [False]
     assert gc.isenabled()
+
+
+def test_links_of_another_loop_are_refused() -> None:
+    """Their events would never happen."""
+    config, cost = SchedulerConfig().resolve(2, 10, 16), ConstantCostModel(1.0)
+    links = make_pipeline_links(EventLoop(), 2)
+    with pytest.raises(ValueError, match="links are in another event loop than the pipeline"):
+        SimulatedPipeline(config, cost, links=links)
