@@ -13,6 +13,8 @@ from gllm.scheduler.cache_events import CacheEventLog
 
 HASH_BYTES = 16
 """Size of a block hash in bytes."""
+TOKEN_TYPE = "q"
+"""Type code of arrays of token ids."""
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -22,13 +24,13 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
         parent: hash of the previous block, so that the hash covers all tokens before the block.
         token_ids: tokens of the block.
     """
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+    return blake2b(parent + array(TOKEN_TYPE, token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """Return `chain_hash` of each block of a chain; `token_ids` fill all of them."""
     # Converting all tokens at once takes half the time of doing so per block.
-    data = array("q", token_ids)
+    data = array(TOKEN_TYPE, token_ids)
     num_bytes = block_size * data.itemsize
     encoded, hashes = data.tobytes(), []
     for begin in range(0, len(encoded), num_bytes):

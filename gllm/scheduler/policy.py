@@ -63,6 +63,8 @@ class SchedulingPolicy(Protocol):
     splits_prompts: bool
     """True if every prompt may be split. False: only the first prompt of a micro-batch is split,
     and only if it does not fit."""
+    counts_idle_turns: bool
+    """True if `prefill_budget` has to be called even if no prompt waits."""
     admission: type[AdmissionController]
     """Rule by which waiting sequences get KV blocks."""
 
@@ -97,6 +99,7 @@ class TokenBudgetPolicy:
     runs_prefill_first = False
     learns_step_times = False
     splits_prompts = True
+    counts_idle_turns = False
     admission: type[AdmissionController] = AdmissionController
 
     def decode_cost(self, num_context_tokens: int) -> float:

@@ -125,13 +125,12 @@ class Scheduler:
         output = StepOutput([], [], [], [], count_tokens(plan.rows))
         sequences, error = self._sequences, result.error
         for row in plan.rows:
-            seq = row.seq
-            sequence = sequences[seq]
+            sequence = sequences[row.seq]
             sequence.num_rows_in_flight -= 1
             if error:
                 self._fail(sequence, error, output)
             else:
-                self._commit_row(sequence, row, sampled.get(seq), output)
+                self._commit_row(sequence, row, sampled.get(row.seq), output)
             if sequence.is_finished or sequence.is_preempting:
                 self._finalize(sequence)
             else:
@@ -213,6 +212,8 @@ class Scheduler:
         self, decodes: list[ScheduledRow], decode_cost: float, now: float
     ) -> list[ScheduledRow]:
         """Return prefill chunks for a micro-batch with these decodes."""
+        if not (self._queues.waiting or self._policy.counts_idle_turns):
+            return []
         budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
         num_left = self._max_num_batched_tokens - count_tokens(decodes)
         rows: list[ScheduledRow] = []

@@ -69,7 +69,7 @@ class SequenceTable:
             request = sequence.request
             known = sequence.token_ids if seq == sequence.seq else request.initial_token_ids(seq)
             requests[request.seq] = request, now - sequence.arrival_time
-            living.setdefault(request.seq, []).append((seq, known[sequence.prompt_len :]))
+            living.setdefault(request.seq, []).append((seq, known[sequence.prompt_len :].tolist()))
         resumed = []
         for first_seq, (request, age_seconds) in sorted(requests.items()):
             seqs, outputs = zip(*sorted(living[first_seq]), strict=True)

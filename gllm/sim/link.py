@@ -159,10 +159,11 @@ class SimulatedLink:
         )
         self._num_messages += 1
         self._waiting.append(message)
-        if not self._is_busy(now):
+        sending = self._sending
+        if sending is None or not self._is_busy(now):
             self._start_burst(now)
-        elif not self._is_end_due and self._sending is not None:
-            self._push_end(self._sending)
+        elif not self._is_end_due:
+            self._push_end(sending)
 
     def drop(self, owner: object) -> None:
         """Remove the messages of a sender that has ended, and stop its burst.

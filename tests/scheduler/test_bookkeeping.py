@@ -1,5 +1,7 @@
 """What is counted, given back and reported, one case each: figures that no text depends on."""
 
+from array import array
+
 import pytest
 
 from gllm.scheduler.block_table_replica import BlockTableReplica
@@ -98,7 +100,7 @@ def test_idle_blocks_that_would_be_shared_are_no_free_blocks() -> None:
     pipe.add(SchedulerRequest(1, prompt(76, mark=2), 60))
     plan_of(pipe)
     memory = pipe.scheduler.kv_cache
-    sequence = Sequence(2, SchedulerRequest(2, prompt(96), 1), prompt(96), num_prefill_tokens=96)
+    sequence = Sequence(2, SchedulerRequest(2, prompt(96), 1), array("q", prompt(96)), 96)
     shared = memory.find_shareable_blocks(sequence)
     assert (len(shared), memory.block_pool.num_free_blocks) == (5, 5)
     assert not memory.admit(sequence)

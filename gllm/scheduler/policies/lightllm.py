@@ -35,6 +35,7 @@ class LightLlmPolicy(WholePromptPolicy):
     """Prompts while nothing decodes, otherwise every MAX_WAITING_ITERATIONS iterations."""
 
     runs_prefill_first = True
+    counts_idle_turns = True
     admission: type[AdmissionController] = PeakAdmission
 
     def __init__(self, config: SchedulerConfig) -> None:

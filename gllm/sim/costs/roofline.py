@@ -154,9 +154,9 @@ class _StageRoofline:
         """Return the time of a micro-batch."""
         layer, seconds = self._layer, 0.0
         if self._num_dense:
-            seconds += self._num_dense * sum(layer.seconds(work, False))
+            seconds += self._num_dense * layer.total_seconds(work, False)
         if self._num_sparse:
-            seconds += self._num_sparse * sum(layer.seconds(work, True))
+            seconds += self._num_sparse * layer.total_seconds(work, True)
         if self._is_first:
             seconds += layer.sum_seconds(work)
         if self._is_last and work.num_sampled_rows:
@@ -202,10 +202,10 @@ class LayerRoofline:
         self._dense_weights = self._shard.layer_weights
         self._kv_bytes = self._shard.kv_bytes
         self._elementwise_bytes = [self._shard.elementwise_bytes(each) for each in (False, True)]
-        self._recent: dict[tuple[int, bool], tuple[StageWork, LayerSeconds]] = {}
-        """Predictions of the last micro-batches, by step modulo NUM_RECENT_BATCHES and kind."""
+        self._recent: dict[tuple[int, bool], tuple[StageWork, float]] = {}
+        """Total times of the last micro-batches, by step modulo NUM_RECENT_BATCHES and kind."""
 
-    def seconds(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
+    def total_seconds(self, work: StageWork, is_sparse: bool) -> float:
         """Return the time of a layer; `is_sparse`: with experts.
 
         Keeps the results of the last micro-batches, because the stages predict them one by one.
@@ -213,10 +213,11 @@ class LayerRoofline:
         key = work.step % NUM_RECENT_BATCHES, is_sparse
         recent = self._recent.get(key)
         if recent is None or recent[0] is not work:
-            recent = self._recent[key] = work, self._predict(work, is_sparse)
+            recent = self._recent[key] = work, sum(self.seconds(work, is_sparse))
         return recent[1]
 
-    def _predict(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
+    def seconds(self, work: StageWork, is_sparse: bool) -> LayerSeconds:
+        """Return the times of a layer's parts; `is_sparse`: with experts."""
         shard, rows = self._shard, work.num_tokens
         if is_sparse:
             matrices = self._matrix_seconds(shard.active_weights, shard.read_weights(rows), rows)
