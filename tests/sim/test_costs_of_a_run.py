@@ -14,7 +14,7 @@ from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
 
-MAX_CALLS_PER_ROW = 40
+MAX_CALLS_PER_ROW = 32
 """Python functions called per output token, with the events of its share of a micro-batch."""
 MAX_EVENTS_PER_BATCH = 16
 """Events per micro-batch on four stages."""
