@@ -44,7 +44,7 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         SystemExit: An argument is invalid.
     """
     words = shlex.split(command)
-    module = "gllm" if words[0] == "gllm" else words[2]
+    module = "gllm.__main__" if words[0] == "gllm" else words[2]
     for parser_class in (argparse.ArgumentParser, FlagParser):
         monkeypatch.setattr(parser_class, "parse_args", parse_only(parser_class.parse_args))
     monkeypatch.setattr(sys, "argv", words[words[0] != "gllm" and 2 :])
