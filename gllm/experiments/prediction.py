@@ -84,8 +84,8 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "their own, which work in turns of a few seconds: the machine is shared, and its speed "
         f"changes by more than what is to be seen here. {rounds * count} requests of {WORKLOAD} "
         f"for each load, in {rounds * PARTS} turns, at shares of what the engine serves with all "
-        "requests there at once. Machine: the median of what steps took over what the profile says "
-        "of the very same steps. Error: as predicted. At speed: the error of a prediction with "
+        "requests there at once. Machine: what all steps took over what the profile says of the "
+        "very same steps. Error: as predicted. At speed: the error of a prediction with "
         "stages and driver slower by that factor, the simulator's own.\n\n"
         + format_table(
             [

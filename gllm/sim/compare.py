@@ -82,17 +82,18 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
 
 
 def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
-    """Return the median over a run's steps of their seconds over those that a profile says.
+    """Return the seconds of all steps of a run over those that a profile says of them.
 
-    Other programs interrupt some steps for long; the median is the machine's speed between that.
+    A profile predicts mean times, and steps that other programs interrupt delay requests too, so
+    sums are compared: the median step is shorter than the mean one.
     """
-    ratios = []
+    taken_seconds = predicted_seconds = 0.0
     for costs in measure_step_costs(run):
         taken, _ = split_sampling(costs)
-        said = [cost.stage_seconds(stage, costs.step.work) for stage in range(len(taken))]
-        if sum(said):
-            ratios.append(sum(taken) / sum(said))
-    return median(ratios) if ratios else 1.0
+        taken_seconds += sum(taken)
+        for stage in range(len(taken)):
+            predicted_seconds += cost.stage_seconds(stage, costs.step.work)
+    return taken_seconds / predicted_seconds if predicted_seconds else 1.0
 
 
 def read_requests(

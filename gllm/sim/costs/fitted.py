@@ -12,7 +12,7 @@ of the same layers, embedding and LM head in steps that were measured outside of
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,8 +165,8 @@ class FittedCostModel(BaseCostModel):
         self._bytes, self._other_link = profile.activation_bytes, link
         if profile.links:
             self._other_link = None
-        self._plan = median(profile.plans) if profile.plans else 0.0
-        self._sampling = median(profile.sampling) if profile.sampling else 0.0
+        self._plan = fmean(profile.plans) if profile.plans else 0.0
+        self._sampling = fmean(profile.sampling) if profile.sampling else 0.0
         self._return = _fit_line(profile.returns)
         self._ranges = _measure_ranges(profile.steps)
 
@@ -204,11 +204,11 @@ class FittedCostModel(BaseCostModel):
         return TransferCost(self._link[1] * work.num_tokens, self._link[0])
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return the measured median."""
+        """Return the measured mean."""
         return self._plan
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return the measured median."""
+        """Return the measured mean."""
         return self._sampling
 
     def return_seconds(self, work: StageWork) -> float:
