@@ -23,6 +23,7 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.compare import read_aborts
 from gllm.sim.costs.recorded import RecordedCostModel
 from gllm.sim.deployment import Deployment, serve_requests
@@ -111,9 +112,9 @@ def _simulate_generation(
 ) -> tuple[RunRecord, list[StepLogEvent]]:
     """Simulate a generation with its own arrivals and step times."""
     requests = [
-        (run.requests[event.seq].received_time, to_request(event))
+        _received_request(event, received_time)
         for event in events
-        if isinstance(event, AddEvent) and run.requests[event.seq].received_time
+        if isinstance(event, AddEvent) and (received_time := run.requests[event.seq].received_time)
     ]
     start = run.start
     deployment = Deployment(
@@ -125,6 +126,15 @@ def _simulate_generation(
         start.degrees,
     )
     return serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
+
+
+def _received_request(event: AddEvent, time: float) -> tuple[float, SchedulerRequest]:
+    """Return a request at the time at which the driver had all that came with it.
+
+    Its age keeps its own arrival: policies order requests by it.
+    """
+    request = to_request(event)
+    return time, request._replace(age_seconds=request.age_seconds + time - event.time)
 
 
 def _sum_agreements(agreements: Iterable[ReplayAgreement]) -> ReplayAgreement:

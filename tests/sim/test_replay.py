@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from gllm.observability.step_log import (
+    LoggedScheduler,
     ScheduleEvent,
     StageTimesEvent,
     StepLogEvent,
     StepLogWriter,
 )
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
-from gllm.scheduler.plan import StepPlan, StepTime
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import (
     compare_runs,
@@ -69,6 +71,29 @@ def test_a_run_comes_again(policy: str, stages: int) -> None:
     assert calls.num_equal == calls.num_plans
     assert times.share == 1.0
     assert replay_latency_errors(events) == {"ttft": 0.0, "e2el": 0.0}
+
+
+def test_requests_that_the_driver_receives_together_keep_their_arrivals() -> None:
+    """The driver schedules after a batch of messages; policies order by each one's arrival."""
+    start = deployment(stages=1).start_event(0.0)
+    clock = iter(range(1, 100))
+    events: list[StepLogEvent] = [start]
+    scheduler = LoggedScheduler(start.scheduler, events.append, lambda: float(next(clock)))
+    for seq, num_tokens in enumerate((50, 300, 20)):
+        scheduler.add(SchedulerRequest(2 - seq, [7] * num_tokens, 1), 0.1 * seq)
+    now = 1.0
+    while (plan := scheduler.schedule(now)) is not None:
+        sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows if row.should_sample]
+        now = float(next(clock))
+        scheduler.record_step_times(0, [StepTime(plan.step, now, now + 0.5)])
+        scheduler.commit(StepResult(plan.step, sampled))
+        now = float(next(clock))
+    assert next(row.seq for row in _first_plan(events).rows) == 2
+    assert replay_step_times(events).share == 1.0
+
+
+def _first_plan(events: list[StepLogEvent]) -> StepPlan:
+    return next(e.plan for e in events if isinstance(e, ScheduleEvent) and e.plan is not None)
 
 
 def test_reports_of_steps_that_are_not_planned_are_left_out() -> None:
