@@ -134,6 +134,8 @@ def measure_steps(plan: InterferencePlan, rounds: int, threads: int | None = Non
         policy="sarathi",
         max_num_batched_tokens=8192,
         prefix_cache=False,
+        # While one step is computed, nothing else is planned: prompts that come then run together.
+        max_in_flight=1,
         threads=threads,
     )
     measurement = StepMeasurement(plan)

@@ -91,8 +91,9 @@ def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
     for costs in measure_step_costs(run):
         taken, _ = split_sampling(costs)
         taken_seconds += sum(taken)
-        for stage in range(len(taken)):
+        for stage, num_arrivals in enumerate(costs.num_arrivals):
             predicted_seconds += cost.stage_seconds(stage, costs.step.work)
+            predicted_seconds += num_arrivals * cost.arrival_seconds(stage)
     return taken_seconds / predicted_seconds if predicted_seconds else 1.0
 
 

@@ -131,6 +131,8 @@ class SimulatedPipeline:
         )
         self._stages = [_SimulatedStage(self, stage) for stage in range(config.stages)]
         self._is_turn_due = False
+        self.num_arrivals = 0
+        """Number of requests so far."""
         self._num_steps = 0
         """Number of steps planned so far."""
         self._results: dict[int, InFlightBatch] = {}
@@ -161,6 +163,7 @@ class SimulatedPipeline:
         if self.is_stopped:
             raise ValueError("the pipeline has been stopped: submit the request to a new one")
         self.scheduler.add(request, now)
+        self.num_arrivals += 1
         for observer in self.observers:
             observer.on_added(request, now)
         self._request_turn(now)
@@ -320,7 +323,17 @@ class SimulatedPipeline:
 class _SimulatedStage:
     """Stage that computes the micro-batches in the order of their steps, one at a time."""
 
-    __slots__ = ("_batch", "_is_last", "_next_step", "_pipeline", "_ready", "_start_time", "index")
+    __slots__ = (
+        "_arrival_seconds",
+        "_batch",
+        "_is_last",
+        "_next_step",
+        "_num_arrivals",
+        "_pipeline",
+        "_ready",
+        "_start_time",
+        "index",
+    )
 
     def __init__(self, pipeline: SimulatedPipeline, index: int) -> None:
         self.index = index
@@ -329,6 +342,9 @@ class _SimulatedStage:
         self._batch: InFlightBatch | None = None
         """The micro-batch that the stage computes."""
         self._start_time = 0.0
+        self._arrival_seconds = pipeline.cost.arrival_seconds(index)
+        self._num_arrivals = 0
+        """Number of requests that arrived before the micro-batch's end as it is predicted."""
         self._next_step = 0
         self._ready: dict[int, InFlightBatch] = {}
         """Micro-batches with all inputs, by step."""
@@ -354,12 +370,19 @@ class _SimulatedStage:
         # A row whose input token the step before samples waits for it (one stage only).
         start = max(now, pipeline.sampled_time) if work.has_placeholders else now
         self._start_time = start
+        self._num_arrivals = pipeline.num_arrivals
         end = start + pipeline.cost.stage_seconds(self.index, work, start)
         pipeline.loop.push(end, PIPELINE, self._end, batch)
 
     def _end(self, now: float, batch: InFlightBatch) -> None:
         pipeline = self._pipeline
         if pipeline.is_stopped:
+            return
+        num_new = pipeline.num_arrivals - self._num_arrivals
+        if num_new and self._arrival_seconds:
+            self._num_arrivals += num_new
+            end = now + num_new * self._arrival_seconds
+            pipeline.loop.push(end, PIPELINE, self._end, batch)
             return
         self._batch = None
         start, step = self._start_time, batch.plan.step

@@ -86,6 +86,22 @@ def test_one_profile_prices_every_cut(measured: list[int], cut: list[int]) -> No
             assert cost.stage_seconds(stage, work) == pytest.approx(expected, rel=0.04)
 
 
+def test_arrivals_prolong_the_first_stage_in_every_cut() -> None:
+    measured = profile([3, 5])
+    steps = [
+        msgspec.structs.replace(
+            step, stages=[step.stages[0] + 2e-3 * count, *step.stages[1:]], arrivals=[count, 0]
+        )
+        for count in range(3)
+        for step in measured.steps
+    ]
+    measured = msgspec.structs.replace(measured, steps=steps)
+    for cut in ([3, 5], [2, 2, 4], [8]):
+        cost = FittedCostModel(measured, cut)
+        found = [cost.arrival_seconds(stage) for stage in range(len(cut))]
+        assert found == pytest.approx([2e-3] + [0.0] * (len(cut) - 1), rel=0.02, abs=1e-5)
+
+
 def test_a_slow_pipeline_is_slow_in_every_cut() -> None:
     """Parts are measured outside of the pipeline: they give shares, the pipeline the level."""
     fast, slow = (FittedCostModel(profile([LAYERS], factor), [4, 4]) for factor in (1, 1.5))

@@ -331,6 +331,26 @@ def test_chunks_of_a_prompt_follow_each_other(in_flight: int, seconds: float) ->
     assert only(run_events).line.ttft == seconds
 
 
+class BusyDriverCost(ConstantCostModel):
+    """Constant stages; each arriving request prolongs the running step of the first one."""
+
+    def arrival_seconds(self, stage: int) -> float:
+        """A quarter of a second on the first stage."""
+        return 0.25 if stage == 0 else 0.0
+
+
+def test_arrivals_prolong_the_step_that_they_meet() -> None:
+    """The second one arrives in the first step, the third in what the second added to it."""
+    jobs = [WorkloadRequest(time, 4, 1) for time in (0.0, 0.5, 1.125, 5.0)]
+    run = simulate(Deployment("m", [1, 1], BusyDriverCost(1.0), config(2)), jobs)
+    first, second, *_ = (step.stage_times for step in run.micro_batches)
+    assert [(each.start, each.end) for each in first if each] == [(0.0, 1.5), (1.5, 2.5)]
+    assert second[0] is not None
+    assert second[0].start == 1.5
+    last = run.micro_batches[-1].stage_times
+    assert [(each.start, each.end) for each in last if each] == [(5.0, 6.0), (6.0, 7.0)]
+
+
 def test_a_link_carries_one_at_a_time() -> None:
     resolved = config(2, policy="sarathi", max_num_batched_tokens=16, max_in_flight=9)
     run_events = served(

@@ -1,5 +1,6 @@
 """Replay and comparison, on logs whose every time is known."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,24 @@ def test_a_fit_predicts_another_run(profile: CostProfile) -> None:
             errors.append(cost.stage_seconds(stage, step.work) / (times.end - times.start) - 1)
     assert sum(abs(error) for error in errors) / len(errors) < 0.05
     assert sum(cost.activation_transfer(0, real.micro_batches[0].work)) > 0
+
+
+class BusyDriverCost(DelegatingCostModel):
+    """Each arriving request prolongs the running step of the first stage."""
+
+    def arrival_seconds(self, stage: int) -> float:
+        """The constant of the first stage."""
+        return 0.05 if stage == 0 else 0.0
+
+
+def test_a_fit_tells_arrivals_from_the_steps_that_they_slow_down() -> None:
+    config = SchedulerConfig(ridge_tokens=10**6, prefix_cache=False)
+    made = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 16384, scheduler=config)
+    jobs = make_workload("uniform:1,2000,1,100", 300, 3.0)
+    run = simulate(replace(made, cost=BusyDriverCost(made.cost)), jobs)
+    cost = FittedCostModel(build_profile([run], {}))
+    assert cost.arrival_seconds(0) == pytest.approx(0.05, rel=0.05)
+    assert cost.arrival_seconds(1) < 0.005
 
 
 def test_real_beside_predicted(profile: CostProfile, tmp_path: Path) -> None:

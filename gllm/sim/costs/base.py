@@ -50,6 +50,9 @@ class CostModel(Protocol):
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time in which a stage computes a micro-batch that it starts at `now`."""
 
+    def arrival_seconds(self, stage: int) -> float:
+        """Return the time by which each request that arrives prolongs the step of a stage."""
+
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of sending the activations from `stage` to the next one."""
 
@@ -89,6 +92,10 @@ class BaseCostModel:
     def num_below_range(self) -> Mapping[str, int]:
         """Return no counts: the model holds for all work."""
         return {}
+
+    def arrival_seconds(self, stage: int) -> float:
+        """Return nothing."""
+        return 0.0
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return nothing."""
@@ -134,6 +141,10 @@ class DelegatingCostModel:
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the other model."""
         return self._cost.stage_seconds(stage, work, now)
+
+    def arrival_seconds(self, stage: int) -> float:
+        """Return the time of the other model."""
+        return self._cost.arrival_seconds(stage)
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of the other model."""

@@ -1,10 +1,11 @@
 """Step times from a profile: a curve over tokens plus attention, for the measured or another cut.
 
 A stage takes, in seconds,
-    curve(tokens) + b chunks + c pairs + d decodes + e decode context + f samples:
+    curve(tokens) + b chunks + c pairs + d decodes + e decode context + f samples + g arrivals:
 the linear model of "Vidur" (arXiv 2405.05465) and others, with a rising piecewise linear curve for
-its tokens, because small micro-batches read the weights and large ones compute. No coefficient is
-negative, so no stage gets faster with more work.
+its tokens, because small micro-batches read the weights and large ones compute. Requests that
+arrive meanwhile slow a stage down: the driver receives them in the first stage's process, and the
+frontend may share its cores. No coefficient is negative, so no stage gets faster with more work.
 
 Another cut into stages takes a share of what all measured stages take together. The share is that
 of the same layers, embedding and LM head in steps that were measured outside of the pipeline:
@@ -68,11 +69,16 @@ class _StageFit:
     """Coefficients of one stage."""
 
     def __init__(self, samples: Sequence[StepSample], stage: int) -> None:
-        rows = np.array([[*_work_features(each), each.samples] for each in samples])
+        rows = np.array(
+            [
+                [*_work_features(each), each.samples, each.arrivals[stage] if each.arrivals else 0]
+                for each in samples
+            ]
+        )
         seconds = np.array([max(each.stages[stage], 1e-7) for each in samples])
         fitted = fit_nonnegative(rows, seconds)
         self._curve = fitted[: len(KNOTS) + 1]
-        self._others = fitted[len(KNOTS) + 1 :]
+        *self._others, self.arrival_seconds = fitted[len(KNOTS) + 1 :]
         self._known: dict[int, float] = {}
 
     def seconds(self, work: StageWork) -> float:
@@ -195,6 +201,12 @@ class FittedCostModel(BaseCostModel):
         share = part / self._span_fit.seconds(sample, self._measured_spans)
         return self._host_seconds + whole * share
 
+    def arrival_seconds(self, stage: int) -> float:
+        """Return the fitted time; of another cut that of the driver's stage on the first one."""
+        if self._cut is None:
+            return self._fits[stage].arrival_seconds
+        return self._fits[0].arrival_seconds if stage == 0 else 0.0
+
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return a fixed latency plus a time per token; all links are equal."""
         if self._other_link is not None:
@@ -240,6 +252,10 @@ class ScaledCostModel(DelegatingCostModel):
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the other model, multiplied by the factor."""
         return self._factor * super().stage_seconds(stage, work, now)
+
+    def arrival_seconds(self, stage: int) -> float:
+        """Return the time of the other model, multiplied by the factor."""
+        return self._factor * super().arrival_seconds(stage)
 
     def plan_seconds(self, work: StageWork) -> float:
         """Return the time of the other model, multiplied by the factor."""

@@ -1,5 +1,6 @@
 """Cost profile: step times of a real pipeline, stored in a file; costs/fitted.py fits them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,9 +29,13 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     decodes, if that is longer."""
     stages: list[float]
     """Seconds of each stage."""
+    arrivals: list[int] = []
+    """Requests that arrived in the time of each stage; empty: none."""
 
     @classmethod
-    def of(cls, work: StageWork, seconds: list[float]) -> "StepSample":
+    def of(
+        cls, work: StageWork, seconds: list[float], arrivals: Sequence[int] = ()
+    ) -> "StepSample":
         """Return the sample of a step."""
         return cls(
             work.num_tokens,
@@ -41,6 +46,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
             work.num_sampled_rows,
             measure_context(work),
             [round(value, SECONDS_DECIMALS) for value in seconds],
+            list(arrivals) if any(arrivals) else [],
         )
 
 
@@ -123,7 +129,7 @@ def _add_step(profile: CostProfile, costs: StepCosts) -> None:
     stages, sampling = split_sampling(costs)
     if sampling is not None:
         profile.sampling.append(round(sampling, SECONDS_DECIMALS))
-    profile.steps.append(StepSample.of(work, stages))
+    profile.steps.append(StepSample.of(work, stages, costs.num_arrivals))
     profile.returns.append((work.num_sampled_rows, round(costs.return_seconds, SECONDS_DECIMALS)))
     if costs.plan_seconds is not None:
         profile.plans.append(round(costs.plan_seconds, SECONDS_DECIMALS))
