@@ -75,7 +75,7 @@ def test_prefill_does_not_lead_while_a_decode_lacks_a_block() -> None:
     pipe = pipeline(9, policy="prefill-first", async_scheduling=False, max_in_flight=3)
     fill(pipe, [64, 64], [0, 0])
     plan_of(pipe)
-    pipe.scheduler._is_decode_stalled = True
+    pipe.scheduler._filler.is_decode_stalled = True
     pipe.add(SchedulerRequest(2, prompt(4, mark=2), 4, priority=-1))
     pipe.commit()
     rows = plan_of(pipe).rows

@@ -1,0 +1,207 @@
+"""Fill a micro-batch: choose the decodes and prefill chunks that run next, and give them KV blocks.
+
+The policy has the budgets, this module the limits: ready decodes, free blocks and
+max_num_batched_tokens.
+"""
+
+from collections.abc import Mapping
+
+from gllm.scheduler.admission import AdmissionController
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.plan import ScheduledRow, count_tokens
+from gllm.scheduler.policy import SchedulingPolicy
+from gllm.scheduler.preemption import PreemptionManager
+from gllm.scheduler.queue_tally import SchedulerCounters
+from gllm.scheduler.queues import SequenceQueues, rank_of
+from gllm.scheduler.sequence import Sequence
+
+
+class MicroBatchFiller:
+    """Schedules rows of the sequences in the queues."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        policy: SchedulingPolicy,
+        kv_cache: KVCacheManager,
+        admission: AdmissionController,
+        queues: SequenceQueues,
+        preemption: PreemptionManager,
+        counters: SchedulerCounters,
+    ) -> None:
+        assert config.max_num_batched_tokens is not None
+        self.is_decode_stalled = False
+        """True if a decode of the last plan did not get a block."""
+        self._policy = policy
+        self._splits_prompts = policy.splits_prompts
+        self._is_phase_pure = policy.runs_prefill_first or config.phase_pure
+        self._async_scheduling = config.async_scheduling
+        self._block_size = config.block_size
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._kv_cache = kv_cache
+        self._admission = admission
+        self._queues = queues
+        self._preemption = preemption
+        self._counters = counters
+
+    def fill(self, now: float, follows_decodes: bool) -> list[ScheduledRow]:
+        """Return rows by the policy's budgets.
+
+        Decodes get their blocks first, unless the policy runs prefill first. It never does while a
+        decode lacks a block: a victim of preemption would take its freed blocks back.
+
+        Args:
+            now: current time in seconds.
+            follows_decodes: the previous plan has decodes.
+        """
+        self._preemption.preempt_for_head()
+        phase_pure = self._is_phase_pure
+        is_prefill_turn = phase_pure and (follows_decodes or self._policy.runs_prefill_first)
+        if is_prefill_turn and not self.is_decode_stalled:
+            return self._schedule_prefills([], 0.0, now) or self._schedule_decodes()[0]
+        rows, cost = self._schedule_decodes()
+        if rows and phase_pure:
+            return rows
+        return rows + self._schedule_prefills(rows, cost, now)
+
+    def _schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
+        """Return decode rows, those of one token first, and their cost for the policy."""
+        budget, cost = self._policy.decode_budget(self._queues.load()), 0.0
+        single_token_rows: list[ScheduledRow] = []
+        multi_token_rows: list[ScheduledRow] = []
+        num_left, self.is_decode_stalled = self._max_num_batched_tokens, False
+        ready, block_size = self._queues.ready, self._block_size
+        for sequence in self._admission.select_decodes(ready):
+            if cost >= budget or not num_left:
+                break
+            if sequence.seq not in ready:
+                continue  # An earlier decode of this loop has preempted it.
+            num_scheduled = sequence.num_scheduled_tokens
+            num_tokens = len(sequence.token_ids) - num_scheduled
+            if num_tokens != 1:
+                num_tokens = min(sequence.num_decode_tokens, num_left)
+            has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size
+            if has_blocks or self._preemption.allocate_decode(sequence, num_tokens):
+                cost += self._policy.decode_cost(num_scheduled)
+                rows = multi_token_rows if num_tokens > 1 else single_token_rows
+                rows.append(self._schedule_row(sequence, num_tokens))
+                num_left -= num_tokens
+            else:
+                self.is_decode_stalled = True
+        return single_token_rows + multi_token_rows, cost
+
+    def _schedule_prefills(
+        self, decodes: list[ScheduledRow], decode_cost: float, now: float
+    ) -> list[ScheduledRow]:
+        """Return prefill chunks for a micro-batch with these decodes."""
+        if not (self._queues.waiting or self._policy.counts_idle_turns):
+            return []
+        budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
+        num_left = self._max_num_batched_tokens - count_tokens(decodes)
+        rows: list[ScheduledRow] = []
+        while self._queues.waiting and budget > 0 and num_left:
+            sequence = self._queues.waiting[0]
+            if rows and not (self._splits_prompts or sequence.num_waiting_tokens <= num_left):
+                break
+            max_tokens = min(self._admit_prefill(sequence, now), num_left)
+            if not max_tokens:
+                break
+            num_tokens, cost = self._policy.size_chunk(
+                sequence.num_scheduled_tokens, max_tokens, budget
+            )
+            rows.append(self._schedule_chunk(sequence, num_tokens))
+            budget -= cost
+            num_left -= num_tokens
+            if sequence.is_prefilling:
+                break
+        return rows
+
+    def force(self, sequences: Mapping[int, Sequence], now: float) -> list[ScheduledRow]:
+        """Return a row of the best-ranked sequence; nothing may be in flight.
+
+        Preempts other sequences, worst rank first, until the row fits.
+
+        Args:
+            sequences: all sequences by id, at least one.
+            now: current time in seconds.
+        """
+        best = min(sequences.values(), key=rank_of)
+        others = sorted(self._kv_cache.running.values(), key=rank_of)
+        while not (rows := self._schedule_alone(best, now)):
+            victim = others.pop()
+            assert victim is not best, "the whole cache holds one sequence"
+            self._preemption.preempt(victim)
+        return rows
+
+    def _schedule_alone(self, sequence: Sequence, now: float) -> list[ScheduledRow]:
+        """Return a row of one sequence without regard to the others; empty if no token fits."""
+        max_batched = self._max_num_batched_tokens
+        if sequence.is_prefilling:
+            max_tokens = min(self._admit_prefill(sequence, now, runs_alone=True), max_batched)
+            if not max_tokens:
+                return []
+            budget = self._policy.prefill_budget(self._queues.load())
+            num_tokens, _ = self._policy.size_chunk(
+                sequence.num_scheduled_tokens, max_tokens, budget
+            )
+            return [self._schedule_chunk(sequence, num_tokens)]
+        max_tokens = self._kv_cache.max_sequence_tokens(sequence) - sequence.num_scheduled_tokens
+        num_tokens = min(sequence.num_decode_tokens, max_tokens, max_batched)
+        self._kv_cache.allocate(sequence, num_tokens)
+        return [self._schedule_row(sequence, num_tokens)] if num_tokens else []
+
+    def _schedule_chunk(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
+        """Allocate blocks for a prefill chunk, schedule it and update the prefill queue."""
+        self._kv_cache.allocate(sequence, num_tokens)
+        self._queues.tally.remove_waiting(sequence)
+        row = self._schedule_row(sequence, num_tokens)
+        self._queues.tally.add_waiting(sequence)
+        if not sequence.is_prefilling:
+            self._queues.dequeue(sequence)
+        return row
+
+    def _schedule_row(self, sequence: Sequence, num_tokens: int) -> ScheduledRow:
+        """Return a row of the next tokens of a sequence, whose blocks are allocated."""
+        self._queues.ready.pop(sequence.seq, None)
+        if sequence.num_scheduled_tokens < sequence.num_prefill_tokens:
+            self._counters.prefill_tokens += num_tokens
+        else:
+            self._counters.decode_tokens += num_tokens
+        row = sequence.schedule_row(num_tokens)
+        self._queues.tally.on_decode_scheduled(sequence, num_tokens)
+        if self._async_scheduling:
+            self._queues.make_ready(sequence)
+        return row
+
+    def _admit_prefill(self, sequence: Sequence, now: float, runs_alone: bool = False) -> int:
+        """Return the number of prefill tokens that fit; admits a waiting sequence if possible.
+
+        Args:
+            sequence: a sequence with unscheduled prefill.
+            now: current time in seconds.
+            runs_alone: nothing else runs, so the sequence need not fit next to others.
+        """
+        if sequence.seq not in self._kv_cache.running and not self._admit(
+            sequence, now, runs_alone
+        ):
+            return 0
+        max_tokens = self._kv_cache.max_sequence_tokens(sequence)
+        return min(sequence.num_prefill_tokens, max_tokens) - sequence.num_scheduled_tokens
+
+    def _admit(self, sequence: Sequence, now: float, runs_alone: bool) -> bool:
+        """Move a waiting sequence into the cache; return False if it has to wait."""
+        has_space = self._kv_cache.can_extend_prefill(sequence)
+        if not has_space or not (runs_alone or self._admission.is_admissible(sequence)):
+            return False
+        self._queues.tally.remove_waiting(sequence)
+        is_admitted = self._kv_cache.admit(sequence)
+        self._queues.tally.add_waiting(sequence)
+        if not is_admitted:
+            return False
+        if not sequence.has_run:
+            sequence.num_cached_tokens = sequence.num_scheduled_tokens
+            sequence.queue_seconds = now - sequence.arrival_time
+            self._counters.prefix_queries += sequence.prompt_len * sequence.reads_prefix_cache
+            self._counters.prefix_hits += sequence.num_cached_tokens
+        return True
