@@ -17,6 +17,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.routing": (
                 "gllm.config.field_types gllm.config.options gllm.config.slo gllm.scheduler"
             ),
+            "gllm.pacing": "",
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
@@ -36,9 +37,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.link.commands": "gllm.messages msgspec",
             "gllm.link": (
-                "gllm.link.commands gllm.messages gllm.observability gllm.transport.base "
-                "gllm.transport.descriptors gllm.transport.meeting_log gllm.transport.ring msgspec "
-                "setproctitle"
+                "gllm.link.commands gllm.messages gllm.observability gllm.pacing "
+                "gllm.transport.base gllm.transport.descriptors gllm.transport.meeting_log "
+                "gllm.transport.ring msgspec setproctitle"
             ),
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
@@ -46,8 +47,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
                 "gllm.link.commands gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
-                "gllm.scheduler gllm.transport llguidance msgspec numpy psutil pynvml setproctitle "
-                "torch uvloop zmq"
+                "gllm.pacing gllm.scheduler gllm.transport llguidance msgspec numpy psutil pynvml "
+                "setproctitle torch uvloop zmq"
             ),
             "gllm.fleet": (
                 "gllm gllm.config gllm.engine.fleet_control gllm.engine.interface gllm.messages "
@@ -92,8 +93,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
             "gllm.sim": (
                 "gllm.config gllm.observability.bubbles gllm.observability "
-                "gllm.observability.step_log gllm.routing gllm.scheduler matplotlib msgspec numpy "
-                "sklearn tqdm"
+                "gllm.observability.step_log gllm.pacing gllm.routing gllm.scheduler matplotlib "
+                "msgspec numpy sklearn tqdm"
             ),
             "gllm.profiling": (
                 "gllm.cluster gllm.config gllm.kernels gllm.messages gllm.models gllm.runtime "

@@ -124,7 +124,9 @@ for module in pkgutil.walk_packages(package.__path__, sys.argv[1] + "."):
 """
 
 
-@pytest.mark.parametrize("package", ["gllm.sim", "gllm.scheduler", "gllm.cluster", "gllm.routing"])
+@pytest.mark.parametrize(
+    "package", ["gllm.sim", "gllm.scheduler", "gllm.pacing", "gllm.cluster", "gllm.routing"]
+)
 def test_no_module_of_a_light_package_loads_torch(package: str) -> None:
     code = [sys.executable, "-c", IMPORT_ALL, package]
     run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,28 +1,20 @@
 """Link in simulated time: messages occupy it one after another and arrive a propagation later."""
 
-from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from gllm.pacing.policy_registry import make_link_policy
+from gllm.pacing.traffic import LinkPolicy, LinkView, TrafficClass
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 
 T = TypeVar("T")
 
 TIME_TOLERANCE = 1e-9
-"""Seconds by which the end of a burst may differ from the time of an event."""
-
-
-class MessageClass(IntEnum):
-    """Class of a message; smaller values are more urgent."""
-
-    DECODE = 0
-    """Activations of a micro-batch of decodes; plans and results, which are small and on the way of
-    every token."""
-    PREFILL = 1
-    """Activations of a micro-batch with a prefill chunk."""
-    KV_CACHE = 2
-    """KV blocks on their way to another engine."""
+"""Seconds by which the end of a chunk may differ from the time of an event."""
+NOMINAL_BYTES_PER_SECOND = 6_553_600.0
+"""Rate of messages whose cost model knows times only, because policies decide on bytes: a chunk of
+64 KiB takes 10 ms."""
 
 
 class LinkMessage:
@@ -33,20 +25,19 @@ class LinkMessage:
         "cost",
         "deliver",
         "is_dropped",
-        "message_class",
+        "num_bytes",
         "number",
         "owner",
-        "queued_time",
         "rank",
-        "remaining_seconds",
+        "remaining_bytes",
+        "traffic_class",
     )
 
     def __init__(
         self,
         number: int,
-        message_class: MessageClass,
+        traffic_class: TrafficClass,
         cost: TransferCost,
-        queued_time: float,
         deliver: Callable[[float, Any], None],
         argument: object,
         owner: object,
@@ -54,12 +45,11 @@ class LinkMessage:
     ) -> None:
         self.number = number
         """Number of messages that the link received before this one."""
-        self.message_class = message_class
+        self.traffic_class = traffic_class
         self.cost = cost
-        self.queued_time = queued_time
-        """Time in seconds at which the link received the message."""
-        self.remaining_seconds = cost.occupancy_seconds
-        """Occupancy that is left."""
+        nominal_bytes = cost.occupancy_seconds * NOMINAL_BYTES_PER_SECOND
+        self.num_bytes = cost.num_bytes or max(1, round(nominal_bytes))
+        self.remaining_bytes = self.num_bytes
         self.deliver = deliver
         """Called with the arrival time and the argument."""
         self.argument = argument
@@ -68,46 +58,30 @@ class LinkMessage:
         """Rank of the arrival among the events of its time."""
         self.is_dropped = False
 
-
-class LinkBurst(NamedTuple):
-    """Part of a message that a link sends without interruption."""
-
-    position: int
-    """Position of the message among the waiting ones."""
-    seconds: float
-    """Occupancy after which the policy is asked again, above 0; the rest of a shorter message ends
-    the burst earlier."""
-
-
-class LinkPolicy(Protocol):
-    """Order in which a link sends its messages. One policy object serves one link."""
-
-    def select(self, waiting: Sequence[LinkMessage], now: float) -> LinkBurst:
-        """Return the next burst.
-
-        Args:
-            waiting: The messages, at least one. New messages and those that a burst interrupted go
-                to the end.
-            now: Time in seconds.
-        """
+    def occupancy_seconds(self, num_bytes: int) -> float:
+        """Return the occupancy of a part of the message, at the message's own rate."""
+        return self.cost.occupancy_seconds * (num_bytes / self.num_bytes)
 
 
 class SimulatedLink:
-    """Link that sends one message at a time, in bursts that its policy selects.
+    """Link that sends one message at a time, in chunks that its policy selects.
 
-    The link is busy for the occupancy of a message only; the message arrives its propagation after
+    The policy is one of gllm.pacing, the very class that data movers between machines hold. The
+    link is busy for the occupancy of a message only; the message arrives its propagation after
     that. Several senders may share a link: edges of a pipeline on one network card, or KV transfers
     of several engines. Messages of equal propagation arrive in the order in which the link has sent
-    their last burst.
+    their last chunk.
     """
 
     __slots__ = (
+        "_bytes_per_second",
         "_free_time",
         "_is_end_due",
         "_loop",
         "_num_messages",
         "_policy",
         "_sending",
+        "_slack_sources",
         "_waiting",
     )
 
@@ -116,13 +90,17 @@ class SimulatedLink:
         self._policy = policy
         self._waiting: list[LinkMessage] = []
         self._sending: LinkMessage | None = None
-        """Message of the latest burst; None after a drop."""
+        """Message of the latest chunk; None after a drop."""
         self._free_time = 0.0
-        """End of the latest burst."""
+        """End of the latest chunk."""
         self._is_end_due = False
-        """True if an event ends the latest burst. One that completes its message needs none until
+        """True if an event ends the latest chunk. One that completes its message needs none until
         another message waits for it."""
         self._num_messages = 0
+        self._bytes_per_second = NOMINAL_BYTES_PER_SECOND
+        """Rate of the newest message."""
+        self._slack_sources: list[tuple[object, Callable[[float], float | None]]] = []
+        """Owners, and their times until the next decode output."""
 
     @property
     def loop(self) -> EventLoop:
@@ -132,11 +110,27 @@ class SimulatedLink:
     @property
     def num_waiting(self) -> int:
         """Number of messages that are not sent completely."""
-        return len(self._waiting) + self._is_busy(self._loop.now)
+        sending = self._sending
+        is_last_chunk = sending is not None and not sending.remaining_bytes
+        return len(self._waiting) + (is_last_chunk and self._is_busy(self._loop.now))
+
+    @property
+    def uses_slack(self) -> bool:
+        """True if the policy reads the slack of the senders."""
+        return self._policy.uses_slack
+
+    def add_slack_source(self, owner: object, source: Callable[[float], float | None]) -> None:
+        """Add a sender whose next decode output the policy considers, until `drop`.
+
+        Args:
+            owner: The sender.
+            source: Returns the time until its next decode output in seconds; None: there is none.
+        """
+        self._slack_sources.append((owner, source))
 
     def send(
         self,
-        message_class: MessageClass,
+        traffic_class: TrafficClass,
         cost: TransferCost,
         deliver: Callable[[float, T], None],
         argument: T,
@@ -146,7 +140,7 @@ class SimulatedLink:
         """Send a message from now on.
 
         Args:
-            message_class: Class of the message, for the policy.
+            traffic_class: Class of the message, for the policy.
             cost: Occupancy and propagation of the message.
             deliver: Called with the arrival time and the argument.
             argument: Second argument of the call.
@@ -155,66 +149,85 @@ class SimulatedLink:
         """
         now = self._loop.now
         message = LinkMessage(
-            self._num_messages, message_class, cost, now, deliver, argument, owner, rank
+            self._num_messages, traffic_class, cost, deliver, argument, owner, rank
         )
         self._num_messages += 1
+        if cost.occupancy_seconds:
+            self._bytes_per_second = message.num_bytes / cost.occupancy_seconds
         self._waiting.append(message)
         sending = self._sending
         if sending is None or not self._is_busy(now):
-            self._start_burst(now)
+            self._start_chunk(now)
         elif not self._is_end_due:
             self._push_end(sending)
 
     def drop(self, owner: object) -> None:
-        """Remove the messages of a sender that has ended, and stop its burst.
+        """Remove the messages and the slack of a sender that has ended, and stop its chunk.
 
         Messages that are sent completely arrive nevertheless.
         """
         now = self._loop.now
         self._waiting = [message for message in self._waiting if message.owner is not owner]
+        self._slack_sources = [each for each in self._slack_sources if each[0] is not owner]
         sending = self._sending
         if sending is not None and sending.owner is owner and self._is_busy(now):
             sending.is_dropped = True
             self._sending = None
             self._is_end_due = False
             if self._waiting:
-                self._start_burst(now)
+                self._start_chunk(now)
 
     def _is_busy(self, now: float) -> bool:
-        """Return True if a burst has not ended; one that an event ends is busy until that."""
+        """Return True if a chunk has not ended; one that an event ends is busy until that."""
         if self._sending is None:
             return False
         return self._is_end_due or self._free_time - now > TIME_TOLERANCE
 
-    def _start_burst(self, now: float) -> None:
-        position, seconds = self._policy.select(self._waiting, now)
-        if seconds <= 0:
-            raise ValueError(f"a link policy selected a burst of {seconds} s: select more than 0 s")
-        message = self._sending = self._waiting.pop(position)
-        is_complete = seconds >= message.remaining_seconds
-        burst_seconds = message.remaining_seconds if is_complete else seconds
-        message.remaining_seconds -= burst_seconds
-        self._free_time = free_time = now + burst_seconds
-        if is_complete:
+    def _start_chunk(self, now: float) -> None:
+        position, num_bytes = self._policy.select(self._waiting, self._view(now))
+        message = self._sending = self._waiting[position]
+        if not 1 <= num_bytes <= message.remaining_bytes:
+            raise ValueError(
+                f"a link policy selected {num_bytes} bytes of a message with "
+                f"{message.remaining_bytes}: select 1 to {message.remaining_bytes}"
+            )
+        message.remaining_bytes -= num_bytes
+        self._free_time = free_time = now + message.occupancy_seconds(num_bytes)
+        if not message.remaining_bytes:
+            del self._waiting[position]
             arrival = free_time + message.cost.propagation_seconds
             self._loop.push(arrival, message.rank, self._deliver, message)
-        if self._waiting or not is_complete:
+        if self._waiting:
             self._push_end(message)
+
+    def _view(self, now: float) -> LinkView:
+        slacks = []
+        if self._policy.uses_slack:
+            slacks = [source(now) for _, source in self._slack_sources]
+        slack = min((each for each in slacks if each is not None), default=None)
+        return LinkView(now, self._bytes_per_second, slack)
 
     def _push_end(self, message: LinkMessage) -> None:
         self._is_end_due = True
-        self._loop.push(self._free_time, PIPELINE, self._end_burst, message)
+        self._loop.push(self._free_time, PIPELINE, self._end_chunk, message)
 
-    def _end_burst(self, now: float, message: LinkMessage) -> None:
+    def _end_chunk(self, now: float, message: LinkMessage) -> None:
         if message is not self._sending:
             return  # The message was dropped.
         self._is_end_due = False
         self._sending = None
-        if message.remaining_seconds:
-            self._waiting.append(message)
         if self._waiting:
-            self._start_burst(now)
+            self._start_chunk(now)
 
     def _deliver(self, now: float, message: LinkMessage) -> None:
         if not message.is_dropped:
             message.deliver(now, message.argument)
+
+
+def make_link(loop: EventLoop, policy: str = "serial") -> SimulatedLink:
+    """Return an idle link with a policy of LINK_POLICIES.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    return SimulatedLink(loop, make_link_policy(policy))

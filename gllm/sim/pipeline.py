@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from gllm.observability.step_log import LoggedScheduler, StepLogEvent
+from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.sim.costs.base import CostModel, TransferCost
+from gllm.sim.decode_clocks import DecodeClocks
 from gllm.sim.event_loop import (
     ABORT,
     ARRIVAL,
@@ -24,9 +25,9 @@ from gllm.sim.event_loop import (
     REPORT,
     EventLoop,
 )
-from gllm.sim.link import MessageClass, SimulatedLink
-from gllm.sim.link_policies import make_link
+from gllm.sim.link import SimulatedLink, make_link
 from gllm.sim.observer import PipelineObserver
+from gllm.sim.stage import InFlightBatch, SimulatedDevice, SimulatedStage
 
 OUTPUT_TOKEN_ID = 1
 """Id of every simulated output token."""
@@ -69,22 +70,6 @@ def _check_links(links: PipelineLinks, num_stages: int, loop: EventLoop) -> None
         raise ValueError("links are in another event loop than the pipeline: make them in its loop")
 
 
-class InFlightBatch:
-    """Micro-batch between its schedule and its commit."""
-
-    __slots__ = ("message_class", "missing_inputs", "plan", "work")
-
-    def __init__(self, plan: StepPlan, num_stages: int) -> None:
-        self.plan = plan
-        self.work: StageWork = compute_stage_work(plan.step, plan.rows)
-        self.message_class = (
-            MessageClass.PREFILL if self.work.prefill_chunks else MessageClass.DECODE
-        )
-        self.missing_inputs = [1] + [2] * (num_stages - 1)
-        """Number of messages that each stage waits for: the plan, and activations behind the first
-        stage."""
-
-
 class SimulatedPipeline:
     """One generation of a pipeline: it runs until it is empty or stopped, and never starts again.
 
@@ -98,6 +83,7 @@ class SimulatedPipeline:
         reports_step_times: Each stage reports at the end of each step; if False, only
             `report_step_times_at` does.
         output_lengths: Output lengths that the scheduler begins with.
+        devices: Device of each stage, shared with other engines; default: devices of its own.
 
     Raises:
         ValueError: The links do not fit the number of stages, or are in another loop.
@@ -114,6 +100,7 @@ class SimulatedPipeline:
         links: PipelineLinks | None = None,
         reports_step_times: bool = True,
         output_lengths: OutputLengths | None = None,
+        devices: Sequence[SimulatedDevice] | None = None,
     ) -> None:
         self.loop = loop or EventLoop()
         self.cost = cost
@@ -129,7 +116,11 @@ class SimulatedPipeline:
         self.reports_step_times = reports_step_times and (
             log is not None or self.scheduler.learns_step_times
         )
-        self._stages = [_SimulatedStage(self, stage) for stage in range(config.stages)]
+        self.clocks = DecodeClocks(cost, self.links.activations, self)
+        self._stages = [
+            SimulatedStage(self, stage, devices[stage] if devices else None)
+            for stage in range(config.stages)
+        ]
         self._is_turn_due = False
         self.num_arrivals = 0
         """Number of requests so far."""
@@ -261,7 +252,7 @@ class SimulatedPipeline:
                 stage.receive(now, batch)
             else:
                 link = self.links.plans[stage.index]
-                link.send(MessageClass.DECODE, cost, stage.receive, batch, self)
+                link.send(TrafficClass.DECODE, cost, stage.receive, batch, self)
 
     def send_activations(self, stage: int, batch: InFlightBatch, now: float) -> None:
         """Send the activations of a micro-batch from a stage to the next one."""
@@ -271,7 +262,7 @@ class SimulatedPipeline:
             receive(now, batch)
         else:
             link = self.links.activations[stage]
-            link.send(batch.message_class, cost, receive, batch, self)
+            link.send(batch.traffic_class, cost, receive, batch, self)
 
     def on_last_stage_end(self, batch: InFlightBatch, now: float) -> None:
         """Sample the tokens of a micro-batch and return them to the driver."""
@@ -291,7 +282,7 @@ class SimulatedPipeline:
             batch, cost = result
             # A driver receives results before it schedules, so the commit goes first.
             self.links.results.send(
-                MessageClass.DECODE, cost, self._receive_result, batch, self, COMMIT
+                TrafficClass.DECODE, cost, self._receive_result, batch, self, COMMIT
             )
 
     def _receive_result(self, now: float, batch: InFlightBatch) -> None:
@@ -318,82 +309,3 @@ class SimulatedPipeline:
         output = self.scheduler.commit(StepResult(plan.step, sampled))
         for observer in self.observers:
             observer.on_committed(plan, output, now)
-
-
-class _SimulatedStage:
-    """Stage that computes the micro-batches in the order of their steps, one at a time."""
-
-    __slots__ = (
-        "_arrival_seconds",
-        "_batch",
-        "_is_last",
-        "_next_step",
-        "_num_arrivals",
-        "_pipeline",
-        "_ready",
-        "_start_time",
-        "index",
-    )
-
-    def __init__(self, pipeline: SimulatedPipeline, index: int) -> None:
-        self.index = index
-        self._pipeline = pipeline
-        self._is_last = index == len(pipeline.links.activations)
-        self._batch: InFlightBatch | None = None
-        """The micro-batch that the stage computes."""
-        self._start_time = 0.0
-        self._arrival_seconds = pipeline.cost.arrival_seconds(index)
-        self._num_arrivals = 0
-        """Number of requests that arrived before the micro-batch's end as it is predicted."""
-        self._next_step = 0
-        self._ready: dict[int, InFlightBatch] = {}
-        """Micro-batches with all inputs, by step."""
-
-    def receive(self, now: float, batch: InFlightBatch) -> None:
-        """Receive the plan or the activations of a micro-batch."""
-        if self._pipeline.is_stopped:
-            return
-        batch.missing_inputs[self.index] -= 1
-        if batch.missing_inputs[self.index]:
-            return
-        self._ready[batch.plan.step] = batch
-        if self._batch is None:
-            self._start_next(now)
-
-    def _start_next(self, now: float) -> None:
-        batch = self._ready.pop(self._next_step, None)
-        if batch is None:
-            return
-        self._next_step += 1
-        self._batch = batch
-        pipeline, work = self._pipeline, batch.work
-        # A row whose input token the step before samples waits for it (one stage only).
-        start = max(now, pipeline.sampled_time) if work.has_placeholders else now
-        self._start_time = start
-        self._num_arrivals = pipeline.num_arrivals
-        end = start + pipeline.cost.stage_seconds(self.index, work, start)
-        pipeline.loop.push(end, PIPELINE, self._end, batch)
-
-    def _end(self, now: float, batch: InFlightBatch) -> None:
-        pipeline = self._pipeline
-        if pipeline.is_stopped:
-            return
-        num_new = pipeline.num_arrivals - self._num_arrivals
-        if num_new and self._arrival_seconds:
-            self._num_arrivals += num_new
-            end = now + num_new * self._arrival_seconds
-            pipeline.loop.push(end, PIPELINE, self._end, batch)
-            return
-        self._batch = None
-        start, step = self._start_time, batch.plan.step
-        if pipeline.reports_step_times:
-            pipeline.scheduler.record_step_times(self.index, [StepTime(step, start, now)])
-        for observer in pipeline.observers:
-            observer.on_stage_finished(self.index, step, start, now)
-        if self._is_last:
-            # First, because the next micro-batch may wait for the tokens of this one.
-            pipeline.on_last_stage_end(batch, now)
-            self._start_next(now)
-        else:
-            self._start_next(now)
-            pipeline.send_activations(self.index, batch, now)

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gllm.pacing.policy_registry import LINK_POLICIES
+from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, CostModel, TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.costs.slowed import SlowedCostModel
 from gllm.sim.event_loop import PIPELINE, EventLoop
-from gllm.sim.link import LinkBurst, LinkMessage, MessageClass, SimulatedLink
-from gllm.sim.link_policies import LINK_POLICIES, make_link
+from gllm.sim.link import SimulatedLink, make_link
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.examples import num_examples
@@ -83,17 +83,17 @@ class Wire:
         self,
         time: float,
         name: str,
-        message_class: MessageClass,
+        traffic_class: TrafficClass,
         cost: TransferCost,
         owner: object = None,
     ) -> None:
         """Send a message at a time."""
-        message = name, message_class, cost, owner
+        message = name, traffic_class, cost, owner
         self.loop.push(time, PIPELINE, self._send, message)
 
-    def _send(self, now: float, message: tuple[str, MessageClass, TransferCost, object]) -> None:
-        name, message_class, cost, owner = message
-        self.link.send(message_class, cost, self._deliver, name, owner)
+    def _send(self, now: float, message: tuple[str, TrafficClass, TransferCost, object]) -> None:
+        name, traffic_class, cost, owner = message
+        self.link.send(traffic_class, cost, self._deliver, name, owner)
 
     def _deliver(self, now: float, name: str) -> None:
         self.arrivals.append((name, now))
@@ -108,35 +108,35 @@ class Wire:
 def test_propagation_leaves_the_link_free() -> None:
     wire = Wire()
     for number in range(3):
-        wire.send_at(0.0, str(number), MessageClass.PREFILL, TransferCost(0.25, 2.0))
-    wire.send_at(0.5, "late", MessageClass.DECODE, TransferCost(0.125, 2.0))
+        wire.send_at(0.0, str(number), TrafficClass.PREFILL, TransferCost(0.25, 2.0))
+    wire.send_at(0.5, "late", TrafficClass.DECODE, TransferCost(0.125, 2.0))
     assert wire.run() == [("0", 2.25), ("1", 2.5), ("2", 2.75), ("late", 2.875)]
 
 
-def test_priority_interrupts_at_the_end_of_a_chunk() -> None:
-    """Chunks take 1 ms: decode overtakes prefill and prefill the KV cache, each after its chunk."""
-    wire = Wire("priority")
-    wire.send_at(0.0, "kv", MessageClass.KV_CACHE, TransferCost(1.0))
-    wire.send_at(0.1005, "prefill", MessageClass.PREFILL, TransferCost(0.2))
-    wire.send_at(0.2015, "decode 0", MessageClass.DECODE, TransferCost(0.01))
-    wire.send_at(0.2016, "decode 1", MessageClass.DECODE, TransferCost(0.01))
+def test_decode_first_interrupts_at_the_end_of_a_chunk() -> None:
+    """Chunks take 10 ms: decode overtakes prefill and prefill the KV cache, after a chunk each."""
+    wire = Wire("fixed-chunk")
+    wire.send_at(0.0, "kv", TrafficClass.KV_CACHE, TransferCost(10.0))
+    wire.send_at(1.005, "prefill", TrafficClass.PREFILL, TransferCost(2.0))
+    wire.send_at(2.015, "decode 0", TrafficClass.DECODE, TransferCost(0.1))
+    wire.send_at(2.016, "decode 1", TrafficClass.DECODE, TransferCost(0.1))
     arrivals = dict(wire.run())
     assert list(arrivals) == ["decode 0", "decode 1", "prefill", "kv"]
-    # Chunks end at 0.101 s, and at 0.202 s in the prefill.
+    # Chunks end at 1.01 s, and at 2.02 s in the prefill, in which KV blocks have 6 turns of 30.
     assert arrivals == pytest.approx(
-        {"decode 0": 0.212, "decode 1": 0.222, "prefill": 0.321, "kv": 1.22}, abs=1e-6
+        {"decode 0": 2.12, "decode 1": 2.22, "prefill": 3.27, "kv": 12.2}, abs=1e-6
     )
 
 
-def test_fair_gives_equal_shares() -> None:
+def test_concurrent_gives_equal_shares() -> None:
     """A message among n has an n-th of the link, as under processor sharing."""
-    wire = Wire("fair")
-    wire.send_at(0.0, "long", MessageClass.PREFILL, TransferCost(1.0))
-    wire.send_at(0.1, "short", MessageClass.DECODE, TransferCost(0.1))
-    wire.send_at(0.1, "middle", MessageClass.KV_CACHE, TransferCost(0.3))
+    wire = Wire("concurrent")
+    wire.send_at(0.0, "long", TrafficClass.PREFILL, TransferCost(10.0))
+    wire.send_at(1.0, "short", TrafficClass.DECODE, TransferCost(1.0))
+    wire.send_at(1.0, "middle", TrafficClass.KV_CACHE, TransferCost(3.0))
     arrivals = dict(wire.run())
-    # Three shares until the short one ends at 0.4 s, two until the middle one at 0.8 s.
-    assert arrivals == pytest.approx({"short": 0.4, "middle": 0.8, "long": 1.4}, abs=4e-3)
+    # Three shares until the short one ends at 4 s, two until the middle one at 8 s.
+    assert arrivals == pytest.approx({"short": 4.0, "middle": 8.0, "long": 14.0}, abs=4e-2)
 
 
 @settings(max_examples=num_examples(60, 400), deadline=None, database=None)
@@ -145,7 +145,7 @@ def test_fair_gives_equal_shares() -> None:
     messages=st.lists(
         st.tuples(
             st.floats(0, 0.05),
-            st.sampled_from(MessageClass),
+            st.sampled_from(TrafficClass),
             st.floats(0, 0.02),
             st.sampled_from([0.0, 0.03]),
         ),
@@ -154,12 +154,12 @@ def test_fair_gives_equal_shares() -> None:
     ),
 )
 def test_every_policy_delivers_each_message_once_and_never_idles(
-    policy: str, messages: list[tuple[float, MessageClass, float, float]]
+    policy: str, messages: list[tuple[float, TrafficClass, float, float]]
 ) -> None:
     """The last message leaves a link when any work-conserving link would send it."""
     wire = Wire(policy)
-    for number, (time, message_class, occupancy, delay) in enumerate(messages):
-        wire.send_at(time, str(number), message_class, TransferCost(occupancy, delay))
+    for number, (time, traffic_class, occupancy, delay) in enumerate(messages):
+        wire.send_at(time, str(number), traffic_class, TransferCost(occupancy, delay))
     arrivals = dict(wire.run())
     assert len(arrivals) == len(wire.arrivals) == len(messages)
     free_time = 0.0
@@ -174,25 +174,32 @@ def test_every_policy_delivers_each_message_once_and_never_idles(
 def test_a_sender_that_ends_frees_the_link() -> None:
     wire = Wire()
     dead, alive = object(), object()
-    wire.send_at(0.0, "sent", MessageClass.PREFILL, TransferCost(0.5, 1.0), dead)
-    wire.send_at(0.0, "under way", MessageClass.PREFILL, TransferCost(10.0), dead)
-    wire.send_at(0.0, "waits", MessageClass.PREFILL, TransferCost(10.0), dead)
-    wire.send_at(0.0, "other", MessageClass.PREFILL, TransferCost(0.25), alive)
+    wire.send_at(0.0, "sent", TrafficClass.PREFILL, TransferCost(0.5, 1.0), dead)
+    wire.send_at(0.0, "under way", TrafficClass.PREFILL, TransferCost(10.0), dead)
+    wire.send_at(0.0, "waits", TrafficClass.PREFILL, TransferCost(10.0), dead)
+    wire.send_at(0.0, "other", TrafficClass.PREFILL, TransferCost(0.25), alive)
     wire.loop.push(0.75, PIPELINE, lambda now, owner: wire.link.drop(owner), dead)
     assert wire.run() == [("other", 1.0), ("sent", 1.5)]
 
 
-def test_an_unknown_policy_and_an_empty_burst_are_refused() -> None:
-    with pytest.raises(ValueError, match="link policy 'lifo' is none of serial, priority, fair"):
+def test_an_unknown_policy_and_a_chunk_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="link policy 'lifo' is none of serial, concurrent"):
         make_link(EventLoop(), "lifo")
 
-    class Stuck:
-        def select(self, waiting: Sequence[LinkMessage], now: float) -> LinkBurst:
-            return LinkBurst(0, 0.0)
+    class Wrong:
+        uses_slack = False
 
-    link = SimulatedLink(EventLoop(), Stuck())
-    with pytest.raises(ValueError, match="select more than 0 s"):
-        link.send(MessageClass.DECODE, TransferCost(1.0), lambda now, argument: None, None)
+        def __init__(self, num_bytes: int) -> None:
+            self._num_bytes = num_bytes
+
+        def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
+            return Chunk(0, self._num_bytes)
+
+    for num_bytes in (0, 101):
+        link = SimulatedLink(EventLoop(), Wrong(num_bytes))
+        cost = TransferCost(1.0, num_bytes=100)
+        with pytest.raises(ValueError, match=f"selected {num_bytes} bytes .* select 1 to 100"):
+            link.send(TrafficClass.DECODE, cost, lambda now, argument: None, None)
 
 
 # Pipelines between links.
@@ -297,43 +304,6 @@ def test_events_of_a_micro_batch() -> None:
     assert len(commits.times) == 100
     # Two plans, three stages, a result and a turn; the activations cost nothing here.
     assert loop.num_events == pytest.approx(7 * 100, abs=5)
-
-
-# Stages that change their speed.
-
-
-@pytest.mark.parametrize(
-    ("now", "seconds"),
-    [
-        (0.0, 2.0),
-        (2.0, 2.0),
-        # One second of three is slow.
-        (3.0, 1.0 + 3.0),
-        (4.0, 6.0),
-        # The period ends when 4/3 of the 2 seconds are done.
-        (6.0, 4.0 + 2.0 - 4.0 / 3),
-        (10.0, 2.0),
-    ],
-)
-def test_a_stage_is_slow_for_the_part_of_a_step_in_the_period(now: float, seconds: float) -> None:
-    cost = SlowedCostModel(ConstantCostModel(2.0), 1, 3.0, 4.0, 10.0)
-    work = StageWork(0, 1, (), 1, 1, 1)
-    assert cost.stage_seconds(1, work, now) == pytest.approx(seconds)
-    assert cost.stage_seconds(0, work, now) == 2.0
-    # The whole period, of 1 s, is within the step.
-    short = SlowedCostModel(ConstantCostModel(2.0), 1, 3.0, now + 0.5, now + 1.5)
-    assert short.stage_seconds(1, work, now) == pytest.approx(2.0 + 1.0 - 1.0 / 3)
-
-
-def test_a_pipeline_asks_for_costs_at_the_time_of_each_step() -> None:
-    cost = SlowedCostModel(ConstantCostModel(0.25), 1, 2.0, 1.0, 2.0)
-    _, stages = run_jobs(cost, 2, [WorkloadRequest(0.0, 4, 9)])
-    lengths = {start: end - start for (stage, _), (start, end) in stages.times.items() if stage}
-    assert lengths[0.25] == lengths[0.75] == lengths[2.0] == 0.25
-    assert lengths[1.25] == 0.5
-    for slow in ({"factor": 0.0}, {"factor": 2.0, "begin_seconds": 3.0, "end_seconds": 3.0}):
-        with pytest.raises(ValueError, match=r"factor is 0|begin_seconds has to be less"):
-            SlowedCostModel(ConstantCostModel(0.25), 0, **slow)
 
 
 # The end of a generation.

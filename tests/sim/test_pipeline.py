@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gllm.observability.step_log import CommitEvent, ScheduleEvent, StageTimesEvent, StartEvent
 from gllm.observability.step_log import StepLogEvent as Logged
+from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
@@ -19,7 +20,6 @@ from gllm.sim.costs.base import NO_TRANSFER, TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.link_policies import LINK_POLICIES
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest, build_run_record
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gllm.pacing.traffic import TrafficClass
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.link import MessageClass, SimulatedLink
+from gllm.sim.link import SimulatedLink
 
 
 class TransferPath(NamedTuple):
@@ -75,7 +76,7 @@ class KvTransfers:
         self._under_way[number] = transfer
         cost = transfer.path.cost(transfer.num_bytes)
         transfer.path.link.send(
-            MessageClass.KV_CACHE, cost, self._on_arrival, number, owner=transfer
+            TrafficClass.KV_CACHE, cost, self._on_arrival, number, owner=transfer
         )
 
     def on_engine_dead(self, engine: str) -> None:

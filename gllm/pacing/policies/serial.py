@@ -1,0 +1,15 @@
+"""First come, first served: the link of Helix (arXiv 2406.01566), and the simulator's default."""
+
+from collections.abc import Sequence
+
+from gllm.pacing.traffic import Chunk, LinkView, WaitingMessage
+
+
+class SerialPolicy:
+    """Whole messages in the order in which they came."""
+
+    uses_slack = False
+
+    def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
+        """Return all of the oldest message."""
+        return Chunk(0, waiting[0].remaining_bytes)
