@@ -1,9 +1,10 @@
 """Text about a simulation: what it simulates, and how its load compares with what it sustains."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from statistics import fmean
 
-from gllm.sim.capacity import CAPACITY_RULES
+from gllm.sim.capacity import CAPACITY_RULES, CapacityRule
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.delays import RunLoad
@@ -65,14 +66,25 @@ def describe_load(load: RunLoad) -> list[str]:
             f"scheduling delays grow: {delays};",
             f"    --requests {num_needed} or more show whether this is an overload",
         ]
-    # A burst makes delays too long at a rate that the engine sustains on average.
-    percent = round(100 * (load.overload or 0.0))
-    excess = f" by {percent} %" if percent else ""
     return [
         *lines,
-        f"overloaded{excess}: scheduling delay p99 {p99} s,",
+        f"overloaded{_describe_excess(load, rule)}: scheduling delay p99 {p99} s,",
         f"    {delays}; latencies grow with the number of requests",
     ]
+
+
+def _describe_excess(load: RunLoad, rule: CapacityRule) -> str:
+    """Return by how much the rate is too high, or the delays where the rate is sustained."""
+    if percent := round(100 * (load.overload or 0.0)):
+        return f" by {percent} %"
+    # A burst makes delays too long at a rate that the engine sustains on average.
+    trial, limit = load.trial, rule.max_p99_delay_seconds
+    if rule.is_bounded(trial):
+        return f", delays grow by {show_value(100 * (trial.growth - 1))} %"
+    if trial.p99_delay_seconds == inf:
+        return ", requests are never scheduled"
+    excess = show_value(100 * (trial.p99_delay_seconds / limit - 1))
+    return f", delays are {excess} % above {show_value(limit)} s"
 
 
 def describe_below_range(counts: Mapping[str, int]) -> list[str]:

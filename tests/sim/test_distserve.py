@@ -5,6 +5,7 @@ import pytest
 from gllm.commands.simulate import main
 from gllm.experiments.distserve_runs import RealRun, read_real_runs, simulate_run
 from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.distserve import (
     DistServeCostModel,
     read_coefficients,
@@ -61,6 +62,53 @@ def test_negative_coefficients_count_as_nothing() -> None:
     coefficients = read_coefficients("distserve", "opt-175b", 8)
     assert coefficients.prefill.third == coefficients.small_decode.third == 0
     assert coefficients.large_decode.per_token == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (DECODE._replace(num_decodes=193), "decodes is 193, but was measured from 1 to 192"),
+        (
+            DECODE._replace(num_decode_context_tokens=49_153),
+            "decode context is 49153, but was measured from 4 to 49152",
+        ),
+        (
+            StageWork(0, 50_000, ((0, 2000),) * 25, 0, 0, 25),
+            "prefill tokens is 50000, but was measured from 4 to 49152",
+        ),
+        (
+            StageWork(0, 9, ((2040, 9),), 0, 0, 1),
+            "prompt length is 2049, but was measured from 4 to 2048",
+        ),
+    ],
+)
+def test_work_above_the_measured_batches_is_refused(work: StageWork, words: str) -> None:
+    cost = DistServeCostModel(read_coefficients("distserve", "opt-13b", 1))
+    with pytest.raises(CostRangeError, match=words):
+        cost.stage_seconds(0, work)
+
+
+def test_contexts_are_extrapolated_where_the_caller_says_so() -> None:
+    coefficients = read_coefficients("distserve", "opt-13b", 1)
+    cost = DistServeCostModel(coefficients, extrapolates_context=True)
+    assert "decode context" not in cost.ranges
+    times = [
+        cost.stage_seconds(0, DECODE._replace(num_decode_context_tokens=context))
+        for context in (40_000, 50_000, 60_000)
+    ]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0])
+    with pytest.raises(CostRangeError, match="decodes is 193"):
+        cost.stage_seconds(0, DECODE._replace(num_decodes=193))
+
+
+def test_work_below_the_measured_batches_costs_the_least_and_is_counted() -> None:
+    cost = DistServeCostModel(read_coefficients("vllm", "opt-66b", 2))
+    assert list(cost.ranges["decode context"]) == [4, 16 * 512]
+    one, four = (StageWork(0, 1, (), 1, context, 1) for context in (1, 4))
+    assert cost.stage_seconds(0, one) == cost.stage_seconds(0, four)
+    assert cost.num_below_range == {"decode context": 1}
+    # Its batches were not published.
+    assert not DistServeCostModel(read_coefficients("vllm", "opt-66b", 8)).ranges
 
 
 def test_what_was_not_published_is_named() -> None:

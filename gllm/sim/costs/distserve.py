@@ -9,22 +9,46 @@ in two points, because its engines never do this: a chunk of n tokens after s ot
 (s + n)^2 - s^2 in place of n^2, and a micro-batch of both phases takes the sum of both without the
 smaller constant, because the weights are read once. Some coefficients of OPT-175B are negative and
 count as 0.
+
+The artifact measured batches of equal prompts, prefills and decodes alike, on a grid
+(evaluation/0-test-single-forward-performance/main.py at e2d4dca): 1 to 192 requests of 4 to 2,020
+tokens, as many tokens as the KV cache held. Micro-batches above it raise CostRangeError. No grid is
+published for OPT-66B at TP 8 and for OPT-175B, so these state no range.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel
+from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
 from gllm.sim.data_tables import read_table
 
 COEFFICIENTS_FILE = "distserve_coefficients.csv"
 CAPACITIES_FILE = "distserve_max_num_tokens.csv"
+SOURCE = "DistServe's profile"
 SYSTEMS = ("distserve", "vllm")
 """Engines of the measurements."""
 MS = 1e-3
 STAGE_CONSTANT_MS = 1.0
 """Milliseconds that each stage adds per stage of the pipeline."""
+GRID_BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192)
+"""Requests of the measured batches."""
+GRID_LENGTHS = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 284, 512, 768, 1024, 1536, 2020)
+"""Tokens of each of their prompts."""
+GRID_TOKENS = {
+    ("opt-13b", 1): 49152,
+    ("opt-13b", 2): 98304,
+    ("opt-13b", 4): 250000,
+    ("opt-66b", 2): 8192,
+    ("opt-66b", 3): 36864,
+    ("opt-66b", 4): 65000,
+}
+"""Limit of the tokens of a batch, in blocks of 16 per prompt, by model and tensor parallel size."""
+GRID_BLOCK_TOKENS = 16
+MAX_LENGTH = 2048
+"""Context of OPT in tokens: the longest measured prompt, 2,020, stands for all longer ones."""
+PREFILL_TOKENS, LENGTH = "prefill tokens", "prompt length"
+DECODES, CONTEXT = "decodes", "decode context"
 
 
 class PhaseCoefficients(NamedTuple):
@@ -43,6 +67,8 @@ class DistServeCoefficients(NamedTuple):
     large_decode: PhaseCoefficients
     batch_threshold: int
     """Requests from which `large_decode` holds."""
+    ranges: Mapping[str, tuple[float, float]]
+    """Measured range of each quantity, both ends inclusive; empty if the grid was not published."""
 
 
 def read_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients:
@@ -61,7 +87,29 @@ def read_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients
         phase("decode_small"),
         phase("decode_large"),
         int(row["batch_threshold"]),
+        measured_ranges(model, tp),
     )
+
+
+def measured_ranges(model: str, tp: int) -> dict[str, tuple[float, float]]:
+    """Return the ranges that the measured batches cover; empty if their sizes are not published."""
+    limit = GRID_TOKENS.get((model, tp))
+    if limit is None:
+        return {}
+    blocks = GRID_BLOCK_TOKENS
+    totals = [
+        batch * length
+        for batch in GRID_BATCHES
+        for length in GRID_LENGTHS
+        if batch * -(-length // blocks) * blocks <= limit
+    ]
+    tokens = float(min(totals)), float(max(totals))
+    return {
+        PREFILL_TOKENS: tokens,
+        LENGTH: (float(GRID_LENGTHS[0]), float(MAX_LENGTH)),
+        DECODES: (float(GRID_BATCHES[0]), float(GRID_BATCHES[-1])),
+        CONTEXT: tokens,
+    }
 
 
 def read_kv_capacity(model: str, tp: int, pp: int) -> int:
@@ -74,7 +122,7 @@ def read_kv_capacity(model: str, tp: int, pp: int) -> int:
     return int(row["max_num_tokens"])
 
 
-class DistServeCostModel(BaseCostModel):
+class DistServeCostModel(MeasuredCostModel):
     """Pipeline of `stages` stages with published coefficients.
 
     Args:
@@ -82,23 +130,39 @@ class DistServeCostModel(BaseCostModel):
         stages: Number of stages.
         has_prefill: False for an engine that gets its prompts' KV cache from another one: a prefill
             takes no time.
+        extrapolates_context: True to price decode contexts above the measured ones, as DistServe's
+            simulator does.
     """
 
     def __init__(
-        self, coefficients: DistServeCoefficients, stages: int = 1, has_prefill: bool = True
+        self,
+        coefficients: DistServeCoefficients,
+        stages: int = 1,
+        has_prefill: bool = True,
+        extrapolates_context: bool = False,
     ) -> None:
         self._coefficients = coefficients
         self._stages = stages
         self._has_prefill = has_prefill
+        ranges = dict(coefficients.ranges)
+        if extrapolates_context:
+            ranges.pop(CONTEXT, None)
+        self._ranges = MeasuredRanges(ranges, SOURCE)
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of a micro-batch, the same on all stages."""
+        """Return the time of a micro-batch, the same on all stages.
+
+        Raises:
+            CostRangeError: The micro-batch is above the measured range.
+        """
         constants, milliseconds = [], 0.0
         if work.prefill_chunks and self._has_prefill:
             constant, per_token, per_square = self._coefficients.prefill
             constants.append(constant)
+            total = sum(tokens for _, tokens in work.prefill_chunks)
+            milliseconds += per_token * self._clamp(PREFILL_TOKENS, total)
             for start, tokens in work.prefill_chunks:
-                milliseconds += per_token * tokens
+                self._clamp(LENGTH, start + tokens)
                 milliseconds += per_square * tokens * (2 * start + tokens)
         if work.num_decodes:
             is_small = work.num_decodes < self._coefficients.batch_threshold
@@ -106,12 +170,17 @@ class DistServeCostModel(BaseCostModel):
                 self._coefficients.small_decode if is_small else self._coefficients.large_decode
             )
             constants.append(decode.constant)
-            milliseconds += decode.per_token * work.num_decode_context_tokens
-            milliseconds += decode.third * work.num_decodes
+            context = self._clamp(CONTEXT, work.num_decode_context_tokens)
+            milliseconds += decode.per_token * context
+            milliseconds += decode.third * self._clamp(DECODES, work.num_decodes)
         if not constants:
             return 0.0
-        total = (max(constants) + milliseconds) / self._stages
-        return (total + STAGE_CONSTANT_MS * self._stages) * MS
+        share = (max(constants) + milliseconds) / self._stages
+        return (share + STAGE_CONSTANT_MS * self._stages) * MS
+
+    def _clamp(self, name: str, value: float) -> float:
+        """Return a value within its measured range, if there is one. Raises CostRangeError."""
+        return self._ranges.clamp(name, value) if name in self._ranges.ranges else value
 
 
 def _select(file: str, keys: Mapping[str, str]) -> Mapping[str, str]:

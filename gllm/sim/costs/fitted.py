@@ -12,7 +12,7 @@ of the same layers, embedding and LM head in steps that were measured outside of
     host + layers (curve(tokens) + attention) + embedding tokens + head + f samples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 
 import numpy as np
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.costs.base import BaseCostModel, CostModel, DelegatingCostModel, TransferCost
+from gllm.sim.costs.base import CostModel, DelegatingCostModel, TransferCost
 from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, measure_context
-from gllm.sim.costs.ranges import MeasuredRanges
+from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
 from gllm.sim.hardware.links import NetworkLink
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -139,7 +139,7 @@ def _spans_of(layers: Sequence[int]) -> list[Span]:
     return [(count, stage == 0, stage == last) for stage, count in enumerate(layers)]
 
 
-class FittedCostModel(BaseCostModel):
+class FittedCostModel(MeasuredCostModel):
     """Pipeline of a profile, cut into stages as it was measured or in another way.
 
     Args:
@@ -175,16 +175,6 @@ class FittedCostModel(BaseCostModel):
         self._sampling = fmean(profile.sampling) if profile.sampling else 0.0
         self._return = _fit_line(profile.returns)
         self._ranges = _measure_ranges(profile.steps)
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float]]:
-        """Return the measured range of tokens, decodes, chunks and context of a micro-batch."""
-        return self._ranges.ranges
-
-    @property
-    def num_below_range(self) -> Mapping[str, int]:
-        """Return the number of predictions below each range."""
-        return self._ranges.num_below
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the fitted time.

@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel, TransferCost
+from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.operator_grids import DecodeTable, HostLine, PrefillTable, TokenTable
 from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.costs.operators import (
@@ -30,7 +30,7 @@ from gllm.sim.costs.operators import (
     reshape_samples,
     token_samples,
 )
-from gllm.sim.costs.ranges import MeasuredRanges
+from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
 
 BYTES_PER_ELEMENT = 2
 MS = 1e-3
@@ -47,7 +47,7 @@ TOKENS, CHUNK, LENGTH = "num_tokens", "attn_prefill chunk", "attn_prefill kv + c
 DECODES, CONTEXT, ROWS = "attn_decode batch", "attn_decode mean kv", "host batch"
 
 
-class ForestCostModel(BaseCostModel):
+class ForestCostModel(MeasuredCostModel):
     """Cost of a pipeline whose stages are `tp` devices each.
 
     Vidur's tables hold for micro-batches of up to 4,096 tokens and 128 rows, of sequences of up to
@@ -118,16 +118,6 @@ class ForestCostModel(BaseCostModel):
             },
             VIDUR_SOURCE if tables.is_vidur else "the operator profile",
         )  # fmt: skip
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float]]:
-        """Return the measured range of each quantity, in tokens or rows."""
-        return self._ranges.ranges
-
-    @property
-    def num_below_range(self) -> Mapping[str, int]:
-        """Return the number of predictions below each range."""
-        return self._ranges.num_below
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the stage's layers, of its inputs on the host and of the ends.

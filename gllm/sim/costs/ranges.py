@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gllm.sim.costs.base import CostRangeError
+from gllm.sim.costs.base import BaseCostModel, CostRangeError
 
 
 class MeasuredRanges:
@@ -32,6 +32,22 @@ class MeasuredRanges:
             self.num_below[name] = self.num_below.get(name, 0) + 1
             return low
         return value
+
+
+class MeasuredCostModel(BaseCostModel):
+    """Base of cost models that hold for measured ranges only."""
+
+    _ranges: MeasuredRanges
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """Return the measured range of each quantity, both ends inclusive."""
+        return self._ranges.ranges
+
+    @property
+    def num_below_range(self) -> Mapping[str, int]:
+        """Return the number of predictions below each range."""
+        return self._ranges.num_below
 
 
 def above_range(source: str, name: str, value: float, low: float, high: float) -> CostRangeError:

@@ -34,14 +34,17 @@ DEVICES = {
     "A100-40G": DeviceSpec(312e12, 1555e9, 40e9, 400, 2.21, A100_LAUNCH_SECONDS),
     "A100-80G": DeviceSpec(312e12, 2039e9, 80e9, 400, 2.21, A100_LAUNCH_SECONDS),
     "A800-80G": DeviceSpec(312e12, 2039e9, 80e9, 400, None, A100_LAUNCH_SECONDS),
-    "RTX4090": DeviceSpec(165.2e12, 1008e9, 24e9, 450),
+    "RTX4090": DeviceSpec(165.2e12, 1008e9, 24e9, 450, 0.26),
     "V100": DeviceSpec(125e12, 900e9, 32e9, 300),
-    "H20": DeviceSpec(148e12, 4000e9, 96e9, 400, None, H100_LAUNCH_SECONDS),
+    "H20": DeviceSpec(148e12, 4000e9, 96e9, 400, 1.05, H100_LAUNCH_SECONDS),
     "H100": DeviceSpec(989.4e12, 3350e9, 80e9, 700, 4.25, H100_LAUNCH_SECONDS),
     "H200": DeviceSpec(989.4e12, 4800e9, 141e9, 700, None, H100_LAUNCH_SECONDS),
 }
 """NVIDIA's data sheets, without sparsity; SXM form where there is one.
 
 Prices: H100, A100 and A40 as in Vidur (arXiv 2405.05465, its configuration); L40 and A6000 derived
-from the budgets of HexGen-2 (arXiv 2502.07903) by least squares.
+from the budgets of HexGen-2 (arXiv 2502.07903) by least squares; RTX 4090 and H20 from Table 4 of
+MoLink's platform paper, which states 1.04 $/h for four RTX 4090. It states none for its H20: 1.05
+makes that row's margins agree with its tokens per second, as 1.20 does in the A100's row, for which
+the paper states 1.16 (below Vidur's 2.21).
 """
