@@ -193,7 +193,11 @@ def _compare(config: SimulationConfig, log: str, output: str | None) -> None:
     for flag, is_used in (("engines", config.engines > 1), ("capacity", config.capacity)):
         if is_used:
             raise ValueError(f"--compare repeats the run of one engine: leave --{flag} out")
-    comparison = compare_with_profile(log, config.profile)
+    try:
+        comparison = compare_with_profile(log, config.profile)
+    except OSError as error:
+        flag = "--profile" if error.filename == config.profile else "--compare"
+        raise ValueError(f"{flag} {error.filename}: cannot be read: {error.strerror}") from None
     print(comparison_table(comparison))
     if output:
         run = comparison.predicted

@@ -1,7 +1,7 @@
 """`gllm profile`: measures a model on this machine, as it is served, and writes a profile.
 
-Owns the workload that makes a pipeline show its costs. Knows nothing of fits; the measurements are
-the step log of a real engine, so scheduling, metadata and links are in them as they are.
+Serves workloads that cover the costs of a pipeline. The measurements are the step log of a real
+engine, so they include scheduling, metadata and links; `gllm.sim.costs.fitted` fits them.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from gllm.models.hub import resolve_model
 from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
 from gllm.profiling.parts import measure_samplers, measure_spans
 from gllm.sim.costs.profile import CostProfile, build_profile, write_profile
+from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
 
@@ -289,6 +290,12 @@ def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder:
         ModelError: There is no such model.
         OSError: The tables cannot be written.
     """
+    if config.tensor_parallel_size != (1,):
+        ranks = format_degrees(config.tensor_parallel_size)
+        raise ValueError(
+            f"--operators times shards on one device, so --tp {ranks} has no meaning: name the "
+            f"tensor parallel sizes with --operator-tp {ranks}, and leave --tp out"
+        )
     points = OperatorPoints(
         values.operator_tokens,
         values.operator_batch,

@@ -112,6 +112,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert simulate(["--profile", str(tmp_path), *load]) == 2
     assert "is no folder of `gllm profile --operators`" in capsys.readouterr().err
     assert profile(["demo", "--operators", "--operator-tokens", "8"]) == 2
+    capsys.readouterr()
+    assert profile(["demo", "--operators", "--pp", "2", "--tp", "1,2"]) == 2
+    assert "--tp 1,2 has no meaning: name the tensor parallel sizes" in capsys.readouterr().err
 
 
 def test_sums_and_transfers_are_timed() -> None:
