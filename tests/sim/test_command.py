@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import pytest
 from gllm.commands.simulate import main
 from gllm.observability.step_log import StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
+from gllm.sim.description import describe_load
+from gllm.sim.metrics.delays import RunLoad
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
@@ -20,6 +24,16 @@ from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 TABLE = ["--model", SimulationConfig.model, "--device", SimulationConfig.device]
 """The defaults, as --profile needs them."""
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures out, which take longer than small simulations."""
+    for name in ("plots.plot_latencies", "plots.plot_tokens", "plots.plot_gantt"):
+        monkeypatch.setattr(f"gllm.sim.metrics.{name}", lambda run, path: path.touch())
+    monkeypatch.setattr(
+        "gllm.sim.metrics.token_time_plot.plot_token_time", lambda seconds, path: path.touch()
+    )
 
 
 def test_a_table_a_document_plots_and_a_log(
@@ -93,6 +107,34 @@ def test_growing_delays_of_a_short_run_are_no_overload(capsys: pytest.CaptureFix
     assert "overloaded by" not in output
 
 
+@pytest.mark.parametrize(
+    ("rates", "trial", "words"),
+    [
+        (
+            (3.0, 2.0),
+            RateTrial(2000, 6.0, 1.0, 2.0),
+            "overloaded by 50 %: scheduling delay p99 6 s",
+        ),
+        (
+            (2.0, 2.0),
+            RateTrial(2000, 6.0, 1.0, 1.0),
+            "overloaded, delays are 20 % above 5 s: sched",
+        ),
+        ((2.0, 2.0), RateTrial(2000, 4.0, 1.0, 1.5), "overloaded, delays grow by 50 %: scheduling"),
+        (
+            (None, 2.0),
+            RateTrial(9, inf, 1.0, inf),
+            "overloaded, requests are never scheduled: sche",
+        ),
+    ],
+)
+def test_overload_has_a_figure(
+    rates: tuple[float | None, float], trial: RateTrial, words: str
+) -> None:
+    assert words in "\n".join(describe_load(RunLoad(*rates, trial)))
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_metrics_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--pp", "2", "--policy", "sarathi", "--seed", "7", "--no-prefix-cache", "--tp", "2,1"]
     flags += ["--priorities", "0:1,1:1", "--slo-classes", "a:1,b:2", "--slo-limits", "a:1:,b::0.1"]
@@ -111,6 +153,7 @@ def test_metrics_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert configuration["prefix-cache"] is False
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_attainment_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--slo-classes", "chat:1,batch:1", "--slo-limits", "chat:0.000001:,batch:9000:9000"]
     assert main([*SMALL, *flags, "--output", str(tmp_path)]) == 0
@@ -122,6 +165,7 @@ def test_attainment_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert classes["chat"]["slo_ttft"] == 1e-6
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_several_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--engines", "3", "--routing-policy", "round-robin", "--pp", "2", "--rate", "9"]
     log = ["--step-log", str(tmp_path / "steps.jsonl")]
@@ -221,6 +265,7 @@ def test_a_profile_predicts_and_is_compared(
         (["--profile", __file__, "--compare", "x", "--engines", "2"], "--engines"),
         (["--profile", __file__, "--compare", "x", "--capacity", "vidur"], "--capacity"),
         (["--compare", "/nowhere.jsonl"], "--compare needs --profile"),
+        (["--profile", __file__, "--compare", "/no.jsonl"], "--compare /no.jsonl: cannot be read"),
         (["--max-model-len", "100"], "max_model_len"),
         (["--max-model-len", "999999999"], "raise --pp or --tp, or lower --max-model-len"),
         (["--slo-limits", "chat:1"], "has to be NAME:TTFT:TPOT"),
