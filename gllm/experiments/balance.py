@@ -1,6 +1,7 @@
 """Throttling by predicted time (`balance`) against throttling by tokens (`throttle`).
 
-Owns the loads on which a token's time differs most: code, long documents, a mixture, long prompts.
+Compares them on loads whose tokens differ most in time: code, long documents, a mixture, long
+prompts.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Time to the first token of a lone prompt on an idle pipeline, by how it is cut into chunks.
 
-Owns the comparison that the chunk rule of `throttle` has to stand: equal chunks of every number,
-one big chunk, the paper's rule.
+Compares the chunk rule of `throttle` with equal chunks of every number, one big chunk and the
+paper's rule.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Latency and throughput against request rate: the paper's Figures 10 and 13.
 
-Owns the sweep over rates and what is read off it.
+Simulates all policies at rates up to beyond the capacity and reads the claimed ratios off them.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Jobs for a real engine on this machine.
 
-Owns the way from a workload to requests of made-up tokens, sent on time. Knows nothing of what is
-measured: that is in the engine's step log.
+Turns a workload into requests of random tokens and sends them on time. The engine's step log has
+the measurements.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The ablation on this machine's engine.
 
-Owns the load: the demo model at two and four stages, short conversations at a saturated rate.
+Serves short conversations to the demo model on two and four stages at a saturated rate.
 """
 
 from statistics import median

@@ -1,7 +1,7 @@
 """Interference in a micro-batch on this machine's engine.
 
-Owns the way to a micro-batch of a given composition: decodes are running, then prompts arrive while
-a step is computed, so that the next step has them all.
+Composes each micro-batch by its arrivals: decodes are running, then prompts arrive while a step is
+computed, so that the next step has them all.
 """
 
 import asyncio

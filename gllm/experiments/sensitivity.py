@@ -1,6 +1,6 @@
 """#T, #MaxP, KV_thresh and #MinP one by one: the paper's Figure 16.
 
-Owns the values that are tried. Runs the paper's rule and ours.
+Varies one value at a time, with the paper's rule and with ours.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """SLO attainment against request rate: the paper's Figure 14.
 
-Owns the limits and the rate at which 80 % of the requests meet them.
+Sets the limits and finds the rate at which 80 % of the requests meet them.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Tokens per micro-batch over time, and what each stage loses to bubbles: Figures 1 and 4.
 
-Owns the two policies that are shown side by side.
+Simulates the same requests under three policies.
 """
 
 from collections.abc import Callable

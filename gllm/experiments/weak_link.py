@@ -1,6 +1,6 @@
 """Compute against communication over a weak link: Figures 1 and 2 of MoLink.
 
-Owns the steps whose two parts are compared: a prefill by its length, a decode by its batch.
+Prices single steps: prefills of several lengths, decodes of several batches.
 """
 
 from dataclasses import replace
