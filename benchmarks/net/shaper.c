@@ -1,4 +1,4 @@
-/* A network hop between two namespaces: rate, one-way delay, queue and loss, per direction.
+/* A network hop between two namespaces: rate, one-way delay, jitter, queue and loss, per direction.
  *
  *     shaper NAMESPACE_A DEVICE_A NAMESPACE_B DEVICE_B SEED
  *
@@ -7,13 +7,15 @@
  *
  *     rate BITS_PER_SECOND [DIRECTION]     0: unlimited
  *     delay NANOSECONDS [DIRECTION]        added to the transmission time
+ *     jitter NANOSECONDS [DIRECTION]       at most this, uniformly at random per packet, is added too
  *     queue BYTES [DIRECTION]              packets beyond these, while they wait, are dropped
  *     loss PROBABILITY [DIRECTION]         0 to 1, independently per packet
  *     down [DIRECTION], up [DIRECTION]     a link that is down drops all packets, those under way too
  *     stats                                prints one line of counters per direction
  *
  * DIRECTION is ab or ba; both by default. A packet is transmitted at the rate after the packets
- * before it, then travels for the delay. The order of packets is kept.
+ * before it, then travels for the delay and its jitter. The order of packets is kept: a packet that
+ * would overtake an earlier one arrives together with that.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -46,7 +48,7 @@ struct direction {
     struct packet ring[MAX_PACKETS];
     uint32_t head, middle, tail; /* [head, middle) travels, [middle, tail) waits or is transmitted */
     uint64_t transmission_end;   /* of the packet at `middle`, ns */
-    uint64_t last_due, rate, delay, queue, waiting;
+    uint64_t last_due, rate, delay, jitter, queue, waiting;
     double loss;
     int is_down;
     uint64_t num_packets, num_bytes, num_lost, num_overflown, num_cut;
@@ -122,6 +124,7 @@ static void forward(struct direction *way, uint64_t now) {
     while (way->middle != way->tail && way->transmission_end <= now) {
         struct packet *packet = at(way, way->middle++);
         packet->due = way->transmission_end + way->delay;
+        if (way->jitter) packet->due += (uint64_t)(drand48() * (double)way->jitter);
         if (packet->due < way->last_due) packet->due = way->last_due;
         way->last_due = packet->due;
         way->waiting -= packet->size;
@@ -159,6 +162,7 @@ static uint64_t next_event(void) {
 static void apply(struct direction *way, const char *command, double value) {
     if (!strcmp(command, "rate")) way->rate = (uint64_t)value;
     else if (!strcmp(command, "delay")) way->delay = (uint64_t)value;
+    else if (!strcmp(command, "jitter")) way->jitter = (uint64_t)value;
     else if (!strcmp(command, "queue")) way->queue = (uint64_t)value;
     else if (!strcmp(command, "loss")) way->loss = value;
     else if (!strcmp(command, "down")) cut(way);

@@ -1,4 +1,4 @@
-"""A shaped hop between two network namespaces: rate, delay, loss and cuts (shaper.c)."""
+"""A shaped hop between two network namespaces: rate, delay, jitter, loss and cuts (shaper.c)."""
 
 import functools
 import hashlib
@@ -71,6 +71,10 @@ class ShapedHop:
     def set_delay(self, seconds: float) -> None:
         """Set the one-way delay."""
         self._command(f"delay {1e9 * seconds:.0f}")
+
+    def set_jitter(self, seconds: float) -> None:
+        """Add up to so much to the delay of each packet, at random; the order is kept."""
+        self._command(f"jitter {1e9 * seconds:.0f}")
 
     def set_queue(self, num_bytes: int) -> None:
         """Set how many bytes may wait per direction before packets are dropped."""
