@@ -119,6 +119,11 @@ class NamespaceRig:
         """Return the processes that run on a machine."""
         return namespaces.pids_in(self.namespaces[machine])
 
+    def set_tcp_option(self, machine: int, name: str, value: int) -> None:
+        """Set an option of /proc/sys/net/ipv4 for the connections of a machine."""
+        with self.inside(machine), open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+            file.write(str(value))
+
     def _connect(self, machine: int) -> None:
         name, router_device = self.namespaces[machine], f"machine{machine}"
         if machine in self._shaped:
