@@ -1,6 +1,8 @@
 """An engine on several machines: its texts, its faults, and a wire that shows nothing."""
 
+import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,9 @@ import pytest
 
 from benchmarks.net.rig import make_rig
 from gllm.kernels.native.builds import select_build
+from gllm.link.mover import REPORT_SECONDS
+from gllm.models.hub import resolve_model
+from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
 from tests.e2e.nodes import Cluster, running_cluster
 from tests.e2e.recovery_load import REQUESTS, Answer, Load
 from tests.e2e.server import Server, alive, wait_until
@@ -48,6 +53,25 @@ def test_texts_are_those_of_one_machine(cluster: Cluster, expected: dict[str, An
     }
     wait_until(lambda: cluster.servers[1].status("/ready") == 200)
     assert [server.status("/health") for server in cluster.servers.values()] == [200, 200]
+
+
+def sent_bytes(cluster: Cluster) -> int:
+    """Return the bytes of activations that the head has sent, once it has reported all."""
+    time.sleep(1.5 * REPORT_SECONDS)
+    return sum(link["num_bytes"] for link in cluster.nodes()["machine-0"]["links"])
+
+
+def test_one_tensor_per_token_crosses_a_link(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """A token weighs hidden size x 4 bytes; greedy tokens of 100 prompts are those of one stage."""
+    before = sent_bytes(cluster)
+    token_ids = greedy_tokens(cluster.head)
+    # The last token of an output is an input of no stage.
+    num_tokens = sum(len(prompt) + GREEDY["max_tokens"] - 1 for prompt in GREEDY["prompt"])
+    hidden_size = json.loads((resolve_model("demo") / "config.json").read_text())["hidden_size"]
+    ratio = (sent_bytes(cluster) - before) / (num_tokens * hidden_size * 4)
+    assert 1 <= ratio < 1.01
+    if HAS_EXACT_TEXTS:
+        assert token_ids == undisturbed.token_ids
 
 
 def test_a_cut_link_costs_no_process(cluster: Cluster, expected: dict[str, Answer]) -> None:
