@@ -1,0 +1,1 @@
+"""Measure serving over weak links on the rig: first come, first served against link policies."""
