@@ -6,7 +6,7 @@ is left over may change the results.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,8 @@ class Checkpoint:
         layers: range,
         device: torch.device = CPU,
         keep_quantized: bool | None = None,
+        held_layers: Collection[int] = (),
+        holds_ends: bool = False,
     ) -> None:
         """Open the files.
 
@@ -54,6 +56,8 @@ class Checkpoint:
             layers: layers of the stage.
             device: of the tensors returned.
             keep_quantized: whether `read_matrices` keeps the checkpoint's format; default: on GPUs.
+            held_layers: layers of the stage that are in memory already, and not read.
+            holds_ends: True if the same holds for the tensors beside the layers.
 
         Raises:
             ModelError: the files are missing or invalid.
@@ -80,11 +84,14 @@ class Checkpoint:
         self._names = TensorNames(self.model)
         self._check_names(homes)
         self._homes = {
-            name: home for name, home in homes.items() if self._names.is_read(name, layers)
+            name: home
+            for name, home in homes.items()
+            if self._names.is_read(name, layers, held_layers, holds_ends)
         }
         self._unread = set(self._homes)
         self._cuts = tensor_cuts(self.model, layers)
-        self._total = sum(map(self._expected_bytes, self._homes))
+        self.total_bytes = sum(map(self._expected_bytes, self._homes))
+        """Stored bytes of the tensors that are to be read."""
 
     def __enter__(self) -> Self:
         """Return the checkpoint."""
@@ -102,7 +109,7 @@ class Checkpoint:
     def report_to(self, progress: Progress) -> None:
         """Call `progress` with (bytes read, bytes in all) after each tensor, and once now."""
         self._progress = progress
-        progress(self._done, self._total)
+        progress(self._done, self.total_bytes)
 
     def read(
         self,
@@ -272,7 +279,7 @@ class Checkpoint:
         if name in self._unread:
             self._unread.remove(name)
             self._done += self._expected_bytes(name)
-            self._progress(self._done, self._total)
+            self._progress(self._done, self.total_bytes)
         return tensor
 
     def _home(self, name: str) -> StoredTensor:
@@ -329,6 +336,11 @@ class Weights:
     def dtype(self) -> torch.dtype:
         """Dtype of the tensors that `read` returns."""
         return self._checkpoint.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory of all tensors of the checkpoint that were read so far."""
+        return self._checkpoint.weight_bytes
 
     def at(self, part: str) -> "Weights":
         """Return the tensors below `part`, a name without the final dot."""

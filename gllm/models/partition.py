@@ -56,7 +56,9 @@ class StageMemory:
 
 
 def cut_layers(
-    costs: Sequence[StageCosts], memory: Sequence[StageMemory] | None = None
+    costs: Sequence[StageCosts],
+    memory: Sequence[StageMemory] | None = None,
+    min_layers: Sequence[int] | None = None,
 ) -> list[range]:
     """Return the layers of each stage that minimize the cost of the costliest stage.
 
@@ -67,9 +69,10 @@ def cut_layers(
     Args:
         costs: of each stage, for the same model.
         memory: of each stage; None without limits.
+        min_layers: least number of layers of each stage; None for one.
 
     Raises:
-        ValueError: no cut gives each stage a layer and fits the memory.
+        ValueError: no cut gives each stage its layers and fits the memory.
     """
     stages, num_layers = len(costs), len(costs[0].layers)
     table = [_tabulate(each) for each in costs]
@@ -77,6 +80,8 @@ def cut_layers(
     limits = [each.limit_bytes for each in memory or ()]
 
     def cost_of(stage: int, begin: int, end: int) -> float:
+        if min_layers and end - begin < min_layers[stage]:
+            return math.inf
         if memory and needs[stage](begin, end) > limits[stage]:
             return math.inf
         return table[stage](begin, end)

@@ -5,7 +5,7 @@ The arithmetic is in gllm/kernels; `gllm.models.spec` describes which of it a mo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ from gllm.models.attention import ForwardContext, LayerCache
 from gllm.models.basic_layers import Norm, optional_norm
 from gllm.models.layer import DecoderLayer
 from gllm.models.layers import DecoderLayers
-from gllm.models.loader import Weights
+from gllm.models.loader import Checkpoint, Weights
+from gllm.models.ranks import Ranks
 from gllm.models.spec import Cut, ModelSpec, RopeSpec
 
 HEAD_ROWS = 256
 """Rows for which the LM head computes logits at once; its output is as wide as the vocabulary."""
+ENDS = -1
+"""Key of embedding and LM head among the parts of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,23 +170,102 @@ def _token_range(rows: Cut | None, vocab_size: int) -> range:
     return range(begin, end)
 
 
+def _read_ends(
+    model: ModelSpec, weights: Weights, layers: range
+) -> "tuple[LMHead | None, Embedding | None]":
+    """Read the LM head and the embedding of a stage; None for what it does not have."""
+    head = LMHead(model, weights) if layers.stop == model.num_layers else None
+    matrix = head.matrix if head is not None and head.is_tied else None
+    shared = matrix if matrix is not None and has_lookup(matrix) else None
+    return head, Embedding(model, weights, shared) if layers.start == 0 else None
+
+
+@dataclass
+class HeldParts:
+    """Parts of stages that a process has in memory, for another stage that has them too."""
+
+    layers: dict[int, DecoderLayer] = field(default_factory=dict)
+    """By their indices."""
+    ends: tuple[LMHead | None, Embedding | None] | None = None
+    """LM head and embedding, of which the other stage has the same ones; None if they have to be
+    read, also if there is nothing to read."""
+    part_bytes: dict[int, int] = field(default_factory=dict)
+    """See ModelStage."""
+    ranks: Ranks | None = None
+    """The ranks of the stages; None without stages."""
+
+
+def hold_parts(stages: "Sequence[ModelStage]", layers: range, num_layers: int) -> HeldParts:
+    """Return the parts of some stages that a stage of certain layers has too.
+
+    Embedding and LM head share a matrix in some models, so they are held together or not at all.
+
+    Args:
+        stages: of one rank of one model, of equal dtype and format; those whose modules joined
+            other ranks than those of the first one are ignored.
+        layers: indices of the other stage's layers.
+        num_layers: of the model.
+    """
+    held = HeldParts()
+    has_ends = layers.stop == num_layers, layers.start == 0
+    for stage in stages:
+        held.ranks = held.ranks or stage.ranks
+        if stage.ranks is not held.ranks:
+            continue
+        for index, module in zip(stage.range, stage.layers.layers, strict=True):
+            if index in layers and index not in held.layers:
+                held.layers[index] = module
+                held.part_bytes[index] = stage.part_bytes[index]
+        ends = stage.head, stage.embedding
+        if held.ends is None and tuple(each is not None for each in ends) == has_ends:
+            held.ends, held.part_bytes[ENDS] = ends, stage.part_bytes[ENDS]
+    return held
+
+
+def estimate_bytes(held: HeldParts, layers: range, checkpoint: Checkpoint) -> float:
+    """Return the memory that the parts of a stage take which are not held, in bytes.
+
+    By the bytes in the files, or by the mean of the held layers: their dtype may be another one.
+
+    Args:
+        held: parts of the stage.
+        layers: indices of its layers.
+        checkpoint: reads the others.
+    """
+    own = [held.part_bytes[index] for index in held.layers]
+    mean = sum(own) / len(own) if own else 0.0
+    return max(float(checkpoint.total_bytes), mean * (len(layers) - len(own)))
+
+
 class ModelStage:
     """Consecutive layers of a model, with embedding and LM head where they belong."""
 
     def __init__(
-        self, model: ModelSpec, weights: Weights, layers: range, max_model_len: int
+        self,
+        model: ModelSpec,
+        weights: Weights,
+        layers: range,
+        max_model_len: int,
+        held: "HeldParts | None" = None,
     ) -> None:
-        """Read the weights of a stage.
+        """Read the weights of a stage, but for the parts that the process holds already.
 
         Args:
             model: the whole model, or the shard of this rank.
             weights: weights at the checkpoint's root.
             layers: indices of the stage's layers.
             max_model_len: longest text served, in tokens; selects the factors of longrope.
+            held: parts of other stages of this process, whose `ranks` the weights have; None for
+                none.
 
         Raises:
             ModelError: the checkpoint does not fit the model.
         """
+        held = HeldParts() if held is None else held
+        self.range = layers
+        """Indices of the stage's layers."""
+        self.part_bytes: dict[int, int] = {}
+        """Bytes of each layer's weights by its index; those of embedding and LM head by `ENDS`."""
         specs = [model.layers[index] for index in layers]
         self.frequencies = {
             rope: compute_inverse_frequencies(
@@ -192,18 +274,31 @@ class ModelStage:
             for rope in {spec.attention.rope for spec in specs}
             if rope is not None
         }
-        modules = [
-            DecoderLayer(spec, weights.at(model.layer_name_format.format(i)), model.hidden_size)
-            for spec, i in zip(specs, layers, strict=True)
-        ]
+        modules = []
+        for spec, index in zip(specs, layers, strict=True):
+            before = weights.num_bytes
+            module = held.layers.get(index) or DecoderLayer(
+                spec, weights.at(model.layer_name_format.format(index)), model.hidden_size
+            )
+            modules.append(module)
+            self.part_bytes[index] = held.part_bytes.get(index, weights.num_bytes - before)
         self.layers = DecoderLayers(modules, specs, model.hidden_size)
-        is_last = layers.stop == model.num_layers
-        self.head = LMHead(model, weights) if is_last else None
-        matrix = self.head.matrix if self.head is not None and self.head.is_tied else None
-        shared = matrix if matrix is not None and has_lookup(matrix) else None
-        self.embedding = Embedding(model, weights, shared) if layers.start == 0 else None
+        self.head: LMHead | None
+        self.embedding: Embedding | None
+        if held.ends is not None:
+            self.head, self.embedding = held.ends
+            self.part_bytes[ENDS] = held.part_bytes[ENDS]
+        else:
+            before = weights.num_bytes
+            self.head, self.embedding = _read_ends(model, weights, layers)
+            self.part_bytes[ENDS] = weights.num_bytes - before
         self.ranks = weights.ranks
         """The ranks that compute this stage together; they join the groups of each generation."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights of the stage."""
+        return sum(self.part_bytes.values())
 
     def forward(
         self, inputs: StageInputs, hidden: Tensor | None, kv: Sequence[LayerCache]

@@ -5,7 +5,7 @@ nothing, or is refused by name: a tensor that is not read may change what is com
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from gllm.models.spec import ModelSpec
 
@@ -25,9 +25,25 @@ class TensorNames:
         )
         self._ignored = re.compile("|".join((*LEFTOVERS, *model.ignored_tensors)))
 
-    def is_read(self, name: str, layers: range) -> bool:
-        """Return whether a stage with these layers reads a tensor."""
-        return not self.is_ignored(name) and self._belongs(name, layers)
+    def is_read(
+        self,
+        name: str,
+        layers: range,
+        held_layers: Collection[int] = (),
+        holds_ends: bool = False,
+    ) -> bool:
+        """Return whether a stage with these layers reads a tensor.
+
+        Args:
+            name: of the tensor.
+            layers: of the stage.
+            held_layers: those of which no tensor is read.
+            holds_ends: True if no tensor beside the layers is read.
+        """
+        if self.is_ignored(name) or not self._belongs(name, layers):
+            return False
+        index = self._layer_of(name)
+        return not holds_ends if index is None else index not in held_layers
 
     def _belongs(self, name: str, layers: range) -> bool:
         index = self._layer_of(name)

@@ -5,10 +5,9 @@ It loads weights, follows block tables, registers sequences and builds micro-bat
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,9 +20,7 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
-from gllm.models.loader import Checkpoint, Weights
 from gllm.models.shard import shard, unsupported_reason
-from gllm.models.stage import ModelStage
 from gllm.runtime.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
 from gllm.runtime.device import (
     check_quantization,
@@ -31,8 +28,7 @@ from gllm.runtime.device import (
     choose_compute_dtype,
     get_capability,
 )
-from gllm.runtime.executor import DeviceTime, Executor
-from gllm.runtime.grammars import GuideFactory
+from gllm.runtime.executor import DeviceTime
 from gllm.runtime.kv_cache import KVCache, block_bytes
 from gllm.runtime.logprobs import PromptChunk, create_prompt_chunks
 from gllm.runtime.sampling import SamplingMetadata, build_sampling_metadata, fail_guides
@@ -41,6 +37,7 @@ from gllm.runtime.sampling_state import (
     create_default_states,
     create_sampling_states,
 )
+from gllm.runtime.stage_weights import StageWeights
 from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.groups import StageGroups
@@ -48,7 +45,7 @@ from gllm.transport.groups import StageGroups
 log = logging.getLogger(__name__)
 
 
-class BaseExecutor(ABC):
+class BaseExecutor(StageWeights, ABC):
     """Model part and KV cache of one stage; subclasses compute and sample."""
 
     is_asynchronous = False
@@ -102,9 +99,6 @@ class BaseExecutor(ABC):
         self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
         self._attention = self._choose_attention_backend(engine_config, gpu_capability)
         self.backend = self._attention.name
-        self.weight_bytes = 0
-        self._folder: Path | None = None
-        """Folder of the loaded weights."""
         self._mirror = BlockTableReplica()
         self._tables = BlockTables()
         self._states: dict[int, SamplingState] = {}
@@ -112,7 +106,6 @@ class BaseExecutor(ABC):
         self._keeps_last_tokens = num_stages == 1
         """True if plans may have placeholders for tokens that the previous step samples."""
         self._eos_ids = model_config.eos_ids
-        self._grammars: GuideFactory | None = None
 
     @property
     def numerics(self) -> str:
@@ -158,72 +151,10 @@ class BaseExecutor(ABC):
             self.block_bytes,
         )
 
-    def load(
-        self,
-        folder: Path,
-        on_progress: Callable[[int, int], None],
-        previous: Executor | None = None,
-    ) -> None:
-        """See Executor."""
-        if isinstance(previous, BaseExecutor):
-            if previous._weights_key == (*self._weights_key[:-1], folder):
-                self._take_over(previous)
-                on_progress(self.weight_bytes, self.weight_bytes)
-                return
-            previous.release_weights()
-        with Checkpoint(folder, self.dtype, self.model, self.layers, self.device) as checkpoint:
-            checkpoint.report_to(on_progress)
-            weights = Weights(checkpoint, quantization=self._quantization)
-            # Tensors created beside the weights (rotary frequencies) belong on the device too.
-            with self.device:
-                model = checkpoint.model
-                self._stage = ModelStage(model, weights, self.layers, self._max_model_len)
-            checkpoint.check_all_read()
-        self.weight_bytes = checkpoint.weight_bytes
-        if self.has_sampler:
-            self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
-        self._folder = folder
-
-    @property
-    def stage(self) -> ModelStage:
-        """Modules of the stage, once the weights are loaded."""
-        return self._stage
-
     @property
     def layer_caches(self) -> Sequence[LayerCache]:
         """KV cache of each layer, once it is allocated."""
         return self._cache.layers
-
-    @property
-    def _weights_key(self) -> tuple[Hashable, ...]:
-        """Everything that the weights in memory depend on, the folder last."""
-        return (
-            type(self),
-            self.device,
-            self.layers,
-            self._rank,
-            self._num_ranks,
-            self.dtype,
-            self._quantization,
-            self._max_model_len,
-            self._folder,
-        )
-
-    def _take_over(self, previous: "BaseExecutor") -> None:
-        """Take the weights and the compiled grammars of a closed executor."""
-        self._stage, self._grammars = previous._stage, previous._grammars
-        self.weight_bytes, self._folder = previous.weight_bytes, previous._folder
-        del previous._stage
-        previous._folder = previous._grammars = None
-
-    def release_weights(self) -> None:
-        """Free the weights and end the threads of grammars."""
-        if self._folder is not None:
-            del self._stage
-            self._folder = None
-        if self._grammars is not None:
-            self._grammars.close()
-            self._grammars = None
 
     def join(self, groups: StageGroups) -> None:
         """See Executor."""

@@ -4,7 +4,8 @@
 `gllm.runtime.base_executor` has what they share.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +19,10 @@ from gllm.models.spec import ModelSpec
 from gllm.runtime.batch import Batch
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.groups import StageGroups
+
+
+class WeightMemoryError(Exception):
+    """There is not enough memory for weights beside those of a running stage."""
 
 
 class DeviceTime(NamedTuple):
@@ -68,18 +73,23 @@ class Executor(Protocol):
         self,
         folder: Path,
         on_progress: Callable[[int, int], None],
-        previous: "Executor | None" = None,
+        previous: "Sequence[Executor]" = (),
+        running: "Executor | None" = None,
+        limit_bytes: float = math.inf,
     ) -> None:
-        """Load the stage's weights.
+        """Load the stage's weights, but for the layers that this process holds.
 
         Args:
             folder: of the model.
             on_progress: called with the bytes read and the bytes in total.
-            previous: closed executor of this process, whose weights are taken over if they are
-                those of this stage, else freed.
+            previous: executors of this process that are closed or never computed. Their layers
+                that this stage has are taken over, the others freed.
+            running: executor of this process that computes meanwhile, and shares its layers.
+            limit_bytes: memory for layers that have to be read.
 
         Raises:
             ModelError: the folder does not have the weights.
+            WeightMemoryError: the layers that have to be read take more than `limit_bytes`.
         """
 
     def join(self, groups: StageGroups) -> None:

@@ -147,9 +147,9 @@ def test_weights_go_to_the_same_rank_only(folder: Path) -> None:
     for executor in first.ranks:
         executor.close()
     stage = first.ranks[0]._stage
-    second.ranks[0].load(folder, lambda done, total: None, first.ranks[0])
+    second.ranks[0].load(folder, lambda done, total: None, [first.ranks[0]])
     assert second.ranks[0]._stage is stage
     other = first.ranks[1]._stage
     third = CpuExecutor(config, engine, 1, range(config.model.num_layers), num_ranks=2)
-    third.load(folder, lambda done, total: None, first.ranks[1])
+    third.load(folder, lambda done, total: None, [first.ranks[1]])
     assert third._stage is not other

@@ -10,10 +10,12 @@ import torch
 from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
+from gllm.models import loader
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.runtime import base_executor
+from gllm.runtime import stage_weights
 from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.executor import WeightMemoryError
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from tests.tiny_models import save
 
@@ -28,7 +30,7 @@ def make(folder: Path, stage: int = 0, stages: int = 1, **options: Any) -> CpuEx
 
 
 def load(executor: CpuExecutor, folder: Path, previous: CpuExecutor | None = None) -> CpuExecutor:
-    executor.load(folder, lambda done, total: None, previous)
+    executor.load(folder, lambda done, total: None, [] if previous is None else [previous])
     return executor
 
 
@@ -58,7 +60,7 @@ def test_generations_of_one_stage_sample_the_same(
 ) -> None:
     executor = load(make(folder, **options), folder)
     expected = sampled(executor, 16)
-    monkeypatch.setattr(base_executor, "Checkpoint", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(stage_weights, "Checkpoint", lambda *_: pytest.fail("weights are read"))
     # Other sizes, so that a program of an old cache would write where nothing is any more.
     for num_blocks in (20, 8, 32):
         cache = weakref.ref(executor._cache)
@@ -123,7 +125,7 @@ def test_progress_is_reported_at_once(folder: Path) -> None:
     previous.close()
     progress: list[tuple[int, int]] = []
     executor = make(folder)
-    executor.load(folder, lambda done, total: progress.append((done, total)), previous)
+    executor.load(folder, lambda done, total: progress.append((done, total)), [previous])
     assert progress == [(executor.weight_bytes, executor.weight_bytes)]
 
 
@@ -149,3 +151,56 @@ def test_the_vocabulary_of_grammars_is_kept(folder: Path) -> None:
     successor.release_weights()
     assert grammars._mask_threads._shutdown
     assert torch.get_num_threads() == before
+
+
+def test_a_change_of_layers_reads_only_those_that_are_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load(make(folder), folder)
+    expected = sampled(whole, 16)
+    whole.close()
+    numbers: list[int] = []
+    read = loader.Checkpoint._tensor
+
+    def count(self: Any, name: str, *rest: Any) -> Any:
+        numbers.append(int(name.split("layers.")[1].split(".")[0]) if "layers." in name else -1)
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(loader.Checkpoint, "_tensor", count)
+    num_layers = whole.model.num_layers
+    first = load(make(folder, stages=2), folder, whole)
+    # Embedding and LM head share a matrix, so a stage that loses one of them reads the other.
+    assert set(numbers) <= {-1}
+    assert first.layers.stop < num_layers
+    first.close()
+    numbers.clear()
+    again = load(make(folder), folder, first)
+    assert set(numbers) == {-1, *range(first.layers.stop, num_layers)}
+    assert again.weight_bytes == whole.weight_bytes
+    assert sampled(again, 16) == expected
+
+
+def test_layers_are_read_beside_an_executor_that_computes(folder: Path) -> None:
+    expected = sampled(load(make(folder), folder), 16)
+    running = load(make(folder, stages=2), folder)
+    before = running.weight_bytes
+    beside = make(folder)
+    beside.load(folder, lambda done, total: None, running=running)
+    assert running.weight_bytes == before
+    shared = {*running.stage.layers.layers} & {*beside.stage.layers.layers}
+    assert len(shared) == len(running.layers)
+    running.close()
+    successor = make(folder)
+    successor.load(folder, lambda done, total: pytest.fail("read") if not total else None, [beside])
+    assert not hasattr(beside, "_stage")
+    assert successor._grammars is not None
+    assert sampled(successor, 16) == expected
+
+
+def test_layers_that_do_not_fit_beside_an_executor_are_not_read(folder: Path) -> None:
+    running = load(make(folder, stages=2), folder)
+    beside = make(folder)
+    with pytest.raises(WeightMemoryError, match="MiB of weights are missing"):
+        beside.load(folder, lambda done, total: None, running=running, limit_bytes=1000)
+    assert running.stage.layers.layers
+    beside.load(folder, lambda done, total: None, running=running, limit_bytes=2**30)
