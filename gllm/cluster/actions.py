@@ -54,6 +54,38 @@ class ChangeShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareLayers:
+    """Let workers load the layers of a planned change beside the present ones.
+
+    `on_prepared` follows for each; `on_preparation_failed` if a node cannot do it.
+    """
+
+    number: int
+    """Of the change."""
+    placement: Placement
+    """The next generation, if nothing disturbs the change."""
+    cause: str
+    """Description of the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginChange:
+    """Note that a planned change ends the present generation, which serves."""
+
+    kind: str
+    """rebalanced, drained or joined."""
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class DismissNode:
+    """End the membership of a node that has no stages any more."""
+
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class AssignGeneration:
     """Assign a placement to its workers; `on_loaded` follows for each.
 
@@ -112,6 +144,9 @@ Action = (
     | MeasureWorkers
     | ChooseLayers
     | ChangeShape
+    | PrepareLayers
+    | BeginChange
+    | DismissNode
     | AssignGeneration
     | InitializeCaches
     | WarmUp

@@ -66,6 +66,10 @@ class Membership:
         """Last cause of a refusal, by address, until a node joins from there."""
         self.num_refused: dict[str, int] = {}
         """Refusals by address."""
+        self.draining: frozenset[str] = frozenset()
+        """Nodes whose stages move to others, and that are dismissed then."""
+        self.drained: set[str] = set()
+        """Nodes whose membership the head has ended, until they join anew."""
         self._num_nodes = num_nodes
         self._node_timeout = node_timeout
         self._join_timeout = join_timeout
@@ -152,6 +156,7 @@ class Membership:
         for other in self._records_of_rank(rank):
             if other.name != name:
                 del self.nodes[other.name]
+        self.drained.discard(name)
         status = NodeStatus.MEMBER if is_member else NodeStatus.SPARE
         self.nodes[name] = NodeRecord(name, rank, status, now, now)
         if before is not None:
@@ -163,6 +168,11 @@ class Membership:
         """Note that a living node has no stages, or has got some."""
         if (record := self.nodes.get(name)) is not None and record.is_alive:
             record.status = NodeStatus.SPARE if is_spare else NodeStatus.MEMBER
+
+    def note_cause(self, name: str, cause: str) -> None:
+        """Note a cause for people, about a node that has joined."""
+        if (record := self.nodes.get(name)) is not None:
+            record.last_cause = cause
 
     def on_heard(self, name: str, now: float) -> None:
         """Handle any message of a node."""
@@ -176,6 +186,11 @@ class Membership:
     def on_left(self, name: str, cause: str) -> None:
         """Handle a node that ends its membership by itself."""
         self._end(name, NodeStatus.LEFT, cause)
+
+    def forget(self, name: str) -> None:
+        """Forget a node whose membership the head has ended; it may join anew."""
+        self.nodes.pop(name, None)
+        self.drained.add(name)
 
     def on_refused(self, address: str, cause: str) -> None:
         """Handle a peer that was refused: by the handshake, or because of differences."""

@@ -79,19 +79,65 @@ def recut_layers(
     if not kept or kept[0] != 0:
         return None
     nodes = [shape.nodes[stage] for stage in kept]
-    own_limits = [math.inf if stage_limits is None else stage_limits[stage] for stage in kept]
-    memory = [StageMemory(needs, limit) for limit in own_limits]
-    kept_costs = [costs[stage] for stage in kept]
+    degrees = [shape.degrees[stage] for stage in kept]
+    limits = [math.inf if stage_limits is None else stage_limits[stage] for stage in kept]
+    return _cut(nodes, degrees, [costs[stage] for stage in kept], needs, node_limits, limits)
+
+
+def extend_layers(
+    shape: NodeShape,
+    nodes: Sequence[str],
+    degrees: Sequence[int],
+    costs: Sequence[StageCosts],
+    needs: StageCosts,
+    node_limits: Mapping[str, float],
+    stage_limits: Sequence[float],
+) -> NodeShape | None:
+    """Return the stages of a shape and further ones after them, which share all layers.
+
+    The slowest stage is as fast as possible.
+
+    Args:
+        shape: present stages.
+        nodes: node of each further stage.
+        degrees: number of ranks of each further stage.
+        costs: of the layers on each stage, the further ones last.
+        needs: see `recut_layers`.
+        node_limits: see `recut_layers`.
+        stage_limits: bytes that each stage may take in memory of its own, the further ones last.
+
+    Returns:
+        The stages; None if there are too few layers, or they do not fit.
+    """
+    return _cut(
+        [*shape.nodes, *nodes],
+        [*shape.degrees, *degrees],
+        costs,
+        needs,
+        node_limits,
+        stage_limits,
+    )
+
+
+def _cut(
+    nodes: list[str],
+    degrees: list[int],
+    costs: Sequence[StageCosts],
+    needs: StageCosts,
+    node_limits: Mapping[str, float],
+    stage_limits: Sequence[float],
+) -> NodeShape | None:
+    """Return stages that have all layers; None if these do not fit."""
+    memory = [StageMemory(needs, limit) for limit in stage_limits]
     try:
-        layers = cut_layers(kept_costs, memory)
+        layers = cut_layers(costs, memory)
         if not _fits(layers, nodes, needs, node_limits):
-            layers = _cut_by_node(nodes, kept_costs, memory, node_limits)
+            layers = _cut_by_node(nodes, costs, memory, node_limits)
     except ValueError:
         return None
     if not _fits(layers, nodes, needs, node_limits):
         return None
-    bounds = [(part.start, part.stop) for part in layers]
-    return NodeShape(bounds, [shape.degrees[stage] for stage in kept], nodes)
+    return NodeShape([(part.start, part.stop) for part in layers], degrees, nodes)
 
 
 def _fits(
@@ -138,9 +184,9 @@ def _cut_by_node(
         for group in groups
     ]
     layers: list[range] = []
-    for group, part in zip(
-        groups, cut_layers(node_costs, [StageMemory(needs, each) for each in limits]), strict=True
-    ):
+    node_memory = [StageMemory(needs, each) for each in limits]
+    parts = cut_layers(node_costs, node_memory, [len(group) for group in groups])
+    for group, part in zip(groups, parts, strict=True):
         within = cut_layers(
             [_part_of(costs[stage], part) for stage in group],
             [StageMemory(_part_of(needs, part), memory[stage].limit_bytes) for stage in group],

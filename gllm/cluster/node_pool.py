@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gllm.cluster.placement import LOCAL_NODE
@@ -47,6 +47,8 @@ class NodePool:
         """Name of the node of each stage; of a vacant stage, the lost one."""
         self.vacancies: dict[str, Vacancy] = {}
         """By the name of the lost node."""
+        self.excluded: frozenset[str] = frozenset()
+        """Nodes that get no further stages."""
         self._degrees = list(degrees)
         self._return_seconds = return_seconds
         if len(self.stage_nodes) != len(self._degrees) or self.stage_nodes[0] != LOCAL_NODE:
@@ -61,8 +63,12 @@ class NodePool:
 
     @property
     def spares(self) -> list[str]:
-        """Names of the living nodes without stages, in the order of joining."""
-        return [node for node in self._capacities if not self._stages_on(node)]
+        """Names of the living nodes without stages that may get some, in the order of joining."""
+        return [
+            node
+            for node in self._capacities
+            if not self.stages_on(node) and node not in self.excluded
+        ]
 
     @property
     def survivors(self) -> list[str]:
@@ -107,7 +113,7 @@ class NodePool:
             may_return: False if nothing has to wait for it.
         """
         del self._capacities[node]
-        stages = self._stages_on(node)
+        stages = self.stages_on(node)
         if stages:
             until = now + self._return_seconds * may_return
             # One that has returned with too little capacity may have got other stages since.
@@ -151,7 +157,7 @@ class NodePool:
         """
         moved: list[int] = []
         for vacancy in sorted(self.vacancies.values(), key=lambda each: each.stages):
-            nodes = self._choose_spares(vacancy.stages)
+            nodes = self.choose_spares(vacancy.stages)
             if nodes is None:
                 continue
             del self.vacancies[vacancy.node]
@@ -193,12 +199,19 @@ class NodePool:
             if self._capacities.get(node, 0) < self._count_ranks(stages):
                 self.vacancies[node] = Vacancy(node, stages, {}, cause, now, now)
 
-    def _choose_spares(self, stages: Sequence[int]) -> list[str] | None:
+    def choose_spares(
+        self, stages: Sequence[int], without: Collection[str] = ()
+    ) -> list[str] | None:
         """Return the spare for each of some stages; None if the spares cannot have all of them.
 
         The smallest spare that can have all is best; else several spares share the stages.
+
+        Args:
+            stages: indices of the stages.
+            without: nodes that get none.
         """
-        capacities = {node: self._capacities[node] for node in self.spares}
+        spares = [node for node in self.spares if node not in without]
+        capacities = {node: self._capacities[node] for node in spares}
         needed = self._count_ranks(stages)
         if enough := [node for node, capacity in capacities.items() if capacity >= needed]:
             return [min(enough, key=lambda node: capacities[node])] * len(stages)
@@ -214,12 +227,35 @@ class NodePool:
             nodes.append(node)
         return nodes
 
-    def _stages_on(self, node: str) -> list[int]:
+    def fill_nodes(self, nodes: Sequence[str], degrees: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the node and the degree of further stages, as far as nodes have the capacity.
+
+        Args:
+            nodes: without stages.
+            degrees: of the stages.
+        """
+        waiting, filled = list(degrees), []
+        for node in nodes:
+            capacity = self._capacities[node]
+            own = []
+            for degree in list(waiting):
+                if degree <= capacity:
+                    waiting.remove(degree)
+                    own.append((node, degree))
+                    capacity -= degree
+            filled += own
+        return filled
+
+    def discard(self, node: str) -> None:
+        """Handle the end of a living node that has no stages."""
+        del self._capacities[node]
+
+    def stages_on(self, node: str) -> list[int]:
         """Return the stages that a living node has."""
         return [i for i, own in enumerate(self.living_nodes) if own == node]
 
     def _num_ranks(self, node: str) -> int:
-        return self._count_ranks(self._stages_on(node))
+        return self._count_ranks(self.stages_on(node))
 
     def _count_ranks(self, stages: Sequence[int]) -> int:
         return sum(self._degrees[stage] for stage in stages)

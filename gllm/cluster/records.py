@@ -86,6 +86,8 @@ class WorkerRecord:
     """True if its instance can be closed without its weights."""
     is_dropped: bool = False
     """True if it was killed because its place does not exist any more."""
+    is_reserved: bool = False
+    """True if it has no place yet, and gets one by the planned change that is being prepared."""
 
     def begin_phase(self, now: float, limits: RecoveryLimits) -> None:
         """Note that it has to answer to a phase."""

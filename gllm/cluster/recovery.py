@@ -14,13 +14,14 @@ parked requests rejected after `recovery_timeout`.
 import math
 from collections.abc import Iterator, Sequence
 
-from gllm.cluster.actions import Action, AttachClient, GiveUp, KillWorker, RejectParked
-from gllm.cluster.placement import LOCAL_NODE, PlaceName
+from gllm.cluster.actions import Action, AttachClient, GiveUp, RejectParked
+from gllm.cluster.node_layout import NodeShape
+from gllm.cluster.node_recovery import NodeRecovery
+from gllm.cluster.placement import PlaceName
 from gllm.cluster.records import Activity, RecoveryState, RetryRecord, WorkerRecord
-from gllm.cluster.recovery_phases import RecoveryPhases
 
 
-class Recovery(RecoveryPhases):
+class Recovery(NodeRecovery):
     """Decides which processes an engine has, and when it gives up."""
 
     @property
@@ -71,11 +72,13 @@ class Recovery(RecoveryPhases):
         worker = self._pool.remove(sender)
         if worker is None or self.is_over:
             return []
-        if worker.place is None:
-            if not worker.is_dropped:
-                self._pool.on_standby_exit(now)
-            return self._advance(now)
         actions: list[Action] = []
+        if worker.place is None:
+            if worker.is_reserved and not worker.is_dropped:
+                actions += self._on_reserved_lost(now)
+            elif not worker.is_dropped:
+                self._pool.on_standby_exit(now)
+            return [*actions, *self._advance(now)]
         if worker.activity is not Activity.EXITING:
             actions += self._on_death(worker.place, worker.activity, cause, now, is_poison)
         return [*actions, *self._advance(now)]
@@ -104,66 +107,10 @@ class Recovery(RecoveryPhases):
         actions: list[Action] = [self._pool.kill(worker, cause)]
         if worker.place is not None:
             actions += self._on_death(worker.place, activity, cause, now, is_poison)
+        elif worker.is_reserved:
+            worker.is_dropped = True
+            actions += self._on_reserved_lost(now)
         return actions
-
-    def on_node_lost(
-        self, node: str, cause: str, now: float, is_death: bool, is_poison: bool = False
-    ) -> list[Action]:
-        """Handle the loss of a node: its workers are gone, whatever they do there.
-
-        Args:
-            node: its name.
-            cause: description of the loss.
-            now: time in seconds.
-            is_death: True if the node's agent has died, which counts as a death of its places;
-                False if the node is silent or its connection was lost.
-            is_poison: True if a request is known to have caused the death.
-        """
-        return self._remove_node(node, cause, now, is_death, is_poison, may_return=True)
-
-    def on_node_left(self, node: str, cause: str, now: float) -> list[Action]:
-        """Handle a node that has ended its membership by itself, so that nothing waits for it."""
-        return self._remove_node(
-            node, cause, now, is_death=False, is_poison=False, may_return=False
-        )
-
-    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
-        """Return the workers that a node keeps when it joins; see `on_node_joined`."""
-        return list(self._nodes.wanted_workers(node, capacity, workers))
-
-    def on_node_joined(
-        self, node: str, capacity: int, workers: Sequence[int], now: float
-    ) -> list[Action]:
-        """Handle a node that has joined or returned.
-
-        A node that returns gets its stages back if no other node has got them, with its workers.
-        Any other node is a spare.
-
-        Args:
-            node: its name.
-            capacity: workers that it can have.
-            workers: living workers of an earlier session, whose instances are closed.
-            now: time in seconds.
-
-        Returns:
-            Actions, among them kills of the workers that are not wanted.
-        """
-        if self.is_over or self._nodes.is_alive(node):
-            return []
-        wanted = self._nodes.wanted_workers(node, capacity, workers)
-        kills = [
-            KillWorker(sender, "its stage has got another worker")
-            for sender in workers
-            if sender not in wanted
-        ]
-        if vacancy := self._nodes.add(node, capacity):
-            for place, name in enumerate(self._names):
-                if name.stage in vacancy.stages:
-                    self._pool.move_place(place, node)
-            for sender, place in wanted.items():
-                self._pool.restore(sender, place)
-        self._pool.standby_nodes = self._nodes.alive
-        return [*kills, *self._advance(now)]
 
     def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
         """Assign a generation again after a delay, because no worker has got the assignment."""
@@ -194,17 +141,6 @@ class Recovery(RecoveryPhases):
         self._was_poisoned = False
         return [*self._leave(cause, now), *self._advance(now)]
 
-    def on_memory_short(self, generation: int, cause: str, now: float) -> list[Action]:
-        """Handle a generation whose memory cannot hold one sequence of full length.
-
-        Returns:
-            Actions by which the engine waits for other nodes; none if that cannot help.
-        """
-        is_current = generation == self.generation and self.state is RecoveryState.INITIALIZING
-        if not (is_current and self.has_been_ready and self._former_shape):
-            return []
-        return [*self._restore_shape(cause, now), *self._advance(now)]
-
     def on_connected(self, sender: int, now: float) -> list[Action]:
         """Handle the first message of a process: from now on it has to answer in time."""
         worker = self._pool.workers.get(sender)
@@ -227,22 +163,21 @@ class Recovery(RecoveryPhases):
     def change_layers(
         self, layers: Sequence[tuple[int, int]], cause: str, now: float
     ) -> list[Action]:
-        """Begin a generation with other layers; the answer to `ChooseLayers`, or a planned change.
+        """Divide the layers: the answer to `ChooseLayers`, or a planned change while it serves.
 
-        While the engine serves, the requests are parked as in a recovery, but no death counts.
+        In other states a planned change is ignored; whoever wants it asks again.
         """
         if self.is_over or len(layers) != len(self._layers):
             return []
-        has_changed, self._layers = list(layers) != self._layers, list(layers)
         if self.state is RecoveryState.MEASURING and self._has_chosen_layers:
+            self._layers = list(layers)
             self._should_measure = False
             self.state = RecoveryState.FORMING
             return [*self._pool.end_measuring(), *self._advance(now)]
-        waiting = (RecoveryState.NEW, RecoveryState.FORMING, RecoveryState.MEASURING)
-        if not has_changed or self.state in waiting:
+        if self.state is not RecoveryState.READY or list(layers) == self._layers:
             return []
-        self._was_poisoned = False
-        return [*self._leave(cause, now), *self._advance(now)]
+        self._requested = NodeShape(list(layers), self.degrees, self.stage_nodes), cause
+        return self._advance(now)
 
     def on_progress(self, sender: int, now: float) -> None:
         """Handle progress of loading, which extends the worker's time."""
@@ -335,6 +270,7 @@ class Recovery(RecoveryPhases):
                 yield self._assign_time
         if self.state is RecoveryState.READY:
             yield self._pool.standby_time
+            yield self._change_time
 
     def _on_late(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Kill a worker that has missed its deadline."""
@@ -345,52 +281,3 @@ class Recovery(RecoveryPhases):
             return [self._pool.kill(worker, cause)]
         cause = f"{self.state} took longer than {self._limits.phase_seconds:g} seconds"
         return self.on_lost(worker.sender, cause, now)
-
-    def _remove_node(
-        self,
-        node: str,
-        cause: str,
-        now: float,
-        is_death: bool,
-        is_poison: bool,
-        may_return: bool,
-    ) -> list[Action]:
-        """Forget a node and its workers, and leave the generation if it had stages."""
-        if self.is_over or node == LOCAL_NODE or not self._nodes.is_alive(node):
-            return []
-        gone = self._pool.remove_node(node)
-        returning = {
-            worker.sender: worker.place
-            for worker in gone
-            if worker.place is not None
-            and worker.activity is not Activity.EXITING
-            and worker.keeps_weights
-        }
-        stages = self._nodes.remove(node, returning, cause, now, may_return)
-        self._pool.standby_nodes = self._nodes.alive
-        if not stages or self.state is RecoveryState.NEW:
-            return self._advance(now)
-        # What fits is known better than at an earlier loss, which may have been before the start.
-        self._rejected_survivors = []
-        if is_death and not is_poison and not self._count_deaths(gone, now):
-            return self._give_up(self._describe_restarts(cause))
-        actions: list[Action] = []
-        if self.state is not RecoveryState.FORMING:
-            self._was_poisoned = is_poison
-            actions += self._leave(cause, now)
-        return [*actions, *self._advance(now)]
-
-    def _count_deaths(self, gone: Sequence[WorkerRecord], now: float) -> bool:
-        """Count the death of each worker of a node; return False if it was one too many."""
-        # A request may have killed those that close.
-        uncounted = {Activity.EXITING, *([Activity.CLOSING] if self._was_poisoned else [])}
-        places = [
-            worker.place
-            for worker in gone
-            if worker.place is not None and worker.activity not in uncounted
-        ]
-        is_permitted = True
-        for place in places:
-            is_permitted = self._pool.count_death(place) and is_permitted
-            self._pool.delay_respawn(place, now)
-        return is_permitted

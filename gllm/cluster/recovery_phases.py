@@ -79,6 +79,8 @@ class RecoveryPhases:
         """Number of the current generation; 0 before the first."""
         self._layers = list(layers)
         self._degrees = [1] * len(self._layers) if degrees is None else list(degrees)
+        self._first_degrees = list(self._degrees)
+        """Degrees of the stages with which the engine starts."""
         self._names = place_names(self._degrees)
         self._limits = limits
         self._jitter = jitter
@@ -96,6 +98,7 @@ class RecoveryPhases:
         """True if a request ended the last generation."""
         self._has_begun_measuring = self._has_chosen_layers = False
         """Actions of the state MEASURING that have been returned."""
+        self._start_changes()
 
     @property
     def layers(self) -> list[tuple[int, int]]:
@@ -155,8 +158,15 @@ class RecoveryPhases:
             self._begin_phase(RecoveryState.WARMING, now)
         elif self.state is RecoveryState.READY:
             # Only now, because the imports of a standby worker would slow down a recovery.
-            actions += self._pool.fill_standbys(now)
+            actions += self._advance_ready(now)
         return actions
+
+    def _start_changes(self) -> None:
+        """Create the state of planned changes, which a subclass has."""
+
+    def _advance_ready(self, now: float) -> list[Action]:
+        """Start the missing standby workers; a subclass also prepares planned changes."""
+        return [*self._pool.fill_standbys(now)]
 
     @property
     def _assign_time(self) -> float:

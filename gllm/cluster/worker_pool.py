@@ -226,9 +226,42 @@ class WorkerPool:
                 worker.place = moves[worker.place]
         return actions
 
+    def reserve(self, node: str) -> tuple[WorkerRecord, list[SpawnWorker]]:
+        """Return a worker of a node for a planned change: a standby worker, or a new one."""
+        actions = []
+        worker = next(self._idle_standbys(node), None)
+        if worker is None:
+            actions.append(self._spawn(None, node))
+            worker = self.workers[actions[0].sender]
+        worker.is_reserved = True
+        return worker, actions
+
+    def release_reserved(self) -> list[KillWorker]:
+        """End the workers that were reserved for a planned change."""
+        actions = []
+        for worker in self.workers.values():
+            if worker.is_reserved and worker.activity is not Activity.EXITING:
+                worker.is_dropped = True
+                actions.append(self.kill(worker, "a planned change has been disturbed"))
+        return actions
+
+    def seat(self, places: Mapping[int, int]) -> None:
+        """Give reserved workers their places.
+
+        places: new place by sender.
+        """
+        for sender, place in places.items():
+            worker = self.workers[sender]
+            worker.place, worker.is_reserved = place, False
+            self.places[place].sender = sender
+
     def _missing_standbys(self) -> Iterator[str]:
         """Yield the node of each standby worker that has to be started."""
-        nodes = [worker.node for worker in self.workers.values() if worker.place is None]
+        nodes = [
+            worker.node
+            for worker in self.workers.values()
+            if worker.place is None and not worker.is_reserved
+        ]
         for node in self.standby_nodes:
             for _ in range(self._limits.num_standbys - nodes.count(node)):
                 yield node
@@ -238,7 +271,7 @@ class WorkerPool:
         return (
             worker
             for worker in standbys
-            if worker.activity is Activity.IDLE and worker.node == node
+            if worker.activity is Activity.IDLE and worker.node == node and not worker.is_reserved
         )
 
     def _spawn(self, place: int | None, node: str) -> SpawnWorker:

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from gllm.cluster.actions import Action, ChangeShape, KillWorker, SpawnWorker
-from gllm.cluster.node_layout import NodeShape, recut_layers
+from gllm.cluster.actions import Action, DismissNode, KillWorker, SpawnWorker
+from gllm.cluster.node_layout import NodeShape, extend_layers, recut_layers
 from gllm.cluster.placement import LOCAL_NODE, place_names
 from gllm.cluster.records import RecoveryLimits, RecoveryState
 from gllm.cluster.recovery import Recovery
@@ -24,6 +24,8 @@ class NodeWorld(World):
         seed: int = 0,
         should_measure: bool = False,
         can_recut: bool = True,
+        can_extend: bool = False,
+        uses_joined_nodes: bool = False,
     ) -> None:
         super().__init__(degrees, limits, seed, should_measure)
         self.can_recut = can_recut
@@ -31,6 +33,11 @@ class NodeWorld(World):
         self.recovery = Recovery(
             self.layers, limits, Random(seed), degrees, should_measure, nodes, self.recut
         )
+        if can_extend:
+            self.recovery.extend = self.extend
+        self.recovery.uses_joined_nodes = uses_joined_nodes
+        self.dismissed: list[str] = []
+        """Nodes that were drained, in order."""
         self.up = dict.fromkeys(nodes, 99)
         """Capacity of each living node."""
         self.lost: set[str] = set()
@@ -58,6 +65,18 @@ class NodeWorld(World):
         costs = StageCosts((1.0,) * self.layers[-1][1])
         return recut_layers(shape, survivors, [costs] * len(self.layers), costs, {})
 
+    def extend(
+        self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
+    ) -> NodeShape | None:
+        """Return the stages and further ones on other nodes."""
+        assert set(nodes) <= self.up.keys() - set(shape.nodes)
+        assert nodes
+        costs = StageCosts((1.0,) * self.layers[-1][1])
+        num_stages = len(shape.nodes) + len(nodes)
+        return extend_layers(
+            shape, nodes, degrees, [costs] * num_stages, costs, {}, [float("inf")] * num_stages
+        )
+
     def run(self, actions: list[Action]) -> None:
         super().run(actions)
         assert self.recovery.stage_nodes[0] == LOCAL_NODE
@@ -72,7 +91,8 @@ class NodeWorld(World):
 
     def check_standbys(self) -> None:
         """Check the number of standby workers of each node."""
-        standbys = [s for s in self.alive - self.dropped if self.place[s] is None]
+        known = self.alive - self.dropped - self.reserved
+        standbys = [s for s in known if self.place[s] is None]
         counts = Counter(self.node_of[sender] for sender in standbys)
         assert all(count <= self.limits.num_standbys for count in counts.values())
 
@@ -86,18 +106,28 @@ class NodeWorld(World):
             case KillWorker(sender) if sender in self._arriving:
                 self._arriving.discard(sender)
                 return
-            case ChangeShape(shape):
-                self._change_shape(shape)
+            case DismissNode(node):
+                assert self.is_attached
+                assert node not in self.recovery.stage_nodes
+                for sender in [s for s in self.alive if self.node_of[s] == node]:
+                    assert self.place[sender] is None
+                    self.alive.discard(sender)
+                    self._forget(sender)
+                del self.up[node]
+                self.dismissed.append(node)
                 return
         super()._execute(action)
 
-    def _change_shape(self, shape: NodeShape) -> None:
+    def change_shape(self, shape: NodeShape) -> None:
         """Follow other stages: workers of the n-th stage of a node keep it."""
+        is_planned, self.is_planned = self.is_planned, False
         assert not any(self.pending.values())
         assert set(shape.nodes) <= {*self.up, ""}
         assert shape.layers[-1][1] == self.layers[-1][1], "all layers"
         old_keys, new_keys = self._keys(self.shape), self._keys(shape)
-        if len(shape.nodes) == len(self.shape.nodes):
+        if is_planned:
+            assert set(shape.nodes) <= self.up.keys()
+        elif len(shape.nodes) == len(self.shape.nodes):
             # A spare has got the stages, with other processes.
             assert (shape.degrees, shape.layers) == (self.shape.degrees, self.layers)
             if not self.is_returning:
@@ -186,7 +216,15 @@ class NodeWorld(World):
             self.vacant_since[node] = self.now
         self.run(self.recovery.on_node_left(node, f"{node} has left", self.now))
 
-    def join(self, node: str, capacity: int = 99) -> set[int]:
+    def drain(self, node: str) -> bool:
+        """Drain a node; return True if that is possible."""
+        if self.recovery.refuse_drain(node):
+            return False
+        self.run(self.recovery.drain_node(node, self.now))
+        assert self.recovery.drain_node(node, self.now) == [], "once is enough"
+        return True
+
+    def join(self, node: str, capacity: int = 99, is_spare: bool = True) -> set[int]:
         """Let a node join or return; return the processes that it keeps."""
         workers = self.away.pop(node, set())
         waits = node in self.recovery.vacant_nodes
@@ -200,7 +238,8 @@ class NodeWorld(World):
             self._mark(f"lost {node}", node)
         self.alive |= wanted
         self.connected |= wanted
-        self.run(self.recovery.on_node_joined(node, capacity, sorted(workers), self.now))
+        actions = self.recovery.on_node_joined(node, capacity, sorted(workers), self.now, is_spare)
+        self.run(actions)
         assert not self._arriving or self.given_up, "processes that are neither kept nor killed"
         if waits and capacity >= num_needed and not self.given_up:
             assert node not in self.recovery.vacant_nodes, "a node that returns gets its stages"

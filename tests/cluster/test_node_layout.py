@@ -4,7 +4,7 @@ import math
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gllm.cluster.node_layout import NodeShape, distribute_stages, recut_layers
@@ -116,6 +116,7 @@ def test_without_the_first_stage_nothing_is_left() -> None:
     layers=st.lists(st.integers(1, 5), min_size=5, max_size=9),
     limits=st.lists(st.integers(1, 30), min_size=4, max_size=4),
 )
+@example(owners=[0, 1, 1, 3], lost=2, layers=[1, 1, 1, 3, 1], limits=[3, 3, 1, 4])
 def test_recuts_fit_whenever_a_cut_exists(
     owners: list[int], lost: int, layers: list[int], limits: list[int]
 ) -> None:

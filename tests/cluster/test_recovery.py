@@ -46,6 +46,8 @@ EVENTS = (
     "stale",
     "impossible",
     "change",
+    "prepare",
+    "prepare",
 )
 
 
@@ -79,6 +81,10 @@ def happen(world: World, event: str, pick: int, seconds: float) -> None:
             world.num_impossible = 1 + pick % 3
         case "change":
             world.change_layers(pick)
+        case "prepare":
+            for waiting in [*world.preparing.values()]:
+                if waiting:
+                    world.prepare(sorted(waiting)[pick % len(waiting)])
         case "stale":
             report_stale_events(world, 10_000 + pick)
 
@@ -92,6 +98,7 @@ def report_stale_events(world: World, sender: int) -> None:
     for end in (recovery.on_exit, recovery.on_failed, recovery.on_lost):
         world.run(end(sender, "unknown", now))
     recovery.on_progress(sender, now)
+    assert recovery.on_prepared(sender, sender, now) == []
     for generation in (recovery.generation - 1, recovery.generation + 1):
         assert recovery.on_assignment_failed(generation, "stale", now) == []
     assert recovery.start(now) == []
@@ -125,11 +132,12 @@ def test_random_events_end_in_a_ready_or_a_dead_engine(
         happen(world, event, pick, seconds)
         if world.given_up:
             break
-    world.settle()
+    world.finish_change()
     if not world.given_up:
         assert world.recovery.state is RecoveryState.READY
         assert not world.recovery.is_overdue
         assert world.recovery.layers == world.layers
+        assert not world.recovery.change_kind
         assert (world.num_measurements > 0) == should_measure
         # Every place is filled, and the standby workers are there after their backoff.
         world.wait(MAX_BACKOFF_SECONDS)
@@ -505,34 +513,6 @@ def test_a_worker_that_does_not_measure_is_killed() -> None:
     assert kill.cause == "measuring took longer than 50 seconds"
     world.settle()
     assert world.is_attached
-
-
-def test_other_layers_are_the_next_generation_of_the_same_processes() -> None:
-    world = ready_world(max_restarts=0)
-    alive = set(world.alive)
-    world.layers = [(0, 3), (3, 4)]
-    world.run(world.recovery.change_layers(world.layers, "other layers are faster", world.now))
-    assert [type(action) for _, action in world.log] == [DetachClient, CloseInstances]
-    assert world.recovery.recovering_since == world.now
-    world.settle()
-    assert world.alive == alive
-    assert world.generation == 2
-    assert not world.given_up, "it is no death"
-    assert world.recovery.placement is not None
-    assert world.recovery.placement.layers == [(0, 3), (3, 4)]
-    world.log.clear()
-    world.run(world.recovery.change_layers(world.layers, "the same", world.now))
-    assert world.log == []
-
-
-def test_a_death_during_a_change_of_layers_keeps_the_new_layers() -> None:
-    world = ready_world()
-    world.layers = [(0, 1), (1, 4)]
-    world.run(world.recovery.change_layers(world.layers, "other layers are faster", world.now))
-    world.exit(sender_of(world, 0))
-    world.settle()
-    assert world.recovery.placement is not None
-    assert world.recovery.placement.layers == [(0, 1), (1, 4)]
 
 
 def test_after_the_end_layers_do_not_change() -> None:

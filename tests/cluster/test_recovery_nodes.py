@@ -33,6 +33,10 @@ NODE_EVENTS = (
     "two",
     "timeout",
     "short",
+    "drain",
+    "drain",
+    "eager",
+    "prepared",
 )
 
 
@@ -57,6 +61,14 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
             name = f"spare-{pick % 4}"
             if name not in world.up:
                 world.join(name, 1 + pick % 3)
+        case "drain" if node:
+            world.drain(node)
+        case "eager" if len(world.up) < 6:
+            name = f"node-{10 + pick % 4}"
+            if name not in world.up:
+                world.join(name, 1 + pick % 3, is_spare=False)
+        case "prepared":
+            world.finish_change()
         case "link":
             world.fail_link()
         case "short":
@@ -73,7 +85,7 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
     max_restarts=st.integers(0, 4),
     num_standbys=st.integers(0, 2),
     seed=st.integers(0, 99),
-    flags=st.tuples(st.booleans(), st.booleans()),
+    flags=st.tuples(*[st.booleans()] * 4),
     rows=st.lists(
         st.tuples(
             st.sampled_from((*EVENTS, *NODE_EVENTS, *NODE_EVENTS)),
@@ -88,7 +100,7 @@ def test_random_losses_end_in_a_ready_or_a_dead_engine(
     max_restarts: int,
     num_standbys: int,
     seed: int,
-    flags: tuple[bool, bool],
+    flags: tuple[bool, bool, bool, bool],
     rows: list[tuple[str, int, float]],
 ) -> None:
     # Neighbouring stages share a node, and the first ones are on the head's.
@@ -102,10 +114,12 @@ def test_random_losses_end_in_a_ready_or_a_dead_engine(
         happen_to_nodes(world, event, pick, seconds)
         if world.given_up:
             return
-    world.settle()
+    world.finish_change()
     if world.given_up:
         return
     assert world.recovery.state is RecoveryState.READY
+    assert not world.recovery.change_kind
+    assert not world.recovery.draining
     assert not world.recovery.is_overdue
     assert world.recovery.layers == world.layers
     placement = world.recovery.placement

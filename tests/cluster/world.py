@@ -1,13 +1,15 @@
 """A world of worker processes that executes the actions of Recovery and checks each of them."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from random import Random
 
 from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
+    BeginChange,
+    ChangeShape,
     ChooseLayers,
     CloseInstances,
     DetachClient,
@@ -15,11 +17,13 @@ from gllm.cluster.actions import (
     InitializeCaches,
     KillWorker,
     MeasureWorkers,
+    PrepareLayers,
     RejectParked,
     SpawnWorker,
     WarmUp,
 )
-from gllm.cluster.placement import place_names
+from gllm.cluster.node_layout import NodeShape
+from gllm.cluster.placement import Placement, place_names
 from gllm.cluster.records import RecoveryLimits, RecoveryState
 from gllm.cluster.recovery import Recovery
 
@@ -61,6 +65,14 @@ class World:
             "warm": set(),
         }
         """Workers whose answer to the current phase is outstanding."""
+        self.preparing: dict[int, set[int]] = {}
+        """Workers that prepare a planned change, by its number; of the present one only."""
+        self.reserved: set[int] = set()
+        """Workers that were started for a planned change and have no place yet."""
+        self.is_planned = False
+        """True while a planned change of the stages begins."""
+        self.num_prepared = 0
+        """Planned changes that have been prepared until they happened."""
         self.connected: set[int] = set()
         """Processes that have sent their first message."""
         self.generation = 0
@@ -86,6 +98,10 @@ class World:
     def run(self, actions: list[Action]) -> None:
         """Execute actions, with all checks."""
         for action in actions:
+            if isinstance(action, PrepareLayers):
+                senders = action.placement.senders
+                self.reserved |= {s for s in senders if self.place.get(s) is None}
+        for action in actions:
             assert not self.given_up, "nothing follows the end"
             self.log.append((self.now, action))
             self._execute(action)
@@ -108,7 +124,7 @@ class World:
 
     def check_standbys(self) -> None:
         """Check the number of standby workers."""
-        standbys = [s for s in self.alive if self.place[s] is None]
+        standbys = [s for s in self.alive - self.reserved if self.place[s] is None]
         assert len(standbys) <= self.limits.num_standbys
 
     def _execute(self, action: Action) -> None:
@@ -139,6 +155,16 @@ class World:
                 self.num_measurements += 1
                 self.instances |= dict.fromkeys(placement.senders, self.generation)
                 self.pending["measured"] = set(placement.senders)
+            case PrepareLayers(number, placement):
+                self._prepare(number, placement)
+            case BeginChange(kind):
+                assert self.is_attached
+                assert kind
+                self.num_prepared += not any(self.preparing.values())
+                self.preparing.clear()
+                self.was_poisoned, self.is_planned = False, True
+            case ChangeShape(shape):
+                self.change_shape(shape)
             case ChooseLayers():
                 assert not any(self.pending.values())
                 self.instances.clear()
@@ -160,6 +186,7 @@ class World:
             case DetachClient():
                 assert self.is_attached
                 self.is_attached = False
+                self.preparing.clear()
             case RejectParked():
                 assert not self.is_attached
                 assert self.has_been_ready
@@ -197,7 +224,29 @@ class World:
         assert self.recovery.placement is not None
         self.pending[phase] = set(self.recovery.placement.senders)
 
+    def _prepare(self, number: int, placement: Placement) -> None:
+        """Follow the preparation of a change beside the present generation."""
+        assert self.is_attached, "it is prepared while the engine serves"
+        assert number not in self.preparing
+        assert placement.generation == self.generation + 1
+        assert set(placement.senders) <= self.alive - self.killed
+        assert placement.layers[-1][1] == self.layers[-1][1], "all layers"
+        self.preparing = {number: set(placement.senders)}
+        assert {s for s in placement.senders if self.place[s] is None} <= self.reserved
+
+    def change_shape(self, shape: NodeShape) -> None:
+        """Follow other layers on the same workers."""
+        assert shape.degrees == [len(list(g)) for _, g in groupby(n.stage for n in self.names)]
+        self.layers = list(shape.layers)
+
     # Events.
+
+    def prepare(self, sender: int) -> None:
+        """Let a worker report that it has prepared its layers."""
+        self.connect(sender)
+        for number, waiting in list(self.preparing.items()):
+            waiting.discard(sender)
+            self.run(self.recovery.on_prepared(sender, number, self.now))
 
     def exit(self, sender: int, is_poison: bool = False) -> None:
         """Let a process exit, killed or of its own."""
@@ -239,6 +288,9 @@ class World:
         assert is_over == bool(self.given_up)
 
     def _forget(self, sender: int) -> None:
+        self.reserved.discard(sender)
+        for waiting in self.preparing.values():
+            waiting.discard(sender)
         self.killed.discard(sender)
         self.instances.pop(sender, None)
         self.closing.discard(sender)
@@ -274,18 +326,14 @@ class World:
             self.run(self.recovery.on_warm(self.now))
 
     def change_layers(self, pick: int) -> None:
-        """Divide the layers anew."""
+        """Divide the layers anew, as a planned change."""
         total = self.layers[-1][1]
         ends = Random(pick).sample(range(1, total), len(self.layers) - 1)
         bounds = [0, *sorted(ends), total]
         layers = list(pairwise(bounds))
-        waits = (RecoveryState.FORMING, RecoveryState.MEASURING, RecoveryState.NEW)
-        if layers != self.recovery.layers and self.recovery.state not in waits:
-            self.was_poisoned = False
-            for waiting in self.pending.values():
-                waiting.clear()
-        self.layers = layers
-        self.run(self.recovery.change_layers(layers, "other layers are faster", self.now))
+        actions = self.recovery.change_layers(layers, "other layers are faster", self.now)
+        assert self.is_attached or not actions
+        self.run(actions)
 
     def commit(self) -> None:
         """Let a step commit."""
@@ -336,6 +384,16 @@ class World:
                 return
             if not self._act_fairly():
                 self.wait(max(0.0, self.recovery.next_deadline - self.now))
+        raise AssertionError("no progress")
+
+    def finish_change(self) -> None:
+        """Answer to everything until no planned change is left."""
+        for _ in range(200):
+            self.settle()
+            waiting = [sender for each in self.preparing.values() for sender in each]
+            if self.given_up or not waiting:
+                return
+            self.prepare(min(waiting))
         raise AssertionError("no progress")
 
     def _act_fairly(self) -> bool:
