@@ -26,6 +26,7 @@ COMMANDS = {
         "join an engine on other machines; create and rotate the machines' secret",
     ),
     "nodes": ("gllm.commands.nodes:main", "list the machines of a running engine"),
+    "drain": ("gllm.commands.drain:main", "take a machine out of a running engine"),
     "doctor": ("gllm.commands.doctor:main", "find what keeps machines from forming an engine"),
 }
 

@@ -24,7 +24,17 @@ COLUMNS = (
 
 
 class NodesUnavailableError(Exception):
-    """The server returns no list of machines; the message is the reason."""
+    """The server does not answer as it should; the message is the reason."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        """Create the error.
+
+        Args:
+            message: the reason.
+            status: status code of the answer; 0 without one.
+        """
+        super().__init__(message)
+        self.status = status
 
 
 def read_nodes(url: str, api_key: str | None) -> dict[str, Any]:
@@ -33,20 +43,29 @@ def read_nodes(url: str, api_key: str | None) -> dict[str, Any]:
     Raises:
         NodesUnavailableError: the server cannot be reached, or refuses.
     """
-    url = url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(f"{url}/nodes", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            answer: Any = json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise NodesUnavailableError(_explain(url, error)) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NodesUnavailableError(f"cannot read {url}/nodes ({error})") from error
+    answer = request_json(url, "/nodes", api_key)
     if not isinstance(answer, dict) or not isinstance(answer.get("nodes"), list):
         raise NodesUnavailableError(f"{url} is no server of gllm, or an older one")
     return answer
+
+
+def request_json(url: str, path: str, api_key: str | None, method: str = "GET") -> Any:
+    """Return the JSON value that a server answers with.
+
+    Raises:
+        NodesUnavailableError: the server cannot be reached, or refuses.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(f"{url}{path}", headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise NodesUnavailableError(_explain(url, path, error), error.code) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NodesUnavailableError(f"cannot read {url}{path} ({error})") from error
 
 
 def render_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -113,15 +132,15 @@ def _number(value: float | None, form: str, unit: float = 1) -> str:
     return form.format(value if unit == 1 else value / unit)
 
 
-def _explain(url: str, error: urllib.error.HTTPError) -> str:
+def _explain(url: str, path: str, error: urllib.error.HTTPError) -> str:
     """Return the server's reason to refuse."""
     if error.code == 401:
         return f"{url} needs an API key: set --api-key or $GLLM_API_KEY"
     try:
         message = json.load(error)["error"]["message"]
     except (OSError, ValueError, LookupError, TypeError):
-        return f"{url}/nodes returned {error.code}"
-    return f"{url}/nodes returned {error.code}: {message}"
+        return f"{url}{path} returned {error.code}"
+    return f"{url}{path} returned {error.code}: {message}"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -81,3 +81,16 @@ class Engine(TextEngine):
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine of the engine, the head first."""
         return self._pipeline.nodes()
+
+    def drain_node(self, name: str) -> str:
+        """Move the stages of a machine to others and end its membership; requests go on.
+
+        Returns:
+            draining, or drained if it is no member any more.
+
+        Raises:
+            UnknownNodeError: there is no such machine.
+            NodeDrainError: it cannot be drained.
+            EngineUnavailableError: the engine is not ready.
+        """
+        return self._pipeline.drain_node(name)

@@ -13,7 +13,9 @@ import msgspec
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
+from gllm.messages.node_report import NodeDrainError as NodeDrainError
 from gllm.messages.node_report import NodeReport
+from gllm.messages.node_report import UnknownNodeError as UnknownNodeError
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.requests import PoisonRequestError as PoisonRequestError
@@ -299,6 +301,18 @@ class EngineInterface(Protocol):
 
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine of the engine, the head first; none for a router."""
+
+    def drain_node(self, name: str) -> str:
+        """Move the stages of a machine to others and end its membership; requests go on.
+
+        Returns:
+            draining, or drained if it is no member any more.
+
+        Raises:
+            UnknownNodeError: there is no such machine.
+            NodeDrainError: it cannot be drained.
+            EngineUnavailableError: the engine is not ready.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

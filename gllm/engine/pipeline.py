@@ -11,7 +11,12 @@ from tqdm import tqdm
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.config.slo import Slo
-from gllm.engine.interface import EngineStatus, EngineUnavailableError
+from gllm.engine.interface import (
+    EngineStatus,
+    EngineUnavailableError,
+    NodeDrainError,
+    UnknownNodeError,
+)
 from gllm.engine.join_facts import make_join_facts
 from gllm.engine.status import read_status
 from gllm.fleet.attachment import RouterAttachment
@@ -139,6 +144,14 @@ class PipelineBackend:
                 stages=list(range(self._config.pipeline_parallel_size)),
             )
         ]
+
+    def drain_node(self, name: str) -> str:
+        """Move the stages of a machine to others; see Engine."""
+        if self._cluster is not None:
+            return self._cluster.drain(name, self.check_ready)
+        if name == self._facts.host_name:
+            raise NodeDrainError(f"{name} has all of the engine: stop the engine instead")
+        raise UnknownNodeError(f"there is no machine {name!r}: see /nodes")
 
     def check_accepting(self) -> None:
         """See Backend."""

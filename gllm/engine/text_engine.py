@@ -26,6 +26,7 @@ from gllm.engine.interface import (
     OutputDelta,
     PoisonRequestError,
     ProfileError,
+    UnknownNodeError,
     embedding_error,
 )
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
@@ -307,6 +308,10 @@ class TextEngine:
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine of the engine, the head first; none for a router."""
         return []
+
+    def drain_node(self, name: str) -> str:
+        """See EngineInterface; a router has no machines."""
+        raise UnknownNodeError(f"there is no machine {name!r}")
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

@@ -52,7 +52,17 @@ LABELS = ("model_name",)
 """Labels of all metrics."""
 OBJECTIVES = ("ttft", "tpot")
 """Values of the label `objective`."""
-RECOVERY_CAUSES = ("killed", "failed", "frozen", "lost", "rebalanced", "node", "link")
+RECOVERY_CAUSES = (
+    "killed",
+    "failed",
+    "frozen",
+    "lost",
+    "rebalanced",
+    "drained",
+    "joined",
+    "node",
+    "link",
+)
 """Values of the label `cause` of recoveries."""
 SPAN_DROP_REASONS = ("queue_full", "export_failed")
 """Values of the label `reason` of dropped spans."""

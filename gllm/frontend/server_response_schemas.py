@@ -168,7 +168,7 @@ class NodeRowResponse(ResponseSchema):
     """One machine of an engine; null for what is unknown."""
 
     name: str
-    state: Literal["member", "spare", "lost", "left"]
+    state: Literal["member", "spare", "draining", "lost", "left"]
     rank: int | None
     host_name: str
     system: str
@@ -190,6 +190,13 @@ class NodeListResponse(ResponseSchema):
     nodes: list[NodeRowResponse]
     num_node_losses: int
     refused_peers: dict[str, int]
+
+
+class NodeDrainResponse(ResponseSchema):
+    """Answer of /nodes/{name}/drain."""
+
+    name: str
+    state: Literal["draining", "drained"]
 
 
 class RankLoad(ResponseSchema):

@@ -29,6 +29,7 @@ from gllm.messages.lifecycle import (
     Heartbeat,
     Hello,
     InitializeCache,
+    LayersPrepared,
     LoadProgress,
     Shutdown,
     StageFailed,
@@ -46,6 +47,7 @@ ToHead = (
     Hello
     | Heartbeat
     | StageMeasured
+    | LayersPrepared
     | LoadProgress
     | StageLoaded
     | StageReady

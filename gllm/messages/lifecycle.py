@@ -54,6 +54,18 @@ class StageLoaded(WireMessage, frozen=True):
     memory of its own."""
 
 
+class LayersPrepared(WireMessage, frozen=True):
+    """Report that a worker has loaded its layers of a planned change, beside its present stage."""
+
+    is_fenced: ClassVar[bool] = False
+    change: int
+    """Number of the change."""
+    num_bytes: int = 0
+    """Bytes that were read."""
+    cause: str = ""
+    """Reason for which nothing was loaded before the change; empty for none."""
+
+
 class InitializeCache(WireMessage, frozen=True):
     """Command to a stage: allocate the KV cache and start to run plans."""
 

@@ -1,11 +1,22 @@
-"""Report of an engine on one of its machines, for GET /nodes, `gllm nodes` and metrics."""
+"""Report of an engine on one of its machines, for GET /nodes, `gllm nodes` and metrics.
+
+The errors of a drain are here too, because the runtime raises them and the API handles them.
+"""
 
 import msgspec
 
 from gllm.messages.nodes import LinkState, NodeLoad
 
-NODE_STATES = ("member", "spare", "lost", "left")
+NODE_STATES = ("member", "spare", "draining", "lost", "left")
 """Values of NodeReport.state."""
+
+
+class UnknownNodeError(Exception):
+    """No machine of the engine has this name."""
+
+
+class NodeDrainError(Exception):
+    """A machine cannot be drained; the message says why."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -14,7 +25,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     name: str
     """Unique among the machines of the engine."""
     state: str
-    """member, spare, lost or left."""
+    """member, spare, draining, lost or left."""
     rank: int | None = None
     """Node rank; null for a machine that joined without one."""
     host_name: str = ""

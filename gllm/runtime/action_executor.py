@@ -18,14 +18,17 @@ from gllm.cluster.actions import (
     Action,
     AssignGeneration,
     AttachClient,
+    BeginChange,
     ChangeShape,
     ChooseLayers,
     CloseInstances,
     DetachClient,
+    DismissNode,
     GiveUp,
     InitializeCaches,
     KillWorker,
     MeasureWorkers,
+    PrepareLayers,
     RejectParked,
     SpawnWorker,
     WarmUp,
@@ -193,6 +196,15 @@ class ActionExecutor:
                 head.nodes.measure(placement, self._config, head.model_folder)
             case ChooseLayers():
                 self._listener.on_all_measured()
+            case PrepareLayers(number, placement, cause):
+                head = self.connections
+                log.info("%s: the layers are loaded while the engine serves", cause)
+                head.nodes.prepare(placement, self._config, head.model_folder, number)
+            case BeginChange(kind, cause):
+                self._deaths.begin_change(kind, cause)
+                log.info("%s; requests: %d", cause, self._client.num_requests)
+            case DismissNode(node, cause):
+                self._dismiss(node, cause)
             case ChangeShape(shape):
                 self._listener.on_shape_changed(shape)
             case AssignGeneration(placement):
@@ -214,6 +226,13 @@ class ActionExecutor:
                 self._client.reject_parked(cause)
             case GiveUp(cause):
                 self._listener.on_give_up(cause)
+
+    def _dismiss(self, node: str, cause: str) -> None:
+        """End the membership of a node, and forget its workers."""
+        log.info("%s", cause)
+        for sender in self.connections.nodes.dismiss(node, cause):
+            self.connections.channels.forget(sender)
+            self._deaths.heartbeats.pop(sender, None)
 
     def _spawn(self, sender: int, node: str) -> None:
         head = self.connections

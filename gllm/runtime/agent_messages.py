@@ -22,6 +22,8 @@ from gllm.runtime.action_executor import ActionExecutor
 from gllm.runtime.agent_session import AgentSession
 from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.edge_gate import REPEAT_SECONDS
+from gllm.runtime.machine_speeds import Machine
+from gllm.runtime.node_admission import configured_threads
 from gllm.runtime.node_events import NodeEventHandler
 from gllm.runtime.node_hub import NodeHub
 from gllm.runtime.remote_node import RemoteNode
@@ -76,17 +78,19 @@ class AgentMessageHandler:
         """
         for name, session in list(self._hub.sessions.items()):
             if name not in members:
-                capacity = session.capacity(self._num_workers)
-                self._events.on_joined(name, capacity, [])
+                self._on_joined(session, [])
         for name in members:
             if name not in self._hub.sessions:
                 self._events.on_lost(name, f"node {name} was lost", is_death=False)
 
     def publish_state(self, state: str, cause: str, generation: int) -> None:
         """Send the engine's state to all agents, if it has changed."""
-        stages = self._events.node_stages
+        stages, membership = self._events.node_stages, self._hub.membership
+        membership.draining = self._events.draining
+        for name, reason in self._events.drain_errors.items():
+            membership.note_cause(name, f"it was not drained: {reason}")
         for name in self._hub.sessions if stages else ():
-            self._hub.membership.set_spare(name, name not in stages)
+            membership.set_spare(name, name not in stages)
         message = EngineState(state, cause, generation)
         if message != self._state:
             self._state = message
@@ -105,7 +109,19 @@ class AgentMessageHandler:
             self._channels.on_connected(sender)
         self._hub.welcome(session, wanted)
         session.send(self._state)
-        self._events.on_joined(name, capacity, wanted)
+        self._on_joined(session, wanted)
+
+    def _on_joined(self, session: AgentSession, workers: Sequence[int]) -> None:
+        """Report a node that has joined, with the workers that it keeps."""
+        join = session.join
+        threads = configured_threads(self._hub.facts.config, join.config)
+        self._events.on_joined(
+            session.name,
+            session.capacity(self._num_workers),
+            workers,
+            Machine(join.facts, threads),
+            join.is_spare,
+        )
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
         """See NodeListener."""
@@ -187,7 +203,7 @@ class AgentMessageHandler:
         self._nodes.remove(remote)
         self._nodes.add(RemoteNode(session))
         self._events.on_left(name, cause)
-        self._events.on_joined(name, session.capacity(self._num_workers), [])
+        self._on_joined(session, [])
         return True
 
     def _on_worker_frame(self, remote: RemoteNode, frame: WorkerFrame) -> None:

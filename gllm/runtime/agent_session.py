@@ -8,7 +8,7 @@ from gllm.cluster.clock_offset import ClockOffset
 from gllm.cluster.liveness import ProcessSample
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
-from gllm.messages.nodes import JoinCluster, NodeHeartbeat
+from gllm.messages.nodes import JoinCluster, LeaveCluster, NodeHeartbeat
 
 
 class AgentSession:
@@ -31,6 +31,8 @@ class AgentSession:
         self.last_heard = time.monotonic()
         self.is_open = True
         self.clock_offset = ClockOffset()
+        self.dismissed_at: float | None = None
+        """Time at which the head has ended the membership; None if it has not."""
         self.heartbeat = NodeHeartbeat(0.0, 0.0, 0.0)
         """Latest one."""
         self._send = send
@@ -53,6 +55,14 @@ class AgentSession:
         """Queue a message; it is dropped if the session has ended."""
         if self.is_open:
             self._send(message)
+
+    def dismiss(self, cause: str) -> None:
+        """End the membership of the node; its agent ends the session.
+
+        cause: for the agent's log.
+        """
+        self.dismissed_at = time.monotonic()
+        self.send(LeaveCluster(cause))
 
     def on_heartbeat(self, heartbeat: NodeHeartbeat, now: float) -> None:
         """Handle a heartbeat of the agent, and answer it."""

@@ -164,7 +164,7 @@ class AgentWorkers:
         asyncio.get_running_loop().call_later(DUMP_SECONDS, self._report_stacks, sender)
 
     def assign(self, command: AssignStages, folder: Path) -> None:
-        """Begin a generation, or measure the workers; report a failure.
+        """Begin a generation, measure the workers or prepare their layers; report a failure.
 
         Args:
             command: of the head.
@@ -172,13 +172,16 @@ class AgentWorkers:
         """
         try:
             assignment = decode_node_assignment(command.assignment)
-            config = apply_own_fields(msgspec.json.encode(assignment.config), self._own_config)
+            applied = apply_own_fields(msgspec.json.encode(assignment.config), self._own_config)
             assignment = msgspec.structs.replace(
-                assignment, config=msgspec.json.decode(config, type=EngineConfig)
+                assignment, config=msgspec.json.decode(applied, type=EngineConfig)
             )
+            placement, config = assignment.placement, assignment.config
             if assignment.is_probe:
-                self._busy.update(self._senders(assignment.placement))
-                self._node.measure(assignment.placement, assignment.config, folder)
+                self._busy.update(self._senders(placement))
+                self._node.measure(placement, config, folder)
+            elif assignment.change:
+                self._node.prepare(placement, config, folder, assignment.change)
             else:
                 self._assign(assignment, folder)
         except (OSError, ValueError, msgspec.DecodeError, zmq.ZMQError) as error:

@@ -44,6 +44,8 @@ class NodeAssignment(msgspec.Struct, frozen=True):
     """Requests that will be submitted again."""
     is_probe: bool = False
     """True if the workers only measure their speed; the layers are preliminary."""
+    change: int = 0
+    """Number of the planned change for which the workers only load layers; 0 for none."""
     peers: dict[str, LinkPeer] = {}
     """Data connections of all machines of the placement by name; empty if it has only one."""
 
@@ -76,6 +78,9 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     is_probe: bool = False
     """True if the worker only measures its speed; the layers are preliminary, and there are no
     descriptors and no driver."""
+    change: int = 0
+    """Number of the planned change for which the worker only loads layers, without descriptors and
+    driver, beside the stage that it computes; 0 for none."""
 
     @property
     def place(self) -> WorkerPlacement:

@@ -16,7 +16,7 @@ from gllm.config.addresses import format_host_port, is_wildcard
 from gllm.config.nodes import NodesConfig
 from gllm.link.commands import LinkPeer
 from gllm.messages.codec import AnyMessage
-from gllm.messages.node_report import NodeReport
+from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
 from gllm.messages.nodes import NodeFacts
 from gllm.runtime.action_executor import ActionExecutor
 from gllm.runtime.agent_messages import AgentMessageHandler
@@ -75,6 +75,7 @@ class ClusterHead:
         self._links: LinkProcess | None = None
         self._peer = LinkPeer(self.name, "", b"")
         self._messages: AgentMessageHandler | None = None
+        self._events: NodeEventHandler | None = None
         self._monitor = MachineMonitor()
         self._facts: NodeFacts | None = None
         self._members: list[str] = []
@@ -135,7 +136,7 @@ class ClusterHead:
             nodes.local.remote_edges = self._links
             self._links.begin_run(self.run, executor.on_edge_opened, messages.on_edge_lost)
         messages.add_members()
-        self._messages = messages
+        self._messages, self._events = messages, events
 
     def on_started(self) -> None:
         """Report the nodes that have joined as spares, and members that were lost since."""
@@ -166,10 +167,46 @@ class ClusterHead:
         return [
             head,
             *(
-                report_node(record, self.hub.sessions_by_name.get(record.name), stages)
+                report_node(
+                    record,
+                    self.hub.sessions_by_name.get(record.name),
+                    stages,
+                    record.name in self.hub.membership.draining,
+                )
                 for record in records
             ),
         ]
+
+    def drain(self, name: str, check_ready: Callable[[], None]) -> str:
+        """Let the stages of a node move to others, and dismiss it then; see Engine.drain_node.
+
+        Args:
+            name: of the node.
+            check_ready: raises an error unless the engine is ready.
+
+        Raises:
+            UnknownNodeError: no node has the name.
+            NodeDrainError: the node cannot be drained.
+        """
+        membership, events = self.hub.membership, self._events
+        if name == self.name:
+            raise NodeDrainError(f"{name} is the head, which has the API: stop the engine instead")
+        if name in membership.draining:
+            return "draining"
+        record = membership.nodes.get(name)
+        if record is None and name in membership.drained:
+            return "drained"
+        if record is None:
+            raise UnknownNodeError(f"there is no machine {name!r}: see /nodes")
+        check_ready()
+        if not record.is_alive:
+            # Nothing waits for it, because the engine is ready.
+            membership.forget(name)
+            return "drained"
+        assert events is not None, "an engine that is ready has begun"
+        if reason := events.drain(name):
+            raise NodeDrainError(f"node {name} cannot be drained: {reason}")
+        return "draining"
 
     @property
     def num_losses(self) -> int:

@@ -54,9 +54,14 @@ class DeathLog:
         self.recoveries[kind] += 1
         self.cause = cause
 
-    def begin_change(self, cause: str) -> None:
-        """Count a planned change that ends a generation which was ready."""
-        self.recoveries["rebalanced"] += 1
+    def begin_change(self, kind: str, cause: str) -> None:
+        """Count a planned change that ends a generation which was ready.
+
+        Args:
+            kind: rebalanced, drained or joined.
+            cause: complete description.
+        """
+        self.recoveries[kind] += 1
         self.cause = cause
 
     def end_recovery(self, since: float) -> float:

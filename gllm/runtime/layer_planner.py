@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gllm.cluster.balance import BalanceLimits, BetterCut, Rebalancer
-from gllm.cluster.node_layout import NodeShape, recut_layers
+from gllm.cluster.node_layout import NodeShape, extend_layers, recut_layers
 from gllm.cluster.node_pool import match_stages
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.engine import EngineConfig
@@ -151,11 +151,14 @@ class LayerPlanner:
             ",".join(str(end - begin) for begin, end in shape.layers),
             ", ".join("the head's" if node == LOCAL_NODE else node for node in unique_nodes),
         )
+        has_moved = (shape.nodes, shape.degrees) != (self._nodes, self._degrees)
+        self._layers = [range(begin, end) for begin, end in shape.layers]
+        if not has_moved:
+            return
         if len(shape.nodes) != len(self._nodes):
             stages = match_stages(self._nodes, shape.nodes)
             old = {after: self._costs[before] for before, after in stages.items()}
             self._costs = [old.get(stage, self._costs[0]) for stage in range(len(shape.nodes))]
-        self._layers = [range(begin, end) for begin, end in shape.layers]
         self._degrees, self._nodes = list(shape.degrees), list(shape.nodes)
         self._measured.clear()
         # Other machines have another memory, which is known once they have loaded their layers.
@@ -182,6 +185,42 @@ class LayerPlanner:
         return recut_layers(
             shape, survivors, self._costs, memory.needs, memory.node_limits, memory.stage_limits
         )
+
+    def add_machine(self, node: str, machine: Machine) -> None:
+        """Note a machine that has joined after the start."""
+        self._machines[node] = machine
+
+    def extend(
+        self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
+    ) -> NodeShape | None:
+        """Return a shape with further stages, whose speed is taken to be that of the first one.
+
+        None if the layers do not fit, or if it is not known yet what they need.
+
+        Args:
+            shape: present stages.
+            nodes: node of each further stage.
+            degrees: ranks of each further stage.
+            should_gain: return None unless the slowest stage gets faster by the least gain of a
+                rebalancing.
+        """
+        memory = self._node_memory
+        if memory is None:
+            return None
+        limits = dict(memory.node_limits)
+        for node in nodes:
+            if (machine := self._machines.get(node)) is not None and not machine.facts.devices:
+                limits[node] = HOST_MEMORY_SHARE * machine.facts.memory_bytes
+        costs = [*self._costs, *[self._costs[0]] * len(nodes)]
+        stage_limits = [*memory.stage_limits, *[math.inf] * len(nodes)]
+        extended = extend_layers(shape, nodes, degrees, costs, memory.needs, limits, stage_limits)
+        if extended is None or not should_gain:
+            return extended
+        before, after = (
+            slowest_cost(costs, [range(*bounds) for bounds in each.layers])
+            for each in (shape, extended)
+        )
+        return extended if before / after - 1 > self._limits.min_gain else None
 
     def begin_generation(self, loaded: Sequence[StageLoaded]) -> None:
         """Start to compare the step times of a generation, which has the current layers.
@@ -264,10 +303,7 @@ class LayerPlanner:
         # The step times contradict the measurements, so the next start measures again.
         for measured in self._measured.values():
             self._cache.forget(measured.cache_key)
-        if not self._config.rebalance:
-            return None
-        self._layers = list(better.layers)
-        return better
+        return better if self._config.rebalance else None
 
 
 def format_layers(layers: Sequence[range]) -> str:

@@ -112,6 +112,22 @@ class Node(ABC):
             sender = worker.sender
             self._send(StageAssignment(placement, sender, config, str(folder), "", is_probe=True))
 
+    def prepare(
+        self, placement: Placement, config: EngineConfig, folder: Path, change: int
+    ) -> None:
+        """Let each of this machine's workers in a placement load its layers beside its stage.
+
+        Args:
+            placement: of the next generation.
+            config: of the engine, with max_model_len resolved.
+            folder: of the model.
+            change: number of the planned change.
+        """
+        for worker in placement.workers_on(self.node_name):
+            self._send(
+                StageAssignment(placement, worker.sender, config, str(folder), "", change=change)
+            )
+
     def assign(
         self,
         assignment: NodeAssignment,

@@ -1,8 +1,8 @@
-"""Losses and joins of nodes: reports to the recovery, with the requests to blame, and logs."""
+"""Losses, joins and drains of nodes: reports to the recovery, with the requests to blame."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gllm.cluster.actions import Action, GiveUp, KillWorker
 from gllm.cluster.records import RecoveryState
@@ -11,6 +11,8 @@ from gllm.runtime.action_executor import ActionExecutor
 from gllm.runtime.client import EngineClient
 from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.deaths import DeathLog
+from gllm.runtime.layer_planner import LayerPlanner
+from gllm.runtime.machine_speeds import Machine
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ class NodeEventHandler:
         client: EngineClient,
         deaths: DeathLog,
         death_handler: DeathHandler,
+        planner: LayerPlanner,
         execute: Callable[[list[Action]], None],
     ) -> None:
         """Create the handler.
@@ -35,8 +38,10 @@ class NodeEventHandler:
             client: has the running requests.
             deaths: log of the deaths.
             death_handler: waits for exits of workers whose session has ended.
+            planner: knows the machines.
             execute: executes the actions that follow.
         """
+        self._planner = planner
         self._recovery = recovery
         self._executor = executor
         self._client = client
@@ -49,6 +54,27 @@ class NodeEventHandler:
         """Stages of each node in the present generation, by its name."""
         placement = self._recovery.placement
         return {} if placement is None else placement.node_stages
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Names of the nodes that drain."""
+        return frozenset(self._recovery.draining)
+
+    @property
+    def drain_errors(self) -> Mapping[str, str]:
+        """Reason for which the drain of a node was ended, by its name."""
+        return self._recovery.drain_errors
+
+    def drain(self, node: str) -> str:
+        """Let the stages of a living node move to others, and dismiss it then.
+
+        Returns:
+            The reason for which it cannot be drained; empty if it can, or drains already.
+        """
+        if reason := self._recovery.refuse_drain(node):
+            return reason
+        self._execute(self._recovery.drain_node(node, time.monotonic()))
+        return ""
 
     def on_lost(self, node: str, cause: str, is_death: bool) -> None:
         """Handle the loss of a node.
@@ -87,15 +113,26 @@ class NodeEventHandler:
         """
         return self._recovery.wanted_workers(node, capacity, workers)
 
-    def on_joined(self, node: str, capacity: int, workers: Sequence[int]) -> None:
+    def on_joined(
+        self,
+        node: str,
+        capacity: int,
+        workers: Sequence[int],
+        machine: Machine,
+        is_spare: bool,
+    ) -> None:
         """Handle a node that has joined or returned.
 
         Args:
             node: its name.
             capacity: workers that it can have.
             workers: living workers of an earlier session, whose instances are closed.
+            machine: facts about it.
+            is_spare: True if it shall get stages only when others are lost.
         """
-        actions = self._recovery.on_node_joined(node, capacity, workers, time.monotonic())
+        self._planner.add_machine(node, machine)
+        now = time.monotonic()
+        actions = self._recovery.on_node_joined(node, capacity, workers, now, is_spare)
         # The agent has been told which workers it keeps, and nothing awaits the others' exits.
         unwanted = set(workers).difference(self._recovery.workers_on(node))
         self._execute(

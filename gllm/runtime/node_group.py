@@ -65,6 +65,19 @@ class NodeGroup(Node):
             if self.proxies is not None:
                 self.proxies.forget(sender)
 
+    def dismiss(self, node: str, cause: str) -> list[int]:
+        """End the membership of a node whose stages have ended; return its workers.
+
+        Its agent ends with status 0.
+        """
+        remote = self.remotes.get(node)
+        if remote is None:
+            return []
+        workers = sorted(remote.workers)
+        self.remove(remote)
+        remote.session.dismiss(cause)
+        return workers
+
     def place(self, sender: int, node: str) -> RemoteNode | None:
         """Decide on which node a worker runs; return it, None for this machine.
 
@@ -122,6 +135,15 @@ class NodeGroup(Node):
         """See Node."""
         self.local.measure(placement, config, folder)
         assignment = NodeAssignment(placement, config, is_probe=True)
+        for remote in self._remotes_of(placement):
+            remote.assign(assignment, folder)
+
+    def prepare(
+        self, placement: Placement, config: EngineConfig, folder: Path, change: int
+    ) -> None:
+        """See Node; machines that are lost meanwhile are left out."""
+        self.local.prepare(placement, config, folder, change)
+        assignment = NodeAssignment(placement, config, change=change)
         for remote in self._remotes_of(placement):
             remote.assign(assignment, folder)
 

@@ -225,6 +225,9 @@ class NodeHub:
         """End the session of a node, which is lost."""
         if not self._end(session):
             return
+        if session.dismissed_at is not None:
+            self._forget(session)
+            return
         now = time.monotonic()
         self.membership.on_lost(session.name, cause, now)
         if self.listener is None:
@@ -316,12 +319,19 @@ class NodeHub:
 
     def _leave(self, session: AgentSession, cause: str) -> None:
         """Handle a node that ends its membership by itself."""
-        if self._end(session):
+        if session.dismissed_at is not None:
+            self.lose(session, cause)
+        elif self._end(session):
             self.membership.on_left(session.name, cause)
             if self.listener is None:
                 log.warning("node %s (%s) has left: %s", session.name, session.address, cause)
             else:
                 self.listener.on_node_lost(session, cause, is_death=False, has_left=True)
+
+    def _forget(self, session: AgentSession) -> None:
+        """Forget a node whose membership the head has ended."""
+        self.membership.forget(session.name)
+        self.sessions_by_name.pop(session.name, None)
 
     def _end(self, session: AgentSession) -> bool:
         """End a session; return False if it has ended before."""
@@ -367,6 +377,10 @@ class NodeHub:
             # This process was stopped or busy, and messages of the agents may wait.
             for name in self.sessions:
                 self.membership.on_heard(name, now)
+        for session in list(self.sessions.values()):
+            since = session.dismissed_at
+            if since is not None and now - since > LEAVE_SECONDS:
+                self.lose(session, "it did not end its session")
         for name in self.membership.silent_nodes(now):
             if session := self.sessions.get(name):
                 silent = now - session.last_heard

@@ -42,6 +42,7 @@ def report_node(
     record: NodeRecord,
     session: AgentSession | None,
     stages: Mapping[str, list[int]],
+    is_draining: bool = False,
 ) -> NodeReport:
     """Return the report on another node.
 
@@ -49,10 +50,14 @@ def report_node(
         record: of its membership.
         session: its last one, which may have ended.
         stages: of each node, by name.
+        is_draining: True if its stages move to other nodes.
     """
+    # One that is dismissed has not ended its session yet.
+    is_draining = is_draining or (session is not None and session.dismissed_at is not None)
+    state = "draining" if is_draining and record.is_alive else record.status.value
     report = NodeReport(
         record.name,
-        record.status.value,
+        state,
         rank=record.rank,
         last_cause=record.last_cause,
         num_losses=record.num_losses,
@@ -63,7 +68,7 @@ def report_node(
     is_open = session.is_open
     return NodeReport(
         record.name,
-        record.status.value,
+        state,
         rank=record.rank,
         host_name=facts.host_name,
         system=facts.system,

@@ -1,8 +1,35 @@
-"""Limits of the recovery by the configuration."""
+"""Recovery of an engine by its configuration."""
+
+from random import Random
 
 from gllm.cluster.records import RecoveryLimits
+from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
+from gllm.runtime.layer_planner import LayerPlanner
+
+
+def make_recovery(
+    config: EngineConfig, planner: LayerPlanner, nodes: NodesConfig | None
+) -> Recovery:
+    """Return the recovery of an engine that has not started.
+
+    Args:
+        config: of the engine.
+        planner: divides the layers among the stages.
+        nodes: its machines; None for this one alone.
+    """
+    recovery = Recovery(
+        planner.bounds,
+        make_recovery_limits(config, nodes),
+        Random(),
+        config.stage_degrees,
+        planner.should_measure,
+        recut=planner.recut,
+    )
+    recovery.extend = planner.extend
+    recovery.uses_joined_nodes = config.rebalance
+    return recovery
 
 
 def make_recovery_limits(config: EngineConfig, nodes: NodesConfig | None) -> RecoveryLimits:

@@ -14,6 +14,7 @@ from gllm.messages.lifecycle import (
     GenerationClosed,
     Heartbeat,
     Hello,
+    LayersPrepared,
     LoadProgress,
     StageFailed,
     StageLoaded,
@@ -99,6 +100,11 @@ class ReportHandler:
             case StageMeasured():
                 self._planner.on_measured(message)
                 self._execute(self._recovery.on_measured(sender, now, message.keeps_weights))
+            case LayersPrepared(change, num_bytes, reason):
+                place = self._recovery.name_of(sender) or f"the new worker {sender}"
+                outcome = reason or f"{num_bytes / 2**20:.1f} MiB read"
+                log.info("planned change %d: %s has prepared: %s", change, place, outcome)
+                self._execute(self._recovery.on_prepared(sender, change, now))
             case LoadProgress():
                 self._recovery.on_progress(sender, now)
                 if not self._recovery.has_been_ready:
@@ -122,5 +128,5 @@ class ReportHandler:
         )
         if better is not None:
             cause = f"the layers are divided anew: {format_layers(better.layers)}"
-            self._deaths.begin_change(cause)
-            self._execute(self._recovery.change_layers(self._planner.bounds, cause, now))
+            bounds = [(part.start, part.stop) for part in better.layers]
+            self._execute(self._recovery.change_layers(bounds, cause, now))

@@ -25,6 +25,7 @@ from gllm.runtime.executor import Executor
 from gllm.runtime.plan_record import PlanRecord
 from gllm.runtime.spoke import Spoke
 from gllm.runtime.stage import StageRunner
+from gllm.runtime.stage_loader import StageLoader
 from gllm.runtime.stage_reports import StageReporter
 from gllm.runtime.stage_resources import StageResources
 from gllm.runtime.stage_sessions import StageSessions
@@ -44,6 +45,7 @@ class StageInstance:
         head: Spoke,
         on_error: Callable[[BaseException], None],
         previous: "StageInstance | None" = None,
+        prepared: StageLoader | None = None,
     ) -> None:
         """Create an instance; if it has the driver, its hub is bound when this returns.
 
@@ -54,6 +56,7 @@ class StageInstance:
             head: session with the parent, in the generation of the assignment.
             on_error: called with the error that ends the stage.
             previous: closed instance of this process; it is not used in any other way again.
+            prepared: layers that were loaded for this instance; None for none.
         """
         self.assignment = assignment
         self._head = head
@@ -65,6 +68,7 @@ class StageInstance:
             partial(self._call_soon, self._send_progress),
             partial(self._call_soon, self._fail),
             None if previous is None else previous._resources,
+            prepared,
         )
         self._sessions = StageSessions(assignment, context, run, self.handle, self._fail)
         self._reporter: StageReporter | None = None
@@ -88,6 +92,11 @@ class StageInstance:
     def executor(self) -> Executor:
         """Executor of the stage, once it has loaded."""
         return self._resources.executor
+
+    @property
+    def loader(self) -> StageLoader:
+        """Loader of the weights."""
+        return self._resources.loader
 
     def load(self) -> None:
         """Load the weights, open edges and groups on a thread; report StageLoaded."""

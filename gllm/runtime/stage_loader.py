@@ -1,14 +1,18 @@
 """Loading of a stage's weights on a thread, or their transfer from an earlier instance."""
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gllm.models.config import ModelConfig, read_config
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import DeviceBackend
-from gllm.runtime.device import count_gpus, set_num_threads
-from gllm.runtime.executor import Executor
+from gllm.runtime.device import available_memory_bytes, count_gpus, set_num_threads
+from gllm.runtime.executor import Executor, WeightMemoryError
+
+PREPARED_SHARE = 0.9
+"""Share of the available memory that layers may take which are loaded beside other ones."""
 
 
 class LoadCancelledError(Exception):
@@ -19,7 +23,8 @@ class StageLoader:
     """The weights of one instance of a stage.
 
     They outlive the instance: the loader of the next one takes them over, after waiting for them if
-    they are still being loaded.
+    they are still being loaded. Layers of a planned change are loaded while the instance before
+    computes, and shared with it.
     """
 
     backend: DeviceBackend
@@ -29,18 +34,21 @@ class StageLoader:
         self,
         assignment: StageAssignment,
         on_progress: Callable[[int, int], None],
-        previous: "StageLoader | None" = None,
+        previous: "Sequence[StageLoader]" = (),
+        running: "StageLoader | None" = None,
     ) -> None:
         """Create a loader that has not started.
 
         Args:
             assignment: of the stage.
             on_progress: called on the loading thread with the bytes loaded and in total.
-            previous: of a closed instance.
+            previous: of a closed instance, and of layers that were prepared for this one.
+            running: of the instance that computes meanwhile, with which layers are shared.
         """
         self._assignment = assignment
         self._on_progress = on_progress
-        self._previous = previous
+        self._previous = list(previous)
+        self._running = running
         self._is_cancelled = False
         self._has_loaded = False
         self._thread: threading.Thread | None = None
@@ -86,20 +94,33 @@ class StageLoader:
             LoadCancelledError: nobody needs them any more.
         """
         assignment = self._assignment
-        folder, config = Path(assignment.model_folder), assignment.config
-        previous = self._wait_for_previous()
-        set_num_threads(assignment.num_threads)
-        backend = create_backend(assignment, read_config(folder), count_gpus(config.device))
-        backend.executor.log_choices()
-        backend.executor.load(folder, self._report_progress, previous)
+        folder, num_gpus = Path(assignment.model_folder), count_gpus(assignment.config.device)
+        previous, running = self._wait_for_previous(), self._find_running()
+        limit_bytes = math.inf
+        if assignment.change:
+            limit_bytes = limit_prepared_bytes(assignment, num_gpus)
+        if running is None:
+            set_num_threads(assignment.num_threads)
+        backend = create_backend(assignment, read_config(folder), num_gpus)
+        if not assignment.change:
+            backend.executor.log_choices()
+        backend.executor.load(folder, self._report_progress, previous, running, limit_bytes)
         self.backend = backend
         self._has_loaded = True
 
-    def _wait_for_previous(self) -> Executor | None:
-        """Return the executor of the previous instance once it has loaded; None without weights."""
-        previous, self._previous = self._previous, None
-        if previous is None:
-            return None
+    def _find_running(self) -> Executor | None:
+        """Return the executor that computes meanwhile, with its weights; None without one."""
+        running, self._running = self._running, None
+        return running.executor if running is not None and running._has_loaded else None
+
+    def _wait_for_previous(self) -> list[Executor]:
+        """Return the executors of the previous loaders, once these have loaded."""
+        previous, self._previous = self._previous, []
+        executors = [self._wait_for(each) for each in previous]
+        return [each for each in executors if each is not None]
+
+    def _wait_for(self, previous: "StageLoader") -> Executor | None:
+        """Return the executor of a previous loader once it has loaded; None without weights."""
         if previous._assignment.layers != self._assignment.layers:
             previous._is_cancelled = True
         previous._on_progress = self._report_progress
@@ -120,6 +141,21 @@ class StageLoader:
         if self._is_cancelled:
             raise LoadCancelledError
         self._on_progress(done_bytes, total_bytes)
+
+
+def limit_prepared_bytes(assignment: StageAssignment, num_gpus: int) -> float:
+    """Return the memory for layers that are prepared beside stages that compute, in bytes.
+
+    Args:
+        assignment: of the stage that is prepared.
+        num_gpus: GPUs to use.
+
+    Raises:
+        WeightMemoryError: the stage is on a GPU, whose memory the present stage has.
+    """
+    if num_gpus:
+        raise WeightMemoryError("a GPU loads its layers when its present stage has ended")
+    return PREPARED_SHARE * available_memory_bytes() / assignment.num_local_workers
 
 
 def create_backend(

@@ -33,6 +33,7 @@ class StageResources:
         on_progress: Callable[[int, int], None],
         on_error: Callable[[BaseException], None],
         previous: "StageResources | None" = None,
+        prepared: StageLoader | None = None,
     ) -> None:
         """Create the resources of an instance that has not been loaded.
 
@@ -41,14 +42,17 @@ class StageResources:
             on_progress: called on the loading thread with the bytes loaded and in total.
             on_error: called on any thread with the error that ends the stage.
             previous: of a closed instance, whose weights are taken over.
+            prepared: layers that were loaded for this instance; None for none.
         """
         self.runner: StageRunner | None = None
         """Threads that compute and sample, once they are started."""
         self._assignment = assignment
         self._on_error = on_error
-        self._loader: StageLoader = StageLoader(
-            assignment, on_progress, None if previous is None else previous._loader
+        loaders = [prepared, None if previous is None else previous.loader]
+        self.loader: StageLoader = StageLoader(
+            assignment, on_progress, [each for each in loaders if each is not None]
         )
+        """Has the weights, which outlive the resources."""
         self._lock = threading.Lock()
         """Held while edges, groups, caches and threads begin or end."""
         self._is_cancelled = self._is_freed = False
@@ -58,19 +62,19 @@ class StageResources:
     @property
     def backend(self) -> DeviceBackend:
         """Device of the stage, once the weights are loaded."""
-        return self._loader.backend
+        return self.loader.backend
 
     @property
     def executor(self) -> Executor:
         """Executor of the stage, once the weights are loaded."""
-        return self._loader.executor
+        return self.loader.executor
 
     def load(self, on_loaded: Callable[[StageLoaded], None]) -> None:
         """Load the weights and open edges and groups on a thread.
 
         on_loaded: called on that thread, unless the resources are cancelled before.
         """
-        self._loader.start(lambda: self._on_weights(on_loaded), self._on_error)
+        self.loader.start(lambda: self._on_weights(on_loaded), self._on_error)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Allocate the KV cache and compile kernels; called on a thread, as it can take minutes."""
@@ -125,7 +129,7 @@ class StageResources:
                 if end is not None:
                     end.close()
             self._edges = (None, None)
-            self._loader.close_executor()
+            self.loader.close_executor()
             for group in self._groups or ():
                 group.close()
             self._groups = None

@@ -10,14 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from random import Random
 
 import zmq
 
 from gllm.cluster.actions import Action, AssignGeneration
 from gllm.cluster.node_layout import NodeShape
 from gllm.cluster.records import RecoveryState
-from gllm.cluster.recovery import Recovery
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
@@ -41,7 +39,7 @@ from gllm.runtime.machine_speeds import Machine
 from gllm.runtime.node import Node
 from gllm.runtime.node_events import NodeEventHandler
 from gllm.runtime.node_group import NodeGroup
-from gllm.runtime.recovery_limits import make_recovery_limits
+from gllm.runtime.recovery_limits import make_recovery
 from gllm.runtime.recovery_timer import RecoveryTimer
 from gllm.runtime.report_handler import ReportHandler
 from gllm.runtime.worker_channels import WorkerChannels
@@ -81,14 +79,7 @@ class Supervisor:
         self.deaths = DeathLog(config.crash_folder)
         self._config = config
         self._planner = planner
-        self._recovery = Recovery(
-            planner.bounds,
-            make_recovery_limits(config, nodes),
-            Random(),
-            config.stage_degrees,
-            planner.should_measure,
-            recut=planner.recut,
-        )
+        self._recovery = make_recovery(config, planner, nodes)
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self.kv_events = self._executor.kv_events
         self._death_handler = DeathHandler(
@@ -100,6 +91,7 @@ class Supervisor:
             self.client,
             self.deaths,
             self._death_handler,
+            planner,
             self._execute,
         )
         self._cluster: ClusterHead | None = None

@@ -33,12 +33,14 @@ from gllm.runtime.assignment import (
     WorkerIdentity,
     decode_parent_message,
 )
+from gllm.runtime.preparation import prepare_layers
 from gllm.runtime.probe import ProbeCancelledError, StageProbe
 from gllm.runtime.profiler import TorchProfiler
 from gllm.runtime.session import SessionError
 from gllm.runtime.spoke import Spoke
 from gllm.runtime.stage import format_error
 from gllm.runtime.stage_instance import StageInstance
+from gllm.runtime.stage_loader import StageLoader
 from gllm.runtime.threads import run_in_thread
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
@@ -69,6 +71,8 @@ class Worker:
         self._is_assigned = False
         """True if `instance` is not closed."""
         self._closing: asyncio.Task[None] | None = None
+        self._prepared: StageLoader | None = None
+        """Layers for the next instance; None if it begins with those of the last one."""
         self._probe: StageProbe | None = None
         """Measurement under way."""
         self._probing: asyncio.Task[None] | None = None
@@ -100,6 +104,9 @@ class Worker:
 
         assignment: its descriptors belong to the instance.
         """
+        if assignment.change:
+            self._prepare(assignment)
+            return
         if self._is_assigned or self._closing is not None or self._probing is not None:
             self.fail(RuntimeError("a stage was assigned before the last one was closed"))
             return
@@ -113,9 +120,21 @@ class Worker:
         self._head.advance(assignment.placement.generation)
         self._profiler = self._profiler or TorchProfiler(self._place, self._head)
         self.instance = StageInstance(
-            assignment, self._context, self._identity.run, self._head, self.fail, self.instance
+            assignment,
+            self._context,
+            self._identity.run,
+            self._head,
+            self.fail,
+            self.instance,
+            self._prepared,
         )
+        self._prepared = None
         self.instance.load()
+
+    def _prepare(self, assignment: StageAssignment) -> None:
+        """Load the layers of a planned change on a thread, beside the present stage."""
+        running = None if self.instance is None else self.instance.loader
+        self._prepared = prepare_layers(assignment, self._prepared, running, self._head)
 
     async def _measure(self, probe: StageProbe) -> None:
         """Measure on a thread and report StageMeasured."""

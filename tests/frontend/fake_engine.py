@@ -306,6 +306,12 @@ class FakeEngine:
     def nodes(self) -> list[NodeReport]:
         return self.node_reports
 
+    def drain_node(self, name: str) -> str:
+        if isinstance(answer := self.drain_answers[name], Exception):
+            raise answer
+        self.asked.append(f"drain {name}")
+        return answer
+
     def describe(self) -> dict[str, Any]:
         return {"state": self.state}
 

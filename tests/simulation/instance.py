@@ -74,7 +74,8 @@ class Instance:
 
     def load(self) -> None:
         rng, layers = self.world.rng, self.placement.layers[self.stage]
-        num_parts = 1 if self.worker.layers == layers else rng.randint(1, 4)
+        is_held = layers in (self.worker.layers, self.worker.prepared)
+        num_parts = 1 if is_held else rng.randint(1, 4)
         delay = 0.0
         for part in range(num_parts):
             delay += rng.uniform(0.01, 0.5)

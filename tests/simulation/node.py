@@ -78,6 +78,14 @@ class SimulatedNode(Node):
                 probe = Assignment(placement, sender, config, "", None, None, is_probe=True)
                 self._assign(worker, probe)
 
+    def prepare(
+        self, placement: Placement, config: EngineConfig, folder: Path, change: int
+    ) -> None:
+        for place in placement.workers_on(self.node_name):
+            if (worker := self.workers.get(place.sender)) is not None:
+                own = Assignment(placement, place.sender, config, "", None, None, change=change)
+                self._assign(worker, own)
+
     def assign(
         self,
         assignment: NodeAssignment,

@@ -84,6 +84,7 @@ class Scenario:
         self.rates = {moment: self.rng.choice([0.0, 0.0, 0.002, 0.05]) for moment in MOMENTS}
         """Probability of a fault at each moment of a process."""
         # Apart from the others, which stay as they are for each seed.
+        self.rates["prepared"] = Random(seed + 1).choice([0.0, 0.0, 0.05, 0.2])
         self.rates["measuring"] = Random(seed).choice([0.0, 0.0, 0.05, 0.2])
         self.num_moments: Counter[str] = Counter()
         self.num_start_deaths = 0

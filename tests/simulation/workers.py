@@ -13,6 +13,7 @@ from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
     Heartbeat,
+    LayersPrepared,
     Shutdown,
     StageFailed,
 )
@@ -32,6 +33,8 @@ class Worker:
         self.instance: Instance | None = None
         self.layers: tuple[int, int] | None = None
         """Layers whose weights it has."""
+        self.prepared: tuple[int, int] | None = None
+        """Layers that it has loaded beside its stage."""
         self._head: Spoke | None = None
         self._pending: list[Assignment] = []
         self._is_assigned = self._is_closing = self._is_measuring = False
@@ -42,6 +45,9 @@ class Worker:
     def assign(self, assignment: Assignment) -> None:
         if self._head is None:
             self._pending.append(assignment)
+            return
+        if assignment.change:
+            self._prepare(assignment)
             return
         if self._is_assigned or self._is_closing or self._is_measuring:
             self.fail("a stage was assigned before the last one was closed")
@@ -57,6 +63,19 @@ class Worker:
         self.instance = Instance(self, assignment)
         self.world.begin_instance(self.instance)
         self.instance.load()
+
+    def _prepare(self, assignment: Assignment) -> None:
+        """Load the layers of a planned change while the instance goes on; it may not succeed."""
+        rng = self.world.rng
+        layers = assignment.placement.layers[assignment.place.stage]
+        cause = "no memory" if rng.random() < 0.1 else ""
+
+        def report() -> None:
+            self.prepared = None if cause else layers
+            self.head.send(LayersPrepared(assignment.change, 1000, cause))
+            self.world.on_moment("prepared", self.process)
+
+        self.process.call_later(0.0 if self.layers == layers else rng.uniform(0.1, 3.0), report)
 
     def _on_measured(self, assignment: Assignment) -> None:
         """Report the speed, unless the probe was ended."""

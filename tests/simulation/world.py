@@ -76,6 +76,8 @@ class Assignment:
     group: RankGroup | None
     """None where the stage has one rank."""
     is_probe: bool = False
+    change: int = 0
+    """Number of the planned change for which it only loads layers; 0 for none."""
 
     @property
     def place(self) -> WorkerPlacement:

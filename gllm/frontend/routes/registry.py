@@ -245,6 +245,14 @@ SERVER_ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/nodes/{name}/drain",
+        nodes.drain_node,
+        response_schema=server_schemas.NodeDrainResponse,
+        path_parameters=(PathParameter("name", "name of a machine, as in /nodes"),),
+        is_control=True,
+    ),
+    Endpoint(
+        "POST",
         "/abort",
         control.abort_requests,
         request_schema=AbortFields,

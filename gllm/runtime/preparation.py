@@ -1,0 +1,61 @@
+"""Preparation of a planned change in a worker: layers that it loads beside its present stage."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from gllm.messages.lifecycle import LayersPrepared
+from gllm.runtime.assignment import StageAssignment
+from gllm.runtime.executor import WeightMemoryError
+from gllm.runtime.spoke import Spoke
+from gllm.runtime.stage_loader import StageLoader
+
+log = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Priority of the thread that loads, so that steps go on undisturbed."""
+
+
+def prepare_layers(
+    assignment: StageAssignment,
+    earlier: StageLoader | None,
+    running: StageLoader | None,
+    head: Spoke,
+) -> StageLoader:
+    """Load the layers of a stage on a thread; LayersPrepared follows.
+
+    Nothing fails if they cannot be loaded: the stage loads them when it begins.
+
+    Args:
+        assignment: with the number of the change.
+        earlier: layers that were prepared for another change; None for none.
+        running: loader of the present instance, whose layers are shared; None without one.
+        head: session with the parent.
+    """
+    loop = asyncio.get_running_loop()
+    num_bytes = 0
+
+    def on_progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal num_bytes
+        if running is not None and not done_bytes:
+            # Of this thread alone, which computes nothing.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        num_bytes = done_bytes
+
+    def report(cause: str) -> None:
+        message = LayersPrepared(assignment.change, 0 if cause else num_bytes, cause)
+        with suppress(RuntimeError):  # The loop has been closed.
+            loop.call_soon_threadsafe(head.send, message)
+
+    def on_error(error: BaseException) -> None:
+        cause = str(error) if isinstance(error, WeightMemoryError) else repr(error)
+        log.warning("the layers of the next generation are loaded later: %s", cause)
+        report(cause)
+
+    loader = StageLoader(assignment, on_progress, [] if earlier is None else [earlier], running)
+    on_loaded: Callable[[], None] = lambda: report("")  # noqa: E731
+    loader.start(on_loaded, on_error)
+    return loader
