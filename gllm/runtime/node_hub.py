@@ -382,9 +382,9 @@ class NodeHub:
             if since is not None and now - since > LEAVE_SECONDS:
                 self.lose(session, "it did not end its session")
         for name in self.membership.silent_nodes(now):
-            if session := self.sessions.get(name):
-                silent = now - session.last_heard
-                self.lose(session, f"no message for {silent:.1f} seconds")
+            if silent := self.sessions.get(name):
+                seconds = now - silent.last_heard
+                self.lose(silent, f"no message for {seconds:.1f} seconds")
         for sender, until in list(self._waiting.items()):
             if until <= now:
                 del self._waiting[sender]

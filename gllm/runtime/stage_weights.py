@@ -45,15 +45,15 @@ class StageWeights:
         limit_bytes: float = math.inf,
     ) -> None:
         """See Executor."""
-        sources = [each for each in previous if isinstance(each, StageWeights) and each._folder]
+        sources = _find_loaded(previous)
         same = [each for each in sources if each._weights_key == self._key_in(folder)]
         if whole := next((each for each in same if each.layers == self.layers), None):
             self._stage = whole._stage
             on_progress(self._stage.weight_bytes, self._stage.weight_bytes)
         if self.has_sampler:
             self._take_grammars(same)
-        if isinstance(running, StageWeights) and running._weights_key == self._key_in(folder):
-            same.append(running)
+        beside = _find_loaded([running])
+        same += [each for each in beside if each._weights_key == self._key_in(folder)]
         held = hold_parts([each._stage for each in same], self.layers, self.model.num_layers)
         # Before anything is read, because the memory may not suffice for both.
         for each in sources:
@@ -109,7 +109,7 @@ class StageWeights:
     def _key_in(self, folder: Path | None) -> tuple[Hashable, ...]:
         """Return the key of weights that are loaded from a folder."""
         return (
-            type(self),
+            type(self).__name__,
             self.device,
             self._rank,
             self._num_ranks,
@@ -134,3 +134,8 @@ class StageWeights:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+
+
+def _find_loaded(executors: Sequence[object]) -> list[StageWeights]:
+    """Return the executors that have weights."""
+    return [each for each in executors if isinstance(each, StageWeights) and each._folder]

@@ -171,6 +171,8 @@ class FakeEngine:
     calls: list[Call] = field(default_factory=list)
     defaults: dict[str, float] = field(default_factory=dict)
     num_requests: int = 0
+    drain_answers: dict[str, str | Exception] = field(default_factory=dict)
+    """Answer to the drain of each machine."""
     asked: list[str] = field(default_factory=list)
     """What it was asked besides generating."""
     profile_error: str = ""

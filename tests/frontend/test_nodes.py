@@ -1,7 +1,8 @@
-"""GET /nodes, and metrics of an engine's machines."""
+"""GET /nodes, POST /nodes/{name}/drain, and metrics of an engine's machines."""
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gllm.engine.interface import NodeDrainError, UnknownNodeError
 from gllm.messages.nodes import LinkState, NodeLoad
 from tests.frontend.conftest import serving
 from tests.frontend.fake_engine import node_report
@@ -90,3 +91,26 @@ async def test_nodes_need_an_api_key(engine):
         assert (await server.client.get("/nodes")).status == 401
         answer = await server.client.get("/nodes", headers={"Authorization": "Bearer k"})
         assert answer.status == 200
+
+
+async def test_a_machine_is_drained(engine):
+    engine.drain_answers = {
+        "b": "draining",
+        "head": NodeDrainError("head is the head"),
+        "x": UnknownNodeError("there is no machine 'x'"),
+    }
+    async with serving(engine, api_key=("k",)) as server:
+        headers = {"Authorization": "Bearer k"}
+        assert (await server.client.post("/nodes/b/drain")).status == 401
+        assert not engine.asked
+        for _ in range(2):
+            answer = await server.client.post("/nodes/b/drain", headers=headers)
+            assert (answer.status, await answer.json()) == (200, {"name": "b", "state": "draining"})
+        for name, status, code in (
+            ("head", 409, "node_not_drainable"),
+            ("x", 404, "node_not_found"),
+        ):
+            answer = await server.client.post(f"/nodes/{name}/drain", headers=headers)
+            assert answer.status == status
+            error = (await answer.json())["error"]
+            assert (error["code"], error["param"]) == (code, "name")

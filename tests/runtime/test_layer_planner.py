@@ -188,7 +188,11 @@ def test_better_layers_are_logged_and_used_with_rebalance(
     assert "layers 9,3 instead of 6,6 would be faster by 100 %" in caplog.text
     assert ("--rebalance" in caplog.text) == (not rebalance)
     assert (better is not None) == rebalance
-    assert planner.bounds == ([(0, 9), (9, 12)] if rebalance else [(0, 6), (6, 12)])
+    assert planner.bounds == [(0, 6), (6, 12)], "until they are prepared"
+    if better is not None:
+        assert list(better.layers) == [range(9), range(9, 12)]
+        planner.change_shape(NodeShape([(0, 9), (9, 12)], [1, 1], ["local"] * 2))
+        assert planner.bounds == [(0, 9), (9, 12)]
 
 
 def test_equal_stages_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,8 +214,9 @@ def test_devices_with_their_own_memory_get_no_more_than_fits() -> None:
     planner = plan(rebalance=True, layers="even")
     loaded = [StageLoaded(0, 2000, 400, 3600), StageLoaded(1, 2000, 400, 3600)]
     planner.begin_generation(loaded)
-    assert feed(planner, 11.0) is not None
-    assert planner.bounds == [(0, 9), (9, 12)]
+    better = feed(planner, 11.0)
+    assert better is not None
+    assert better.layers == (range(9), range(9, 12))
 
 
 SHAPE = NodeShape([(0, 4), (4, 8), (8, 12)], [1, 1, 1], ["local", "b", "c"])
@@ -250,6 +255,31 @@ def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
     planner.begin_generation([StageLoaded(0, 1800, 24), StageLoaded(1, 1800, 24)])
     assert planner.on_totals(1, 100, 1.0, 10.0) is None
     assert planner.recut(shape, ["local"]) == NodeShape([(0, 12)], [1], ["local"])
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "should_gain", "layers"),
+    [
+        (10**6, True, [(0, 3), (3, 6), (6, 9), (9, 12)]),
+        # One layer of 316 bytes fits into the share of the memory that layers may take.
+        (400, False, [(0, 4), (4, 8), (8, 11), (11, 12)]),
+        (400, True, None),
+        (300, False, None),
+    ],
+)
+def test_a_machine_that_joins_gets_layers_if_its_memory_suffices(
+    memory_bytes: int, should_gain: bool, layers: list[tuple[int, int]] | None
+) -> None:
+    planner = plan_on_nodes(10**6)
+    planner.add_machine("d", machine(memory_bytes=memory_bytes))
+    shape = planner.extend(SHAPE, ["d"], [1], should_gain)
+    if layers is None:
+        assert shape is None
+    else:
+        assert shape == NodeShape(layers, [1] * 4, [*SHAPE.nodes, "d"])
+        planner.change_shape(shape)
+        assert planner.bounds == layers
+    assert plan(3).extend(SHAPE, ["d"], [1], should_gain) is None, "nothing is known yet"
 
 
 def test_before_the_first_generation_nobody_knows_what_fits() -> None:
