@@ -61,7 +61,7 @@ class PrepareLayers:
     """
 
     number: int
-    """Of the change."""
+    """Number of the change."""
     placement: Placement
     """The next generation, if nothing disturbs the change."""
     cause: str

@@ -217,7 +217,7 @@ class LayerPlanner:
         if extended is None or not should_gain:
             return extended
         before, after = (
-            slowest_cost(costs, [range(*bounds) for bounds in each.layers])
+            slowest_cost(costs[: len(each.layers)], [range(*bounds) for bounds in each.layers])
             for each in (shape, extended)
         )
         return extended if before / after - 1 > self._limits.min_gain else None

@@ -262,7 +262,7 @@ def test_layers_move_to_the_nodes_left_if_their_memory_suffices(
     [
         (10**6, True, [(0, 3), (3, 6), (6, 9), (9, 12)]),
         # One layer of 316 bytes fits into the share of the memory that layers may take.
-        (400, False, [(0, 4), (4, 8), (8, 11), (11, 12)]),
+        (400, False, [(0, 3), (3, 7), (7, 11), (11, 12)]),
         (400, True, None),
         (300, False, None),
     ],
