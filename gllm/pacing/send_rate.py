@@ -1,0 +1,74 @@
+"""Limits of a connection that keep its kernel's buffer empty, so that decodes find a free link."""
+
+from math import inf
+
+from gllm.pacing.link_estimator import LinkEstimator
+
+PACING_SHARE = 0.9
+"""Share of the link's rate to which prefills are paced: queues on the way stay empty."""
+TRIAL_SHARE = 1.25
+"""Share for a short time, by which a link that carries more is noticed."""
+TRIAL_INTERVAL_SECONDS = 3.0
+"""Least time between two trials."""
+FIRST_TRIAL_SECONDS = 1.0
+"""Time from the first prefill to the first trial: the first estimate may be low."""
+MIN_TRIAL_SECONDS = 0.1
+"""Least duration of a trial, which else takes a round trip: delivery rates are means over one."""
+DRAIN_SHARE = 0.5
+"""Share while a queue stands on the way, so that it becomes empty."""
+MAX_DRAIN_SECONDS, MIN_DRAIN_INTERVAL_SECONDS = 0.5, 1.0
+"""Longest drain, and least time from its end to the next one: others may have made the queue."""
+FAST_BYTES_PER_SECOND = 125e6
+"""Rate from which on nothing is paced: a chunk takes no longer than the timers are precise."""
+MIN_UNSENT_BYTES = 16_384
+"""Least limit of the kernel's buffer: smaller ones leave gaps between packets."""
+UNSENT_SECONDS = 1e-3
+"""Time of the link that the kernel's buffer may hold, but at least MIN_UNSENT_BYTES."""
+
+
+class SendRate:
+    """Rate of a connection's packets, and bytes that may wait in the kernel."""
+
+    def __init__(self, estimator: LinkEstimator) -> None:
+        """Create the limits for a link whose estimates change."""
+        self._estimator = estimator
+        self._next_trial: float | None = None
+        """Earliest time of the next trial; None before the first prefill."""
+        self._trial_end = -inf
+        self._drain_begin = -inf
+
+    def pacing_bytes_per_second(self, now: float, has_prefill: bool) -> float:
+        """Return the rate to which the connection is limited; infinite for no limit.
+
+        Args:
+            now: time in seconds.
+            has_prefill: True if prefills wait for the connection.
+        """
+        estimator = self._estimator
+        rate = estimator.bytes_per_second
+        if not has_prefill or not estimator.is_saturated or not rate:
+            return inf
+        if rate >= FAST_BYTES_PER_SECOND:
+            return inf
+        return rate * self._share(now)
+
+    def unsent_bytes(self) -> int:
+        """Return the limit of the bytes that wait in the kernel's buffer."""
+        rate = self._estimator.bytes_per_second or 0.0
+        return max(MIN_UNSENT_BYTES, int(rate * UNSENT_SECONDS))
+
+    def _share(self, now: float) -> float:
+        """Return the share of the estimated rate at which prefills are sent now."""
+        if self._estimator.has_queue and now >= self._trial_end:
+            if now - self._drain_begin > MAX_DRAIN_SECONDS + MIN_DRAIN_INTERVAL_SECONDS:
+                self._drain_begin = now
+            if now - self._drain_begin <= MAX_DRAIN_SECONDS:
+                return DRAIN_SHARE
+        if self._next_trial is None:
+            self._next_trial = now + FIRST_TRIAL_SECONDS
+        elif now >= self._next_trial:
+            self._trial_end = now + max(
+                MIN_TRIAL_SECONDS, self._estimator.round_trip_seconds or 0.0
+            )
+            self._next_trial = self._trial_end + TRIAL_INTERVAL_SECONDS
+        return TRIAL_SHARE if now < self._trial_end else PACING_SHARE
