@@ -19,6 +19,7 @@ from gllm.config.node_environment import parse_head_address
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
 from gllm.models.local_search import find_local_model
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.agent import Agent, AgentConfig
 from gllm.runtime.certificates import NodeCertificate, create_certificate
 from gllm.runtime.link_process import LinkProcess
@@ -56,6 +57,7 @@ class NodeOptions:
     advertise: str = ""
     """HOST:PORT at which others reach the data port; empty for its own."""
     link_congestion: str | None = None
+    link_policy: str = DEFAULT_LINK_POLICY
     join_timeout: float = 300.0
     node_timeout: float = 5.0
     host: str = "127.0.0.1"
@@ -118,7 +120,12 @@ class NodeProcess:
         monitor = MachineMonitor()
         listen = format_host_port(address, options.data_port) if options.data_port else ""
         links = LinkProcess(
-            self._name, listen, certificate, options.link_congestion, options.node_timeout
+            self._name,
+            listen,
+            certificate,
+            options.link_congestion,
+            options.node_timeout,
+            options.link_policy,
         )
         try:
             data_port = await self._listen(links) if listen else 0

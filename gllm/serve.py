@@ -108,6 +108,7 @@ def _run_node(
         data_port=nodes.data_port,
         advertise=nodes.advertise or "",
         link_congestion=nodes.link_congestion,
+        link_policy=nodes.link_policy,
         join_timeout=nodes.join_timeout,
         node_timeout=nodes.node_timeout,
         host=server.host,

@@ -241,6 +241,14 @@ ROUTER_PANELS = [
 ]
 """Panels below the row of routers."""
 
+LINK_LEGEND = "{{node}} to {{peer}}"
+
+
+def link_value(name: str) -> str:
+    """Return a gauge of each sending end of a link."""
+    return f"max by (node, peer) (gllm:{name}{{{CHOSEN}}})"
+
+
 NODE_PANELS = [
     Panel(
         "Machines",
@@ -273,6 +281,34 @@ NODE_PANELS = [
         "Bps",
         [Query(f"sum by (node, peer) ({each_rate('link_bytes_total')})", "{{node}} with {{peer}}")],
         "Sent and received, as the heads know them from the machines' heartbeats.",
+    ),
+    Panel(
+        "Rates of links",
+        "Bps",
+        [Query(link_value("link_bytes_per_second"), LINK_LEGEND)],
+        "Payload that a connection between stages carries, as its sending end measures it.",
+    ),
+    Panel("Round trips of links", "s", [Query(link_value("link_round_trip_seconds"), LINK_LEGEND)]),
+    Panel(
+        "Bytes that wait for links",
+        "bytes",
+        [
+            Query(link_value("link_queued_bytes"), LINK_LEGEND),
+            Query(link_value("link_last_chunk_bytes"), "chunk of " + LINK_LEGEND),
+        ],
+        "Activations that the link policy holds back, and the size of the last chunk.",
+    ),
+    Panel(
+        "Losses and failures of links",
+        "short",
+        [
+            Query(link_value("link_loss_ratio"), "loss, " + LINK_LEGEND),
+            Query(
+                f"sum by (node, peer) (increase(gllm:link_failures_total{{{CHOSEN}}}{WINDOW}))",
+                "failures, {{node}} to {{peer}}",
+            ),
+        ],
+        "Share of bytes that TCP sends again, and connections that broke.",
     ),
     Panel(
         "Round trips to machines",

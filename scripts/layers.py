@@ -21,7 +21,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
-            "gllm.config": "gllm.observability gllm.routing gllm.scheduler yaml",
+            "gllm.config": "gllm.observability gllm.pacing gllm.routing gllm.scheduler yaml",
             "gllm.messages": "gllm.scheduler msgspec",
             "gllm.models.partition": "",
             "gllm.cluster": "gllm.models.partition msgspec",
@@ -35,7 +35,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.kernels gllm.transport.base gllm.transport.descriptors "
                 "gllm.transport.meeting_log gllm.transport.ring msgspec torch"
             ),
-            "gllm.link.commands": "gllm.messages msgspec",
+            "gllm.link.commands": "gllm.messages gllm.pacing msgspec",
             "gllm.link": (
                 "gllm.link.commands gllm.messages gllm.observability gllm.pacing "
                 "gllm.transport.base gllm.transport.descriptors gllm.transport.meeting_log "
@@ -84,7 +84,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.server_command": "gllm gllm.config gllm.observability setproctitle",
             "gllm.node_process": (
-                "gllm.config gllm.frontend gllm.models gllm.runtime setproctitle"
+                "gllm.config gllm.frontend gllm.models gllm.pacing gllm.runtime setproctitle"
             ),
             "gllm.serve": (
                 "gllm.cluster gllm.config gllm.engine gllm.frontend gllm.node_process "

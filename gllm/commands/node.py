@@ -94,6 +94,7 @@ def _join(values: argparse.Namespace) -> int:
             data_port=config.data_port,
             advertise=config.advertise or "",
             link_congestion=config.link_congestion,
+            link_policy=config.link_policy,
             join_timeout=config.join_timeout,
             host=config.host,
             port=config.port,

@@ -21,6 +21,11 @@ COLUMNS = (
     "name", "rank", "state", "stages", "devices", "cpu", "gpu", "memory", "power", "temp",
     "round trip", "clock", "links", "last cause",
 )  # fmt: skip
+LINK_COLUMNS = (
+    "link from", "to", "edge", "policy", "rate", "round trip", "loss", "queued", "chunk",
+    "failures",
+)  # fmt: skip
+"""Columns of the connections that send activations."""
 
 
 class NodesUnavailableError(Exception):
@@ -70,15 +75,45 @@ def request_json(url: str, path: str, api_key: str | None, method: str = "GET") 
 
 def render_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the machines as lines of a table with a heading."""
-    rows = [COLUMNS, *(_cells(node) for node in nodes)]
+    return _align([COLUMNS, *(_cells(node) for node in nodes)])
+
+
+def render_links(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the connections that send activations as lines of a table; nothing without any."""
+    rows = [
+        _link_cells(node["name"], link)
+        for node in nodes
+        for link in node["links"]
+        if link.get("is_sender")
+    ]
+    return _align([LINK_COLUMNS, *rows]) if rows else []
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of equal length as lines with aligned columns."""
     # The last column is not padded, because causes are long.
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     return [
         "  ".join(
             [*(f"{cell:{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]
         ).rstrip()
         for row in rows
     ]
+
+
+def _link_cells(name: str, link: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        link["peer"],
+        str(link["edge"]),
+        link["policy"],
+        _number(link["bytes_per_second"], "{:.1f} Mbit/s", 1e6 / 8),
+        _number(link["round_trip_seconds"], "{:.1f} ms", 1e-3),
+        f"{link['loss_rate']:.1%}",
+        _number(link["num_queued_bytes"], "{:.1f} KiB", 2**10),
+        _number(link["last_chunk_bytes"], "{:.1f} KiB", 2**10),
+        str(link["num_failures"]),
+    )
 
 
 def _cells(node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -176,6 +211,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(answer, indent=1))
         return 0
     print("\n".join(render_table(answer["nodes"])))
+    if links := render_links(answer["nodes"]):
+        print("\n" + "\n".join(links))
     if refused := answer.get("refused_peers"):
         addresses = ", ".join(f"{address} ({count})" for address, count in refused.items())
         print(f"\nrefused connections: {addresses}")

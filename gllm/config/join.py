@@ -39,6 +39,7 @@ class JoinConfig:
     data_port: int = _same_as(NodesConfig, "data_port")
     advertise: str | None = _same_as(NodesConfig, "advertise")
     link_congestion: str | None = _same_as(NodesConfig, "link_congestion")
+    link_policy: str = _same_as(NodesConfig, "link_policy")
     join_timeout: float = _same_as(NodesConfig, "join_timeout")
     host: str = option("127.0.0.1", "address of /health, /ready and /metrics")
     port: int = option(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY, LINK_POLICIES
 
 EXECUTOR_BACKENDS = ("mp", "ray")
 """Values of --distributed-executor-backend."""
@@ -94,6 +95,12 @@ class NodesConfig:
         None,
         "congestion control of the connections that carry activations, such as cubic or bbr; "
         "default: that of the system",
+    )
+    link_policy: str = option(
+        DEFAULT_LINK_POLICY,
+        "order in which activations leave a machine; molink: decodes first, and prefills in chunks "
+        "that end when the next decode is ready; serial: first come, first served",
+        choices=tuple(LINK_POLICIES),
     )
     max_spares: int = option(
         64,

@@ -8,8 +8,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gllm.frontend.link_metrics import PREFIX, link_metrics
 from gllm.frontend.listening import listen
-from gllm.frontend.node_metrics import PREFIX, link_bytes, machine_load
+from gllm.frontend.node_metrics import machine_load
 from gllm.messages.nodes import LinkState, NodeLoad
 
 
@@ -90,7 +91,7 @@ class AgentCollector(Collector):
             gauges.append(gauge)
         return [
             *gauges,
-            link_bytes({}, [(status.name, status.links)]),
+            *link_metrics({}, [(status.name, status.links)]),
             *machine_load({}, [(status.name, status.load)]),
         ]
 

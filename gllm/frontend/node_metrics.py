@@ -1,17 +1,14 @@
 """Prometheus metrics of machines: of all nodes on the head, and of one on its own server."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface
+from gllm.frontend.link_metrics import PREFIX, link_metrics
 from gllm.messages.node_report import NODE_STATES, NodeReport
-from gllm.messages.nodes import LinkState, NodeLoad
-
-PREFIX = "gllm:"
-"""Prefix of all metric names."""
+from gllm.messages.nodes import NodeLoad
 
 
 class NodeCollector(Collector):
@@ -43,7 +40,7 @@ class NodeCollector(Collector):
             counter.add_metric([model], count)
             yield counter
         yield from self._clocks(reports)
-        yield link_bytes(self._labels, [(each.name, each.links) for each in reports])
+        yield from link_metrics(self._labels, [(each.name, each.links) for each in reports])
         # Other machines report their own load, if their agents are scraped.
         yield from machine_load(self._labels, [(each.name, each.load) for each in reports[:1]])
 
@@ -59,29 +56,6 @@ class NodeCollector(Collector):
                 if value is not None:
                     gauge.add_metric([*self._labels.values(), report.name], value)
             yield gauge
-
-
-def link_bytes(
-    labels: dict[str, str], links_by_node: Iterable[tuple[str, Sequence[LinkState]]]
-) -> Metric:
-    """Return the bytes of the data connections of machines, by the machine at the other end.
-
-    Args:
-        labels: common labels and their values.
-        links_by_node: names of machines and their connections.
-    """
-    counter = CounterMetricFamily(
-        PREFIX + "link_bytes",
-        "Bytes that a machine sent to and received from another one over data connections",
-        labels=(*labels, "node", "peer", "transport"),
-    )
-    for node, links in links_by_node:
-        totals: Counter[tuple[str, str]] = Counter()
-        for link in links:
-            totals[link.peer, link.transport] += link.num_bytes
-        for (peer, transport), num_bytes in sorted(totals.items()):
-            counter.add_metric([*labels.values(), node, peer, transport], num_bytes)
-    return counter
 
 
 def machine_load(labels: dict[str, str], loads: Sequence[tuple[str, NodeLoad]]) -> Iterator[Metric]:

@@ -162,6 +162,14 @@ class NodeLinkResponse(ResponseSchema):
     is_open: bool
     num_bytes: int
     cause: str
+    num_failures: int
+    is_sender: bool
+    policy: str
+    bytes_per_second: float | None
+    round_trip_seconds: float | None
+    loss_rate: float
+    num_queued_bytes: int
+    last_chunk_bytes: int
 
 
 class NodeRowResponse(ResponseSchema):

@@ -1,10 +1,16 @@
 """Messages between a data mover (`gllm-link`) and its parent over their DescriptorChannel."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from gllm.messages.nodes import LinkState
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
+
+MAX_LANES = 2
+"""Lanes of an edge: decodes, and steps with prefills."""
 
 
 class LinkPeer(msgspec.Struct, frozen=True):
@@ -33,6 +39,8 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     """True if a descriptor with the certificate and its key travels along."""
     congestion: str | None = None
     """Congestion control of TCP; None for that of the system."""
+    policy: str = DEFAULT_LINK_POLICY
+    """Order of the steps that wait for a connection: a name of LINK_POLICIES."""
     node_timeout: float = 5.0
     """Seconds; an edge is lost when it stays disconnected for twice as long."""
     log_level: str = "warning"
@@ -42,7 +50,8 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
 class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
     """Command: connect this machine's end of an edge to the other machine.
 
-    Its descriptors are those of the worker's `Edge`, in the same order.
+    Its descriptors are those of the worker's `Edge`, in the same order: memory and event of lane 0,
+    the files of the meeting, then memory and event of each further lane.
     """
 
     generation: int
@@ -53,6 +62,8 @@ class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
     dials: bool
     """True if this machine dials the other one."""
     peer: LinkPeer
+    num_lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
+    """Lanes of the edge, each with a ring of its own."""
 
 
 class CloseLinkEdges(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +135,7 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
         case LinkIdentity():
             is_valid = len(descriptors) == int(command.has_tls)
         case OpenLinkEdge():
-            is_valid = len(descriptors) >= 2
+            is_valid = len(descriptors) >= 2 * command.num_lanes
         case CloseLinkEdges():
             is_valid = not descriptors
     if not is_valid:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from gllm.link.frames import FRAME, FrameError, FrameHeader, unpack_frame
+from gllm.link.tcp import TcpInfo, read_tcp_info, set_pacing, set_unsent_limit
 
 HANDSHAKE_SECONDS = 5.0
 """Limit until the first frame has arrived."""
@@ -140,6 +141,18 @@ class FrameConnection:
         for part in [b"".join(parts)] if size <= _JOINED_BYTES else parts:
             self._socket.sendall(part)
         self.num_bytes += size
+
+    def read_tcp_info(self) -> TcpInfo | None:
+        """Return TCP's measurements; None if the system has none. Raises OSError."""
+        return read_tcp_info(self._socket)
+
+    def set_pacing(self, bytes_per_second: float) -> None:
+        """Limit the rate at which packets leave; infinite for no limit. Raises OSError."""
+        set_pacing(self._socket, bytes_per_second)
+
+    def set_unsent_limit(self, num_bytes: int) -> None:
+        """Limit the bytes that the kernel holds before they leave. Raises OSError."""
+        set_unsent_limit(self._socket, num_bytes)
 
     def try_receive_header(self) -> FrameHeader | None:
         """Return the header of a frame that has begun to arrive; None if none has.

@@ -11,12 +11,11 @@ import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from gllm.link.commands import OpenLinkEdge
-from gllm.link.connection import FrameConnection, TlsIdentity, dial, receive_answer
+from gllm.link.connection import FrameConnection, dial, receive_answer
 from gllm.link.frames import (
     EdgeAnswer,
     EdgeHello,
@@ -30,7 +29,7 @@ from gllm.link.frames import (
 )
 from gllm.link.listener import describe_tls_error
 from gllm.link.meeting import MeetingLogs
-from gllm.link.refusals import Refusals
+from gllm.link.settings import LinkSettings
 from gllm.messages.nodes import LinkState
 
 log = logging.getLogger(__name__)
@@ -46,21 +45,6 @@ class EdgeRefusedError(Exception):
 
 class _SupersededError(Exception):
     """The other end has dialed again, or this end is closed."""
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """Settings and callbacks that all edges share."""
-
-    node: str
-    """Name of this machine."""
-    tls: TlsIdentity | None
-    congestion: str | None
-    lost_seconds: float
-    """Time after which an edge without a connection is lost."""
-    refusals: Refusals
-    on_opened: Callable[[EdgeName], None]
-    on_lost: Callable[[EdgeName, str], None]
 
 
 class EdgeEnd(ABC):
@@ -85,9 +69,12 @@ class EdgeEnd(ABC):
         self.refusal = ""
         """Reason for which the edge cannot work; empty for none."""
         self._settings = settings
-        self._memory, self._event = descriptors[:2]
         self._descriptors = list(descriptors)
-        self._meeting = MeetingLogs(descriptors[2:])
+        num_first = len(descriptors) - 2 * (command.num_lanes - 1)
+        files = [*descriptors[:2], *descriptors[num_first:]]
+        self._ring_files = list(zip(files[::2], files[1::2], strict=True))
+        """Memory and event of each lane's ring."""
+        self._meeting = MeetingLogs(descriptors[2:num_first])
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         """Protects the three fields that other threads change."""
@@ -96,7 +83,7 @@ class EdgeEnd(ABC):
         self._connection: FrameConnection | None = None
         """Connection in use."""
         self._is_closed = False
-        self._num_earlier_bytes = 0
+        self._num_earlier_bytes = self._num_failures = 0
         self._is_open = self._was_opened = self._is_lost = False
         self._cause = "not connected yet"
         self._disconnected_since = time.monotonic()
@@ -112,7 +99,16 @@ class EdgeEnd(ABC):
         verdict = self._meeting.verdict
         transport = verdict.transport if verdict and verdict.transport == "nccl" else plain
         cause = (verdict.cause if verdict else "") if self._is_open else self._cause
-        return LinkState(self.name.edge, peer, transport, self._is_open, num_bytes, cause)
+        return LinkState(
+            self.name.edge,
+            peer,
+            transport,
+            self._is_open,
+            num_bytes,
+            cause,
+            self._num_failures,
+            self.command.is_sender,
+        )
 
     def start(self) -> None:
         """Connect, and move steps until `close`, on a thread."""
@@ -162,16 +158,28 @@ class EdgeEnd(ABC):
         """Begin to use a connection on which nothing else has been sent yet."""
 
     @abstractmethod
-    def _signalled_steps(self) -> list[int | None]:
-        """Return the steps that the ring has signalled, if this end receives; else nothing."""
+    def _signalled_steps(self) -> list[list[int | None]]:
+        """Return the steps that each ring has signalled, if this end receives; else nothing."""
 
     @abstractmethod
     def _on_frame(self, connection: FrameConnection, header: FrameHeader) -> None:
         """Receive the payload of a frame."""
 
-    def _on_event(self, connection: FrameConnection) -> None:
-        """Send the steps that were signalled; called after events of a ring that is sent."""
+    def _on_events(self, connection: FrameConnection) -> None:
+        """Handle the steps that were signalled; called after events of a ring that is sent."""
         raise NotImplementedError("a receiving end has no events")
+
+    def _has_more(self) -> bool:
+        """Return whether `_on_writable` has to be called."""
+        return False
+
+    def _on_writable(self, connection: FrameConnection) -> None:
+        """Send as much as has to be decided at once; called while `_has_more`."""
+        raise NotImplementedError("a receiving end has nothing to send")
+
+    def _on_pass(self, connection: FrameConnection) -> float | None:
+        """Do what is due; return the seconds until the next call, None for no limit."""
+        return None
 
     def _run(self) -> None:
         try:
@@ -213,6 +221,7 @@ class EdgeEnd(ABC):
                 self._num_earlier_bytes += connection.num_bytes
                 connection.close()
             if self._is_open:
+                self._num_failures += not self._is_closed
                 self._is_open, self._is_lost = False, False
                 self._disconnected_since = time.monotonic()
             if time.monotonic() - begin > self._pause:
@@ -242,25 +251,34 @@ class EdgeEnd(ABC):
     def _pump(self, connection: FrameConnection) -> None:
         """Send and receive until the connection ends."""
         waiting = select.poll()
-        sources = [connection.fileno(), self._wake, *self._meeting.events]
-        sources += [self._event] if self.command.is_sender else []
+        own, events = connection.fileno(), [event for _, event in self._ring_files]
+        sources = [own, self._wake, *self._meeting.events]
+        sources += events if self.command.is_sender else []
         for source in sources:
             waiting.register(source, select.POLLIN)
+        is_writing = False
         self._receive_frames(connection)
         while True:
             self._meeting.send(connection, self.name)
-            ready = {descriptor for descriptor, _ in waiting.poll()}
+            seconds = self._on_pass(connection)
+            if is_writing != self._has_more():
+                is_writing = not is_writing
+                waiting.modify(own, select.POLLIN | (select.POLLOUT if is_writing else 0))
+            ready = dict(waiting.poll(None if seconds is None else 1e3 * seconds))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 with self._lock:
                     if self._is_closed or self._offered is not None:
                         raise _SupersededError
-            if self.command.is_sender and self._event in ready:
-                os.eventfd_read(self._event)
-                self._on_event(connection)
+            if self.command.is_sender and not ready.keys().isdisjoint(events):
+                for event in ready.keys() & events:
+                    os.eventfd_read(event)
+                self._on_events(connection)
             self._meeting.clear_events(ready)
-            if connection.fileno() in ready:
+            if ready.get(own, 0) & ~select.POLLOUT:
                 self._receive_frames(connection)
+            if ready.get(own, 0) & select.POLLOUT:
+                self._on_writable(connection)
 
     def _receive_frames(self, connection: FrameConnection) -> None:
         """Handle the frames that have arrived."""

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-MAGIC, VERSION = b"gA", 1
-FRAME = struct.Struct("!2sBBQIHHQII")
+MAGIC, VERSION = b"gA", 2
+FRAME = struct.Struct("!2sBBQIHBHQII")
 """Magic, version, and the fields of FrameHeader."""
 MAX_HELLO_BYTES = 4096
 """Largest payload before the other end is known."""
@@ -33,6 +33,9 @@ class FrameClass(IntEnum):
     LAYOUT = 19
     MEETING = 20
     """Part of the log by which the two workers meet before they use NCCL."""
+    PROBE = 21
+    """Request for an ECHO, from the sending end of an idle connection."""
+    ECHO = 22
 
 
 MAX_BYTES = {
@@ -42,6 +45,8 @@ MAX_BYTES = {
     FrameClass.RESUME: 2**16,
     FrameClass.LAYOUT: 256,
     FrameClass.MEETING: 2**14,
+    FrameClass.PROBE: 0,
+    FrameClass.ECHO: 0,
 }
 """Largest payload by class; the slot limits activations further."""
 
@@ -53,10 +58,12 @@ class FrameHeader(NamedTuple):
     run: int
     generation: int
     edge: int
+    lane: int
+    """Lane of ACTIVATIONS and LAYOUT; 0 in all others."""
     slot: int
     """Slot of ACTIVATIONS; 0 in all others."""
     step: int
-    """Step of ACTIVATIONS; 0 in all others."""
+    """Turn of ACTIVATIONS in their lane; 0 in all others."""
     offset: int
     """Position of the payload in its slot, or in the log of a MEETING."""
     length: int
@@ -86,8 +93,11 @@ def unpack_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
     if header.length > limit:
         name = header.frame_class.name
         raise FrameError(f"a frame {name} has {header.length} bytes, at most {limit} are allowed")
-    if header.frame_class != FrameClass.ACTIVATIONS and (header.slot or header.step):
-        raise FrameError(f"a frame {header.frame_class.name} names a slot or a step")
+    if header.frame_class != FrameClass.ACTIVATIONS:
+        if header.slot or header.step:
+            raise FrameError(f"a frame {header.frame_class.name} names a slot or a step")
+        if header.lane and header.frame_class != FrameClass.LAYOUT:
+            raise FrameError(f"a frame {header.frame_class.name} names a lane")
     return header
 
 
@@ -98,9 +108,11 @@ class EdgeName(NamedTuple):
     generation: int
     edge: int
 
-    def header(self, frame_class: FrameClass, payload: bytes, offset: int = 0) -> bytes:
+    def header(
+        self, frame_class: FrameClass, payload: bytes, offset: int = 0, lane: int = 0
+    ) -> bytes:
         """Return the bytes of a frame that concerns no step."""
-        return FrameHeader(frame_class, *self, 0, 0, offset, len(payload)).pack() + payload
+        return FrameHeader(frame_class, *self, lane, 0, 0, offset, len(payload)).pack() + payload
 
     def find_difference(self, header: FrameHeader) -> str:
         """Return the field in which a frame belongs to another edge; empty for none."""
@@ -134,14 +146,14 @@ class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Payload of RESUME: the state at which an earlier connection of the edge left its sender."""
 
-    signalled: list[int | None]
-    """Step that was signalled last in each slot; empty from the end that sends."""
+    signalled: list[list[int | None]]
+    """Turn that was signalled last in each slot, by lane; empty from the end that sends."""
     meeting_bytes: int
     """Bytes of the other end's log that have arrived."""
 
 
 class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Payload of LAYOUT: what both rings have in common."""
+    """Payload of LAYOUT: what both rings of a lane have in common."""
 
     slots: int
     hidden_size: int

@@ -24,7 +24,7 @@ from gllm.link.commands import (
     encode_link_message,
 )
 from gllm.link.connection import FrameConnection, TlsIdentity, peer_certificate
-from gllm.link.edge_end import EdgeEnd, LinkSettings
+from gllm.link.edge_end import EdgeEnd
 from gllm.link.frames import (
     EdgeAnswer,
     EdgeHello,
@@ -37,6 +37,7 @@ from gllm.link.listener import Listener
 from gllm.link.receiver import ReceivingEnd
 from gllm.link.refusals import Refusals
 from gllm.link.sender import SendingEnd
+from gllm.link.settings import LinkSettings
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
@@ -137,6 +138,7 @@ class DataMover:
             identity.node,
             tls,
             identity.congestion,
+            identity.policy,
             LOST_TIMEOUTS * identity.node_timeout,
             self._refusals,
             self._on_opened,

@@ -1,8 +1,12 @@
-"""Receiving end of an edge: from the other machine to the ring of this machine's worker."""
+"""Receiving end of an edge: from the other machine to the rings of this machine's worker."""
 
+from collections.abc import Sequence
+
+from gllm.link.commands import OpenLinkEdge
 from gllm.link.connection import FrameConnection
 from gllm.link.edge_end import EdgeEnd
 from gllm.link.frames import (
+    EdgeName,
     EdgeResume,
     FrameClass,
     FrameError,
@@ -10,6 +14,7 @@ from gllm.link.frames import (
     RingLayout,
     decode_payload,
 )
+from gllm.link.settings import LinkSettings
 from gllm.link.slots import SlotWriter
 from gllm.transport.ring import Ring
 
@@ -17,54 +22,70 @@ _SCRATCH_BYTES = 2**16
 
 
 class ReceivingEnd(EdgeEnd):
-    """Fills a ring; the bytes of a step that the ring has already are dropped."""
+    """Fills rings; the bytes of a step that a ring has already are dropped."""
 
-    _ring: Ring | None = None
-    _writer: SlotWriter | None = None
+    def __init__(
+        self,
+        name: EdgeName,
+        command: OpenLinkEdge,
+        descriptors: Sequence[int],
+        settings: LinkSettings,
+    ) -> None:
+        """See EdgeEnd."""
+        super().__init__(name, command, descriptors, settings)
+        self._rings: list[Ring | None] = [None] * command.num_lanes
+        self._writers: list[SlotWriter | None] = [None] * command.num_lanes
+        """By lane; None before its LAYOUT."""
 
     def _resume(self, connection: FrameConnection, resume: EdgeResume) -> None:
         # Steps that were not complete are sent again from their beginning.
-        self._writer = None
+        self._writers = [None] * len(self._rings)
         if resume.signalled:
             raise FrameError("RESUME of a sending end names steps")
 
-    def _signalled_steps(self) -> list[int | None]:
-        ring = self._attach()
-        return [] if ring is None else ring.signalled_steps
+    def _signalled_steps(self) -> list[list[int | None]]:
+        rings = [self._attach(lane) for lane in range(len(self._rings))]
+        return [[] if ring is None else ring.signalled_steps for ring in rings]
 
-    def _attach(self) -> Ring | None:
-        """Return the worker's ring; None as long as the worker has not laid it out."""
-        if self._ring is None:
-            self._ring = Ring.attach(self._memory, self._event)
-            if self._ring is not None:
-                self._ring.begin_relay()
-        return self._ring
+    def _attach(self, lane: int) -> Ring | None:
+        """Return the worker's ring of a lane; None as long as the worker has not laid it out."""
+        ring = self._rings[lane]
+        if ring is None:
+            ring = self._rings[lane] = Ring.attach(*self._ring_files[lane])
+            if ring is not None:
+                ring.begin_relay()
+        return ring
 
     def _on_frame(self, connection: FrameConnection, header: FrameHeader) -> None:
-        if header.frame_class == FrameClass.LAYOUT:
-            self._check_layout(connection, connection.receive(header.length))
-        elif header.frame_class == FrameClass.ACTIVATIONS:
+        if header.lane >= len(self._rings):
+            raise FrameError(f"lane {header.lane} of {len(self._rings)}")
+        if header.frame_class == FrameClass.ACTIVATIONS:
             self._receive_activations(connection, header)
+        elif header.frame_class == FrameClass.LAYOUT:
+            self._check_layout(connection, header.lane, connection.receive(header.length))
+        elif header.frame_class == FrameClass.PROBE:
+            connection.send(self.name.header(FrameClass.ECHO, b""))
         else:
             raise FrameError(f"{header.frame_class.name} on an open edge")
 
-    def _check_layout(self, connection: FrameConnection, payload: bytes) -> None:
+    def _check_layout(self, connection: FrameConnection, lane: int, payload: bytes) -> None:
         """Compare the rings of both machines. Raises FrameError, EdgeRefusedError."""
-        ring, peer = self._attach(), decode_payload(payload, RingLayout)
+        ring, peer = self._attach(lane), decode_payload(payload, RingLayout)
         if ring is None:
             raise FrameError("a step before the worker is ready")
         own = RingLayout(ring.shape.slots, ring.shape.hidden_size, ring.shape.itemsize)
         if own != peer:
             self._refuse(connection, f"the rings differ: {peer} is sent, {own} is expected")
-        self._writer = SlotWriter(ring)
+        self._writers[lane] = SlotWriter(ring)
 
     def _receive_activations(self, connection: FrameConnection, header: FrameHeader) -> None:
-        if self._writer is None:
+        writer = self._writers[header.lane]
+        if writer is None:
             raise FrameError("activations before LAYOUT")
-        place = self._writer.place(header)
+        place = writer.place(header)
         if place is not None:
             connection.receive_into(place)
-            self._writer.finish(header)
+            writer.finish(header)
             return
         left = header.length
         while left:

@@ -1,47 +1,46 @@
 """Slots of a ring as frames, and frames as slots.
 
 A step travels as one frame with its slot's header and error text, at offset 0, and frames with its
-activations, in order, from offset PAGE_BYTES on.
+activations, in order, from offset PAGE_BYTES on. Frames of other steps, of the same lane or another
+one, may come between these.
 
-A slot may be overwritten while it is sent: by the step that is `slots` later, which is planned once
-the first one has committed. The receiving stage has read the first step by then, so its ring has
-signalled that step before the overwriting began, and ignores all frames of the step since. Bytes of
-two steps therefore never reach a stage. After a reconnection the sending end resends what the
-receiving ring had not signalled by then, and so nothing that may be overwritten meanwhile.
+A slot may be overwritten while it is sent again: by the step that is `slots` later in its lane,
+which is planned once the first one has committed. The receiving stage has read the first step by
+then, so its ring has signalled that step before the overwriting began, and ignores all frames of
+the step since. Bytes of two steps therefore never reach a stage. A step of which bytes wait at the
+sending end cannot have committed, so its slot keeps it. After a reconnection the sending end
+resends what the receiving ring had not signalled by then, and so nothing that may be overwritten
+meanwhile.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gllm.link.frames import EdgeName, FrameClass, FrameError, FrameHeader
+from gllm.link.frames import FrameError, FrameHeader
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
 
 MAX_STEP = 2**63 - 1
 
 
-class StepFrames(NamedTuple):
-    """Bytes that carry one step."""
+class StepBytes(NamedTuple):
+    """Bytes of one step."""
 
+    step: int
     head: bytes
-    """Frame with the slot's header and error, and the header of the frame with the payload."""
+    """The slot's header and error."""
     payload: memoryview
     """Activations, in the slot's memory; empty for none."""
 
 
-def read_step(ring: Ring, name: EdgeName, step: int) -> StepFrames | None:
-    """Return the frames of a step that was signalled; None if the slot has a later step by now."""
+def read_step(ring: Ring, step: int) -> StepBytes | None:
+    """Return the bytes of a step that was signalled; None if the slot has a later step by now."""
     header = ring.header(step)
     if header.step != step or header.find_fault(ring.shape):
         return None
     begin = ring.offset(step)
     head = ring.memory[begin : begin + SLOT_HEADER.size + header.error_bytes]
-    place = (*name, ring.slot(step), step)
-    frames = FrameHeader(FrameClass.ACTIVATIONS, *place, 0, len(head)).pack() + head
     payload = memoryview(ring.memory)[ring.payload(step) :][: header.payload_bytes]
-    if payload:
-        length = len(payload)
-        frames += FrameHeader(FrameClass.ACTIVATIONS, *place, PAGE_BYTES, length).pack()
-    return StepFrames(frames, payload)
+    return StepBytes(step, head, payload)
 
 
 @dataclass(slots=True)
@@ -54,10 +53,10 @@ class _PartialStep:
 
 
 class SlotWriter:
-    """Receiver of the steps of one connection, which checks each frame before it writes a byte."""
+    """Receiver of a lane's steps on one connection; checks each frame before it writes a byte."""
 
     def __init__(self, ring: Ring) -> None:
-        """Fill a ring."""
+        """Fill the lane's ring."""
         self._ring = ring
         self._partial: dict[int, _PartialStep] = {}
         self._head = bytearray(PAGE_BYTES)

@@ -76,6 +76,22 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True):
     """Bytes sent or received since the connection opened."""
     cause: str = ""
     """The connection is not open, or does not use NCCL, for this reason; empty for none."""
+    num_failures: Count = 0
+    """Connections of this edge that have broken."""
+    is_sender: bool = False
+    """True if this end sends activations; the fields below are measured at this end only."""
+    policy: str = ""
+    """Link policy that orders the steps; empty at a receiving end."""
+    bytes_per_second: float | None = None
+    """Payload that the link carries; None as long as nothing has filled it."""
+    round_trip_seconds: float | None = None
+    """Least round trip of the last seconds, without queues; None if unknown."""
+    loss_rate: float = 0.0
+    """Share of bytes that TCP sends again, 0 to 1."""
+    num_queued_bytes: Count = 0
+    """Bytes of steps that wait for the connection."""
+    last_chunk_bytes: Count = 0
+    """Size of the chunk that was sent last; 0 before the first one."""
 
 
 class JoinCluster(WireMessage, frozen=True):

@@ -20,6 +20,7 @@ LINK_POLICIES: Mapping[str, Callable[[], LinkPolicy]] = MappingProxyType(
     }
 )
 """Factories of link policies by name."""
+DEFAULT_LINK_POLICY = "molink"
 
 
 def make_link_policy(name: str) -> LinkPolicy:

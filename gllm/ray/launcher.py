@@ -209,6 +209,7 @@ def agent_arguments(
         "--node-secret-file": node_secret_file,
         "--join-timeout": nodes.join_timeout,
         "--link-congestion": nodes.link_congestion,
+        "--link-policy": nodes.link_policy,
         "--device": engine.device,
         "--threads": engine.threads,
         "--gpu-memory-utilization": engine.gpu_memory_utilization,

@@ -254,7 +254,12 @@ class ClusterHead:
             self._certificate = create_certificate()
         listen = format_host_port(host, config.data_port) if config.data_port else ""
         self._links = LinkProcess(
-            self.name, listen, self._certificate, config.link_congestion, config.node_timeout
+            self.name,
+            listen,
+            self._certificate,
+            config.link_congestion,
+            config.node_timeout,
+            config.link_policy,
         )
         port = await self._links.listen() if listen else 0
         if is_wildcard(host) and config.master_addr is not None:

@@ -29,6 +29,7 @@ from gllm.link.commands import (
     encode_link_message,
 )
 from gllm.messages.nodes import LinkState
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.backoff import Backoff
 from gllm.runtime.certificates import NodeCertificate
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
@@ -50,6 +51,7 @@ class LinkProcess:
         certificate: NodeCertificate | None = None,
         congestion: str | None = None,
         node_timeout: float = 5.0,
+        policy: str = DEFAULT_LINK_POLICY,
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -59,6 +61,7 @@ class LinkProcess:
             certificate: of this machine; None without encryption. It belongs to the caller.
             congestion: congestion control of TCP; None for that of the system.
             node_timeout: in seconds; see LinkIdentity.
+            policy: order of the steps that wait for a connection, a name of LINK_POLICIES.
         """
         self.links: list[LinkState] = []
         """Data connections, as the process has reported them last."""
@@ -70,7 +73,7 @@ class LinkProcess:
         self._num_malformed_before = 0
         """`num_malformed` when the present process started."""
         self._identity = LinkIdentity(
-            0, node, listen, certificate is not None, congestion, node_timeout
+            0, node, listen, certificate is not None, congestion, policy, node_timeout
         )
         self._certificate = certificate
         self._on_opened: Callable[[int, int], None] = lambda generation, edge: None

@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 from typing import NamedTuple
 
 from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
@@ -33,6 +34,10 @@ _MAGIC = 0x3130_6772_6D6C_6C67
 """Mark of version 1 of this memory, written after all else."""
 _IS_RELAYED_OFFSET = 32
 """Offset of a byte that is 1 if a data mover fills the ring."""
+_BEGUN_OFFSET = 40
+"""Offset of the step that the sending stage began to compute last, and the time of that."""
+_BEGUN = struct.Struct("<QQ")
+"""A step plus 1, 0 for none; time.monotonic_ns()."""
 _SIGNALLED_OFFSET = 64
 """Offset of the steps that were signalled last, one per slot."""
 _SIGNALLED = struct.Struct("<Q")
@@ -155,6 +160,19 @@ class Ring:
         place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
         _SIGNALLED.pack_into(self.memory, place, step + 1)
         os.eventfd_write(self.event, 1)
+
+    def mark_begin(self, step: int) -> None:
+        """Note that the sending stage begins to compute a step, for the data mover."""
+        _BEGUN.pack_into(self.memory, _BEGUN_OFFSET, step + 1, time.monotonic_ns())
+
+    @property
+    def last_begin(self) -> tuple[int, int] | None:
+        """The step that was begun last and its time, time.monotonic_ns(); None for none.
+
+        A step whose number changes while this is read has the time of one of both.
+        """
+        step, time_ns = _BEGUN.unpack_from(self.memory, _BEGUN_OFFSET)
+        return (step - 1, time_ns) if step else None
 
     def has_signalled(self, step: int) -> bool:
         """Return whether a step, or a later one in its slot, was signalled."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gllm.__main__ import main
-from gllm.commands.nodes import render_table
+from gllm.commands.nodes import render_links, render_table
 
 NODE: dict[str, Any] = {
     "name": "head",
@@ -28,11 +28,16 @@ NODE: dict[str, Any] = {
     "round_trip_seconds": 0.0021,
     "clock_offset_seconds": -1.5,
     "links": [
-        {"transport": "tcp+tls", "is_open": True, "num_bytes": 2**20, "cause": ""},
+        {
+            "transport": "tcp+tls", "is_open": True, "num_bytes": 2**20, "cause": "",
+            "peer": "b", "edge": 3, "is_sender": True, "policy": "molink", "num_failures": 2,
+            "bytes_per_second": 1.2e7, "round_trip_seconds": 0.0602, "loss_rate": 0.012,
+            "num_queued_bytes": 3 * 2**19, "last_chunk_bytes": 2**14,
+        },
         {"transport": "tcp+tls", "is_open": False, "num_bytes": 0, "cause": "refused"},
     ],
     "last_cause": "",
-}
+}  # fmt: skip
 LOST: dict[str, Any] = {
     "name": "b", "rank": None, "state": "lost", "stages": [], "devices": [],
     "load": {
@@ -82,12 +87,21 @@ def test_table():
     assert "CPU" in lost
 
 
+def test_table_of_links():
+    heading, link = render_links([NODE, LOST])
+    assert heading.split("  ")[0] == "link from"
+    assert [cell.strip() for cell in link.split("  ") if cell] == [
+        "head", "b", "3", "molink", "96.0 Mbit/s", "60.2 ms", "1.2%", "1536.0 KiB", "16.0 KiB", "2",
+    ]  # fmt: skip
+    assert render_links([LOST]) == []
+
+
 def test_table_of_a_server(capsys):
     body = {"nodes": [NODE, LOST], "refused_peers": {"10.0.0.7": 3}, "num_node_losses": 1}
     with answering(200, json.dumps(body).encode()) as url:
         assert main(["nodes", url + "/v1", "--api-key", "k"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == 5
+        assert len(lines) == 8
         assert lines[-1] == "refused connections: 10.0.0.7 (3)"
         assert main(["nodes", "--json", url]) == 0
         assert json.loads(capsys.readouterr().out) == body

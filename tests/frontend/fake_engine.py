@@ -124,7 +124,9 @@ def node_report(name: str = "head", **fields: Any) -> NodeReport:
         "state": "member", "rank": 0, "host_name": name, "system": "Linux 6", "version": "1",
         "address": "10.0.0.1", "devices": ["A", "B"], "load": load, "stages": [0],
         "round_trip_seconds": 0.002, "clock_offset_seconds": -1.5,
-        "links": [LinkState(0, "other", "tcp+tls", True, 1000)],
+        "links": [
+            LinkState(0, "other", "tcp+tls", True, 1000, "", 0, True, "molink", 1e6, 0.01)
+        ],
     }  # fmt: skip
     return NodeReport(name=name, **(known | fields))
 

@@ -23,6 +23,8 @@ def lost_node():
         links=[
             LinkState(0, "head", "tcp", False, 10, "refused"),
             LinkState(3, "head", "tcp", True, 32),
+            LinkState(4, "c", "tcp", True, 5, "", 2, True, "molink", 1e7, 0.06, 0.25, 700, 64),
+            LinkState(5, "c", "tcp", True, 0, "", 0, True, "serial"),
         ],
     )
 
@@ -45,6 +47,22 @@ async def test_nodes_with_all_fields(engine):
     }
     assert (head["rank"], head["stages"], head["system"]) == (0, [0], "Linux 6")
     assert lost["links"][0]["cause"] == "refused"
+    assert lost["links"][2] == {
+        "edge": 4,
+        "peer": "c",
+        "transport": "tcp",
+        "is_open": True,
+        "num_bytes": 5,
+        "cause": "",
+        "num_failures": 2,
+        "is_sender": True,
+        "policy": "molink",
+        "bytes_per_second": 1e7,
+        "round_trip_seconds": 0.06,
+        "loss_rate": 0.25,
+        "num_queued_bytes": 700,
+        "last_chunk_bytes": 64,
+    }
     assert lost["load"]["cpu_utilization"] is None
     assert (lost["state"], lost["last_cause"]) == ("lost", "no heartbeat for 5 s")
 
@@ -77,6 +95,18 @@ async def test_metrics_of_machines(engine):
     assert values["gllm:malformed_frames_total",] == 7
     assert values["gllm:link_bytes_total", "b", "head", "tcp"] == 42
     assert values["gllm:link_bytes_total", "head", "other", "tcp+tls"] == 1000
+    for name, value in (
+        ("failures_total", 2),
+        ("bytes_per_second", 1e7),
+        ("round_trip_seconds", 0.06),
+        ("loss_ratio", 0.25),
+        ("queued_bytes", 700),
+        ("last_chunk_bytes", 64),
+    ):
+        assert values[f"gllm:link_{name}", "4", "b", "c"] == value
+    # Receiving ends measure nothing, and a rate that is unknown is left out.
+    assert ("gllm:link_queued_bytes", "3", "b", "head") not in values
+    assert ("gllm:link_bytes_per_second", "5", "b", "c") not in values
     assert values["gllm:node_clock_offset_seconds", "head"] == -1.5
     assert values["gllm:node_round_trip_seconds", "head"] == 0.002
     assert ("gllm:node_clock_offset_seconds", "b") not in values

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,6 +27,7 @@ from gllm.link.commands import (
     decode_link_message,
     encode_link_message,
 )
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.certificates import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
@@ -46,8 +47,15 @@ class Mover:
         has_tls: bool = True,
         listen: str = "127.0.0.1:0",
         node_timeout: float = 5.0,
+        policy: str = DEFAULT_LINK_POLICY,
+        congestion: str | None = None,
+        host: str = "127.0.0.1",
+        command: Sequence[str] = (),
     ) -> None:
+        """Start a data mover; `command` precedes that of the process, as to enter a namespace."""
         self.node, self.listen, self.node_timeout = node, listen, node_timeout
+        self.policy, self.congestion = policy, congestion
+        self.host, self.prefix = host, command
         self.certificate: NodeCertificate | None = create_certificate() if has_tls else None
         self.commands: list[tuple[OpenLinkEdge, list[int]]] = []
         self.start()
@@ -59,7 +67,7 @@ class Mover:
     def start(self) -> None:
         own, inherited = create_channels()
         self.channel = own
-        command = [sys.executable, "-m", "gllm.link", str(inherited.fileno())]
+        command = [*self.prefix, sys.executable, "-m", "gllm.link", str(inherited.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[inherited.fileno()])
         inherited.close()
         self.messages: queue.SimpleQueue[LinkMessage] = queue.SimpleQueue()
@@ -71,6 +79,8 @@ class Mover:
             self.node,
             self.listen,
             bool(descriptors),
+            congestion=self.congestion,
+            policy=self.policy,
             node_timeout=self.node_timeout,
         )
         self.send(identity, descriptors)
@@ -81,10 +91,10 @@ class Mover:
         self.port = listening.port
         if self.listen:
             # The same port after a restart, as with --data-port.
-            self.listen = f"127.0.0.1:{self.port}"
+            self.listen = f"{self.host}:{self.port}"
 
     def peer(self, address: str | None = None) -> LinkPeer:
-        own = f"127.0.0.1:{self.port}" if self.port else ""
+        own = f"{self.host}:{self.port}" if self.port else ""
         return LinkPeer(self.node, own if address is None else address, self.der)
 
     def send(self, command: LinkCommand, descriptors: list[int] | None = None) -> None:
@@ -168,13 +178,25 @@ class Files:
     own_log: int = field(default_factory=lambda: os.memfd_create("test-own-log"))
     peer_log: int = field(default_factory=lambda: os.memfd_create("test-peer-log"))
     log_event: int = field(default_factory=lambda: os.eventfd(0))
+    further_lanes: list[tuple[int, int]] = field(default_factory=list)
+    """Memory and event of each lane but the first one."""
+
+    @classmethod
+    def of_lanes(cls, num_lanes: int) -> "Files":
+        files = cls()
+        for _ in range(1, num_lanes):
+            ring = os.memfd_create("test-lane"), os.eventfd(0, os.EFD_SEMAPHORE)
+            files.further_lanes.append(ring)
+        return files
 
     @property
     def descriptors(self) -> list[int]:
-        return [self.memory, self.event, self.own_log, self.peer_log, self.log_event]
+        further = [descriptor for ring in self.further_lanes for descriptor in ring]
+        return [self.memory, self.event, self.own_log, self.peer_log, self.log_event, *further]
 
-    def ring(self, layout: EdgeLayout = LAYOUT) -> Ring:
-        return Ring(self.memory, self.event, layout)
+    def ring(self, layout: EdgeLayout = LAYOUT, lane: int = 0) -> Ring:
+        rings = [(self.memory, self.event), *self.further_lanes]
+        return Ring(*rings[lane], layout)
 
 
 def connect(
@@ -185,15 +207,18 @@ def connect(
     target_dials: bool = False,
     address: str | None = None,
     waits: bool = True,
+    num_lanes: int = 1,
 ) -> tuple[Files, Files]:
     """Open an edge; `address` replaces that of the end that is dialed, as a proxy does."""
-    sent, received = Files(), Files()
+    sent, received = Files.of_lanes(num_lanes), Files.of_lanes(num_lanes)
     to_target = target.peer(address if not target_dials else None)
     to_source = source.peer(address if target_dials else None)
-    source.open(OpenLinkEdge(generation, edge, True, not target_dials, to_target), sent.descriptors)
-    target.open(
-        OpenLinkEdge(generation, edge, False, target_dials, to_source), received.descriptors
-    )
+    for mover, is_sender, dials, peer, files in (
+        (source, True, not target_dials, to_target, sent),
+        (target, False, target_dials, to_source, received),
+    ):
+        command = OpenLinkEdge(generation, edge, is_sender, dials, peer, num_lanes)
+        mover.open(command, files.descriptors)
     if waits:
         for mover in (source, target):
             mover.wait_for(LinkEdgeOpened)

@@ -23,7 +23,10 @@ from gllm.link.frames import (
     encode_payload,
     unpack_frame,
 )
+from gllm.link.send_queue import LinkChunk, SendQueue
 from gllm.link.slots import SlotWriter, read_step
+from gllm.pacing.policies.serial import SerialPolicy
+from gllm.pacing.traffic import LinkView
 from gllm.transport.base import EdgeLayout
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
 from tests.examples import num_examples
@@ -37,18 +40,16 @@ def number(bits: int) -> st.SearchStrategy[int]:
     return st.integers(0, 2**bits - 1)
 
 
-@given(
-    st.tuples(number(64), number(32), number(16), number(16), number(64), number(32), number(32))
-)
-def test_headers_come_back(fields: tuple[int, int, int, int, int, int, int]) -> None:
+@given(st.tuples(*(number(bits) for bits in (64, 32, 16, 8, 16, 64, 32, 32))))
+def test_headers_come_back(fields: tuple[int, ...]) -> None:
     header = FrameHeader(FrameClass.ACTIVATIONS, *fields)
     assert unpack_frame(header.pack()) == header
-    assert len(header.pack()) == FRAME.size == 36
+    assert len(header.pack()) == FRAME.size == 37
 
 
 @given(st.binary(min_size=FRAME.size, max_size=FRAME.size), st.booleans())
 def test_any_bytes_are_a_header_or_an_error(data: bytes, has_magic: bool) -> None:
-    data = (b"gA\1" + data[3:]) if has_magic else data
+    data = (b"gA\2" + data[3:]) if has_magic else data
     try:
         header = unpack_frame(data)
     except FrameError:
@@ -59,7 +60,7 @@ def test_any_bytes_are_a_header_or_an_error(data: bytes, has_magic: bool) -> Non
 
 @pytest.mark.parametrize("frame_class", [each for each in FrameClass if each])
 def test_other_frames_are_limited_and_name_no_slot(frame_class: FrameClass) -> None:
-    header = FrameHeader(frame_class, *NAME, 0, 0, 0, MAX_BYTES[frame_class])
+    header = FrameHeader(frame_class, *NAME, 0, 0, 0, 0, MAX_BYTES[frame_class])
     assert unpack_frame(header.pack()) == header
     longer = header._replace(length=header.length + 1)
     for invalid in (longer, header._replace(slot=1), header._replace(step=1)):
@@ -69,7 +70,7 @@ def test_other_frames_are_limited_and_name_no_slot(frame_class: FrameClass) -> N
 
 @pytest.mark.parametrize("field", ["run", "generation", "edge"])
 def test_a_frame_of_another_edge_is_named(field: str) -> None:
-    header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, 0, 0, 0, 0)
+    header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, 0, 0, 0, 0, 0)
     assert NAME.find_difference(header) == ""
     changed = FrameHeader(**{**header._asdict(), field: 1})
     assert field in NAME.find_difference(changed)
@@ -97,9 +98,19 @@ def send(writer: SlotWriter, data: bytes) -> None:
 
 
 def stream_of(source: Ring, step: int) -> bytes:
-    frames = read_step(source, NAME, step)
-    assert frames is not None
-    return frames.head + bytes(frames.payload)
+    headers, payload = chunk_of(source, step)
+    return headers + bytes(payload)
+
+
+def chunk_of(source: Ring, step: int) -> LinkChunk:
+    """Return a whole step as one chunk."""
+    queue = SendQueue(NAME, SerialPolicy())
+    data = read_step(source, step)
+    assert data is not None
+    queue.add(0, source.slot(step), data)
+    chunk = queue.pop(LinkView(0.0, 0.0, None))
+    assert not queue
+    return chunk
 
 
 @settings(max_examples=num_examples(20, 500))
@@ -148,11 +159,10 @@ def test_a_decode_step_is_sent_at_once() -> None:
     files = Files()
     ring = files.ring(EdgeLayout(slots=1, max_tokens=1, hidden_size=1792, itemsize=2))
     write_step(ring, 0, 1, 5)
-    frames = read_step(ring, NAME, 0)
-    assert frames is not None
+    headers, payload = chunk_of(ring, 0)
     with RecordingSocket() as connection:
-        FrameConnection(connection).send(frames.head, frames.payload)
-        assert connection.sent == [frames.head + payload_of(5, 3584)]
+        FrameConnection(connection).send(headers, payload)
+        assert connection.sent == [headers + payload_of(5, 3584)]
     close(files)
 
 
@@ -186,7 +196,7 @@ def test_frames_write_within_their_slot_or_not_at_all(frames: list) -> None:
     ring = files.ring(LAYOUT)
     writer = SlotWriter(ring)
     for fields, head in frames:
-        header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, **fields)
+        header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, lane=0, **fields)
         before = ring.memory[:]
         try:
             place = writer.place(header)
@@ -214,6 +224,6 @@ def test_slot_of_a_later_step_is_not_read_as_the_earlier_one(seed: int) -> None:
     ring = files.ring(LAYOUT)
     write_step(ring, seed, 2, 1)
     write_step(ring, seed + 3, 2, 1)
-    assert read_step(ring, NAME, seed) is None
-    assert read_step(ring, NAME, seed + 3) is not None
+    assert read_step(ring, seed) is None
+    assert read_step(ring, seed + 3) is not None
     close(files)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gllm.link.commands import LinkEdgeLost
+from gllm.link.commands import LinkEdgeLost, LinkReport
 from gllm.transport.ring import Ring
 from tests.link.processes import (
     LAYOUT,
@@ -28,9 +28,9 @@ from tests.link.proxies import Proxy
 class Stream:
     """Workers at both ends, on threads: each step is sent once its slot is free."""
 
-    def __init__(self, files: tuple[Files, Files], count: int) -> None:
-        self._source, self._target = files[0].ring(), files[1].ring()
-        self._count = count
+    def __init__(self, files: tuple[Files, Files], count: int, lane: int = 0) -> None:
+        self._source, self._target = (each.ring(lane=lane) for each in files)
+        self._count, self._lane = count, lane
         self._committed = threading.Semaphore(LAYOUT.slots)
         self.received = 0
         self.errors: list[BaseException] = []
@@ -64,15 +64,18 @@ class Stream:
     def _send(self) -> None:
         for step in range(self._count):
             assert self._committed.acquire(timeout=WAIT_SECONDS)
-            write_step(self._source, step, 1 + step * 7 % 64, step)
+            write_step(self._source, step, 1 + step * 7 % 64, self._value(step))
 
     def _receive(self) -> None:
         for step in range(self._count):
             tokens = 1 + step * 7 % 64
             data = read_step(self._target, step, tokens)
-            assert data == payload_of(step, tokens * 96 * 4), step
+            assert data == payload_of(self._value(step), tokens * 96 * 4), step
             self.received += 1
             self._committed.release()
+
+    def _value(self, step: int) -> int:
+        return 10_000_000 * self._lane + step
 
 
 @contextmanager
@@ -86,20 +89,27 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("has_tls", "target_dials"),
-    [(True, True), (False, False), pytest.param(True, False, marks=LONG)],
+    ("has_tls", "target_dials", "num_lanes"),
+    [(True, True, 2), (False, False, 1), pytest.param(True, False, 2, marks=LONG)],
 )
-def test_connections_that_are_reset_lose_no_step(has_tls: bool, target_dials: bool) -> None:
+def test_connections_that_are_reset_lose_no_step(
+    has_tls: bool, target_dials: bool, num_lanes: int
+) -> None:
     order = random.Random(5)
     with movers(has_tls) as (source, target):
         proxy = Proxy((source if target_dials else target).port)
-        files = connect(source, target, target_dials=target_dials, address=proxy.address)
-        stream = Stream(files, 600)
+        files = connect(
+            source, target, target_dials=target_dials, address=proxy.address, num_lanes=num_lanes
+        )
+        streams = [Stream(files, 600, lane) for lane in range(num_lanes)]
         for cut in range(5):
-            stream.wait_until(100 * cut + order.randrange(80))
+            streams[-1].wait_until(100 * cut + order.randrange(80))
             proxy.reset()
-        stream.wait()
+        for stream in streams:
+            stream.wait()
         assert proxy.num_connections >= 5
+        link = source.wait_for(LinkReport, lambda each: each.links[0].num_failures >= 5).links[0]
+        assert (link.is_sender, link.num_queued_bytes) == (True, 0)
         proxy.close()
 
 
@@ -109,11 +119,13 @@ def test_connections_that_are_reset_lose_no_step(has_tls: bool, target_dials: bo
 def test_data_movers_that_are_killed_lose_no_step(has_tls: bool, num_kills: int) -> None:
     order = random.Random(6)
     with movers(has_tls) as (source, target):
-        stream = Stream(connect(source, target), 300 * num_kills)
+        files = connect(source, target, num_lanes=2)
+        streams = [Stream(files, 300 * num_kills, lane) for lane in range(2)]
         for number in range(num_kills):
-            stream.wait_until(300 * number + order.randrange(200))
+            streams[number % 2].wait_until(300 * number + order.randrange(200))
             (source, target)[number % 2].restart()
-        stream.wait()
+        for stream in streams:
+            stream.wait()
 
 
 def test_connection_that_goes_silent_is_replaced() -> None:

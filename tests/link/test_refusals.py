@@ -123,7 +123,7 @@ def refused_frames() -> list[bytes]:
     head = SLOT_HEADER.pack(0, 1, 96, 4, 0, size)
 
     def frame(payload: bytes = head, **fields: int) -> bytes:
-        values = {"slot": 0, "step": 0, "offset": 0, "length": len(payload), **fields}
+        values = {"lane": 0, "slot": 0, "step": 0, "offset": 0, "length": len(payload), **fields}
         name = NAME._replace(**{key: values.pop(key) for key in NAME._fields if key in values})
         return FrameHeader(FrameClass.ACTIVATIONS, *name, **values).pack() + payload
 
@@ -131,6 +131,7 @@ def refused_frames() -> list[bytes]:
         frame(run=RUN + 1),
         frame(generation=2),
         frame(edge=2),
+        frame(lane=1),
         frame(slot=4, step=4),
         frame(slot=1),
         frame(step=2**63),
