@@ -1,0 +1,98 @@
+"""Pacer of a pipeline: collects its measurements and lets the depth controller decide.
+
+The driver of a pipeline and the simulator hold the same object and pass its decisions to
+`Scheduler.set_depth`.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from gllm.pacing.depth import (
+    DepthController,
+    LinkSeconds,
+    Pace,
+    PipelineSeconds,
+    StageSeconds,
+)
+from gllm.pacing.stage_times import StageTimeFits
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import StepTime
+from gllm.scheduler.stage_work import StageWork
+
+LOAD_SECONDS = 5.0
+"""Time constant of the mean of #RD."""
+
+
+class PathSeconds(NamedTuple):
+    """Times of everything between the stages and the driver."""
+
+    links: Sequence[LinkSeconds]
+    """From each stage but the last one to the next one."""
+    plan_latencies: Sequence[float]
+    """Seconds from the driver to each stage, one way."""
+    return_latency: float
+    """Seconds from the last stage to the driver."""
+
+    def with_stages(self, stages: Sequence[StageSeconds]) -> PipelineSeconds:
+        """Return the times of the whole pipeline."""
+        return PipelineSeconds(stages, self.links, self.plan_latencies, self.return_latency)
+
+
+class PipelinePacer:
+    """Measurements of one pipeline, and its depth controller.
+
+    The first depth is the number of stages. It stays until the times of all stages and links are
+    known.
+
+    config: resolved; its `max_in_flight` is the upper limit of the depth.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        assert config.max_in_flight is not None
+        pace = Pace(min(config.stages, config.max_in_flight), config.max_prefill_tokens)
+        self._controller = DepthController(pace, config.max_in_flight, config.min_prefill_tokens)
+        self._fits = StageTimeFits(config.stages)
+        self._paths: PathSeconds | None = None
+        self._num_decoding = 0.0
+        self._load_time = -math.inf
+
+    @property
+    def pace(self) -> Pace:
+        """Present pace."""
+        return self._controller.pace
+
+    def on_scheduled(self, work: StageWork) -> None:
+        """Note the work of a micro-batch."""
+        self._fits.on_scheduled(work)
+
+    def on_stage_times(self, stage: int, times: Iterable[StepTime]) -> None:
+        """Note steps that a stage has computed."""
+        self._fits.on_stage_times(stage, times)
+
+    def on_paths(self, paths: PathSeconds) -> None:
+        """Replace the times of the links."""
+        self._paths = paths
+
+    def is_due(self, now: float) -> bool:
+        """Return True if `update` may change the pace."""
+        return self._paths is not None and self._controller.is_due(now)
+
+    def update(self, num_decoding: int, num_context_tokens: int, now: float) -> Pace | None:
+        """Return a new pace if another one is better by enough; otherwise None.
+
+        Args:
+            num_decoding: #RD: sequences in decode, in flight or not.
+            num_context_tokens: tokens of these sequences in the cache.
+            now: time in seconds.
+        """
+        if self._paths is None or not self.is_due(now):
+            return None
+        weight = -math.expm1((self._load_time - now) / LOAD_SECONDS)
+        self._num_decoding += weight * (num_decoding - self._num_decoding)
+        self._load_time = now
+        stages = self._fits.read(num_context_tokens / max(1, num_decoding))
+        if stages is None:
+            return None
+        times = self._paths.with_stages(stages)
+        return self._controller.update(times, self._num_decoding, now)
