@@ -100,6 +100,7 @@ PANELS = [
         "short",
         [
             Query(gauge("micro_batches_in_flight"), "in flight"),
+            Query(gauge("pipeline_depth"), "depth"),
             Query(rate("micro_batches_total"), "committed/s"),
         ],
     ),

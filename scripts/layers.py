@@ -17,7 +17,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.routing": (
                 "gllm.config.field_types gllm.config.options gllm.config.slo gllm.scheduler"
             ),
-            "gllm.pacing": "",
+            "gllm.pacing": "gllm.scheduler",
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
             "gllm.observability.step_log": "gllm.scheduler msgspec",

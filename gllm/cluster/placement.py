@@ -124,6 +124,11 @@ class Placement(msgspec.Struct, frozen=True):
         return stages
 
     @property
+    def has_remote_edges(self) -> bool:
+        """True if neighbouring stages are on different nodes."""
+        return len(self.node_stages) > 1
+
+    @property
     def senders(self) -> list[int]:
         """Senders of the workers, in the order of their places."""
         return [worker.sender for worker in self.workers]

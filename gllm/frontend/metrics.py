@@ -71,6 +71,10 @@ GAUGES = {
     "num_requests_running": ("running", "Sequences that hold KV blocks"),
     "num_requests_waiting": ("waiting", "Sequences that wait for KV blocks"),
     "kv_cache_usage_perc": ("kv_usage", "Share of KV blocks in use, 0 to 1"),
+    "pipeline_depth": (
+        "depth",
+        "Micro-batches that are to be in flight (B): the decodes are spread over them",
+    ),
     "micro_batches_in_flight": ("in_flight", "Micro-batches on their way through the pipeline"),
 }
 """Gauges: field of the scheduler's statistics and help text, by name."""

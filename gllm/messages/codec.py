@@ -36,7 +36,7 @@ from gllm.messages.lifecycle import (
     StageLoaded,
     StageReady,
 )
-from gllm.messages.measurement import StageMeasured
+from gllm.messages.measurement import LinkTimes, StageMeasured
 from gllm.messages.nodes import ToAgent, ToNodeHub
 from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
@@ -72,6 +72,7 @@ ToWorker = (
     | RejectedRequest
     | AbortSequences
     | WatchKvCache
+    | LinkTimes
 )
 """Messages that the head process may send to a worker."""
 ToDriver = Hello | StepDone | GrammarReady | StageTimes

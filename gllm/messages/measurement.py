@@ -1,6 +1,8 @@
-"""Report of a worker on its speed, by which the layers are divided."""
+"""Reports on measured speeds: of the layers on a worker, and of the links between machines."""
 
 from typing import ClassVar
+
+import msgspec
 
 from gllm.messages.base import WireMessage
 
@@ -31,3 +33,21 @@ class StageMeasured(WireMessage, frozen=True):
     """False if the process has to end to free the memory of the measurement."""
     cache_key: str = ""
     """Key under which the worker's machine keeps the measurement."""
+
+
+class LinkTime(msgspec.Struct, frozen=True, array_like=True):
+    """Measured speed of the link between two neighbouring stages; the defaults on one machine."""
+
+    bytes_per_second: float | None = None
+    """Rate of a message that waits for nothing, without its propagation; None for no limit."""
+    round_trip_seconds: float = 0.0
+    """Least round trip, without queues."""
+
+
+class LinkTimes(WireMessage, frozen=True):
+    """Report of the head to the driver on the links of its pipeline."""
+
+    links: list[LinkTime]
+    """From each stage but the last one to the next one."""
+    driver_round_trips: list[float]
+    """Round trip in seconds between the machines of the driver and of each stage."""

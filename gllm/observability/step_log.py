@@ -100,6 +100,14 @@ class ResetPrefixCacheEvent(msgspec.Struct, frozen=True, tag_field="event", tag=
     time: float
 
 
+class DepthEvent(msgspec.Struct, frozen=True, tag_field="event", tag="depth"):
+    """Change of the micro-batches in flight: the arguments of `Scheduler.set_depth`."""
+
+    time: float
+    depth: int
+    max_prefill_tokens: int | None
+
+
 class ScheduleEvent(msgspec.Struct, frozen=True, tag_field="event", tag="schedule"):
     """Call of `Scheduler.schedule`; its plan, or None."""
 
@@ -131,6 +139,7 @@ StepLogEvent = (
     | AddEvent
     | AbortEvent
     | ResetPrefixCacheEvent
+    | DepthEvent
     | ScheduleEvent
     | CommitEvent
     | StageTimesEvent
@@ -174,6 +183,11 @@ class LoggedScheduler(Scheduler):
         """Empty the prefix cache."""
         self._write(ResetPrefixCacheEvent(self._clock()))
         super().reset_prefix_cache()
+
+    def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
+        """Change the number of micro-batches in flight."""
+        self._write(DepthEvent(self._clock(), depth, max_prefill_tokens))
+        super().set_depth(depth, max_prefill_tokens)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next plan."""
@@ -219,6 +233,8 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
             scheduler.abort(event.seqs)
         case ResetPrefixCacheEvent():
             scheduler.reset_prefix_cache()
+        case DepthEvent():
+            scheduler.set_depth(event.depth, event.max_prefill_tokens)
         case CommitEvent():
             scheduler.commit(event.result)
         case StageTimesEvent():

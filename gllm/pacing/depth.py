@@ -104,14 +104,16 @@ class PipelineSeconds(NamedTuple):
     def interval_seconds(self, num_decoding: float, depth: int) -> float:
         """Return the predicted time between two micro-batches while work abounds."""
         num_decodes = _decodes_per_batch(num_decoding, depth)
-        return max(self.cycle_seconds(num_decodes) / depth, self.slowest_seconds(num_decodes))
+        cycle = self.cycle_seconds(math.ceil(num_decodes))
+        return max(cycle / depth, self.slowest_seconds(num_decodes))
 
 
 def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> int:
     """Return B*: the smallest depth at which the slowest resource never waits for a result.
 
     It is the fixed point of the formula above, because more micro-batches have fewer decodes each:
-    `depth * slowest_seconds` increases with the depth, and `cycle_seconds` decreases.
+    `depth * slowest_seconds` increases with the depth, and `cycle_seconds` decreases. The cycle is
+    that of the largest micro-batch, of ceil(n) decodes.
 
     Args:
         times: of the pipeline.
@@ -120,7 +122,8 @@ def solve_depth(times: PipelineSeconds, num_decoding: float, max_depth: int) -> 
     """
     for depth in range(1, max_depth):
         num_decodes = _decodes_per_batch(num_decoding, depth)
-        if depth * times.slowest_seconds(num_decodes) >= times.cycle_seconds(num_decodes):
+        cycle = times.cycle_seconds(math.ceil(num_decodes))
+        if depth * times.slowest_seconds(num_decodes) >= cycle:
             return depth
     return max_depth
 
@@ -250,9 +253,7 @@ def _is_better(times: PipelineSeconds, num_decoding: float, depth: int, present:
     return False
 
 
-def _predict(
-    times: PipelineSeconds, num_decoding: float, depth: int
-) -> tuple[float, float, float]:
+def _predict(times: PipelineSeconds, num_decoding: float, depth: int) -> tuple[float, float, float]:
     """Return the figures of a depth that `_is_better` compares, in seconds."""
     decode_seconds = times.round_seconds(num_decoding, depth) if num_decoding > 0 else 0.0
     interval = times.interval_seconds(num_decoding, depth)

@@ -50,7 +50,8 @@ class PipelinePacer:
 
     def __init__(self, config: SchedulerConfig) -> None:
         assert config.max_in_flight is not None
-        pace = Pace(min(config.stages, config.max_in_flight), config.max_prefill_tokens)
+        assert config.max_num_batched_tokens is not None
+        pace = Pace(min(config.stages, config.max_in_flight), config.max_num_batched_tokens)
         self._controller = DepthController(pace, config.max_in_flight, config.min_prefill_tokens)
         self._fits = StageTimeFits(config.stages)
         self._paths: PathSeconds | None = None

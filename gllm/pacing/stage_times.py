@@ -9,6 +9,8 @@ from gllm.scheduler.step_cost import OnlineStepCostFit
 
 MAX_PENDING_STEPS = 4096
 """Steps kept while a stage does not report; the oldest is dropped first."""
+EARLY_FITS = (8, 16)
+"""Numbers of steps after which there is a fit: the first 32 steps may take long on weak links."""
 
 
 class StageTimeFits:
@@ -18,7 +20,7 @@ class StageTimeFits:
     """
 
     def __init__(self, num_stages: int) -> None:
-        self._fits = [OnlineStepCostFit() for _ in range(num_stages)]
+        self._fits = [OnlineStepCostFit(EARLY_FITS) for _ in range(num_stages)]
         self._works: dict[int, StageWork] = {}
         """Work of the steps that a stage has not reported."""
         self._num_missing: dict[int, int] = {}

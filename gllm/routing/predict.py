@@ -147,6 +147,7 @@ def _throttled_chunk(num_stages: int, num_tokens: int, num_decoding: int) -> int
         scheduled_decode_cost=num_decodes,
         kv_free=1.0,
         num_decode_plans=0,
+        depth=num_stages,
     )
     return math.ceil(_throttle_policy(num_stages).prefill_budget(load))
 

@@ -139,6 +139,14 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
         return self.placement.num_stages
 
     @property
+    def has_tcp_edges(self) -> bool:
+        """True if stages on different machines are connected by TCP.
+
+        On a trusted network NCCL may connect them.
+        """
+        return self.placement.has_remote_edges and not self.config.trusted_network
+
+    @property
     def layers(self) -> tuple[int, int]:
         """First layer of the stage and first layer of the next one."""
         return self.placement.layers[self.stage]

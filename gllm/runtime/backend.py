@@ -66,5 +66,8 @@ def resolve_step_limits(assignment: "StageAssignment") -> SchedulerConfig:
     config, max_model_len = assignment.config.scheduler, assignment.config.max_model_len
     assert max_model_len is not None
     return config.resolve(
-        assignment.num_stages, -(-max_model_len // config.block_size), max_model_len
+        assignment.num_stages,
+        -(-max_model_len // config.block_size),
+        max_model_len,
+        assignment.has_tcp_edges,
     )

@@ -16,14 +16,16 @@ from gllm.config.addresses import format_host_port, is_wildcard
 from gllm.config.nodes import NodesConfig
 from gllm.link.commands import LinkPeer
 from gllm.messages.codec import AnyMessage
+from gllm.messages.measurement import LinkTimes
 from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
-from gllm.messages.nodes import NodeFacts
+from gllm.messages.nodes import LinkState, NodeFacts
 from gllm.runtime.action_executor import ActionExecutor
 from gllm.runtime.agent_messages import AgentMessageHandler
 from gllm.runtime.certificates import NodeCertificate, create_certificate
 from gllm.runtime.death_handler import DeathHandler
 from gllm.runtime.driver_proxies import DriverProxies
 from gllm.runtime.link_process import LinkProcess
+from gllm.runtime.link_times import LinkTimesReporter, collect_link_times
 from gllm.runtime.machine import MachineMonitor, read_facts
 from gllm.runtime.machine_speeds import Machine
 from gllm.runtime.node_admission import configured_threads, resolve_hub
@@ -76,6 +78,7 @@ class ClusterHead:
         self._peer = LinkPeer(self.name, "", b"")
         self._messages: AgentMessageHandler | None = None
         self._events: NodeEventHandler | None = None
+        self._link_times: LinkTimesReporter | None = None
         self._monitor = MachineMonitor()
         self._facts: NodeFacts | None = None
         self._members: list[str] = []
@@ -137,6 +140,28 @@ class ClusterHead:
             self._links.begin_run(self.run, executor.on_edge_opened, messages.on_edge_lost)
         messages.add_members()
         self._messages, self._events = messages, events
+
+        def read_link_times() -> LinkTimes | None:
+            placement = events.ready_placement
+            if placement is None or not placement.has_remote_edges:
+                return None
+            return collect_link_times(placement, self._links_by_node, self._round_trips)
+
+        self._link_times = LinkTimesReporter(read_link_times, executor.send_to_driver)
+
+    @property
+    def _links_by_node(self) -> dict[str, list[LinkState]]:
+        """Data connections of each node, by its name in placements."""
+        links = {name: session.heartbeat.links for name, session in self.hub.sessions.items()}
+        return links | {LOCAL_NODE: [] if self._links is None else self._links.links}
+
+    @property
+    def _round_trips(self) -> dict[str, float | None]:
+        """Round trip in seconds to each other node."""
+        return {
+            name: session.clock_offset.round_trip_seconds
+            for name, session in self.hub.sessions.items()
+        }
 
     def on_started(self) -> None:
         """Report the nodes that have joined as spares, and members that were lost since."""
@@ -236,6 +261,8 @@ class ClusterHead:
         if self._is_stopped:
             return
         self._is_stopped = True
+        if self._link_times is not None:
+            self._link_times.close()
         await self.hub.stop(cause, is_failure)
         if self._links is not None:
             self._links.close()

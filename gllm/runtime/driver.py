@@ -15,11 +15,13 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.bubbles import BubbleMeter
+from gllm.runtime.driver_pacing import DriverPacing
 from gllm.runtime.plan_record import PlanRecord
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.scheduler import Scheduler
@@ -60,6 +62,7 @@ class Driver:
         vocab_size: int | None = None,
         plan_record: PlanRecord | None = None,
         first_stage_ranks: MessageSender | None = None,
+        pacing: DriverPacing | None = None,
     ) -> None:
         """Create the driver.
 
@@ -73,7 +76,9 @@ class Driver:
             vocab_size: token ids of requests have to be smaller; None for no check.
             plan_record: where uncommitted plans are recorded for the parent; None for nowhere.
             first_stage_ranks: channel to the other ranks of the first stage; None without any.
+            pacing: sets the depth of the scheduler; None for a fixed one.
         """
+        self._pacing = pacing
         self._plan_record = plan_record
         self._vocab_size = vocab_size
         self._last_stage_needs_prompts = last_stage_needs_prompts
@@ -227,17 +232,26 @@ class Driver:
     def on_stage_times(self, message: StageTimes) -> None:
         """Report step times to the scheduler, idle time and step costs to the frontend."""
         self.scheduler.record_step_times(message.stage, message.steps)
+        if self._pacing is not None:
+            self._pacing.on_stage_times(message)
         meter = self._meter
         meter.record_steps(message.stage, message.steps, message.complete_until)
         self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
         if (coefficients := self._step_costs.on_stage_times(message.steps)) is not None:
             self._frontend.send(StepCostReport(coefficients))
 
+    def on_link_times(self, message: LinkTimes) -> None:
+        """Note the times of the links between machines."""
+        if self._pacing is not None:
+            self._pacing.on_link_times(message)
+
     def run_turn(self) -> None:
         """Fill the pipeline, then report to the frontend; called after each batch of messages.
 
         Statistics go with the outputs; without outputs they are sent if they have changed.
         """
+        if self._pacing is not None:
+            self._pacing.update(time.monotonic())
         while (plan := self._schedule()) is not None:
             self._has_new_stats = True
             if self._plan_record is not None:
@@ -286,6 +300,8 @@ class Driver:
         self._meter.record_parallelism(now, self.scheduler.available_parallelism())
         if plan is not None:
             self._step_costs.on_scheduled(plan)
+            if self._pacing is not None:
+                self._pacing.on_scheduled(plan)
         return plan
 
     def _register(self, message: SubmitRequest) -> None:

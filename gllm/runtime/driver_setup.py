@@ -5,6 +5,7 @@ import time
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import ResetPrefixCache
 from gllm.messages.kv_cache import WatchKvCache
+from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import StageTimes
 from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
 from gllm.messages.steps import GrammarReady, StepDone
@@ -78,5 +79,7 @@ def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
             driver.on_grammar_ready(message)
         case StageTimes():
             driver.on_stage_times(message)
+        case LinkTimes():
+            driver.on_link_times(message)
         case _:
             raise ValueError(f"the driver has no use for {type(message).__name__}")

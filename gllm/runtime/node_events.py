@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gllm.cluster.actions import Action, GiveUp, KillWorker
+from gllm.cluster.placement import Placement
 from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.runtime.action_executor import ActionExecutor
@@ -75,6 +76,12 @@ class NodeEventHandler:
             return reason
         self._execute(self._recovery.drain_node(node, time.monotonic()))
         return ""
+
+    @property
+    def ready_placement(self) -> Placement | None:
+        """Placement of the present generation while it serves requests; otherwise None."""
+        is_ready = self._recovery.state is RecoveryState.READY
+        return self._recovery.placement if is_ready else None
 
     def on_lost(self, node: str, cause: str, is_death: bool) -> None:
         """Handle the loss of a node.

@@ -20,6 +20,7 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDo
 from gllm.observability.step_log import StepLogWriter
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.driver import Driver
+from gllm.runtime.driver_pacing import DriverPacing
 from gllm.runtime.driver_setup import create_scheduler, dispatch_to_driver
 from gllm.runtime.executor import Executor
 from gllm.runtime.plan_record import PlanRecord
@@ -141,7 +142,10 @@ class StageInstance:
         assignment = self.assignment
         assert assignment.config.max_model_len is not None
         config = assignment.config.scheduler.resolve(
-            assignment.num_stages, num_blocks, assignment.config.max_model_len
+            assignment.num_stages,
+            num_blocks,
+            assignment.config.max_model_len,
+            assignment.has_tcp_edges,
         )
         await run_in_thread(partial(self._resources.allocate, num_blocks, config.block_size))
         if self._is_closed:
@@ -169,6 +173,10 @@ class StageInstance:
             self._plan_record = PlanRecord(
                 assignment.plan_record, config.max_in_flight, config.max_num_seqs
             )
+        pacing = None
+        if assignment.has_tcp_edges:
+            bytes_per_token = executor.model.hidden_size * executor.dtype.itemsize
+            pacing = DriverPacing(scheduler, bytes_per_token)
         other_ranks, other_stages = self._sessions.peers
         self._driver = Driver(
             scheduler,
@@ -179,6 +187,7 @@ class StageInstance:
             vocab_size=executor.model.vocab_size,
             plan_record=self._plan_record,
             first_stage_ranks=other_ranks,
+            pacing=pacing,
         )
 
     def _on_started(self, starting: "asyncio.Task[None]") -> None:

@@ -46,9 +46,7 @@ class BalancePolicy(ThrottlePolicy):
             return 0.0
         total = self._total_decode_cost(load)
         # The last decode exceeds the budget by half of one on average; at least one always runs.
-        return max(
-            total / self._config.stages - total / load.num_decoding / 2, self._base_decode_cost
-        )
+        return max(total / load.depth - total / load.num_decoding / 2, self._base_decode_cost)
 
     def decode_cost(self, num_context_tokens: int) -> float:
         """Return the cost of a decode's token and its context."""
@@ -62,7 +60,7 @@ class BalancePolicy(ThrottlePolicy):
         budget = super().prefill_budget(self._load_in_cost(load))
         if not budget or not load.num_decoding:
             return budget
-        excess = load.scheduled_decode_cost - self._total_decode_cost(load) / self._config.stages
+        excess = load.scheduled_decode_cost - self._total_decode_cost(load) / load.depth
         return max(budget - excess, self._config.min_prefill_tokens)
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:

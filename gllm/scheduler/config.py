@@ -37,6 +37,11 @@ MAX_BATCHED_TOKENS = {
 """Default of max_num_batched_tokens by policy; #MaxP + 512 for the others."""
 
 
+TCP_DEPTH = 4
+"""Default of max_in_flight per stage where stages are connected by TCP: a token's way takes longer
+there than its computation."""
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Scheduler options of the user; `resolve` derives the values that are None."""
@@ -79,8 +84,8 @@ class SchedulerConfig:
     )
     max_in_flight: int | None = option(
         None,
-        "maximum number of micro-batches in flight; default: number of stages, or 2 with one "
-        "stage and async scheduling",
+        "maximum number of micro-batches in flight; default: number of stages, 4 times that if "
+        "stages are connected by TCP, or 2 with one stage and async scheduling",
         ge=1,
         le=INT32_MAX,
     )
@@ -122,13 +127,16 @@ class SchedulerConfig:
                 f"max_prefill_tokens ({self.max_prefill_tokens}): lower one or raise the other"
             )
 
-    def resolve(self, stages: int, num_blocks: int, max_model_len: int) -> "SchedulerConfig":
+    def resolve(
+        self, stages: int, num_blocks: int, max_model_len: int, has_tcp_edges: bool = False
+    ) -> "SchedulerConfig":
         """Return this configuration for one pipeline, with every None replaced.
 
         Args:
             stages: number of pipeline stages.
             num_blocks: number of KV blocks on each stage.
             max_model_len: maximum length of a sequence in tokens.
+            has_tcp_edges: True if stages on different machines are connected by TCP.
 
         Raises:
             ValueError: the cache cannot hold one sequence of full length.
@@ -145,11 +153,12 @@ class SchedulerConfig:
             policy = "sarathi" if stages == 1 else "throttle"
         async_scheduling = self.async_scheduling and stages == 1
         max_num_batched_tokens = MAX_BATCHED_TOKENS.get(policy, self.max_prefill_tokens + 512)
+        max_in_flight = 2 if async_scheduling else stages * (TCP_DEPTH if has_tcp_edges else 1)
         return replace(
             self,
             policy=policy,
             async_scheduling=async_scheduling,
-            max_in_flight=self.max_in_flight or (2 if async_scheduling else stages),
+            max_in_flight=self.max_in_flight or max_in_flight,
             max_num_batched_tokens=self.max_num_batched_tokens or max_num_batched_tokens,
             stages=stages,
             num_blocks=num_blocks,

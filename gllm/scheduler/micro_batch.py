@@ -33,6 +33,8 @@ class MicroBatchFiller:
         assert config.max_num_batched_tokens is not None
         self.is_decode_stalled = False
         """True if a decode of the last plan did not get a block."""
+        self.max_prefill_tokens = config.max_num_batched_tokens
+        """Limit of the prefill in a micro-batch, in addition to the policy's budget."""
         self._policy = policy
         self._splits_prompts = policy.splits_prompts
         self._is_phase_pure = policy.runs_prefill_first or config.phase_pure
@@ -99,6 +101,7 @@ class MicroBatchFiller:
             return []
         budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
         num_left = self._max_num_batched_tokens - count_tokens(decodes)
+        num_left = min(num_left, self.max_prefill_tokens)
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
             sequence = self._queues.waiting[0]
@@ -138,6 +141,7 @@ class MicroBatchFiller:
         """Return a row of one sequence without regard to the others; empty if no token fits."""
         max_batched = self._max_num_batched_tokens
         if sequence.is_prefilling:
+            max_batched = min(max_batched, self.max_prefill_tokens)
             max_tokens = min(self._admit_prefill(sequence, now, runs_alone=True), max_batched)
             if not max_tokens:
                 return []

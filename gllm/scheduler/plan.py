@@ -114,6 +114,10 @@ class SchedulerStats(NamedTuple):
     """Prompt tokens neither cached nor scheduled, of running sequences too; no counter."""
     decode_context_tokens: int = 0
     """Tokens in the cache of the sequences in decode; no counter."""
+    decoding: int = 0
+    """#RD: sequences in decode, in flight or not; no counter."""
+    depth: int = 0
+    """#PP_depth: micro-batches over which the decodes are spread; no counter."""
 
     @property
     def unfinished(self) -> int:

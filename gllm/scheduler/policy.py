@@ -48,6 +48,8 @@ class SchedulerLoad(NamedTuple):
     """KV_free: free share of the KV cache, evictable blocks counted as free, 0..1."""
     num_decode_plans: int
     """k: plans with decodes issued so far."""
+    depth: int
+    """#PP_depth: micro-batches over which the decodes are spread."""
 
 
 class SchedulingPolicy(Protocol):
@@ -118,8 +120,8 @@ class TokenBudgetPolicy:
 class PaperThrottlePolicy(TokenBudgetPolicy):
     """Token throttling of the paper.
 
-    Spreads decodes evenly over the stages (4) and limits prefill by the waiting tokens and the free
-    cache (3).
+    Spreads decodes evenly over the micro-batches in flight (4) and limits prefill by the waiting
+    tokens and the free cache (3).
 
     Args:
         config: resolved configuration.
@@ -140,8 +142,8 @@ class PaperThrottlePolicy(TokenBudgetPolicy):
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return (4); the first plans of each round get the remainder of #RD / #PP_depth."""
-        share, remainder = divmod(load.num_decoding, self._config.stages)
-        share += load.num_decode_plans % self._config.stages < remainder
+        share, remainder = divmod(load.num_decoding, load.depth)
+        share += load.num_decode_plans % load.depth < remainder
         return min(load.num_ready_decodes, max(1, share))
 
     def prefill_budget(self, load: SchedulerLoad) -> float:

@@ -69,6 +69,7 @@ class QueueTally:
         free_share: float,
         num_scheduled_decodes: int,
         decode_cost: float,
+        depth: int,
     ) -> SchedulerLoad:
         """Return the load record for a policy.
 
@@ -78,6 +79,7 @@ class QueueTally:
             free_share: free share of the KV cache, 0..1.
             num_scheduled_decodes: decodes already in the micro-batch.
             decode_cost: their cost in the unit of the policy's budget.
+            depth: micro-batches over which the decodes are spread.
         """
         num_started, num_reused = 0, 0
         if head is not None:
@@ -95,4 +97,5 @@ class QueueTally:
             scheduled_decode_cost=decode_cost,
             kv_free=free_share,
             num_decode_plans=self.num_decode_plans,
+            depth=depth,
         )

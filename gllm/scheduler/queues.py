@@ -21,14 +21,16 @@ class SequenceQueues:
     Args:
         kv_cache: KV cache of the pipeline, for the prefix cache and the free share.
         async_scheduling: schedule a decode before the token of its previous step is known.
+        depth: micro-batches over which policies spread the decodes.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, async_scheduling: bool) -> None:
+    def __init__(self, kv_cache: KVCacheManager, async_scheduling: bool, depth: int) -> None:
         self.waiting: list[Sequence] = []
         """Sequences with unscheduled prefill, best rank (priority, then arrival) first."""
         self.ready: dict[int, Sequence] = {}
         """Decodes that can run, by sequence id; the one that became ready first comes first."""
         self.tally = QueueTally()
+        self.depth = depth
         self._kv_cache = kv_cache
         self._async_scheduling = async_scheduling
 
@@ -81,4 +83,6 @@ class SequenceQueues:
             decode_cost: their cost, in the unit of the policy's budget.
         """
         free = self._kv_cache.free_share
-        return self.tally.load(len(self.ready), self.head, free, num_decodes, decode_cost)
+        return self.tally.load(
+            len(self.ready), self.head, free, num_decodes, decode_cost, self.depth
+        )

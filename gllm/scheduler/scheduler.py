@@ -62,7 +62,7 @@ class Scheduler:
         self._last_plan_had_decodes = False
         self._counters = SchedulerCounters()
         self._admission = policy.admission(config, self.kv_cache, output_lengths)
-        self._queues = SequenceQueues(self.kv_cache, config.async_scheduling)
+        self._queues = SequenceQueues(self.kv_cache, config.async_scheduling, config.stages)
         self._preemption = PreemptionManager(
             config, self.kv_cache, self._admission, self._queues, self._counters
         )
@@ -95,6 +95,33 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences are not affected."""
         self.kv_cache.block_pool.reset_prefix_cache()
+
+    def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
+        """Change the number of micro-batches in flight.
+
+        Before the first call `max_in_flight` limits the micro-batches in flight, and the policy
+        spreads the decodes over the stages.
+
+        Args:
+            depth: limit of the micro-batches in flight, over which the policy spreads the decodes:
+                #PP_depth. At most `max_in_flight` counts.
+            max_prefill_tokens: limit of the prefill in a micro-batch; None for no other than the
+                policy's.
+
+        Raises:
+            ValueError: a value is below 1.
+        """
+        config = self.config
+        assert config.max_in_flight is not None
+        assert config.max_num_batched_tokens is not None
+        if max_prefill_tokens is None:
+            max_prefill_tokens = config.max_num_batched_tokens
+        if depth < 1 or max_prefill_tokens < 1:
+            raise ValueError(
+                f"depth {depth}, max_prefill_tokens {max_prefill_tokens}: both are at least 1"
+            )
+        self._max_in_flight = self._queues.depth = min(depth, config.max_in_flight)
+        self._filler.max_prefill_tokens = max_prefill_tokens
 
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next micro-batch; None if nothing can run or too many are in flight."""
@@ -167,6 +194,8 @@ class Scheduler:
             in_flight=len(self._in_flight),
             waiting_tokens=self._queues.tally.num_waiting_tokens,
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
+            decoding=len(self._queues.tally.decoding_seqs),
+            depth=self._queues.depth,
             **vars(self._counters),
         )
 

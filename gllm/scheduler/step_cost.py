@@ -6,6 +6,7 @@ Source of the features: the simulator's cost models and Vidur (arXiv 2405.05465)
 time of a step from its tokens, its prefill attention and its decode attention.
 """
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
@@ -76,11 +77,15 @@ def solve_nonnegative(
 
 
 class OnlineStepCostFit:
-    """Coefficients fitted to the observed steps, recent ones with more weight."""
+    """Coefficients fitted to the observed steps, recent ones with more weight.
 
-    def __init__(self) -> None:
+    early_fits: numbers of steps after which there is a fit before the first interval ends.
+    """
+
+    def __init__(self, early_fits: Container[int] = ()) -> None:
         self.coefficients: StepCostCoefficients | None = None
-        """None until REFIT_INTERVAL_STEPS steps have been observed."""
+        """None until REFIT_INTERVAL_STEPS steps, or those of an early fit, have been observed."""
+        self._early_fits = early_fits
         size = len(FEATURE_SCALES)
         self._matrix = [[0.0] * size for _ in range(size)]
         self._right = [0.0] * size
@@ -100,7 +105,7 @@ class OnlineStepCostFit:
                 line[j] = line[j] * DECAY_PER_STEP + weight * value * other
             self._right[i] = self._right[i] * DECAY_PER_STEP + weight * value * seconds
         self._num_steps += 1
-        if self._num_steps % REFIT_INTERVAL_STEPS == 0:
+        if self._num_steps % REFIT_INTERVAL_STEPS == 0 or self._num_steps in self._early_fits:
             self._scaled = solve_nonnegative(self._matrix, self._right, self._scaled)
             unscaled = [x / s for x, s in zip(self._scaled, FEATURE_SCALES, strict=True)]
             self.coefficients = StepCostCoefficients(*unscaled)

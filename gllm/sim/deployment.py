@@ -9,9 +9,15 @@ from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
+from gllm.sim.depth_control import replay_depth, start_depth
 from gllm.sim.hardware.stages import PipelineSpec
 from gllm.sim.hardware.tables import build_hardware
-from gllm.sim.metrics.run_record import RunRecord, StageReport, build_run_record
+from gllm.sim.metrics.run_record import (
+    DepthChange,
+    RunRecord,
+    StageReport,
+    build_run_record,
+)
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
@@ -35,6 +41,8 @@ class Deployment:
     """Number of tensor-parallel ranks of each stage; empty: one each."""
     hardware: PipelineSpec | None = None
     """Shape, devices and links; None if only their times are known."""
+    depth: int | str | None = None
+    """Micro-batches in flight, see `start_depth`."""
 
     @property
     def peak_flops(self) -> float | None:
@@ -81,6 +89,7 @@ def simulate(
         log,
         output_lengths=deployment.output_lengths,
     )
+    start_depth(pipeline, deployment.depth)
     pipeline.submit_each(iterate_scheduler_requests(jobs))
     pipeline.loop.run()
     return recorder.record
@@ -101,6 +110,7 @@ def serve_requests(
     requests: list[tuple[float, SchedulerRequest]],
     aborts: Iterable[tuple[float, list[int]]] = (),
     stage_reports: list[StageReport] | None = None,
+    depth_changes: Iterable[DepthChange] = (),
 ) -> tuple[RunRecord, list[StepLogEvent]]:
     """Simulate requests and aborts at their times; return the run as its log tells it, and the log.
 
@@ -109,6 +119,7 @@ def serve_requests(
         requests: Arrivals in seconds, in order, and requests.
         aborts: Times in seconds and the sequences that are aborted then.
         stage_reports: Reports of step times; None: each stage reports at the end of each step.
+        depth_changes: Changes of the depth of a recorded run.
 
     Raises:
         ValueError: A request is longer than the deployment's context.
@@ -126,6 +137,8 @@ def serve_requests(
         reports_step_times=stage_reports is None,
         output_lengths=deployment.output_lengths,
     )
+    start_depth(pipeline, deployment.depth)
+    replay_depth(pipeline, depth_changes)
     pipeline.submit_each(requests)
     for time, seqs in aborts:
         pipeline.abort_at(time, seqs)

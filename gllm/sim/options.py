@@ -1,16 +1,17 @@
 """Options of `gllm simulate`, and the deployment and workload that they describe."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gllm.config.degrees import as_degrees
 from gllm.config.engine import MAX_RANKS
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
-from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.cluster.router import ROUTER_NAMES
 from gllm.sim.deployment import Deployment, roofline_deployment
+from gllm.sim.depth_control import AUTO_DEPTH
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
@@ -80,6 +81,11 @@ class SimulationConfig:
         "longest prompt + output; default: the workload's longest, or the profile's",
         ge=1,
         le=INT32_MAX,
+    )
+    depth: str | None = option(
+        None,
+        "micro-batches in flight: a number, or auto for those that a driver would choose from the "
+        "times of its stages and links; default: --max-in-flight",
     )
     engines: int = option(1, "engines of that kind behind a router", ge=1, le=1024)
     routing_policy: str = option(
@@ -180,6 +186,32 @@ def build_deployment(config: SimulationConfig, longest: int) -> Deployment:
         ValueError: The options do not fit each other.
         OSError: The profile cannot be read.
     """
+    deployment = _build_deployment(config, longest)
+    if config.depth is None:
+        return deployment
+    depth = parse_depth(config.depth)
+    scheduler = deployment.scheduler
+    if config.scheduler.max_in_flight is None:
+        most = depth if isinstance(depth, int) else TCP_DEPTH * scheduler.stages
+        scheduler = replace(scheduler, max_in_flight=most)
+    return replace(deployment, scheduler=scheduler, depth=depth)
+
+
+def parse_depth(text: str) -> int | str:
+    """Return the depth that `--depth` names: a number or AUTO_DEPTH.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if text == AUTO_DEPTH:
+        return text
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"--depth {text}: give a number from 1 on, or {AUTO_DEPTH}")
+    return int(text)
+
+
+def _build_deployment(config: SimulationConfig, longest: int) -> Deployment:
+    """Return the configured deployment without a depth; see `build_deployment`."""
     stages = config.pipeline_parallel_size
     if config.profile is None:
         length = config.max_model_len or longest

@@ -125,7 +125,9 @@ def _simulate_generation(
         start.output_lengths,
         start.degrees,
     )
-    return serve_requests(deployment, requests, read_aborts(events), run.stage_reports)
+    return serve_requests(
+        deployment, requests, read_aborts(events), run.stage_reports, run.depth_changes
+    )
 
 
 def _received_request(event: AddEvent, time: float) -> tuple[float, SchedulerRequest]:

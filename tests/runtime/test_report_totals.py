@@ -14,6 +14,8 @@ GAUGES = (
     "in_flight",
     "waiting_tokens",
     "decode_context_tokens",
+    "decoding",
+    "depth",
 )
 COUNTERS = [name for name in SchedulerStats._fields if name not in GAUGES]
 

@@ -25,6 +25,7 @@ def load(
     plans: int = 0,
     scheduled: int = 0,
     begun: int = 0,
+    depth: int = 4,
 ) -> SchedulerLoad:
     return SchedulerLoad(
         num_waiting_tokens=waiting,
@@ -38,6 +39,7 @@ def load(
         scheduled_decode_cost=scheduled,
         kv_free=free,
         num_decode_plans=plans,
+        depth=depth,
     )
 
 

@@ -40,8 +40,6 @@ class LightLlmPolicy(WholePromptPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._interval = MAX_WAITING_ITERATIONS * config.stages
-        """Plans with decodes between two attempts: each stage has a plan per iteration."""
         self._last_attempt = 0
         """Number of plans with decodes before the last attempt."""
 
@@ -51,7 +49,9 @@ class LightLlmPolicy(WholePromptPolicy):
         A prompt that does not fit into one micro-batch is completed at once.
         """
         num_plans = load.num_decode_plans - self._last_attempt
-        if load.num_decoding and not load.num_started_tokens and num_plans < self._interval:
+        # Each micro-batch in flight has a plan per iteration.
+        interval = MAX_WAITING_ITERATIONS * load.depth
+        if load.num_decoding and not load.num_started_tokens and num_plans < interval:
             return 0
         self._last_attempt = load.num_decode_plans
         return super().prefill_budget(load)

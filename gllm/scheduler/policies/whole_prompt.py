@@ -52,7 +52,7 @@ class PromptAdmission(AdmissionController):
 class WholePromptPolicy(SarathiPolicy):
     """Prompts in one piece: only the first one of a micro-batch is split, if it does not fit.
 
-    A micro-batch has at most max_num_seqs / stages decodes, Vidur's limit for each of the
+    A micro-batch has at most max_num_seqs / depth decodes, Vidur's limit for each of the
     micro-batches in flight.
     """
 
@@ -61,11 +61,11 @@ class WholePromptPolicy(SarathiPolicy):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._max_num_decodes = max(1, config.max_num_seqs // config.stages)
+        self._max_num_seqs = config.max_num_seqs
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return the number of ready decodes, limited per micro-batch."""
-        return min(load.num_ready_decodes, self._max_num_decodes)
+        return min(load.num_ready_decodes, max(1, self._max_num_seqs // load.depth))
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
         """Return all tokens that fit into the micro-batch."""

@@ -14,6 +14,7 @@ from gllm.sim.cluster.metered import MeteredCostModel
 from gllm.sim.cluster.router import RouterNeeds
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment
+from gllm.sim.depth_control import start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.run_recorder import RunRecorder
@@ -69,6 +70,7 @@ class EngineGeneration:
             links=links,
             output_lengths=deployment.output_lengths,
         )
+        start_depth(self.pipeline, deployment.depth)
         if needs.prefixes:
             self.pipeline.scheduler.kv_cache.watch(with_token_ids=False)
         self._num_cache_events = 0

@@ -15,6 +15,7 @@ from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
     CommitEvent,
+    DepthEvent,
     RestartEvent,
     ScheduleEvent,
     StageTimesEvent,
@@ -72,6 +73,16 @@ class StageReport:
 
 
 @dataclass
+class DepthChange:
+    """Change of the number of micro-batches in flight."""
+
+    depth: int
+    max_prefill_tokens: int | None
+    received_time: float = 0.0
+    """Time at which the driver had received everything before it."""
+
+
+@dataclass
 class StageUsage:
     """A stage's seconds over a run."""
 
@@ -100,6 +111,7 @@ class RunRecord:
     requests: dict[int, ServedRequest] = field(default_factory=dict)
     micro_batches: Sequence[MicroBatch] = field(default_factory=list)
     stage_reports: list[StageReport] = field(default_factory=list)
+    depth_changes: list[DepthChange] = field(default_factory=list)
     parallelism: list[tuple[float, int]] = field(default_factory=list)
     """(time, number of stages that the available work could keep busy from then on), at each change
     of the number."""
@@ -192,7 +204,7 @@ class _Reader:
         self._warm_ups = start.warm_ups if skips_warm_ups else 0
         """Warm-up requests that are still to come."""
         self._steps: dict[int, MicroBatch] = {}
-        self._unplanned: list[ServedRequest | MicroBatch | StageReport] = []
+        self._unplanned: list[ServedRequest | MicroBatch | StageReport | DepthChange] = []
         """Events since the last schedule."""
         self._news = start.time
         """When the last of it came."""
@@ -233,6 +245,9 @@ class _Reader:
                 self._unplanned.append(self.run.stage_reports[-1])
                 for times in steps:
                     self._steps[times.step].stage_times[stage] = times
+            case DepthEvent(depth=depth, max_prefill_tokens=max_prefill_tokens):
+                self.run.depth_changes.append(DepthChange(depth, max_prefill_tokens))
+                self._unplanned.append(self.run.depth_changes[-1])
             case CommitEvent():
                 self._commit(event)
             case AbortEvent(seqs=seqs):

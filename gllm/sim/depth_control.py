@@ -1,0 +1,128 @@
+"""Depth of a simulated pipeline: fixed, or set by the controller that the driver holds."""
+
+from collections.abc import Iterable
+
+from gllm.pacing.depth import LinkSeconds
+from gllm.pacing.pacer import PathSeconds, PipelinePacer
+from gllm.scheduler.plan import StepOutput, StepPlan, StepTime
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostModel, TransferCost
+from gllm.sim.event_loop import REPORT
+from gllm.sim.metrics.run_record import DepthChange
+from gllm.sim.pipeline import SimulatedPipeline
+
+AUTO_DEPTH = "auto"
+"""Depth that the controller sets."""
+PROBE_TOKENS = 8
+"""Tokens of the larger one of two micro-batches by which the time per token is read."""
+
+
+class SimulatedDepthControl:
+    """Observer of a pipeline that lets the controller set its depth, as the driver does.
+
+    pipeline: has not begun.
+    """
+
+    def __init__(self, pipeline: SimulatedPipeline) -> None:
+        self.pacer = PipelinePacer(pipeline.scheduler.config)
+        self._pipeline = pipeline
+        self.pacer.on_paths(read_paths(pipeline.cost, pipeline.scheduler.config.stages))
+        pipeline.scheduler.set_depth(*self.pacer.pace)
+
+    def on_added(self, request: SchedulerRequest, now: float) -> None:
+        """Ignore a new request: its decodes count."""
+
+    def on_aborted(self, seqs: list[int], now: float) -> None:
+        """Ignore aborted sequences."""
+
+    def on_scheduled(
+        self,
+        plan: StepPlan | None,
+        work: StageWork | None,
+        parallelism: int,
+        kv_usage: float,
+        now: float,
+    ) -> None:
+        """Note the work of a micro-batch."""
+        if work is not None:
+            self.pacer.on_scheduled(work)
+
+    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
+        """Note the time of a step on a stage."""
+        self.pacer.on_stage_times(stage, [StepTime(step, start, end)])
+
+    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
+        """Set the depth, before the driver schedules again."""
+        if not self.pacer.is_due(now):
+            return
+        scheduler = self._pipeline.scheduler
+        stats = scheduler.stats()
+        pace = self.pacer.update(stats.decoding, stats.decode_context_tokens, now)
+        if pace is not None:
+            scheduler.set_depth(*pace)
+
+
+def start_depth(pipeline: SimulatedPipeline, depth: int | str | None) -> None:
+    """Set the depth of a pipeline that has not begun.
+
+    Args:
+        pipeline: With links of its own.
+        depth: Micro-batches in flight; AUTO_DEPTH for those that the controller chooses; None for
+            `max_in_flight`, while policies spread decodes over the stages.
+
+    Raises:
+        ValueError: The depth is above `max_in_flight` of the scheduler.
+    """
+    if depth is None:
+        return
+    if isinstance(depth, str):
+        pipeline.observers = (*pipeline.observers, SimulatedDepthControl(pipeline))
+        return
+    limit = pipeline.scheduler.config.max_in_flight
+    assert limit is not None
+    if depth > limit:
+        raise ValueError(f"depth {depth} is above max_in_flight {limit}: raise max_in_flight")
+    pipeline.scheduler.set_depth(depth)
+
+
+def replay_depth(pipeline: SimulatedPipeline, changes: Iterable[DepthChange]) -> None:
+    """Repeat the changes of a recorded run at their times."""
+    for change in changes:
+        arguments = change.depth, change.max_prefill_tokens
+        pipeline.loop.push(change.received_time, REPORT, _set_depth, (pipeline, arguments))
+
+
+def _set_depth(now: float, change: tuple[SimulatedPipeline, tuple[int, int | None]]) -> None:
+    pipeline, arguments = change
+    if not pipeline.is_stopped:
+        pipeline.scheduler.set_depth(*arguments)
+
+
+def read_paths(cost: CostModel, num_stages: int) -> PathSeconds:
+    """Return the times of a cost model's links, as a driver measures them.
+
+    The time per token is that of a few tokens more; what a message takes besides counts as latency.
+    """
+    small, large = _probe_work(1), _probe_work(PROBE_TOKENS)
+    links = []
+    for stage in range(num_stages - 1):
+        one, many = (cost.activation_transfer(stage, work) for work in (small, large))
+        added = many.occupancy_seconds - one.occupancy_seconds
+        per_token = added / (large.num_tokens - small.num_tokens)
+        links.append(LinkSeconds(_total_seconds(one) - per_token, per_token))
+    before = cost.plan_seconds(small)
+    latencies = [
+        before + _total_seconds(cost.plan_transfer(stage, small)) for stage in range(num_stages)
+    ]
+    way_back = cost.return_seconds(small) + _total_seconds(cost.return_transfer(small))
+    return PathSeconds(links, latencies, way_back)
+
+
+def _probe_work(num_tokens: int) -> StageWork:
+    """Return the work of decodes with little context."""
+    return StageWork(0, num_tokens, (), num_tokens, num_tokens, num_tokens)
+
+
+def _total_seconds(transfer: TransferCost) -> float:
+    return transfer.occupancy_seconds + transfer.propagation_seconds
