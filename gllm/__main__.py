@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "nodes": ("gllm.commands.nodes:main", "list the machines of a running engine"),
     "drain": ("gllm.commands.drain:main", "take a machine out of a running engine"),
+    "cluster": ("gllm.commands.cluster:main", "run services on machines that joined a cluster"),
     "doctor": ("gllm.commands.doctor:main", "find what keeps machines from forming an engine"),
 }
 

@@ -1,6 +1,7 @@
 """Process of a machine that is not the head: the agent, its HTTP server and its signals.
 
-Both `gllm.serve` with --node-rank 1 or more and `gllm node --join` run it.
+Both `gllm.serve` with --node-rank 1 or more and `gllm node --join` run it. The agent is that of an
+engine, or of a cluster if the peer is the master of one.
 """
 
 import asyncio
@@ -18,8 +19,11 @@ from gllm.config.addresses import format_host_port
 from gllm.config.node_environment import parse_head_address
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
+from gllm.messages.nodes import NodeFacts
 from gllm.models.local_search import find_local_model
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
+from gllm.platform.service_command import ServiceMachine
+from gllm.platform.service_node import ServiceNode
 from gllm.runtime.agent import Agent, AgentConfig
 from gllm.runtime.certificates import NodeCertificate, create_certificate
 from gllm.runtime.link_process import LinkProcess
@@ -32,6 +36,17 @@ log = logging.getLogger("gllm")
 TITLE = "gllm-node"
 RESOLVE_SECONDS = 2.0
 """Interval of attempts to resolve the head's name, which a cluster manager may create late."""
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """Options of the processes of services that are those of this machine."""
+
+    service_ports: tuple[int, int] = (0, 0)
+    """First and last port for APIs and engines."""
+    device: str = "auto"
+    threads: int | None = None
+    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,8 @@ class NodeOptions:
     uses_gpus: bool = True
     num_workers: int = 0
     """Workers to start before the head asks for them."""
+    machine_options: MachineOptions = MachineOptions()
+    """Options of the processes of services, if the peer is the master of a cluster."""
 
 
 class NodeProcess:
@@ -88,7 +105,7 @@ class NodeProcess:
             parse_head_address(options.advertise)
         self._name = options.name or socket.gethostname()
         self._should_stop = asyncio.Event()
-        self._agent: Agent | None = None
+        self._agent: Agent | ServiceNode | None = None
         setproctitle.setproctitle(TITLE)
         self._node = LocalNode(options.num_workers, node_name=self._name)
 
@@ -116,6 +133,7 @@ class NodeProcess:
                 certificate.close()
 
     async def _run_agent(self, address: str, certificate: NodeCertificate | None) -> int:
+        """Run the agent of an engine, or of a cluster; return the exit status."""
         options, (host, port) = self._options, self._head
         monitor = MachineMonitor()
         listen = format_host_port(address, options.data_port) if options.data_port else ""
@@ -148,23 +166,54 @@ class NodeProcess:
             )
             find_model = partial(find_local_model, own_model=options.model)
             agent = Agent(config, facts, self._node, links, find_model, monitor.read)
-            runner = await start_node_server(agent.status, options.host, options.port)
         except BaseException:
             links.close()
             raise
+        try:
+            status = await self._run_served(agent)
+        finally:
+            # Nothing, unless the agent has not run: its end closes them.
+            links.close()
+        if not agent.is_refused_by_master or options.rank is not None or options.is_spare:
+            return status
+        return await self._run_served(self._make_service_node(config, facts, monitor))
+
+    async def _run_served(self, agent: Agent | ServiceNode) -> int:
+        """Run an agent and the HTTP server of its probes; return the exit status."""
+        options = self._options
+        self._agent = agent
+        runner = await start_node_server(agent.status, options.host, options.port)
         own_host, own_port = runner.addresses[0][:2]
         log.info(
-            "node %s (%s, data port %s) joins the head at %s; probes and metrics at http://%s",
-            self._name, address, data_port or "none", config.head,
-            format_host_port(str(own_host), int(own_port)),
+            "node %s joins %s; probes and metrics at http://%s",
+            self._name, options.head, format_host_port(str(own_host), int(own_port)),
         )  # fmt: skip
-        self._agent = agent
         if self._should_stop.is_set():
             agent.leave("a signal")
         try:
             return await agent.run()
         finally:
             await runner.cleanup()
+
+    def _make_service_node(
+        self, config: AgentConfig, facts: NodeFacts, monitor: MachineMonitor
+    ) -> ServiceNode:
+        """Return the agent of a cluster. The processes of services take the data port."""
+        options, own = self._options, self._options.machine_options
+        machine = ServiceMachine(
+            self._name,
+            facts.address,
+            options.node_secret_file,
+            options.data_port,
+            options.advertise,
+            options.link_congestion,
+            options.link_policy,
+            own.device,
+            own.threads,
+            own.gpu_memory_utilization,
+            own.service_ports,
+        )
+        return ServiceNode(config, facts, machine, monitor.read)
 
     async def _listen(self, links: LinkProcess) -> int:
         try:

@@ -49,10 +49,15 @@ def parse_command_line(
     values = parser.parse_args(argv)
     values.model = values.positional or values.model
     values.otlp_traces_endpoint = values.otlp_traces_endpoint or os.environ.get(TRACES_VARIABLE)
+    return values, parse_logs(values, title)
+
+
+def parse_logs(values: argparse.Namespace, title: str) -> LogConfig:
+    """Begin to log as the flags say, and take the process title; return the logs' format."""
     logs = LogConfig(values.log_level, values.log_format)
     configure_logging(logs)
     setproctitle.setproctitle(title)
-    return values, logs
+    return logs
 
 
 def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:

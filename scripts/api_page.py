@@ -9,6 +9,7 @@ import msgspec
 from gllm.config.limits import limits_table
 from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.fields.base import ModelRequestFields, RequestFields
+from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
 from gllm.frontend.routes.registry import ENDPOINTS
 from scripts.page_parts import replace_parts
 
@@ -22,8 +23,22 @@ def with_current_parts(page: str) -> str:
 
 def endpoint_table() -> str:
     """Return the table of endpoints."""
+    return _endpoint_table(ENDPOINTS)
+
+
+def cluster_endpoint_table() -> str:
+    """Return the table of the endpoints of a cluster's master."""
+    return _endpoint_table(CLUSTER_ENDPOINTS)
+
+
+def cluster_field_sections() -> str:
+    """Return a section per request body of a cluster's master."""
+    return "\n".join(_field_lines(CLUSTER_ENDPOINTS)).rstrip("\n") + "\n"
+
+
+def _endpoint_table(endpoints: Iterable[Endpoint]) -> str:
     lines = ["| endpoint | effect |", "| --- | --- |"]
-    for endpoint in ENDPOINTS:
+    for endpoint in endpoints:
         lines.append(f"| `{endpoint.method} {endpoint.path}` | {endpoint.summary} |")
     return "\n".join(lines) + "\n"
 
@@ -123,7 +138,13 @@ def _type_name(schema: dict[str, Any]) -> str:
     return "object" if "$ref" in schema else "any"
 
 
-PARTS = {"limits": limits_table, "endpoints": endpoint_table, "fields": field_sections}
+PARTS = {
+    "limits": limits_table,
+    "endpoints": endpoint_table,
+    "fields": field_sections,
+    "cluster endpoints": cluster_endpoint_table,
+    "cluster fields": cluster_field_sections,
+}
 """Functions that return the generated parts, by name."""
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/flags.md, the reference of the flags of `gllm serve`, `gllm router`, `gllm node`.
+"""Write docs/flags.md, the flags of `gllm serve`, `gllm router`, `gllm node`, `gllm cluster`.
 
 python -m scripts.flags_page
 """
@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from gllm.config.attachment import AttachmentConfig
+from gllm.config.cluster import ClusterConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, add_flags
 from gllm.config.join import JoinConfig
@@ -54,6 +55,7 @@ def page() -> str:
         "HTTP server": ServerConfig,
         "Router": RouterConfig,
         "Machine that joins: `gllm node --join HOST:PORT`": JoinConfig,
+        "Master of a cluster: `gllm cluster`, beside those of the HTTP server": ClusterConfig,
     }
     return HEAD + "".join(
         f"\n## {title}\n\n| flag | description |\n| --- | --- |\n{flag_rows(config)}"

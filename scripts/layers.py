@@ -60,6 +60,23 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.cluster gllm.config gllm.observability gllm.runtime.parent_death "
                 "gllm.runtime.security msgspec ray setproctitle"
             ),
+            "gllm.platform.selection": "",
+            "gllm.platform.service_request": "gllm.config gllm.platform.selection",
+            "gllm.platform.service_meter": "gllm.messages",
+            "gllm.platform.service_table": (
+                "gllm.messages gllm.platform.selection gllm.platform.service_meter "
+                "gllm.platform.service_request"
+            ),
+            "gllm.platform.interface": (
+                "gllm.messages gllm.platform.selection gllm.platform.service_meter "
+                "gllm.platform.service_request"
+            ),
+            "gllm.platform": (
+                "aiohttp gllm gllm.cluster gllm.config gllm.messages gllm.platform.interface "
+                "gllm.platform.selection gllm.platform.service_meter "
+                "gllm.platform.service_request gllm.platform.service_table gllm.runtime "
+                "prometheus_client zmq"
+            ),
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.fleet_control": "gllm.scheduler msgspec",
             "gllm.engine.interface": (
@@ -79,12 +96,13 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.frontend": (
                 "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.fleet_control "
                 "gllm.engine.interface gllm.engine.request_checks gllm.messages "
-                "gllm.observability gllm.text msgspec "
-                "opentelemetry prometheus_client"
+                "gllm.observability gllm.platform.interface gllm.platform.selection "
+                "gllm.platform.service_request gllm.text msgspec opentelemetry prometheus_client"
             ),
             "gllm.server_command": "gllm gllm.config gllm.observability setproctitle",
             "gllm.node_process": (
-                "gllm.config gllm.frontend gllm.models gllm.pacing gllm.runtime setproctitle"
+                "gllm.config gllm.frontend gllm.messages gllm.models gllm.pacing gllm.platform "
+                "gllm.runtime setproctitle"
             ),
             "gllm.serve": (
                 "gllm.cluster gllm.config gllm.engine gllm.frontend gllm.node_process "
@@ -107,6 +125,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (
                 "gllm gllm.cluster gllm.config gllm.doctor gllm.messages gllm.runtime"
+            ),
+            "gllm.commands.cluster": (
+                "gllm.config gllm.frontend gllm.platform gllm.server_command uvloop"
             ),
             "gllm.commands": (
                 "aiohttp gllm.config gllm.engine gllm.experiments gllm.node_process "

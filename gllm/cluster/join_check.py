@@ -43,7 +43,7 @@ class JoinFacts(msgspec.Struct, frozen=True):
     version: str
     """Version of gllm."""
     model: str
-    """Name of the model as in the command line."""
+    """Name of the model as in the command line; empty for the master of a cluster."""
     model_hash: str
     """Digest of the model; empty if the machine learns the model from the head."""
     config: bytes

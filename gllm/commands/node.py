@@ -1,4 +1,4 @@
-"""`gllm node`: join an engine on other machines; create and rotate the machines' node secrets."""
+"""`gllm node`: join an engine or a cluster; create and rotate the machines' node secrets."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--join",
         metavar="HOST:PORT",
         help="run workers of the engine whose head has this address (its --master-addr) until the "
-        "engine ends; the flags below are for that",
+        "engine ends, or services of the cluster whose master has it; the flags below are for that",
     )
     for flag, text in (
         ("--new-secret", "create a file with a random secret that only its owner can read"),
@@ -74,7 +74,7 @@ def _join(values: argparse.Namespace) -> int:
     # Imported late: the other actions need neither.
     import uvloop
 
-    from gllm.node_process import NodeOptions, NodeProcess
+    from gllm.node_process import MachineOptions, NodeOptions, NodeProcess
 
     try:
         config = config_from_flags(JoinConfig, values)
@@ -99,6 +99,12 @@ def _join(values: argparse.Namespace) -> int:
             host=config.host,
             port=config.port,
             uses_gpus=config.device != "cpu",
+            machine_options=MachineOptions(
+                (config.service_ports[0], config.service_ports[1]),
+                config.device,
+                config.threads,
+                config.gpu_memory_utilization,
+            ),
         )
         return uvloop.run(NodeProcess(options).run())
     except (ValueError, OSError) as error:

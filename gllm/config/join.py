@@ -17,6 +17,12 @@ def _same_as(config: type, name: str) -> Any:
     return dataclasses.field(default=spec.default, metadata=spec.metadata)
 
 
+def parse_port_range(text: str) -> tuple[int, ...]:
+    """Return the first and the last port of FIRST-LAST. Raises ValueError."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
 @dataclass(frozen=True)
 class JoinConfig:
     """Machine that joins an engine, what it has, and how others reach it."""
@@ -37,6 +43,14 @@ class JoinConfig:
         None, "file of `gllm node --new-secret`, the same as on the head; needed off this machine"
     )
     data_port: int = _same_as(NodesConfig, "data_port")
+    service_ports: tuple[int, ...] = option(
+        (29610, 29639),
+        "FIRST-LAST: ports of the APIs and engines of services that the master of a cluster lets "
+        "this machine run, two for each; default: 29610-29639",
+        ge=1,
+        le=65535,
+        parse=parse_port_range,
+    )
     advertise: str | None = _same_as(NodesConfig, "advertise")
     link_congestion: str | None = _same_as(NodesConfig, "link_congestion")
     link_policy: str = _same_as(NodesConfig, "link_policy")
@@ -56,3 +70,8 @@ class JoinConfig:
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         convert_fields(self)
+        ports = self.service_ports
+        if len(ports) != 2 or ports[0] > ports[1]:
+            raise ValueError(
+                f"service_ports {ports} has to be a range FIRST-LAST, such as 29610-29639"
+            )

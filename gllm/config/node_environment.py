@@ -113,6 +113,16 @@ def has_launcher(environment: Mapping[str, str]) -> bool:
     return any(_first_set(environment, launcher.size) for launcher in LAUNCHERS)
 
 
+def remove_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those by which a launcher describes a group of processes."""
+    names = {
+        name
+        for launcher in (*LAUNCHERS, SLURM_JOB)
+        for name in (*launcher.rank, *launcher.size, *launcher.host, launcher.local_rank)
+    }
+    return {name: value for name, value in environment.items() if name not in names}
+
+
 def parse_head_address(text: str) -> tuple[str, int]:
     """Return host and port of HOST or HOST:PORT; an IPv6 address with a port is in brackets.
 

@@ -9,7 +9,7 @@ from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineInterface
 from gllm.frontend import errors
 from gllm.frontend.connection import ConnectionRunner
-from gllm.frontend.context import CONTEXT, ServerContext
+from gllm.frontend.context import CONTEXT, SERVER_CONFIG, ServerContext
 from gllm.frontend.endpoint import register_endpoints
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
@@ -26,6 +26,7 @@ def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
         ValueError: A flag has a value that cannot be used; the message names the flag.
     """
     app = web.Application(client_max_size=config.max_body_bytes)
+    app[SERVER_CONFIG] = config
     app[CONTEXT] = ServerContext(engine, config, Metrics(engine))
     for middleware in MIDDLEWARE:
         middleware.install(app, config)

@@ -88,6 +88,8 @@ class ServerContext:
 
 CONTEXT = web.AppKey("context", ServerContext)
 """Key of the application's context."""
+SERVER_CONFIG = web.AppKey("server_config", ServerConfig)
+"""Key of the application's configuration."""
 ARRIVAL = web.RequestKey("arrival", float)
 """Arrival time of the request, in seconds of the monotonic clock."""
 REQUEST_ID = web.RequestKey("request_id", str)

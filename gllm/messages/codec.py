@@ -41,6 +41,7 @@ from gllm.messages.nodes import ToAgent, ToNodeHub
 from gllm.messages.reports import BubbleReport, StageTimes, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.services import ToMaster, ToServiceNode
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 
 ToHead = (
@@ -105,7 +106,20 @@ ToEngine = (
 """Messages that a router may send to an engine."""
 FromAgent = Hello | ToNodeHub
 """Messages that the agent of another node may send to the head process."""
-AnyMessage = ToHead | ToWorker | ToDriver | ToStage | ToRouter | ToEngine | FromAgent | ToAgent
+FromServiceNode = Hello | ToMaster
+"""Messages that a node may send to the master of a cluster."""
+AnyMessage = (
+    ToHead
+    | ToWorker
+    | ToDriver
+    | ToStage
+    | ToRouter
+    | ToEngine
+    | FromAgent
+    | ToAgent
+    | FromServiceNode
+    | ToServiceNode
+)
 """Every message that a process may receive."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -118,6 +132,12 @@ decode_for_stage: Callable[[bytes], ToStage] = msgspec.msgpack.Decoder(ToStage).
 decode_for_router: Callable[[bytes], ToRouter] = ForwardDecoder[ToRouter](ToRouter).decode
 decode_for_node_hub: Callable[[bytes], FromAgent] = msgspec.msgpack.Decoder(FromAgent).decode
 decode_for_agent: Callable[[bytes], ToAgent] = msgspec.msgpack.Decoder(ToAgent).decode
+decode_for_master: Callable[[bytes], FromServiceNode] = msgspec.msgpack.Decoder(
+    FromServiceNode
+).decode
+decode_for_service_node: Callable[[bytes], ToServiceNode] = msgspec.msgpack.Decoder(
+    ToServiceNode
+).decode
 
 
 def encode(message: WireMessage) -> bytes:

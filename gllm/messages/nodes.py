@@ -116,6 +116,9 @@ class JoinCluster(WireMessage, frozen=True):
     """Senders of living workers without a stage, from an earlier session of the same run."""
     run: int = 0
     """Run of the head in the earlier session; 0 without one."""
+    runs_services: bool = False
+    """True if the node joins the master of a cluster, which lets it run processes of services;
+    `workers` are such processes then."""
 
 
 class WelcomeNode(WireMessage, frozen=True):
@@ -145,6 +148,9 @@ class RefuseNode(WireMessage, frozen=True):
     """Differences, field by field, and the fix."""
     is_final: bool = True
     """False if the agent may try again later, for example while the head still loses it."""
+    is_master: bool = False
+    """True if the sender is the master of a cluster (`gllm cluster`), which a node without a rank
+    joins with `runs_services`."""
 
 
 class NodeHeartbeat(WireMessage, frozen=True):

@@ -130,6 +130,11 @@ class Agent:
             round_trip_seconds=None if clock is None else clock.round_trip_seconds,
         )
 
+    @property
+    def is_refused_by_master(self) -> bool:
+        """True if the peer is the master of a cluster, which has services instead of a model."""
+        return self._dialer.is_refused_by_master
+
     def leave(self, cause: str) -> None:
         """Leave the cluster: notify the head, end the workers; `run` returns 0 then."""
         if self._is_running:
@@ -166,7 +171,7 @@ class Agent:
             await self._stop()
             # Closed sockets may still send what is queued, for half a second.
             await asyncio.to_thread(context.term)
-        level = logging.ERROR if status else logging.INFO
+        level = logging.ERROR if status and not self.is_refused_by_master else logging.INFO
         log.log(level, "node %s ends: %s", self._config.name, cause)
         return status
 

@@ -10,10 +10,11 @@ from random import Random
 import zmq
 
 from gllm.config.addresses import parse_host_port
-from gllm.messages.codec import AnyMessage
+from gllm.messages.codec import AnyMessage, decode_for_agent
 from gllm.messages.nodes import JoinCluster
 from gllm.runtime.agent_state import AgentConfig
 from gllm.runtime.backoff import Backoff
+from gllm.runtime.bus_socket import Decode
 from gllm.runtime.head_session import HeadSession, NodeReading
 from gllm.runtime.host_names import Resolve
 from gllm.runtime.security import SecretFile, check_dialed_address
@@ -34,6 +35,7 @@ class HeadDialer:
         make_join: Callable[[], JoinCluster],
         on_message: Callable[[AnyMessage], None],
         read_node: Callable[[], NodeReading],
+        decode: Decode = decode_for_agent,
     ) -> None:
         """Create a dialer that has not started.
 
@@ -43,6 +45,7 @@ class HeadDialer:
             make_join: returns the first message of a session.
             on_message: see HeadSession.
             read_node: see HeadSession.
+            decode: see HeadSession.
 
         Raises:
             ValueError: the head's address or the secret file cannot be used.
@@ -59,6 +62,7 @@ class HeadDialer:
         self._make_join = make_join
         self._on_message = on_message
         self._read_node = read_node
+        self._decode = decode
         self._last_log = float("-inf")
         self._logged_cause = ""
 
@@ -66,6 +70,12 @@ class HeadDialer:
     def is_member(self) -> bool:
         """True while the head has accepted this machine."""
         return self.session is not None and self.session.is_member
+
+    @property
+    def is_refused_by_master(self) -> bool:
+        """True if the peer is no head but the master of a cluster."""
+        refusal = None if self.session is None else self.session.refusal
+        return refusal is not None and refusal.is_master
 
     def close(self, cause: str) -> None:
         """End the session after the messages that are queued."""
@@ -143,7 +153,7 @@ class HeadDialer:
                     keys = self._secret.dial_keys(num_failures // len(addresses))
                 join = self._make_join()
                 session = self.session = HeadSession(
-                    context, address, keys, join, self._on_message, self._read_node
+                    context, address, keys, join, self._on_message, self._read_node, self._decode
                 )
                 await session.answered.wait()
         except TimeoutError:

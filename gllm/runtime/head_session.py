@@ -21,6 +21,7 @@ from gllm.messages.nodes import (
     WelcomeNode,
     WorkerSample,
 )
+from gllm.runtime.bus_socket import Decode
 from gllm.runtime.security import KeyPair
 from gllm.runtime.spoke import Spoke
 
@@ -59,6 +60,7 @@ class HeadSession:
         join: JoinCluster,
         on_message: Callable[[AnyMessage], None],
         read_node: Callable[[], NodeReading],
+        decode: Decode = decode_for_agent,
     ) -> None:
         """Dial the head and ask to join, on the running event loop.
 
@@ -69,6 +71,7 @@ class HeadSession:
             join: first message.
             on_message: called with `WelcomeNode` and all messages after it but heartbeats.
             read_node: returns the state of this machine.
+            decode: decoder of the messages that the head may send.
 
         Raises:
             zmq.ZMQError: there is no socket for it.
@@ -89,9 +92,7 @@ class HeadSession:
         self._last_heard = time.monotonic()
         self._echo = (0.0, 0.0)
         """`sent` of the last heartbeat, and the time at which it arrived."""
-        self._spoke = Spoke(
-            context, RUN, secrets.randbits(62), f"tcp://{address}", decode_for_agent, keys
-        )
+        self._spoke = Spoke(context, RUN, secrets.randbits(62), f"tcp://{address}", decode, keys)
         self._spoke.start(self._on_messages, self._end)
         self._spoke.send(join)
         self._watch = loop.create_task(self._keep_alive())

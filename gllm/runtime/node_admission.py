@@ -4,12 +4,20 @@ import socket
 
 import msgspec
 
-from gllm.cluster.join_check import JoinFacts, apply_own_fields, find_differences
+from gllm.cluster.join_check import (
+    PROBE_PROTOCOL,
+    JoinFacts,
+    apply_own_fields,
+    describe_facts,
+    find_differences,
+)
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.addresses import format_host_port
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import NodesConfig
-from gllm.messages.nodes import JoinCluster
+from gllm.messages.codec import decode_for_master, decode_for_node_hub
+from gllm.messages.nodes import JoinCluster, RefuseNode
+from gllm.runtime.bus_socket import Decode
 
 MAX_NAME_LENGTH = 200
 
@@ -57,17 +65,32 @@ def configured_threads(head_config: bytes, own_config: bytes = b"") -> int | Non
 
 
 class NodeAdmission:
-    """Compares nodes with the head."""
+    """Compares nodes with the head of an engine, or with the master of a cluster."""
 
     def __init__(self, facts: JoinFacts, head_name: str) -> None:
         """Create the comparison.
 
         Args:
-            facts: of the head.
+            facts: of the head; those of a master have an empty model.
             head_name: name of the head's node, which no other node may have.
         """
         self._facts = facts
         self._head_name = head_name
+        self._is_master = not facts.model
+
+    @property
+    def decode(self) -> Decode:
+        """Decoder of the messages that nodes may send."""
+        return decode_for_master if self._is_master else decode_for_node_hub
+
+    def answer_of(self, join: JoinCluster) -> RefuseNode | None:
+        """Return the answer to a join that only asks what is here; None for any other."""
+        if join.protocol == PROBE_PROTOCOL:
+            return RefuseNode(describe_facts(self._facts))
+        if self._is_master and not join.runs_services:
+            cause = "it is the master of a cluster, which runs services: use `gllm node --join`"
+            return RefuseNode(cause, is_master=True)
+        return None
 
     def difference(self, join: JoinCluster) -> str:
         """Return the differences that forbid a node to join, with the fixes; empty for none."""
@@ -76,6 +99,8 @@ class NodeAdmission:
             return f"the name of a node has 1 to {MAX_NAME_LENGTH} printable characters"
         if name in (self._head_name, LOCAL_NODE):
             return f"{name} is the head's node: give each machine a --node-name of its own"
+        if join.runs_services and not self._is_master:
+            return "it is the head of an engine now, not the master of a cluster: join again"
         node = JoinFacts(
             join.protocol,
             join.facts.version,

@@ -12,12 +12,12 @@ from functools import partial
 
 import zmq
 
-from gllm.cluster.join_check import PROBE_PROTOCOL, JoinFacts, describe_facts
+from gllm.cluster.join_check import JoinFacts
 from gllm.cluster.membership import Membership
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage, decode_for_node_hub
+from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import (
     JoinCluster,
@@ -70,7 +70,7 @@ class NodeHub:
             config: of the nodes.
             secret_file: file of the node secret; None without encryption, on loopback only.
             run: number of this start of the head process.
-            facts: of the head, which the agents have to share.
+            facts: of the head, which the agents have to share; see NodeAdmission.
             name: of the head's own node, which no agent may have.
             recovery_timeout: time in seconds after which agents without a head end.
 
@@ -130,7 +130,7 @@ class NodeHub:
         if self._secret is not None:
             authenticator = Authenticator(self._context, self._secret)
         max_guests = self.config.nnodes + self.config.max_spares + _EXTRA_GUESTS
-        hub = Hub(self._context, NODE_RUN, decode_for_node_hub, authenticator, max_guests)
+        hub = Hub(self._context, NODE_RUN, self._admission.decode, authenticator, max_guests)
         self._hub = hub
         hub.refused.on_refused = self.membership.on_refused
         try:
@@ -288,8 +288,8 @@ class NodeHub:
     def _join(self, sender: int, join: JoinCluster, now: float) -> None:
         """Compare a node with the head, and accept or refuse it."""
         assert self._hub is not None
-        if join.protocol == PROBE_PROTOCOL:
-            self._hub.send(sender, RefuseNode(describe_facts(self.facts)))
+        if (answer := self._admission.answer_of(join)) is not None:
+            self._hub.send(sender, answer)
             self._hub.forget(sender)
             return
         send: Callable[[WireMessage], None] = partial(self._hub.send, sender)

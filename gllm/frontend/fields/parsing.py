@@ -17,7 +17,7 @@ from aiohttp import web
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 from gllm.frontend.connection import request_timeout_error
-from gllm.frontend.context import CONTEXT
+from gllm.frontend.context import SERVER_CONFIG
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.base import RequestFields
 from gllm.frontend.fields.content_encoding import (
@@ -76,7 +76,7 @@ async def _read_body(request: web.Request) -> bytes:
         ApiError: The body is incomplete, arrives too slowly or cannot be decompressed.
         web.HTTPRequestEntityTooLarge: The body exceeds `--max-body-bytes`.
     """
-    config = request.app[CONTEXT].config
+    config = request.app[SERVER_CONFIG]
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         check_content_encoding(encoding)

@@ -1,0 +1,48 @@
+"""`gllm cluster`: own nodes that have no model, and run services on them.
+
+Exit status: 0 after SIGTERM or SIGINT, 2 for an invalid command line.
+"""
+
+import argparse
+import os
+
+from gllm.config.cluster import ClusterConfig
+from gllm.config.flags import FlagParser, add_flags, config_from_flags
+from gllm.config.server import ServerConfig
+from gllm.server_command import parse_logs, pop_environment_keys, report_error
+
+TITLE = "gllm-cluster"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = FlagParser(prog="gllm cluster", description=(__doc__ or "").splitlines()[0])
+    parser.add_config_flag()
+    for config in (ClusterConfig, ServerConfig):
+        add_flags(parser, config)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal; return the exit status."""
+    values = build_parser().parse_args(argv)
+    logs = parse_logs(values, TITLE)
+    # Imported late: --help needs none of it.
+    import uvloop
+
+    from gllm.frontend.cluster_server import ClusterServer
+    from gllm.platform.master import Master
+
+    try:
+        values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
+        cluster = config_from_flags(ClusterConfig, values)
+        server = config_from_flags(ServerConfig, values)
+        if not (server.api_key or server.api_key_file):
+            raise ValueError(
+                "the master of a cluster needs an API key: --api-key-file, --api-key or "
+                "$GLLM_API_KEY; who has it can start services on all nodes and read their keys"
+            )
+        master = Master(cluster, server.shutdown_timeout)
+        return uvloop.run(ClusterServer(master, server).run())
+    except (ValueError, OSError) as error:
+        return report_error(error, 2, logs)

@@ -1,0 +1,98 @@
+"""HTTP server of a cluster's master: its endpoints, start, signals and end."""
+
+import asyncio
+import logging
+import os
+import signal
+from typing import Protocol
+
+from aiohttp import web
+
+from gllm.config.addresses import format_host_port
+from gllm.config.server import ServerConfig
+from gllm.frontend import errors
+from gllm.frontend.app import make_runner
+from gllm.frontend.cluster_context import CLUSTER
+from gllm.frontend.context import SERVER_CONFIG
+from gllm.frontend.endpoint import register_endpoints
+from gllm.frontend.listening import listen
+from gllm.frontend.middleware import arrival, cors, keys, origin
+from gllm.frontend.open_files import raise_open_files_limit
+from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
+from gllm.frontend.tls import tls_context
+from gllm.platform.interface import ClusterControl
+
+log = logging.getLogger("gllm")
+
+CLUSTER_MIDDLEWARE = (arrival, errors, origin, cors, keys)
+"""Modules whose `install` adds a middleware, outermost first."""
+
+
+class ClusterMaster(ClusterControl, Protocol):
+    """Master of a cluster that can be started and stopped."""
+
+    def start(self) -> None:
+        """Accept nodes. Raises OSError if the address cannot be bound."""
+
+    async def stop(self) -> None:
+        """End all services and the memberships of all nodes."""
+
+
+def make_cluster_app(cluster: ClusterControl, config: ServerConfig) -> web.Application:
+    """Return the application of a cluster's master.
+
+    Raises:
+        ValueError: a flag has a value that cannot be used; the message names the flag.
+    """
+    app = web.Application(client_max_size=config.max_body_bytes)
+    app[SERVER_CONFIG] = config
+    app[CLUSTER] = cluster
+    for middleware in CLUSTER_MIDDLEWARE:
+        middleware.install(app, config)
+    register_endpoints(app, CLUSTER_ENDPOINTS)
+    return app
+
+
+class ClusterServer:
+    """Serves the master of a cluster over HTTP until a signal."""
+
+    def __init__(self, master: ClusterMaster, config: ServerConfig) -> None:
+        self._master = master
+        self._config = config
+        self._should_stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal; return the exit status.
+
+        Raises:
+            ValueError: a flag has a value that cannot be used; the message names the flag.
+            OSError: the address of the hub cannot be bound.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        raise_open_files_limit()
+        tls = tls_context(self._config)
+        runner = make_runner(make_cluster_app(self._master, self._config), self._config)
+        await runner.setup()
+        self._master.start()
+        try:
+            await listen(runner, self._config.host, self._config.port, tls)
+            host, port = runner.addresses[0][:2]
+            log.info(
+                "the master of the cluster is ready: services at http%s://%s/services, nodes join "
+                "%s",
+                "s" if self._config.ssl_certfile else "",
+                format_host_port(str(host), int(port)),
+                self._master.address,
+            )
+            await self._should_stop.wait()
+            log.info("ending %d services", len(self._master.services()))
+            return 0
+        finally:
+            await self._master.stop()
+            await runner.cleanup()
+
+    def _on_signal(self) -> None:
+        if self._should_stop.is_set():
+            os._exit(1)
+        self._should_stop.set()

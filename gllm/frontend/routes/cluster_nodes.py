@@ -1,0 +1,95 @@
+"""Nodes of a cluster: list, status, exit; health and metrics of its master.
+
+The calls of the MoLink platform: CheckNodeStatus, NodeExit. NodeAccess is `gllm node --join`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gllm.frontend.cluster_context import CLUSTER
+from gllm.frontend.errors import ApiError
+from gllm.frontend.metrics import PREFIX
+from gllm.frontend.node_metrics import machine_load
+from gllm.platform.interface import ClusterControl, ClusterNode, UnknownClusterNodeError
+
+
+async def list_cluster_nodes(request: web.Request) -> web.Response:
+    """Return the nodes of the cluster (CheckNodeStatus)."""
+    return web.json_response({"nodes": [_to_json(n) for n in request.app[CLUSTER].nodes()]})
+
+
+async def get_cluster_node(request: web.Request) -> web.Response:
+    """Return address, hardware, load, power and temperature of a node (CheckNodeStatus)."""
+    try:
+        return web.json_response(_to_json(request.app[CLUSTER].node(request.match_info["name"])))
+    except UnknownClusterNodeError as error:
+        raise _not_found(error) from error
+
+
+async def drain_cluster_node(request: web.Request) -> web.Response:
+    """Let a node leave the cluster; its service moves to other nodes (NodeExit)."""
+    name = request.match_info["name"]
+    try:
+        node = request.app[CLUSTER].drain_node(name)
+    except UnknownClusterNodeError as error:
+        raise _not_found(error) from error
+    return web.json_response({"name": name, "state": "draining", "service": node.service})
+
+
+async def get_cluster_health(request: web.Request) -> web.Response:
+    """Return 200 while the master works, whatever its services do."""
+    return web.json_response({"status": "ok", "state": "ready"})
+
+
+async def get_cluster_metrics(request: web.Request) -> web.Response:
+    """Return services by state and the load of the nodes in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(ClusterCollector(request.app[CLUSTER]))
+    text = generate_latest(registry)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class ClusterCollector(Collector):
+    """Collector of the metrics of a cluster."""
+
+    def __init__(self, cluster: ClusterControl) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        nodes, services = self._cluster.nodes(), self._cluster.services()
+        for name, text, states in (
+            ("cluster_services", "Services of the cluster by state", [s.state for s in services]),
+            ("cluster_nodes", "Nodes of the cluster by state", [n.report.state for n in nodes]),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("state",))
+            for state, count in sorted(Counter(states).items()):
+                gauge.add_metric([state], count)
+            yield gauge
+        yield from machine_load({}, [(each.report.name, each.report.load) for each in nodes])
+
+
+def _not_found(error: UnknownClusterNodeError) -> ApiError:
+    return ApiError(404, str(error), param="name", code="node_not_found")
+
+
+def _to_json(node: ClusterNode) -> dict[str, Any]:
+    """Return a node with names of fields, which load and links lack on the wire."""
+    report = msgspec.structs.asdict(node.report)
+    return {
+        **report,
+        "load": msgspec.structs.asdict(node.report.load),
+        "links": [],
+        "num_cores": node.num_cores,
+        "memory_bytes": node.memory_bytes,
+        "data_port": node.data_port,
+        "service": node.service,
+        "is_draining": node.is_draining,
+    }

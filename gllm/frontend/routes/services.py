@@ -1,0 +1,103 @@
+"""Services of a cluster: deploy, list, status, key, delete.
+
+The calls of the MoLink platform: DeployLLMService, CheckServiceStatus, GetAPIKey, DeleteLLMService.
+"""
+
+from typing import Any
+
+from aiohttp import web
+
+from gllm.frontend.cluster_context import CLUSTER
+from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.fields.services import DeployServiceFields
+from gllm.platform.interface import (
+    SelectionError,
+    ServiceExistsError,
+    ServiceStatus,
+    UnknownServiceError,
+)
+
+
+async def deploy_service(request: web.Request) -> web.Response:
+    """Start a service on free nodes (DeployLLMService)."""
+    fields = await read_fields(request, DeployServiceFields)
+    try:
+        status = request.app[CLUSTER].deploy(fields.to_request())
+    except ServiceExistsError as error:
+        raise ApiError(409, str(error), param="service_name", code="service_exists") from error
+    except SelectionError as error:
+        raise ApiError(
+            409, str(error), param="resource_specification", code="insufficient_nodes"
+        ) from error
+    return web.json_response(_to_json(status))
+
+
+async def list_services(request: web.Request) -> web.Response:
+    """Return the services of the cluster."""
+    return web.json_response({"services": [_to_json(s) for s in request.app[CLUSTER].services()]})
+
+
+async def get_service(request: web.Request) -> web.Response:
+    """Return state, uptime, request counts, throughput and utilization (CheckServiceStatus)."""
+    try:
+        return web.json_response(_to_json(request.app[CLUSTER].service(_name(request))))
+    except UnknownServiceError as error:
+        raise _not_found(error) from error
+
+
+async def get_service_key(request: web.Request) -> web.Response:
+    """Return the API key of a service (GetAPIKey)."""
+    name = _name(request)
+    try:
+        key = request.app[CLUSTER].api_key(name)
+    except UnknownServiceError as error:
+        raise _not_found(error) from error
+    return web.json_response(
+        {"service_name": name, "api_key": key}, headers={"Cache-Control": "no-store"}
+    )
+
+
+async def delete_service(request: web.Request) -> web.Response:
+    """End a service; without one of that name nothing happens (DeleteLLMService)."""
+    name = _name(request)
+    has_service = request.app[CLUSTER].delete(name)
+    return web.json_response(
+        {"service_name": name, "state": "stopping" if has_service else "absent"}
+    )
+
+
+def _name(request: web.Request) -> str:
+    return request.match_info["name"]
+
+
+def _not_found(error: UnknownServiceError) -> ApiError:
+    return ApiError(404, str(error), param="name", code="service_not_found")
+
+
+def _to_json(status: ServiceStatus) -> dict[str, Any]:
+    return {
+        "service_name": status.name,
+        "model_name": status.model,
+        "state": status.state,
+        "cause": status.cause,
+        "url": status.url or None,
+        "head": status.nodes[0],
+        "nodes": list(status.nodes),
+        "created": status.created,
+        "uptime_seconds": round(status.uptime_seconds, 3),
+        "engine_state": status.engine_state,
+        "requests": {
+            "running": status.num_running,
+            "waiting": status.num_waiting,
+            "finished": status.num_finished,
+            "failed": status.num_failed,
+        },
+        "tokens": {"prompt": status.num_prompt_tokens, "generated": status.num_generated_tokens},
+        "throughput": {
+            "requests_per_second": status.rates.requests_per_second,
+            "prompt_tokens_per_second": status.rates.prompt_tokens_per_second,
+            "generated_tokens_per_second": status.rates.generated_tokens_per_second,
+        },
+        "utilization": {"kv_cache": status.kv_cache_usage, "stages": list(status.rates.stages)},
+    }
