@@ -13,6 +13,7 @@ from gllm import __version__
 from gllm.cluster.join_check import JoinFacts
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.nodes import NodesConfig
+from gllm.messages.node_report import NodeDrainError, UnknownNodeError
 from gllm.messages.nodes import PROTOCOL, NodeFacts, NodeLoad
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.runtime import (
@@ -26,6 +27,7 @@ from gllm.runtime import (
     node_hub,
 )
 from gllm.runtime.cluster_head import ClusterHead
+from gllm.runtime.supervisor import EngineError
 from tests.simulation.head import HEAD, patched_runtime
 from tests.simulation.links import LINK_WORLD, SimulatedLinks
 from tests.simulation.machines import HEAD_ADDRESS, AgentAddress, Machine
@@ -79,12 +81,17 @@ class NodeScenario(Scenario):
         self.nodes_used: list[list[str]] = []
         """Names of the nodes of the stages of each generation."""
         self._is_ending = False
+        self.cluster: ClusterHead | None = None
+        self.absences: dict[str, float] = {}
+        """Time for which each drained machine stays away, by name."""
+        self.drained: list[str] = []
+        """Machines that have been drained, in order."""
         if limits.has_bombs:
             self.poison_token = BOMB_TOKEN
 
     async def _start(self) -> None:
         facts = JoinFacts(PROTOCOL, __version__, "demo", "", b"")
-        cluster = ClusterHead(self._nodes_config(), None, facts, self.degrees, 60.0)
+        cluster = self.cluster = ClusterHead(self._nodes_config(), None, facts, self.degrees, 60.0)
         # A machine that the head has lost may compute on for a while; what it sends is dropped.
         members = cluster.hub.sessions
         self.world.is_lost = lambda process: (
@@ -112,7 +119,7 @@ class NodeScenario(Scenario):
             self.loop.call_at(now + when, self._strike_node, kind, self.machines[number], seconds)
         for _ in range(self.node_limits.num_node_faults):
             when = now + rng.uniform(0.0, self.limits.seconds)
-            kind = rng.choice(["power", "power", "network"])
+            kind = rng.choice(["power", "power", "network", "drain", "drain"])
             seconds = rng.choice([0.5, 3.0, 8.0, 30.0, 200.0])
             self.loop.call_at(when, self._strike_node, kind, rng.choice(self.machines), seconds)
 
@@ -130,7 +137,9 @@ class NodeScenario(Scenario):
         if self._is_ending or not machine.is_on:
             return
         self.faults[f"{kind} of a machine"] += 1
-        if kind == "power":
+        if kind == "drain":
+            self._drain(machine, seconds)
+        elif kind == "power":
             machine.power_off()
             self.loop.call_later(seconds, self._switch_on, machine)
         else:
@@ -140,6 +149,20 @@ class NodeScenario(Scenario):
                 if other is not process:
                     self.network.separate(process, other)
             self.loop.call_later(seconds, self._unite, process, others)
+
+    def _drain(self, machine: Machine, seconds: float) -> None:
+        """Take a machine out of the engine, if that is possible now; it joins again later."""
+        assert self.cluster is not None
+        try:
+            for _ in range(2):
+                self.cluster.drain(machine.name, self._check_ready)
+        except (UnknownNodeError, NodeDrainError, EngineError):
+            return
+        self.absences[machine.name] = seconds
+
+    def _check_ready(self) -> None:
+        if self.supervisor.state != "ready":
+            raise EngineError(self.supervisor.state)
 
     def _unite(self, process: Process, others: list[Process]) -> None:
         for other in others:
@@ -153,8 +176,14 @@ class NodeScenario(Scenario):
 
     def _on_agent_ended(self, machine: Machine, task: "asyncio.Task[int]") -> None:
         """Start an agent again that has given up, as whatever manages the machines does."""
-        if not task.cancelled() and not self.supervisor._is_stopped:
-            self.loop.call_later(1.0, self._switch_on, machine)
+        if task.cancelled() or self.supervisor._is_stopped:
+            return
+        seconds = 1.0
+        if task.exception() is None and not task.result():
+            # Nobody else ends an agent with status 0 while the engine lives.
+            seconds = self.absences.pop(machine.name)
+            self.drained.append(machine.name)
+        self.loop.call_later(seconds, self._switch_on, machine)
 
     def _end_faults(self) -> None:
         super()._end_faults()

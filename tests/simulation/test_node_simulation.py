@@ -135,6 +135,47 @@ def test_two_machines_are_lost_at_once() -> None:
     assert scenario.nodes_used[-1] == BEFORE
 
 
+@pytest.mark.parametrize(
+    "seed", [3, *(pytest.param(i, marks=pytest.mark.long) for i in range(20, 40))]
+)
+def test_a_machine_is_drained_and_joins_again(seed: int) -> None:
+    scenario = play(seed, max_restarts=0, node_strikes=((20.0, "drain", 0, 15.0),))
+    check_served(scenario)
+    assert scenario.drained == ["node-1"]
+    # Its stages go to others, and it gets a stage again, behind those that are left.
+    assert scenario.nodes_used == [
+        BEFORE,
+        ["local", "local", "node-2"],
+        ["local", "local", "node-2", "node-1"],
+    ]
+    assert dict(scenario.supervisor.deaths.recoveries) == {"drained": 1, "joined": 1}
+
+
+@pytest.mark.parametrize(
+    "seed", [3, *(pytest.param(i, marks=pytest.mark.long) for i in range(20, 40))]
+)
+def test_a_spare_takes_the_stages_of_a_drained_machine(seed: int) -> None:
+    strikes = ((20.0, "drain", 1, 500.0),)
+    scenario = play(seed, num_spares=1, max_restarts=0, node_strikes=strikes)
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE, [*BEFORE[:3], "spare-0"]]
+    assert scenario.drained == ["node-2"]
+
+
+def test_a_machine_that_is_lost_while_it_is_drained_is_not_awaited() -> None:
+    strikes = ((20.0, "drain", 0, 500.0), (20.01, "power", 0, 500.0))
+    scenario = play(node_strikes=strikes)
+    check_served(scenario)
+    assert scenario.nodes_used[-1] == ["local", "local", "node-2"]
+
+
+def test_a_machine_is_not_drained_if_nobody_has_memory_for_its_layers() -> None:
+    scenario = play(can_recut=False, node_strikes=((20.0, "drain", 0, 5.0),))
+    check_served(scenario)
+    assert scenario.nodes_used == [BEFORE]
+    assert scenario.drained == []
+
+
 @settings(max_examples=num_examples(5, 1500), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
