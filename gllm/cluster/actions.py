@@ -66,6 +66,8 @@ class PrepareLayers:
     """The next generation, if nothing disturbs the change."""
     cause: str
     """Description of the change."""
+    node: str | None = None
+    """The only node whose workers load; None for all of the placement."""
 
 
 @dataclass(frozen=True, slots=True)

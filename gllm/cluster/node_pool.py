@@ -246,6 +246,10 @@ class NodePool:
             filled += own
         return filled
 
+    def fit(self, nodes: Sequence[str], degree: int) -> list[str]:
+        """Return the nodes that have the capacity for a stage of a degree."""
+        return [node for node in nodes if self._capacities[node] >= degree]
+
     def discard(self, node: str) -> None:
         """Handle the end of a living node that has no stages."""
         del self._capacities[node]

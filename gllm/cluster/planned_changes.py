@@ -54,6 +54,8 @@ class PlannedChanges(RecoveryPhases):
 
     extend: Extend | None = None
     """Gives stages to nodes that join; None if they are spares only."""
+    find_costliest: Callable[[Sequence[int]], int] | None = None
+    """Returns the costliest of some stages; None if spares hold no layers."""
     uses_joined_nodes = False
     """True if nodes that join get stages where that is faster, also if no stage has been lost."""
     _change: PlannedChange | None = None
@@ -73,6 +75,8 @@ class PlannedChanges(RecoveryPhases):
         """Nodes to which the present stages are not extended, by the last attempt."""
         self._attempts = RetryRecord()
         """Preparations that were ended by the death of a worker without a stage."""
+        self._preloads: dict[int, tuple[int, tuple[int, int], int]] = {}
+        """Rank, layers and degree that each standby worker of a spare was told to load."""
 
     @property
     def change_kind(self) -> str:
@@ -128,7 +132,7 @@ class PlannedChanges(RecoveryPhases):
 
     def _advance_ready(self, now: float) -> list[Action]:
         """Start what is missing, and prepare or begin a planned change."""
-        actions: list[Action] = [*self._pool.fill_standbys(now), *self._dismiss_drained()]
+        actions: list[Action] = [*self._dismiss_drained(), *self._preload_spares(now)]
         if self._change is None and self._attempts.retry_at <= now:
             actions += self._prepare_next(now)
         change = self._change
@@ -237,6 +241,32 @@ class PlannedChanges(RecoveryPhases):
         self._pool.seat(change.reserved)
         self._unused.clear()
         return [*actions, ChangeShape(change.shape), *kills, *self._advance(now)]
+
+    def _preload_spares(self, now: float) -> list[Action]:
+        """Start the missing standby workers; those of spares load the costliest stage's layers."""
+        stages = [stage for stage, node in enumerate(self.stage_nodes) if node != LOCAL_NODE]
+        if not (self._limits.spare_preloads and self.find_costliest and stages):
+            return [*self._pool.fill_standbys(now)]
+        stage = self.find_costliest(stages)
+        degree = self._degrees[stage]
+        spares = self._nodes.fit(self._nodes.spares, degree)
+        self._pool.num_preloading = dict.fromkeys(spares, degree)
+        actions: list[Action] = [*self._pool.fill_standbys(now)]
+        for node in spares:
+            workers = self._pool.standbys_on(node)[:degree]
+            told = [(rank, self._layers[stage], degree) for rank in range(len(workers))]
+            known = [self._preloads.get(worker.sender) for worker in workers]
+            if len(workers) < degree or known == told:
+                continue
+            self._preloads |= {w.sender: each for w, each in zip(workers, told, strict=True)}
+            slots = [Slot(worker.sender, worker.node) for worker in self._pool.placed]
+            begin = sum(self._degrees[:stage])
+            slots[begin : begin + degree] = [Slot(each.sender, node) for each in workers]
+            self._num_changes += 1
+            placement = make_placement(self.generation, self._layers, slots, self._degrees)
+            cause = f"spare node {node} holds the layers of stage {stage}"
+            actions.append(PrepareLayers(self._num_changes, placement, cause, node))
+        return actions
 
     def _find_drain(self) -> tuple[str, NodeShape, str] | None:
         """Return the change by which draining nodes lose their stages."""

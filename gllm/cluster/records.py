@@ -42,6 +42,8 @@ class RecoveryLimits:
     """Seconds after which the parked requests end."""
     num_standbys: int = 0
     """Worker processes per node that wait for a place."""
+    spare_preloads: bool = False
+    """True if spares have workers with the layers of the costliest stage."""
     close_seconds: float = 5.0
     """Seconds in which a survivor has to close its instance; then it is killed."""
     phase_seconds: float = 900.0

@@ -36,11 +36,15 @@ class WorkerPool:
         self.places = [PlaceRecord(node=node) for node in places]
         self.standby_nodes: list[str] = list(dict.fromkeys(places))
         """Nodes that have standby workers."""
+        self.num_preloading: dict[str, int] = {}
+        """Standby workers that a spare has at least, because they hold layers, by its name."""
         self._limits = limits
         self._jitter = jitter
         self._senders = count(1)
         self._standbys = RetryRecord()
         """Deaths of standby workers since one was used."""
+        self._leaving: set[int] = set()
+        """Workers that were killed because their stages have been dropped."""
         self._has_deaths = False
         """True if a place has died since the last committed step."""
 
@@ -52,7 +56,9 @@ class WorkerPool:
 
     @property
     def is_formed(self) -> bool:
-        """True if every place has a worker without an instance."""
+        """True if every place has a worker without an instance, and no other one has any."""
+        if not self._leaving.isdisjoint(self.workers):
+            return False
         num_idle = sum(worker.activity is Activity.IDLE for worker in self.placed)
         return num_idle == len(self.places)
 
@@ -74,6 +80,7 @@ class WorkerPool:
     def remove(self, sender: int) -> WorkerRecord | None:
         """Remove a process that is reaped; its place becomes free."""
         worker = self.workers.pop(sender, None)
+        self._leaving.discard(sender)
         if worker is not None and worker.place is not None:
             self.places[worker.place].sender = None
         return worker
@@ -219,6 +226,7 @@ class WorkerPool:
             if worker.place is None or worker.place in moves:
                 continue
             worker.place, worker.is_dropped = None, True
+            self._leaving.add(worker.sender)
             if worker.activity is not Activity.EXITING:
                 actions.append(self.kill(worker, "its stage has been dropped"))
         for worker in self.workers.values():
@@ -255,6 +263,10 @@ class WorkerPool:
             worker.place, worker.is_reserved = place, False
             self.places[place].sender = sender
 
+    def standbys_on(self, node: str) -> list[WorkerRecord]:
+        """Return the standby workers of a node, in the order in which they get places."""
+        return list(self._idle_standbys(node))
+
     def _missing_standbys(self) -> Iterator[str]:
         """Yield the node of each standby worker that has to be started."""
         nodes = [
@@ -263,7 +275,8 @@ class WorkerPool:
             if worker.place is None and not worker.is_reserved
         ]
         for node in self.standby_nodes:
-            for _ in range(self._limits.num_standbys - nodes.count(node)):
+            wanted = max(self._limits.num_standbys, self.num_preloading.get(node, 0))
+            for _ in range(wanted - nodes.count(node)):
                 yield node
 
     def _idle_standbys(self, node: str) -> Iterator[WorkerRecord]:

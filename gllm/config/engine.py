@@ -254,8 +254,11 @@ class EngineConfig:
         return None if isinstance(self.layers, str) else self.layers
 
     def slowdown_of(self, stage: int) -> float:
-        """Return the factor by which the steps of a stage take longer."""
-        return self.debug_slowdown[stage] if self.debug_slowdown else 1.0
+        """Return the factor by which the steps of a stage take longer.
+
+        Stages of machines that have joined since the start have none.
+        """
+        return self.debug_slowdown[stage] if stage < len(self.debug_slowdown) else 1.0
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":

@@ -102,6 +102,11 @@ class NodesConfig:
         "that end when the next decode is ready; serial: first come, first served",
         choices=tuple(LINK_POLICIES),
     )
+    spare_preloads: bool = option(
+        False,
+        "spares keep the layers of the costliest stage of the other machines in memory, so that "
+        "taking over takes less time",
+    )
     max_spares: int = option(
         64,
         "machines beyond --nnodes that may join to replace lost ones",

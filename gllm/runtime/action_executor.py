@@ -196,10 +196,10 @@ class ActionExecutor:
                 head.nodes.measure(placement, self._config, head.model_folder)
             case ChooseLayers():
                 self._listener.on_all_measured()
-            case PrepareLayers(number, placement, cause):
+            case PrepareLayers(number, placement, cause, node):
                 head = self.connections
                 log.info("%s: the layers are loaded while the engine serves", cause)
-                head.nodes.prepare(placement, self._config, head.model_folder, number)
+                head.nodes.prepare(placement, self._config, head.model_folder, number, node)
             case BeginChange(kind, cause):
                 self._deaths.begin_change(kind, cause)
                 log.info("%s; requests: %d", cause, self._client.num_requests)

@@ -190,6 +190,15 @@ class LayerPlanner:
         """Note a machine that has joined after the start."""
         self._machines[node] = machine
 
+    def find_costliest(self, stages: Sequence[int]) -> int:
+        """Return the stage whose layers cost most, of one or more."""
+
+        def cost_of(stage: int) -> float:
+            layers = self._layers[stage]
+            return self._costs[stage].cost_of(layers.start, layers.stop)
+
+        return max(stages, key=cost_of)
+
     def extend(
         self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
     ) -> NodeShape | None:

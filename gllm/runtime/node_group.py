@@ -139,13 +139,23 @@ class NodeGroup(Node):
             remote.assign(assignment, folder)
 
     def prepare(
-        self, placement: Placement, config: EngineConfig, folder: Path, change: int
+        self,
+        placement: Placement,
+        config: EngineConfig,
+        folder: Path,
+        change: int,
+        node: str | None = None,
     ) -> None:
-        """See Node; machines that are lost meanwhile are left out."""
-        self.local.prepare(placement, config, folder, change)
+        """See Node; machines that are lost meanwhile are left out.
+
+        node: the only machine whose workers load layers; None for all.
+        """
+        if node in (None, LOCAL_NODE):
+            self.local.prepare(placement, config, folder, change)
         assignment = NodeAssignment(placement, config, change=change)
         for remote in self._remotes_of(placement):
-            remote.assign(assignment, folder)
+            if node in (None, remote.node_name):
+                remote.assign(assignment, folder)
 
     def assign(
         self,

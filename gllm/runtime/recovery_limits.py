@@ -28,6 +28,7 @@ def make_recovery(
         recut=planner.recut,
     )
     recovery.extend = planner.extend
+    recovery.find_costliest = planner.find_costliest
     recovery.uses_joined_nodes = config.rebalance
     return recovery
 
@@ -44,6 +45,7 @@ def make_recovery_limits(config: EngineConfig, nodes: NodesConfig | None) -> Rec
         config.recovery_timeout,
         # Without restarts nothing could use a standby worker.
         config.standby_workers if config.max_restarts else 0,
+        spare_preloads=nodes is not None and nodes.spare_preloads,
         node_return_seconds=0.0 if nodes is None else nodes.node_return_timeout,
         join_seconds=0.0 if nodes is None else nodes.join_timeout,
     )

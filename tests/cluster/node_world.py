@@ -36,6 +36,7 @@ class NodeWorld(World):
         if can_extend:
             self.recovery.extend = self.extend
         self.recovery.uses_joined_nodes = uses_joined_nodes
+        self.recovery.find_costliest = max
         self.dismissed: list[str] = []
         """Nodes that were drained, in order."""
         self.up = dict.fromkeys(nodes, 99)
@@ -94,7 +95,10 @@ class NodeWorld(World):
         known = self.alive - self.dropped - self.reserved
         standbys = [s for s in known if self.place[s] is None]
         counts = Counter(self.node_of[sender] for sender in standbys)
-        assert all(count <= self.limits.num_standbys for count in counts.values())
+        for node, count in counts.items():
+            is_spare = self.limits.spare_preloads and node not in self.recovery.stage_nodes
+            most = max(self.limits.num_standbys, max(self.shape.degrees) * is_spare)
+            assert count <= most
 
     def _execute(self, action: Action) -> None:
         match action:
@@ -165,6 +169,7 @@ class NodeWorld(World):
 
     def _assign(self, action: object) -> None:
         assert self.recovery.placement is not None
+        assert not self.dropped & self.alive, "a stage that was dropped may still compute"
         workers = self.recovery.placement.workers
         assert {worker.node for worker in workers} <= self.up.keys(), "a place on a lost node"
         assert all(self.node_of[worker.sender] == worker.node for worker in workers)

@@ -286,3 +286,43 @@ def test_a_node_that_cannot_prepare_its_layers_loads_them_later() -> None:
     assert not world.is_attached
     world.finish_change()
     assert world.dismissed == ["b"]
+
+
+def test_a_spare_holds_the_layers_of_the_costliest_stage() -> None:
+    world = NodeWorld(
+        [1, 1, 2], [LOCAL_NODE, "b", "c"], RecoveryLimits(spare_preloads=True), can_recut=False
+    )
+    world.start()
+    world.settle()
+    world.log.clear()
+    world.join("small", 1)
+    assert world.log == [], "it has no place for two ranks"
+    world.join("s", 2)
+    assert kinds(world) == [SpawnWorker, SpawnWorker, PrepareLayers]
+    (action,) = actions_of(world, PrepareLayers)
+    assert action.node == "s"
+    standbys = sorted(world.preloaded)
+    assert [world.preloaded[sender] for sender in standbys] == [(2, 0), (2, 1)]
+    world.commit()
+    world.wait(1000.0)
+    assert len(actions_of(world, PrepareLayers)) == 1, "once is enough"
+    # One that dies is started again, and loads the layers again.
+    world.exit(standbys[1])
+    world.wait(60.0)
+    standbys = sorted(set(world.preloaded) & world.alive)
+    assert len(actions_of(world, PrepareLayers)) == 2
+    world.log.clear()
+    world.lose_node("c", is_death=False)
+    world.settle()
+    assert senders(world)[2:] == standbys, "the ranks that hold the layers"
+
+
+def test_a_spare_holds_other_layers_once_the_stages_have_others() -> None:
+    world = ready_world([LOCAL_NODE, "b"], spare_preloads=True)
+    world.join("s", 1)
+    assert len(actions_of(world, PrepareLayers)) == 1
+    world.run(world.recovery.change_layers([(0, 1), (1, 4)], "faster", world.now))
+    world.finish_change()
+    change, preload = actions_of(world, PrepareLayers)[1:]
+    assert (change.node, preload.node) == (None, "s")
+    assert preload.placement.layers == [(0, 1), (1, 4)]

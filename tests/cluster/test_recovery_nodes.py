@@ -85,6 +85,7 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
     max_restarts=st.integers(0, 4),
     num_standbys=st.integers(0, 2),
     seed=st.integers(0, 99),
+    spare_preloads=st.booleans(),
     flags=st.tuples(*[st.booleans()] * 4),
     rows=st.lists(
         st.tuples(
@@ -100,13 +101,14 @@ def test_random_losses_end_in_a_ready_or_a_dead_engine(
     max_restarts: int,
     num_standbys: int,
     seed: int,
+    spare_preloads: bool,
     flags: tuple[bool, bool, bool, bool],
     rows: list[tuple[str, int, float]],
 ) -> None:
     # Neighbouring stages share a node, and the first ones are on the head's.
     numbers = sorted(node for _, node in stages)
     nodes = [LOCAL_NODE if node == numbers[0] else f"node-{node}" for node in numbers]
-    limits = RecoveryLimits(max_restarts, num_standbys=num_standbys)
+    limits = RecoveryLimits(max_restarts, num_standbys=num_standbys, spare_preloads=spare_preloads)
     degrees = [degree for degree, _ in stages]
     world = NodeWorld(degrees, nodes, limits, seed, *flags)
     world.start()

@@ -69,6 +69,8 @@ class World:
         """Workers that prepare a planned change, by its number; of the present one only."""
         self.reserved: set[int] = set()
         """Workers that were started for a planned change and have no place yet."""
+        self.preloaded: dict[int, tuple[int, int]] = {}
+        """Stage and rank whose layers a standby worker holds, by sender."""
         self.is_planned = False
         """True while a planned change of the stages begins."""
         self.num_prepared = 0
@@ -98,7 +100,7 @@ class World:
     def run(self, actions: list[Action]) -> None:
         """Execute actions, with all checks."""
         for action in actions:
-            if isinstance(action, PrepareLayers):
+            if isinstance(action, PrepareLayers) and action.node is None:
                 senders = action.placement.senders
                 self.reserved |= {s for s in senders if self.place.get(s) is None}
         for action in actions:
@@ -155,6 +157,8 @@ class World:
                 self.num_measurements += 1
                 self.instances |= dict.fromkeys(placement.senders, self.generation)
                 self.pending["measured"] = set(placement.senders)
+            case PrepareLayers(_, placement, _, str(node)):
+                self._preload(placement, node)
             case PrepareLayers(number, placement):
                 self._prepare(number, placement)
             case BeginChange(kind):
@@ -233,6 +237,15 @@ class World:
         assert placement.layers[-1][1] == self.layers[-1][1], "all layers"
         self.preparing = {number: set(placement.senders)}
         assert {s for s in placement.senders if self.place[s] is None} <= self.reserved
+
+    def _preload(self, placement: Placement, node: str) -> None:
+        """Note the layers that standby workers of a spare load."""
+        assert self.is_attached
+        assert placement.layers == self.layers
+        for worker in placement.workers_on(node):
+            assert worker.sender in self.alive - self.killed
+            assert self.place[worker.sender] is None
+            self.preloaded[worker.sender] = (worker.stage, worker.rank)
 
     def change_shape(self, shape: NodeShape) -> None:
         """Follow other layers on the same workers."""
