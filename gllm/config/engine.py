@@ -71,7 +71,8 @@ class EngineConfig:
     rebalance: bool = option(
         False,
         "divide the layers anew while serving, with a short pause of all streams, when measured "
-        "step times show that another division is faster by more than 15 % for some time",
+        "step times show that another division is faster by more than 15 % for some time, or a "
+        "machine that has joined makes it so",
     )
     chat_template: str | None = option(
         None, "Jinja file with the chat template; default: the model's own", parse=input_file
