@@ -1,20 +1,19 @@
 """Prediction of a stage's next decode step, from the begin and end of its earlier ones."""
 
-from collections import deque
-
-from gllm.pacing.slack import MAX_ROUNDS, StageClock
+from gllm.pacing.slack import StageClock
 
 GAIN = 0.25
 """Weight of the latest duration in a mean."""
 MAX_GAP_SECONDS = 5.0
-"""Time after which a micro-batch that has not begun again has ended."""
+"""Longest time between two decode steps that counts: later ones belong to other requests."""
 
 
 class DecodeClock:
     """Feeds a StageClock with what the data mover sees of the decode lane's ring.
 
     The duration of a decode step, T_i(n) of the paper, is the time from its begin to its signal.
-    Its round, T_o + T_m, is that from a signal to the next one of the same micro-batch.
+    Its round, T_o + T_m, is taken to be the time from a signal to the next one: with several
+    micro-batches under way their outputs alternate, and the next one counts.
     """
 
     def __init__(self) -> None:
@@ -23,10 +22,12 @@ class DecodeClock:
         """Turn whose begin was seen last."""
         self._begin_time: float | None = None
         """Begin of the step that is computed; None between two steps."""
-        self._stage_seconds = self._gap_seconds = 0.0
-        """Mean durations of a step, and from its signal to the micro-batch's next begin."""
-        self._ends: deque[float] = deque(maxlen=MAX_ROUNDS)
-        """Times of signals whose micro-batch has not begun again, oldest first."""
+        self._end_time: float | None = None
+        """End of the latest step; None before the first one."""
+        self._stage_seconds: float | None = None
+        """Mean duration of a step; None before the first one."""
+        self._gap_seconds: float | None = None
+        """Mean time from a signal to the next begin; None before the second step."""
 
     def on_begin(self, turn: int, begin: float) -> None:
         """Note the begin of the latest decode step; ignored if it is known.
@@ -38,28 +39,25 @@ class DecodeClock:
         if turn <= self._last_begin:
             return
         self._last_begin, self._begin_time = turn, begin
-        limit = min(MAX_GAP_SECONDS, 2 * self._round_seconds or MAX_GAP_SECONDS)
-        while self._ends and begin - self._ends[0] > limit:
-            self._ends.popleft()
-        if self._ends:
-            gap = begin - self._ends.popleft()
-            self._gap_seconds += (GAIN if self._gap_seconds else 1.0) * (gap - self._gap_seconds)
-        self._clock.on_decode_started(begin, self._stage_seconds)
+        if self._end_time is not None and begin - self._end_time <= MAX_GAP_SECONDS:
+            self._gap_seconds = _mean(self._gap_seconds, max(0.0, begin - self._end_time))
+        self._clock.on_decode_started(begin, self._stage_seconds or 0.0)
 
     def on_end(self, now: float) -> None:
-        """Note that the latest decode step has been signalled."""
+        """Note that the latest decode step has been signalled; `on_begin` may have missed it."""
         if self._begin_time is not None:
-            seconds = now - self._begin_time
-            mean = self._stage_seconds
-            self._stage_seconds += (GAIN if mean else 1.0) * (seconds - mean)
-        self._begin_time = None
-        self._ends.append(now)
-        self._clock.on_decode_finished(now, self._round_seconds)
+            self._stage_seconds = _mean(self._stage_seconds, now - self._begin_time)
+        self._begin_time, self._end_time = None, now
+        round_seconds = (self._gap_seconds or 0.0) + (self._stage_seconds or 0.0)
+        # Rounds of earlier steps predict nothing that this one does not.
+        self._clock = StageClock()
+        self._clock.on_decode_finished(now, round_seconds)
 
     def slack_seconds(self, now: float) -> float | None:
         """Return the time until the next decode step is ready; None if none is under way."""
         return self._clock.slack_seconds(now)
 
-    @property
-    def _round_seconds(self) -> float:
-        return self._gap_seconds + self._stage_seconds
+
+def _mean(mean: float | None, value: float) -> float:
+    """Return a moving mean after another value."""
+    return value if mean is None else mean + GAIN * (value - mean)

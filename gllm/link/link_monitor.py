@@ -1,7 +1,7 @@
 """Monitor of an edge's connection: reads TCP's measurements, and sets the limits that follow."""
 
 from collections import deque
-from math import inf
+from math import inf, isinf
 
 from gllm.link.connection import FrameConnection
 from gllm.link.tcp import TcpInfo
@@ -162,4 +162,6 @@ class LinkMonitor:
 
 def _differs(value: float, present: float) -> bool:
     """Return whether a limit has to be set again."""
-    return value != present and not abs(value - present) <= LIMIT_TOLERANCE * present
+    if isinf(value) or isinf(present):
+        return value != present
+    return abs(value - present) > LIMIT_TOLERANCE * present

@@ -22,8 +22,9 @@ FAST_BYTES_PER_SECOND = 125e6
 """Rate from which on nothing is paced: a chunk takes no longer than the timers are precise."""
 MIN_UNSENT_BYTES = 16_384
 """Least limit of the kernel's buffer: smaller ones leave gaps between packets."""
-UNSENT_SECONDS = 1e-3
-"""Time of the link that the kernel's buffer may hold, but at least MIN_UNSENT_BYTES."""
+UNSENT_SECONDS = 3e-3
+"""Time of the link that the kernel's buffer may hold, but at least MIN_UNSENT_BYTES: the link is
+idle if the writing thread wakes up later."""
 
 
 class SendRate:

@@ -19,6 +19,7 @@ from gllm.pacing.send_rate import (
     MIN_UNSENT_BYTES,
     PACING_SHARE,
     TRIAL_SHARE,
+    UNSENT_SECONDS,
     SendRate,
 )
 from tests.examples import num_examples
@@ -230,4 +231,4 @@ def test_fast_links_are_not_paced_and_may_buffer_more(rate: float) -> None:
     limits = SendRate(FixedEstimator(rate))
     pacing = limits.pacing_bytes_per_second(0, has_prefill=True)
     assert (pacing == inf) == (rate >= FAST_BYTES_PER_SECOND)
-    assert limits.unsent_bytes() == max(MIN_UNSENT_BYTES, int(rate / 1000))
+    assert limits.unsent_bytes() == max(MIN_UNSENT_BYTES, int(rate * UNSENT_SECONDS))
