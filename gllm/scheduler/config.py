@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, option
+from gllm.scheduler.lanes import LANE_NAMES
 
 POLICY_NAMES = (
     "auto",
@@ -95,6 +96,12 @@ class SchedulerConfig:
         ge=0,
         le=INT32_MAX,
     )
+    lanes: str = option(
+        "auto",
+        "orders of micro-batches; 2: decodes overtake prefill, in micro-batches of their own; "
+        "auto: 1",
+        choices=LANE_NAMES,
+    )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
     async_scheduling: bool = option(
         True,
@@ -127,8 +134,24 @@ class SchedulerConfig:
                 f"max_prefill_tokens ({self.max_prefill_tokens}): lower one or raise the other"
             )
 
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes, once resolved."""
+        return 2 if self.lanes == "2" else 1
+
+    def count_lanes(self, stages: int, has_tcp_edges: bool, num_ranks: int) -> int:
+        """Return the number of lanes of one pipeline; the arguments are those of `resolve`."""
+        # The ranks of a stage have to compute the same steps in the same order.
+        can_overtake = stages > 1 and num_ranks == 1
+        return 2 if can_overtake and self.lanes == "2" else 1
+
     def resolve(
-        self, stages: int, num_blocks: int, max_model_len: int, has_tcp_edges: bool = False
+        self,
+        stages: int,
+        num_blocks: int,
+        max_model_len: int,
+        has_tcp_edges: bool = False,
+        num_ranks: int = 1,
     ) -> "SchedulerConfig":
         """Return this configuration for one pipeline, with every None replaced.
 
@@ -137,6 +160,7 @@ class SchedulerConfig:
             num_blocks: number of KV blocks on each stage.
             max_model_len: maximum length of a sequence in tokens.
             has_tcp_edges: True if stages on different machines are connected by TCP.
+            num_ranks: largest number of ranks of a stage.
 
         Raises:
             ValueError: the cache cannot hold one sequence of full length.
@@ -158,6 +182,7 @@ class SchedulerConfig:
             self,
             policy=policy,
             async_scheduling=async_scheduling,
+            lanes=str(self.count_lanes(stages, has_tcp_edges, num_ranks)),
             max_in_flight=self.max_in_flight or max_in_flight,
             max_num_batched_tokens=self.max_num_batched_tokens or max_num_batched_tokens,
             stages=stages,

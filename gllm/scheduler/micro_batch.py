@@ -67,6 +67,31 @@ class MicroBatchFiller:
             return rows
         return rows + self._schedule_prefills(rows, cost, now)
 
+    def fill_lane(self, now: float, decodes_fit: bool, prefill_fits: bool) -> list[ScheduledRow]:
+        """Return rows of one lane by the policy's budgets: all of them decodes, or all prefill.
+
+        Decodes get their blocks first, as in `fill`. While a decode lacks a block, prefill is
+        therefore scheduled only after all ready decodes have been tried.
+
+        Args:
+            now: current time in seconds.
+            decodes_fit: another plan of decodes may be in flight.
+            prefill_fits: another plan of prefill may be in flight.
+        """
+        if prefill_fits:
+            self._preemption.preempt_for_head()
+        prefill_leads = self._policy.runs_prefill_first and not self.is_decode_stalled
+        if prefill_leads and prefill_fits and (rows := self._schedule_prefills([], 0.0, now)):
+            return rows
+        if decodes_fit:
+            if rows := self._schedule_decodes()[0]:
+                return rows
+        elif self.is_decode_stalled:
+            return []
+        if prefill_leads or not prefill_fits:
+            return []
+        return self._schedule_prefills([], 0.0, now)
+
     def _schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
         """Return decode rows, those of one token first, and their cost for the policy."""
         budget, cost = self._policy.decode_budget(self._queues.load()), 0.0

@@ -47,6 +47,15 @@ class StepPlan(NamedTuple):
     released_seqs: list[int]
     """Finished sequences whose steps have all committed. No plan names them from this one on, and
     stages drop them."""
+    lane: int = 0
+    """DECODE_LANE or PREFILL_LANE (gllm/scheduler/lanes.py); 0 with one lane."""
+    num_other_steps: int = 0
+    """Earlier steps in the other lane."""
+
+    @property
+    def turn(self) -> int:
+        """Number of the step within its lane, without gaps; with one lane the step number."""
+        return self.step - self.num_other_steps
 
 
 class SampledToken(NamedTuple):

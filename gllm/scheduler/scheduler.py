@@ -6,7 +6,9 @@ I/O, no tensors. The driver of a pipeline and the simulator call the same method
 """
 
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.parallelism import ParallelismGauge
@@ -52,10 +54,10 @@ class Scheduler:
         self.kv_cache = KVCacheManager(config)
         policy = policy or POLICIES[config.policy](config)
         self._block_size = config.block_size
-        self._max_in_flight = config.max_in_flight
+        self._has_lanes = config.num_lanes > 1
         self._table = SequenceTable()
         self._sequences = self._table.sequences
-        self._in_flight: dict[int, StepPlan] = {}
+        self._in_flight = InFlightPlans(config.num_lanes, config.max_in_flight)
         self.learns_step_times = policy.learns_step_times
         observe = policy.observe_step if self.learns_step_times else None
         self._step_times = StepTimeCollector(observe, config.stages)
@@ -103,8 +105,8 @@ class Scheduler:
         spreads the decodes over the stages.
 
         Args:
-            depth: limit of the micro-batches in flight, over which the policy spreads the decodes:
-                #PP_depth. At most `max_in_flight` counts.
+            depth: limit of the micro-batches in flight of each lane, over which the policy spreads
+                the decodes: #PP_depth. At most `max_in_flight` counts.
             max_prefill_tokens: limit of the prefill in a micro-batch; None for no other than the
                 policy's.
 
@@ -120,25 +122,29 @@ class Scheduler:
             raise ValueError(
                 f"depth {depth}, max_prefill_tokens {max_prefill_tokens}: both are at least 1"
             )
-        self._max_in_flight = self._queues.depth = min(depth, config.max_in_flight)
+        self._in_flight.limit = self._queues.depth = min(depth, config.max_in_flight)
         self._filler.max_prefill_tokens = max_prefill_tokens
 
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next micro-batch; None if nothing can run or too many are in flight."""
-        if len(self._in_flight) >= self._max_in_flight or not self._sequences:
+        has_room = self._in_flight.has_room
+        if not any(has_room) or not self._sequences:
             return None
         counters = self._counters
         num_decodes, num_prefills = counters.decode_tokens, counters.prefill_tokens
-        rows = self._filler.fill(now, self._last_plan_had_decodes)
+        if self._has_lanes:
+            rows = self._filler.fill_lane(now, *has_room)
+        else:
+            rows = self._filler.fill(now, self._last_plan_had_decodes)
         if not rows and not self._in_flight:
             rows = self._filler.force(self._sequences, now)
         if not rows:
             return None
-        plan = StepPlan(counters.steps, rows, self._table.pop_released())
-        self._in_flight[plan.step] = plan
-        counters.steps += 1
         num_decodes = counters.decode_tokens - num_decodes
         num_prefills = counters.prefill_tokens - num_prefills
+        lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
+        plan = self._in_flight.add(counters.steps, rows, self._table.pop_released(), lane)
+        counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
         self._queues.tally.num_decode_plans += self._last_plan_had_decodes
         self._step_times.on_scheduled(plan)
@@ -146,14 +152,11 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> StepOutput:
-        """Apply the result of the oldest plan in flight.
+        """Apply the result of the oldest plan in flight of its lane.
 
         Raises:
             ValueError: the result belongs to another plan or lacks a row.
         """
-        step = next(iter(self._in_flight), None)
-        if step != result.step:
-            raise ValueError(f"result of step {result.step} came, but step {step} is next")
         plan = self._in_flight.pop(result.step)
         sampled = {token.seq: token for token in result.sampled_tokens}
         output = StepOutput([], [], [], [], count_tokens(plan.rows))
@@ -178,7 +181,7 @@ class Scheduler:
 
     def available_parallelism(self) -> int:
         """Return the number of stages that the present work could keep busy with any plans."""
-        return self._parallelism.count(self._in_flight.values())
+        return self._parallelism.count(self._in_flight.plans)
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
         """Return the requests that have not ended, as another scheduler continues them."""

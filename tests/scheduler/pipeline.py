@@ -11,11 +11,11 @@ fails.
 """
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
+from gllm.scheduler.block_table_replica import BlockTableReplica
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import (
     ON_DEVICE,
@@ -85,52 +85,52 @@ class Stage:
     mirror: BlockTableReplica = field(default_factory=BlockTableReplica)
     cache: dict[int, int | None] = field(default_factory=dict)
 
-    def run(
-        self,
-        plan: StepPlan,
-        texts: dict[int, Text],
-        broken: Container[int],
-        faulty: Iterable[int] = (),
-    ) -> set[int]:
-        """Compute a plan; the sequences whose rows are NaN. broken: sequences of which a step has
-        failed. faulty: sequences whose rows become NaN here."""
-        nan = set()
+    def prepare(self, plan: StepPlan) -> list[list[int]]:
+        """Take a plan's block tables over, in the order of the plans; the table of each row."""
+        tables = []
         for row, followed in zip(plan.rows, self.mirror.apply(plan), strict=True):
             assert len(followed.block_ids) == -(-(row.start + row.num_tokens) // self.block_size)
-            if row.seq in broken:
-                self._write(row, followed, [hash(("broken", plan.step))] * row.num_tokens)
-            elif self._run_row(row, followed, texts[row.seq].digests, row.seq in faulty):
-                nan.add(row.seq)
+            tables.append(list(followed.block_ids))
         self.mirror.release(plan.released_seqs)
+        return tables
+
+    def compute(
+        self,
+        plan: StepPlan,
+        tables: list[list[int]],
+        texts: dict[int, Text],
+        broken: dict[int, int],
+        faulty: Iterable[int] = (),
+    ) -> set[int]:
+        """Compute a plan; the sequences whose rows are NaN. broken: sequences of which a step
+        fails, with that step. faulty: sequences whose rows become NaN here."""
+        nan = set()
+        for row, table in zip(plan.rows, tables, strict=True):
+            if broken.get(row.seq, plan.step) < plan.step:
+                self._write(row, table, [hash(("broken", plan.step))] * row.num_tokens)
+            elif self._run_row(row, table, texts[row.seq].digests, row.seq in faulty):
+                nan.add(row.seq)
         return nan
 
-    def skip(self, plan: StepPlan) -> None:
-        """Take a plan's block tables over without computing anything."""
-        self.mirror.apply(plan)
-        self.mirror.release(plan.released_seqs)
-
     def _run_row(
-        self, row: ScheduledRow, followed: SequenceView, digests: list[int], faulty: bool
+        self, row: ScheduledRow, table: list[int], digests: list[int], faulty: bool
     ) -> bool:
         end = row.start + row.num_tokens
         assert end <= len(digests)
         for position in range(row.start):
-            held = self.cache[self._slot(followed, position)]
+            held = self.cache[self._slot(table, position)]
             faulty = faulty or held is NAN
             assert held in (NAN, digests[position])
-        self._write(row, followed, [NAN] * row.num_tokens if faulty else digests[row.start : end])
+        self._write(row, table, [NAN] * row.num_tokens if faulty else digests[row.start : end])
         return faulty
 
-    def _write(
-        self, row: ScheduledRow, followed: SequenceView, values: Sequence[int | None]
-    ) -> None:
+    def _write(self, row: ScheduledRow, table: list[int], values: Sequence[int | None]) -> None:
         for position, value in enumerate(values, start=row.start):
-            self.cache[self._slot(followed, position)] = value
+            self.cache[self._slot(table, position)] = value
 
-    def _slot(self, followed: SequenceView, position: int) -> int:
-        return followed.block_ids[position // self.block_size] * self.block_size + (
-            position % self.block_size
-        )
+    def _slot(self, table: list[int], position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return table[block] * self.block_size + offset
 
 
 class Pipeline:
@@ -202,21 +202,30 @@ class Pipeline:
         return plan
 
     def _run(self, plan: StepPlan, fails: bool, faulty: Iterable[int]) -> None:
-        *others, last = self.stages
-        nan: set[int] = set()
-        for stage in others:
-            nan |= stage.run(plan, self.texts, self.broken)
+        tables = [stage.prepare(plan) for stage in self.stages]
+        self._begin(plan, fails)
+        for stage in range(len(self.stages)):
+            self._compute(stage, plan, tables[stage], faulty)
+
+    def _begin(self, plan: StepPlan, fails: bool) -> None:
+        self.nan[plan.step] = set()
         if fails:
-            last.skip(plan)
             self.failed.add(plan.step)
             self.broken = {row.seq: plan.step for row in plan.rows} | self.broken
-        else:
-            nan |= last.run(plan, self.texts, self.broken, faulty)
-        self.nan[plan.step] = nan
+
+    def _compute(
+        self, stage: int, plan: StepPlan, tables: list[list[int]], faulty: Iterable[int]
+    ) -> None:
+        """Compute a step on a stage; one that fails does nothing on the last stage."""
+        is_last = stage == len(self.stages) - 1
+        if not (is_last and plan.step in self.failed):
+            faulty = faulty if is_last else ()
+            nan = self.stages[stage].compute(plan, tables, self.texts, self.broken, faulty)
+            self.nan[plan.step] |= nan
 
     def commit(self, errors: dict[int, str] | None = None) -> StepOutput:
         """Return the oldest plan's result; sequences in `errors` fail."""
-        plan = self.plans.popleft()
+        plan = self._pop_plan()
         for row in plan.rows:
             self.scored[row.seq].update(range(row.start, row.start + row.num_tokens))
         outcome = self.scheduler.commit(self._result(plan, errors or {}))
@@ -233,6 +242,10 @@ class Pipeline:
             self.ended[end.seq] = end.finish_reason
         self.check()
         return outcome
+
+    def _pop_plan(self) -> StepPlan:
+        """The plan whose result comes next."""
+        return self.plans.popleft()
 
     def _result(self, plan: StepPlan, errors: dict[int, str]) -> StepResult:
         nan = self.nan.pop(plan.step)
@@ -274,7 +287,8 @@ class Pipeline:
         assert not cached & set(pool._free)
         assert not held.keys() & (cached | set(pool._free))
         assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
-        assert len(self.plans) <= self.config.max_in_flight
+        for lane in range(self.config.num_lanes):
+            assert sum(plan.lane == lane for plan in self.plans) <= self.config.max_in_flight
         assert len(scheduler.kv_cache.running) <= self.config.max_num_seqs
         self._check_tally()
         for sequence in scheduler.kv_cache.running.values():

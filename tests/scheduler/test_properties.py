@@ -16,8 +16,8 @@ EXAMPLES = num_examples(30, 200)
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
-    """A pipeline whose cache holds from one full-length sequence up."""
+def configs(draw: st.DrawFn, lanes: str = "1") -> SchedulerConfig:
+    """A configuration whose cache holds from one full-length sequence up."""
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     max_model_len = draw(st.integers(2, 60))
     blocks = -(-max_model_len // block_size)
@@ -32,14 +32,21 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         max_num_seqs=draw(st.integers(1, 12)),
         max_in_flight=draw(st.none() | st.integers(1, 9)),
         expected_output_tokens=draw(st.sampled_from([0, 1, 16, 256])),
+        lanes=lanes,
         phase_pure=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
         block_size=block_size,
         prefix_cache=draw(st.booleans()),
     )
-    stages = draw(st.integers(1, 8))
+    stages = draw(st.integers(int(lanes), 8))
     num_blocks = blocks + draw(st.integers(0, 3 * blocks))
-    return Pipeline(config.resolve(stages, num_blocks, max_model_len), draw(st.booleans()))
+    return config.resolve(stages, num_blocks, max_model_len)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    """A pipeline of any such configuration."""
+    return Pipeline(draw(configs()), draw(st.booleans()))
 
 
 def random_request(rng: Random, seq: int, longest: int) -> SchedulerRequest:
@@ -79,6 +86,19 @@ def drive(pipeline: Pipeline, rng: Random, steps: int) -> None:
             pipeline.schedule()
 
 
+def check_outputs(pipeline: Pipeline) -> None:
+    """Every request has ended with its tokens, and nothing of it is left."""
+    for seq, request in pipeline.requests.items():
+        alone = generate(request, pipeline.forces)
+        if pipeline.ended[seq] == "abort":
+            assert pipeline.generated[seq] == alone[: len(pipeline.generated[seq])]
+        else:
+            assert pipeline.generated[seq] == alone
+    stats = pipeline.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.in_flight, stats.kv_usage) == (0, 0, 0, 0.0)
+    assert not pipeline.scheduler.stats().unfinished
+
+
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -91,15 +111,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 ) -> None:
     drive(pipeline, Random(seed), STEPS)
     pipeline.drain()
-    for seq, request in pipeline.requests.items():
-        alone = generate(request, pipeline.forces)
-        if pipeline.ended[seq] == "abort":
-            assert pipeline.generated[seq] == alone[: len(pipeline.generated[seq])]
-        else:
-            assert pipeline.generated[seq] == alone
-    stats = pipeline.scheduler.stats()
-    assert (stats.running, stats.waiting, stats.in_flight, stats.kv_usage) == (0, 0, 0, 0.0)
-    assert not pipeline.scheduler.stats().unfinished
+    check_outputs(pipeline)
 
 
 @settings(max_examples=num_examples(20, 50), deadline=None, database=None)

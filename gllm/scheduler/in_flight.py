@@ -1,0 +1,62 @@
+"""Plans in flight: scheduled and not committed, by lane."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from gllm.scheduler.plan import ScheduledRow, StepPlan
+
+
+class InFlightPlans:
+    """Plans in flight; those of a lane are committed in the order in which they were added.
+
+    Args:
+        num_lanes: 1 or 2.
+        limit: largest number of plans per lane.
+    """
+
+    def __init__(self, num_lanes: int, limit: int) -> None:
+        self.limit = limit
+        self._plans: dict[int, StepPlan] = {}
+        """By step, the oldest first."""
+        self._lanes: list[deque[int]] = [deque() for _ in range(num_lanes)]
+        """Steps of each lane, the oldest first."""
+        self._num_planned = [0] * num_lanes
+        """Steps of each lane so far."""
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def plans(self) -> Iterable[StepPlan]:
+        """The plans, the oldest first."""
+        return self._plans.values()
+
+    @property
+    def has_room(self) -> list[bool]:
+        """Per lane, True if another plan may be added."""
+        return [len(steps) < self.limit for steps in self._lanes]
+
+    def add(
+        self, step: int, rows: list[ScheduledRow], released_seqs: list[int], lane: int
+    ) -> StepPlan:
+        """Add the plan of a step and return it."""
+        num_others = sum(self._num_planned) - self._num_planned[lane]
+        plan = StepPlan(step, rows, released_seqs, lane, num_others)
+        self._plans[step] = plan
+        self._lanes[lane].append(step)
+        self._num_planned[lane] += 1
+        return plan
+
+    def pop(self, step: int) -> StepPlan:
+        """Remove and return the plan of a step.
+
+        Raises:
+            ValueError: the step is not the oldest one of its lane.
+        """
+        plan = self._plans.get(step)
+        oldest = self._lanes[0 if plan is None else plan.lane]
+        if plan is None or oldest[0] != step:
+            next_step = oldest[0] if oldest else None
+            raise ValueError(f"result of step {step} came, but step {next_step} is next")
+        oldest.popleft()
+        return self._plans.pop(step)

@@ -1,0 +1,193 @@
+"""Two lanes: outputs, blocks and sequences are safe however the lanes overtake each other."""
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.lanes import DECODE_LANE, MAX_OVERTAKES, PREFILL_LANE, LaneOrder
+from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from tests.examples import num_examples
+from tests.scheduler.lane_pipeline import LanePipeline
+from tests.scheduler.pipeline import Pipeline, generate
+from tests.scheduler.test_properties import check_outputs, configs, drive
+
+EXAMPLES = num_examples(25, 300)
+STEPS = 200
+
+
+@st.composite
+def lane_pipelines(draw: st.DrawFn) -> LanePipeline:
+    """A pipeline of two lanes."""
+    rng = Random(draw(st.integers(0, 2**32)))
+    return LanePipeline(draw(configs(lanes="2")), rng, draw(st.booleans()))
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(pipeline=lane_pipelines(), seed=st.integers(0, 2**32))
+def test_every_request_ends_with_the_tokens_it_would_get_alone(
+    pipeline: LanePipeline, seed: int
+) -> None:
+    drive(pipeline, Random(seed), STEPS)
+    pipeline.drain()
+    check_outputs(pipeline)
+
+
+@settings(
+    max_examples=num_examples(15, 200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(pipeline=lane_pipelines(), seed=st.integers(0, 2**32))
+def test_failures_harm_no_other_sequence(pipeline: LanePipeline, seed: int) -> None:
+    """Steps that raise, rows that are NaN and sampling that fails, among steps that overtake."""
+    rng, seq = Random(seed), 0
+    for _ in range(STEPS):
+        if rng.random() < 0.1 and len(pipeline.alive) < 20:
+            longest = pipeline.config.max_model_len
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, longest - 1))]
+            max_tokens = rng.randint(1, longest - len(prompt))
+            pipeline.add(SchedulerRequest(seq, prompt, max_tokens, n=rng.choice([1, 2])))
+            seq += pipeline.requests[seq].n
+        if pipeline.plans and rng.random() < 0.5:
+            errors = {seq: "sampling failed" for seq in pipeline.alive if rng.random() < 0.02}
+            pipeline.commit(errors)
+        else:
+            faulty = [seq for seq in pipeline.alive if rng.random() < 0.01]
+            pipeline.schedule(fails=rng.random() < 0.03, faulty=faulty)
+    pipeline.drain()
+    for each, request in pipeline.requests.items():
+        alone = generate(request, pipeline.forces)
+        if pipeline.ended[each] == "error":
+            assert pipeline.generated[each] == alone[: len(pipeline.generated[each])]
+        else:
+            assert pipeline.generated[each] == alone
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_steps_overtake_under_every_policy(policy: str) -> None:
+    config = SchedulerConfig(
+        policy=policy, lanes="2", max_num_batched_tokens=16, max_num_seqs=6, max_in_flight=3
+    )
+    pipeline = LanePipeline(config.resolve(2, 400, 100), Random(7))
+    for seq in range(12):
+        pipeline.add(SchedulerRequest(seq, [seq] * 40, 5 + seq % 5 * 10))
+    pipeline.drain()
+    check_outputs(pipeline)
+    assert all(pipeline.num_turns)
+    assert pipeline.num_overtakes
+
+
+@settings(max_examples=num_examples(20, 100), deadline=None, database=None)
+@given(config=configs(), seed=st.integers(0, 2**32))
+def test_with_one_lane_turns_are_steps(config: SchedulerConfig, seed: int) -> None:
+    class Checked(Pipeline):
+        def _check_plan(self, plan: StepPlan) -> None:
+            super()._check_plan(plan)
+            assert (plan.lane, plan.turn) == (0, plan.step)
+
+    pipeline = Checked(config)
+    drive(pipeline, Random(seed), 100)
+
+
+def two_lanes(limit: int = 2, **options: object) -> Scheduler:
+    config = SchedulerConfig(lanes="2", max_in_flight=limit, **options)  # type: ignore[arg-type]
+    return Scheduler(config.resolve(2, 64, 200))
+
+
+def next_plan(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan) -> None:
+    sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows if row.should_sample]
+    scheduler.commit(StepResult(plan.step, sampled))
+
+
+def test_each_lane_has_the_limit_of_plans_in_flight() -> None:
+    scheduler = two_lanes(policy="throttle", max_prefill_tokens=32)
+    scheduler.add(SchedulerRequest(0, [1], 50), 0.0)
+    scheduler.add(SchedulerRequest(1, [1], 50), 0.0)
+    commit(scheduler, next_plan(scheduler))
+    scheduler.add(SchedulerRequest(2, [1] * 150, 50), 0.0)
+    plans = [next_plan(scheduler) for _ in range(4)]
+    assert [(plan.lane, plan.turn) for plan in plans] == [(0, 0), (0, 1), (1, 1), (1, 2)]
+    assert [plan.step for plan in plans] == [1, 2, 3, 4]
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.stats().in_flight == 4
+    commit(scheduler, plans[0])
+    assert next_plan(scheduler).lane == DECODE_LANE
+    assert scheduler.schedule(0.0) is None
+    commit(scheduler, plans[2])
+    assert next_plan(scheduler).lane == PREFILL_LANE
+
+
+def test_results_of_a_lane_come_in_order() -> None:
+    scheduler = two_lanes(policy="throttle", max_prefill_tokens=32)
+    scheduler.add(SchedulerRequest(0, [1] * 100, 50), 0.0)
+    plans = [next_plan(scheduler) for _ in range(2)]
+    with pytest.raises(ValueError, match="result of step 1 came, but step 0 is next"):
+        commit(scheduler, plans[1])
+    for plan in plans:
+        commit(scheduler, plan)
+    with pytest.raises(ValueError, match="result of step 1 came, but step None is next"):
+        commit(scheduler, plans[1])
+
+
+def test_freed_blocks_go_to_the_decode_that_waits_for_them() -> None:
+    """Prefill takes none while a decode lacks a block, though the decode lane is full."""
+    scheduler = two_lanes(1, policy="throttle", block_size=16, expected_output_tokens=0)
+    scheduler.add(SchedulerRequest(0, [1] * 16, 50), 0.0)
+    commit(scheduler, next_plan(scheduler))
+    scheduler.add(SchedulerRequest(1, [2] * 199, 1), 0.0)
+    scheduler._filler.is_decode_stalled = True
+    plan = next_plan(scheduler)
+    assert plan.lane == DECODE_LANE
+    scheduler._filler.is_decode_stalled = True
+    assert scheduler.schedule(0.0) is None
+    commit(scheduler, plan)
+    assert [next_plan(scheduler).lane for _ in range(2)] == [DECODE_LANE, PREFILL_LANE]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "stages", "has_tcp_edges", "expected"),
+    [
+        ("auto", 2, False, 1),
+        ("auto", 2, True, 1),
+        ("1", 2, True, 1),
+        ("2", 2, False, 2),
+        ("2", 1, False, 1),
+    ],
+)
+def test_number_of_lanes(lanes: str, stages: int, has_tcp_edges: bool, expected: int) -> None:
+    config = SchedulerConfig(lanes=lanes).resolve(stages, 64, 200, has_tcp_edges)
+    assert config.num_lanes == expected
+
+
+def test_unknown_number_of_lanes_is_refused() -> None:
+    with pytest.raises(ValueError, match="lanes"):
+        SchedulerConfig(lanes="3")
+
+
+def test_prefill_waits_for_a_bounded_number_of_decode_steps() -> None:
+    order = LaneOrder()
+    assert order.choose(False, False) is None
+    assert [order.choose(True, False) for _ in range(100)] == [DECODE_LANE] * 100
+    for _ in range(3):
+        lanes = [order.choose(True, True) for _ in range(MAX_OVERTAKES + 1)]
+        assert lanes == [DECODE_LANE] * MAX_OVERTAKES + [PREFILL_LANE]
+    assert order.choose(True, True) == DECODE_LANE
+    assert order.choose(False, True) == PREFILL_LANE
+    assert [order.choose(True, True) for _ in range(MAX_OVERTAKES)] == [DECODE_LANE] * MAX_OVERTAKES
