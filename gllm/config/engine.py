@@ -210,6 +210,12 @@ class EngineConfig:
         stages = self.pipeline_parallel_size
         expand_degrees(self.tensor_parallel_size, stages)
         self._check_layers(stages)
+        if self.scheduler.lanes == "2" and max(self.stage_degrees) > 1:
+            raise FieldError(
+                "lanes",
+                f"lanes is 2, but tensor_parallel_size {self.tensor_parallel_size} gives a stage "
+                "several ranks, which compute all steps in one order: use lanes auto or 1",
+            )
         if self.debug_slowdown and len(self.debug_slowdown) != stages:
             raise ValueError(
                 f"debug_slowdown {self.debug_slowdown} has to give a factor for each of the "

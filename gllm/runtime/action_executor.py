@@ -41,7 +41,7 @@ from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.lifecycle import CloseGeneration, InitializeCache, StageLoaded
 from gllm.observability.logs import LogConfig
-from gllm.runtime.assignment import NodeAssignment, WorkerIdentity
+from gllm.runtime.assignment import NodeAssignment, WorkerIdentity, resolve_scheduler
 from gllm.runtime.client import EngineClient
 from gllm.runtime.commands import CommandRunner
 from gllm.runtime.deaths import DeathLog
@@ -293,10 +293,9 @@ class ActionExecutor:
         max_model_len, placement = self._config.max_model_len, self._recovery.placement
         assert max_model_len is not None
         assert placement is not None
-        scheduler = self._config.scheduler
         num_blocks = self._count_blocks(placement, max_model_len)
         try:
-            scheduler.resolve(placement.num_stages, num_blocks, max_model_len)
+            resolve_scheduler(self._config, placement, num_blocks)
         except ValueError as error:
             nodes = ", ".join(dict.fromkeys(worker.node for worker in placement.workers))
             cause = f"the memory of the nodes {nodes} does not suffice: {error}"

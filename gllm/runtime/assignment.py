@@ -15,6 +15,7 @@ from gllm.config.engine import EngineConfig
 from gllm.link.commands import LinkPeer
 from gllm.observability.logs import LogConfig
 from gllm.runtime.device import threads_per_worker
+from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.edge import Edge
 from gllm.transport.region import Region
 
@@ -29,6 +30,40 @@ class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
     hub_address: str
     """Address of the parent's hub."""
     logs: LogConfig
+
+
+def has_tcp_edges(config: EngineConfig, placement: Placement) -> bool:
+    """Return True if stages on different machines are connected by TCP.
+
+    On a trusted network NCCL may connect them.
+    """
+    return placement.has_remote_edges and not config.trusted_network
+
+
+def resolve_scheduler(
+    config: EngineConfig, placement: Placement, num_blocks: int | None = None
+) -> SchedulerConfig:
+    """Return the scheduler's configuration of a generation.
+
+    Args:
+        config: with max_model_len resolved.
+        placement: of the generation.
+        num_blocks: number of KV blocks on each stage; None as long as it is not known.
+
+    Raises:
+        ValueError: the cache cannot hold one sequence of full length.
+    """
+    scheduler, max_model_len = config.scheduler, config.max_model_len
+    assert max_model_len is not None
+    if num_blocks is None:
+        num_blocks = -(-max_model_len // scheduler.block_size)
+    return scheduler.resolve(
+        placement.num_stages,
+        num_blocks,
+        max_model_len,
+        has_tcp_edges(config, placement),
+        max(placement.degrees),
+    )
 
 
 class NodeAssignment(msgspec.Struct, frozen=True):
@@ -48,6 +83,13 @@ class NodeAssignment(msgspec.Struct, frozen=True):
     """Number of the planned change for which the workers only load layers; 0 for none."""
     peers: dict[str, LinkPeer] = {}
     """Data connections of all machines of the placement by name; empty if it has only one."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes of every edge."""
+        placement, scheduler = self.placement, self.config.scheduler
+        is_tcp = has_tcp_edges(self.config, placement)
+        return scheduler.count_lanes(placement.num_stages, is_tcp, max(placement.degrees))
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag=True):
@@ -140,11 +182,12 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def has_tcp_edges(self) -> bool:
-        """True if stages on different machines are connected by TCP.
+        """True if stages on different machines are connected by TCP."""
+        return has_tcp_edges(self.config, self.placement)
 
-        On a trusted network NCCL may connect them.
-        """
-        return self.placement.has_remote_edges and not self.config.trusted_network
+    def resolve_scheduler(self, num_blocks: int | None = None) -> SchedulerConfig:
+        """Return the scheduler's configuration; see `resolve_scheduler`."""
+        return resolve_scheduler(self.config, self.placement, num_blocks)
 
     @property
     def layers(self) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from gllm.runtime.executor import Executor
 from gllm.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
-    from gllm.runtime.assignment import StageAssignment
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
 
 
@@ -59,15 +58,3 @@ class DeviceBackend(Protocol):
     @property
     def num_compilations(self) -> int:
         """Kernels compiled since `prepare_steps`."""
-
-
-def resolve_step_limits(assignment: "StageAssignment") -> SchedulerConfig:
-    """Return the scheduler's configuration, resolved except for the number of KV blocks."""
-    config, max_model_len = assignment.config.scheduler, assignment.config.max_model_len
-    assert max_model_len is not None
-    return config.resolve(
-        assignment.num_stages,
-        -(-max_model_len // config.block_size),
-        max_model_len,
-        assignment.has_tcp_edges,
-    )

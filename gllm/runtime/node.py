@@ -195,7 +195,8 @@ class Node(ABC):
             if self.node_name not in (source, target):
                 continue
             name = f"{self._name}-edge-{spec.number}"
-            edge = create_edge(name, spec.transport, is_remote=source != target)
+            is_remote = source != target
+            edge = create_edge(name, spec.transport, is_remote, assignment.num_lanes)
             files.callback(edge.close)
             edges.append((spec, edge))
             if edge.is_remote:
@@ -228,7 +229,12 @@ class Node(ABC):
         peer = target if is_sender else source
         assert self.remote_edges is not None, "an engine on several machines has links"
         command = OpenLinkEdge(
-            assignment.placement.generation, number, is_sender, dials == is_sender, peer
+            assignment.placement.generation,
+            number,
+            is_sender,
+            dials == is_sender,
+            peer,
+            edge.num_lanes,
         )
         self.remote_edges.open(command, edge)
 

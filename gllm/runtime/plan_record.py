@@ -30,18 +30,24 @@ _MAX_READS = 3
 class PlanRecord:
     """Writing side: a slot per plan in flight with its rows, and one for held requests."""
 
-    def __init__(self, descriptor: int, max_in_flight: int, max_rows: int) -> None:
+    def __init__(
+        self, descriptor: int, max_in_flight: int, max_rows: int, num_lanes: int = 1
+    ) -> None:
         """Size and map the memory.
 
         Args:
             descriptor: of an empty memory file; it stays open and the caller's.
-            max_in_flight: most uncommitted plans.
+            max_in_flight: most uncommitted plans of a lane.
             max_rows: most rows of a plan; rows beyond are left out of the record.
+            num_lanes: number of lanes.
         """
         self._max_in_flight = max_in_flight
+        self._num_plans = max_in_flight * num_lanes
+        self._indices: dict[int, int] = {}
+        """Slot of each uncommitted plan, by step."""
         self._max_rows = max_rows
         self._stride = _SLOT_WORDS + max_rows
-        num_slots = max_in_flight + 1
+        num_slots = self._num_plans + 1
         size = 8 * (_HEADER_WORDS + self._stride * num_slots)
         os.ftruncate(descriptor, size)
         self._memory = mmap.mmap(descriptor, size)
@@ -50,16 +56,17 @@ class PlanRecord:
 
     def on_scheduled(self, plan: StepPlan) -> None:
         """Record a plan; called before any stage gets it."""
-        index = plan.step % self._max_in_flight
+        limit = self._max_in_flight
+        self._indices[plan.step] = index = plan.lane * limit + plan.turn % limit
         self._write(index, plan.step + 1, list(map(_seq_of, plan.rows)))
 
     def on_committed(self, step: int) -> None:
         """Remove a plan."""
-        self._words[_HEADER_WORDS + step % self._max_in_flight * self._stride] = 0
+        self._words[_HEADER_WORDS + self._indices.pop(step) * self._stride] = 0
 
     def on_held(self, seqs: list[int]) -> None:
         """Record the sequences whose grammar is being compiled, in place of those before."""
-        self._write(self._max_in_flight, 1 if seqs else 0, seqs)
+        self._write(self._num_plans, 1 if seqs else 0, seqs)
 
     def _write(self, index: int, number: int, seqs: list[int]) -> None:
         """Write a slot."""

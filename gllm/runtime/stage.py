@@ -6,6 +6,9 @@ next step computes. A single stage cannot compute the next step without its toke
 thread samples as well: a thread switch takes longer than most sampling. For a device, one thread
 queues the work and the other one waits for it.
 
+With two lanes (gllm/scheduler/lanes.py) a decode step overtakes prefill steps that wait. A stage of
+several ranks has one lane, because its ranks compute the same steps at the same time.
+
 The ranks of a stage run the same plans. Before each step they agree on its number and on whether it
 has failed; what fails later ends the generation, because the others wait in the middle of the step.
 """
@@ -16,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple
@@ -28,6 +31,7 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.batch import Batch
 from gllm.runtime.executor import Executor
+from gllm.runtime.step_queue import PreparedStep, create_step_queue
 from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 from gllm.transport.base import EdgeClosedError, Receiver, Sender, StepFailedError
 from gllm.transport.groups import StageGroups
@@ -47,13 +51,13 @@ class ComputedStep(NamedTuple):
 
 
 class StageRunner:
-    """Runs the plans of one rank of a stage in order."""
+    """Runs the plans of one rank of a stage, those of a lane in order."""
 
     def __init__(
         self,
         executor: Executor,
-        receiver: Receiver | None,
-        sender: Sender | None,
+        receivers: Sequence[Receiver],
+        senders: Sequence[Sender],
         on_result: Callable[[StepDone | GrammarReady], None],
         on_error: Callable[[BaseException], None],
         min_step_seconds: float = 0.0,
@@ -64,8 +68,8 @@ class StageRunner:
 
         Args:
             executor: with its KV cache allocated.
-            receiver: of the edge from the previous stage; None on the first stage.
-            sender: of the edge to the next stage; None on the last stage.
+            receivers: of the lanes of the edge from the previous stage; none on the first stage.
+            senders: of the lanes of the edge to the next stage; none on the last stage.
             on_result: called on the event loop with the messages for the driver.
             on_error: called on the event loop with the error that ends the stage; with
                 GroupClosedError if another rank has ended it.
@@ -82,21 +86,18 @@ class StageRunner:
         self._num_accepted = 0
         self._num_failed = 0
         self._executor = executor
-        self._receiver = receiver
-        self._sender = sender
+        self._receivers = receivers
+        self._senders = senders
         self._on_result = on_result
         self._on_error = on_error
         self._loop = asyncio.get_running_loop()
         self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
         self._groups = groups
         self._is_closed = False
-        self._prepared: queue.SimpleQueue[tuple[StepPlan, Batch | str] | None]
-        self._prepared = queue.SimpleQueue()
-        """Plans with their batches, or with the error of those that could not be prepared; None
-        after `close`."""
+        self._prepared = create_step_queue(max(len(receivers), len(senders)), receivers)
         self._computed: queue.SimpleQueue[ComputedStep | StepResult | None] = queue.SimpleQueue()
         """Input of the sampling thread; None after `close`."""
-        samples_beside = executor.has_sampler and receiver is not None
+        samples_beside = executor.has_sampler and bool(receivers)
         self._has_sampling_thread = executor.is_asynchronous or samples_beside
         self._threads = [
             threading.Thread(target=self._run_thread, args=(run,), name=run.__name__, daemon=True)
@@ -118,19 +119,20 @@ class StageRunner:
         """End the threads and drop the steps that are queued; blocks until the current step ends.
 
         No other method may be called at the same time or later. Nothing is reported from now on.
-        The receiver and the groups are cancelled, but not closed. A step that several ranks compute
-        ends at once.
+        The receivers and the groups are cancelled, but not closed. A step that several ranks
+        compute ends at once.
         """
         self._is_closed = True
         # Each of these wakes one of the threads, whatever it waits for.
-        self._prepared.put(None)
+        self._prepared.close()
         self._computed.put(None)
-        if self._receiver is not None:
-            self._receiver.cancel()
+        for receiver in self._receivers:
+            receiver.cancel()
         self._cancel_groups()
         self._executor.fail_sequences(CLOSED)
         for thread in self._threads:
             thread.join()
+        self._prepared.free()
         # Others may keep this object for longer, but the memory of the groups is freed now.
         self._groups = None
 
@@ -178,7 +180,7 @@ class StageRunner:
             batch = format_error(error)
             # Before it is queued: an earlier step in the queue may wait for one of its guides.
             self._executor.fail_plan(plan, batch)
-        self._prepared.put((plan, batch))
+        self._prepared.put(PreparedStep(plan, batch))
 
     def pop_step_times(self) -> tuple[list[StepTime], float]:
         """Return the times of steps computed since the last call.
@@ -231,6 +233,9 @@ class StageRunner:
         """
         hidden = self._begin(plan, batch)
         assert not isinstance(batch, str), "the step has failed"
+        sender = self._senders[plan.lane] if self._senders else None
+        if sender is not None:
+            sender.mark_begin(plan.turn)
         begin = time.monotonic()
         self._begun.append((plan, begin))
         try:
@@ -247,12 +252,12 @@ class StageRunner:
             raise StepFailedError(format_error(error)) from error
         if not self._executor.is_asynchronous:
             self._slow_down(begin)
-        if self._sender is not None:
-            self._sender.send(plan.step, output)
+        if sender is not None:
+            sender.send(plan.turn, output)
         if not self._executor.is_asynchronous:
             end = time.monotonic()
             self._record_time(plan.step, begin, end, end - begin)
-        if self._sender is None or self._executor.is_asynchronous:
+        if sender is None or self._executor.is_asynchronous:
             self._pass_on(ComputedStep(plan, batch, output))
 
     def _begin(self, plan: StepPlan, batch: Batch | str) -> torch.Tensor | None:
@@ -267,10 +272,10 @@ class StageRunner:
             GroupClosedError: another rank has ended, or this stage is being closed.
         """
         hidden, failure = None, batch if isinstance(batch, str) else ""
-        if self._receiver is not None:
+        if self._receivers:
             try:
                 num_tokens = sum(row.num_tokens for row in plan.rows)
-                hidden = self._receiver.receive(plan.step, num_tokens)
+                hidden = self._receivers[plan.lane].receive(plan.turn, num_tokens)
             except StepFailedError as error:
                 failure = str(error)
         if self._groups is not None:
@@ -302,8 +307,8 @@ class StageRunner:
     def _fail(self, plan: StepPlan, error: str) -> None:
         """End the sequences of a step; those of other steps continue."""
         self._num_failed += 1
-        if self._sender is not None:
-            self._sender.fail(plan.step, error)
+        if self._senders:
+            self._senders[plan.lane].fail(plan.turn, error)
         else:
             self._pass_on(StepResult(plan.step, [], error))
 
@@ -343,8 +348,8 @@ class StageRunner:
             TransportError: the step was computed with activations that did not arrive.
         """
         device_time = self._executor.wait(item.batch)
-        if self._receiver is not None:
-            self._receiver.check()
+        for receiver in self._receivers:
+            receiver.check()
         end = time.monotonic()
         begin = end - device_time.elapsed
         if slept := self._slow_down(begin):

@@ -140,13 +140,7 @@ class StageInstance:
     async def _start(self, num_blocks: int) -> None:
         """Allocate the KV cache and start the threads; create the driver if it belongs here."""
         assignment = self.assignment
-        assert assignment.config.max_model_len is not None
-        config = assignment.config.scheduler.resolve(
-            assignment.num_stages,
-            num_blocks,
-            assignment.config.max_model_len,
-            assignment.has_tcp_edges,
-        )
+        config = assignment.resolve_scheduler(num_blocks)
         await run_in_thread(partial(self._resources.allocate, num_blocks, config.block_size))
         if self._is_closed:
             return
@@ -171,7 +165,10 @@ class StageInstance:
         if assignment.plan_record is not None:
             assert config.max_in_flight is not None
             self._plan_record = PlanRecord(
-                assignment.plan_record, config.max_in_flight, config.max_num_seqs
+                assignment.plan_record,
+                config.max_in_flight,
+                config.max_num_seqs,
+                config.num_lanes,
             )
         pacing = None
         if assignment.has_tcp_edges:

@@ -56,7 +56,8 @@ class StageResources:
         self._lock = threading.Lock()
         """Held while edges, groups, caches and threads begin or end."""
         self._is_cancelled = self._is_freed = False
-        self._edges: tuple[Receiver | None, Sender | None] = (None, None)
+        self._edges: tuple[list[Receiver], list[Sender]] = ([], [])
+        """Receivers and senders of the lanes."""
         self._groups: StageGroups | None = None
 
     @property
@@ -125,10 +126,10 @@ class StageResources:
             if self.runner is not None:
                 self.runner.close()
                 self.runner = None
-            for end in self._edges:
-                if end is not None:
+            for ends in self._edges:
+                for end in ends:
                     end.close()
-            self._edges = (None, None)
+            self._edges = ([], [])
             self.loader.close_executor()
             for group in self._groups or ():
                 group.close()
@@ -170,7 +171,7 @@ class StageResources:
             )
         )
 
-    def _open_edges(self, scheduler: SchedulerConfig) -> tuple[Receiver | None, Sender | None]:
+    def _open_edges(self, scheduler: SchedulerConfig) -> tuple[list[Receiver], list[Sender]]:
         """Open the edges to the neighbours; on a GPU this waits for them.
 
         scheduler: resolved except for the number of KV blocks.
@@ -187,7 +188,7 @@ class StageResources:
             executor.model.hidden_size,
             executor.dtype.itemsize,
         )
-        receiver, senders = open_edges(
+        receivers, senders = open_edges(
             self._assignment.incoming,
             self._assignment.outgoing,
             backend.transport,
@@ -198,7 +199,10 @@ class StageResources:
             self._assignment.config.trusted_network,
             lambda: self._is_cancelled,
         )
-        return receiver, None if executor.is_last else join_senders(senders)
+        if executor.is_last:
+            return receivers, []
+        lanes = range(scheduler.num_lanes)
+        return receivers, [join_senders([edge[lane] for edge in senders]) for lane in lanes]
 
     def _open_groups(self, scheduler: SchedulerConfig) -> StageGroups:
         """Join the other ranks of the stage; on a GPU this waits for them.

@@ -99,7 +99,7 @@ class SchedulerConfig:
     lanes: str = option(
         "auto",
         "orders of micro-batches; 2: decodes overtake prefill, in micro-batches of their own; "
-        "auto: 1",
+        "auto: 2 if stages of one rank are connected by TCP, else 1",
         choices=LANE_NAMES,
     )
     phase_pure: bool = option(False, "never mix prefill and decode in one micro-batch")
@@ -143,7 +143,8 @@ class SchedulerConfig:
         """Return the number of lanes of one pipeline; the arguments are those of `resolve`."""
         # The ranks of a stage have to compute the same steps in the same order.
         can_overtake = stages > 1 and num_ranks == 1
-        return 2 if can_overtake and self.lanes == "2" else 1
+        is_wanted = has_tcp_edges if self.lanes == "auto" else self.lanes == "2"
+        return 2 if can_overtake and is_wanted else 1
 
     def resolve(
         self,

@@ -2,6 +2,9 @@
 
 The driver announces every step to all stages ahead of its activations. Both ends of an edge
 therefore know step, shape and dtype beforehand, and a transport only checks them.
+
+With two lanes (gllm/scheduler/lanes.py) an edge has a sender and a receiver per lane. What they
+call the number of a step is its turn in the lane.
 """
 
 from collections.abc import Callable
@@ -46,6 +49,9 @@ class EdgeLayout(msgspec.Struct, frozen=True):
 class Sender(Protocol):
     """Sending end of an edge, on the earlier stage. Called on the compute thread."""
 
+    def mark_begin(self, step: int) -> None:
+        """Note that the stage begins to compute a step, for a data mover that sends it later."""
+
     def send(self, step: int, hidden: "torch.Tensor") -> None:
         """Send the activations of a step.
 
@@ -64,6 +70,13 @@ class Sender(Protocol):
 
 class Receiver(Protocol):
     """Receiving end of an edge, on the later stage. Called on the compute thread."""
+
+    @property
+    def event(self) -> int:
+        """Descriptor of an event that is readable once the next step has arrived."""
+
+    def has_arrived(self, step: int) -> bool:
+        """Return True if `receive` of the next step does not wait."""
 
     def receive(self, step: int, tokens: int) -> "torch.Tensor":
         """Return the activations [tokens, hidden_size] of a step; wait for them without CPU load.

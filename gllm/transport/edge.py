@@ -14,7 +14,9 @@ from gllm.transport.descriptors import create_descriptors
 AUTO = "auto"
 """Transport of an edge whose workers choose: by the devices of the two stages."""
 LOCAL_DESCRIPTORS = 3
-"""Descriptors of an edge within a machine."""
+"""Descriptors of an edge of one lane within a machine."""
+RING_DESCRIPTORS = 2
+"""Descriptors of a ring: its memory and its event."""
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -28,9 +30,20 @@ class Edge(msgspec.Struct, frozen=True):
     """An anonymous file for activations, an event that counts steps, and an anonymous file at which
     the two ends of a process group find each other. On an edge to another machine that file is this
     worker's log (meeting_log.py); the copy of the other worker's log and the event of this worker's
-    log follow."""
+    log follow. At the end, the file and the event of each further lane."""
     is_remote: bool = False
     """True if the other end is on another machine: a data mover empties or fills the file."""
+    num_lanes: int = 1
+    """Number of rings; each carries the steps of one lane."""
+
+    def lane_descriptors(self, lane: int) -> list[int]:
+        """Return the descriptors of an edge of this lane alone."""
+        common = len(self.descriptors) - RING_DESCRIPTORS * (self.num_lanes - 1)
+        if not lane:
+            return self.descriptors[:common]
+        begin = common + RING_DESCRIPTORS * (lane - 1)
+        ring = self.descriptors[begin : begin + RING_DESCRIPTORS]
+        return ring + self.descriptors[RING_DESCRIPTORS:common]
 
     def close(self) -> None:
         """Close the descriptors in this process."""
@@ -38,7 +51,9 @@ class Edge(msgspec.Struct, frozen=True):
             os.close(descriptor)
 
 
-def create_edge(name: str, transport: str = AUTO, is_remote: bool = False) -> Edge:
+def create_edge(
+    name: str, transport: str = AUTO, is_remote: bool = False, num_lanes: int = 1
+) -> Edge:
     """Create an edge between two processes of this host.
 
     Its files have no path. They are sent to the workers and vanish with the last process that
@@ -49,15 +64,19 @@ def create_edge(name: str, transport: str = AUTO, is_remote: bool = False) -> Ed
         transport: a name of `gllm.transport.registry.TRANSPORTS`, or AUTO.
         is_remote: True if one of the processes is the data mover, which has the edge's other end
             on another machine.
+        num_lanes: number of lanes.
 
     Raises:
         OSError: This process has no more descriptors; those of the edge are closed again.
     """
+    create_event = partial(os.eventfd, 0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
     create = [
         partial(os.memfd_create, name),
-        partial(os.eventfd, 0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC),
+        create_event,
         partial(os.memfd_create, f"{name}-meeting"),
     ]
     if is_remote:
         create += [partial(os.memfd_create, f"{name}-peer"), partial(os.eventfd, 0)]
-    return Edge(transport, [], create_descriptors(*create), is_remote)
+    for lane in range(1, num_lanes):
+        create += [partial(os.memfd_create, f"{name}-lane-{lane}"), create_event]
+    return Edge(transport, [], create_descriptors(*create), is_remote, num_lanes)

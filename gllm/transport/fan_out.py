@@ -23,6 +23,11 @@ class FanOutSender:
         """
         self._senders = senders
 
+    def mark_begin(self, step: int) -> None:
+        """See Sender."""
+        for sender in self._senders:
+            sender.mark_begin(step)
+
     def send(self, step: int, hidden: "torch.Tensor") -> None:
         """See Sender."""
         for sender in self._senders:

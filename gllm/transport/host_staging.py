@@ -80,6 +80,10 @@ class HostStagingSender:
             )
             self._thread.start()
 
+    def mark_begin(self, step: int) -> None:
+        """See Sender; the device may begin later."""
+        self._pinned.ring.mark_begin(step)
+
     def send(self, step: int, hidden: Tensor) -> None:
         """Copy [tokens, hidden_size] to the step's slot; notify the receiver when it is done."""
         copied = self._copied[step % len(self._copied)]
@@ -144,6 +148,15 @@ class HostStagingReceiver:
         self._stream = stream
         # One buffer suffices: its readers are in one stream, in the order of steps.
         self._hidden = device.zeros((shape.max_tokens, shape.hidden_size), dtype)
+
+    @property
+    def event(self) -> int:
+        """See Receiver."""
+        return self._pinned.ring.event
+
+    def has_arrived(self, step: int) -> bool:
+        """See Receiver."""
+        return self._pinned.ring.has_arrived(step)
 
     def receive(self, step: int, tokens: int) -> Tensor:
         """Return the step's [tokens, hidden_size] on the device.

@@ -183,6 +183,9 @@ class NcclSender:
         self._end = _NcclEndpoint(*common, SENDER_RANK, create_group, on_error, in_background)
         self._stream = stream
 
+    def mark_begin(self, step: int) -> None:
+        """Do nothing: no data mover sends the step."""
+
     def send(self, step: int, hidden: Tensor) -> None:
         """Announce [tokens, hidden_size] and send a copy of it. Raises TransportError."""
         end = self._end
@@ -230,6 +233,15 @@ class NcclReceiver:
         self._stream = stream
         self._last: DeviceEvent | None = None
         """Event of the slot received last, to be recorded after the work that reads it."""
+
+    @property
+    def event(self) -> int:
+        """See Receiver."""
+        return self._end.ring.event
+
+    def has_arrived(self, step: int) -> bool:
+        """See Receiver."""
+        return self._end.ring.has_arrived(step)
 
     def receive(self, step: int, tokens: int) -> Tensor:
         """Return the step's [tokens, hidden_size] on the device once it is announced.

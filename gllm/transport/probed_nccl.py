@@ -22,6 +22,7 @@ PROBE_SECONDS = 10.0
 NOT_TRUSTED = "NCCL encrypts nothing: --trusted-network permits it between these machines"
 NO_GPU = "the stage computes on a CPU"
 SHARED_GPU = "workers share a GPU, which NCCL does not allow"
+SEVERAL_LANES = "NCCL is not used with --lanes 2"
 _FOREVER = timedelta(days=365)
 
 

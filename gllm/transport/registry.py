@@ -38,8 +38,11 @@ def open_edges(
     on_error: OnTransportError = lambda error: None,
     is_trusted: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
-) -> tuple[Receiver | None, list[Sender]]:
+) -> tuple[list[Receiver], list[list[Sender]]]:
     """Open this worker's ends of its edges.
+
+    With several lanes activations do not travel by NCCL: transfers of two communicators between
+    the same GPUs may wait for each other.
 
     Args:
         incoming: edge from the previous stage; None on the first stage.
@@ -52,26 +55,35 @@ def open_edges(
         is_trusted: True if NCCL, which encrypts nothing, may connect machines.
         is_cancelled: asked while the worker of another machine is awaited.
 
+    Returns:
+        The receivers of the lanes, none on the first stage; and the senders of the lanes of each
+        outgoing edge.
+
     Raises:
         EdgeClosedError: an edge was cancelled meanwhile.
     """
     common = (shape, dtype) if device is None else (shape, dtype, *device, on_error)
+    edges = [*outgoing, *([] if incoming is None else [incoming])]
+    num_lanes = max((edge.num_lanes for edge in edges), default=1)
+    local = "host-staging" if default == "nccl" and num_lanes > 1 else default
 
-    def open_as(transport: str, edge: Edge, end: int) -> Any:
+    def open_as(transport: str, edge: Edge, end: int, lane: int = 0) -> Any:
         module, *classes = TRANSPORTS[transport]
         if device is not None:
             # NCCL between machines is opened on a thread of its own.
             device[0].bind_thread()
-        return getattr(importlib.import_module(module), classes[end])(edge.descriptors, *common)
+        open_class = getattr(importlib.import_module(module), classes[end])
+        return open_class(edge.lane_descriptors(lane), *common)
 
-    def open_end(edge: Edge, end: int) -> Any:
+    def open_first(edge: Edge, end: int) -> Any:
         if edge.transport != AUTO or not edge.is_remote:
-            return open_as(default if edge.transport == AUTO else edge.transport, edge, end)
+            return open_as(local if edge.transport == AUTO else edge.transport, edge, end)
         from gllm.transport import probed_nccl
         from gllm.transport.log_store import open_log_store
 
         if default == "nccl":
             refusal = "" if is_trusted else probed_nccl.NOT_TRUSTED
+            refusal = probed_nccl.SEVERAL_LANES if num_lanes > 1 else refusal
         else:
             refusal = probed_nccl.NO_GPU if device is None else probed_nccl.SHARED_GPU
         return probed_nccl.open_remote_end(
@@ -83,5 +95,10 @@ def open_edges(
             lambda: open_as("host-staging" if default == "nccl" else default, edge, end),
         )
 
-    receiver = None if incoming is None else open_end(incoming, 0)
-    return receiver, [open_end(edge, 1) for edge in outgoing]
+    def open_lanes(edge: Edge, end: int) -> list[Any]:
+        transport = local if edge.transport == AUTO else edge.transport
+        further = (open_as(transport, edge, end, lane) for lane in range(1, edge.num_lanes))
+        return [open_first(edge, end), *further]
+
+    receivers = [] if incoming is None else open_lanes(incoming, 0)
+    return receivers, [open_lanes(edge, 1) for edge in outgoing]

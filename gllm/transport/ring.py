@@ -3,9 +3,10 @@
 The processes are the workers at both ends of an edge, or a worker and the data mover of its machine
 (gllm/link). This module imports no torch.
 
-A step uses slot step % slots, and at most `slots` steps are in flight. The previous step of a slot
-has committed, so its readers are done, before the next one is planned; the receiver therefore needs
-no signal back to the sender.
+A step uses slot step % slots, and at most `slots` steps are in flight. With two lanes each has a
+ring of its own, and what this module calls a step is a step's turn in its lane. The previous step
+of a slot has committed, so its readers are done, before the next one is planned; the receiver
+therefore needs no signal back to the sender.
 
 Memory: a control area of whole pages, then the slots. The control area holds the layout, and for
 each slot the step that was signalled last. A slot is a page with the header of its step and the
@@ -179,6 +180,10 @@ class Ring:
         place = _SIGNALLED_OFFSET + self.slot(step) * _SIGNALLED.size
         (value,) = _SIGNALLED.unpack_from(self.memory, place)
         return bool(value > step)
+
+    def has_arrived(self, step: int) -> bool:
+        """Return True if `wait` for the next step ends soon."""
+        return self._is_cancelled or self.has_signalled(step)
 
     def begin_relay(self) -> None:
         """Prepare a ring that this process, a data mover, fills from now on.

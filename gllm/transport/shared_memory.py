@@ -33,6 +33,10 @@ class SharedMemorySender:
         """Open this end of an edge."""
         self._ring = SlotRing(descriptors, shape, dtype)
 
+    def mark_begin(self, step: int) -> None:
+        """See Sender."""
+        self._ring.mark_begin(step)
+
     def send(self, step: int, hidden: Tensor) -> None:
         """Copy [tokens, hidden_size] to the step's slot and notify the receiver."""
         tokens = hidden.shape[0]
@@ -54,6 +58,15 @@ class SharedMemoryReceiver:
     def __init__(self, descriptors: list[int], shape: EdgeLayout, dtype: torch.dtype) -> None:
         """Open this end of an edge."""
         self._ring = SlotRing(descriptors, shape, dtype)
+
+    @property
+    def event(self) -> int:
+        """See Receiver."""
+        return self._ring.event
+
+    def has_arrived(self, step: int) -> bool:
+        """See Receiver."""
+        return self._ring.has_arrived(step)
 
     def receive(self, step: int, tokens: int) -> Tensor:
         """Return the step's [tokens, hidden_size] in shared memory.

@@ -82,10 +82,11 @@ def make_stage(
     executor: FakeExecutor, min_step_seconds: float = 0.0, **ends: Any
 ) -> tuple[StageRunner, Results]:
     results = Results()
-    receiver, sender = ends.get("receiver"), ends.get("sender")
-    executor.has_sampler = sender is None
+    receivers = [ends["receiver"]] if "receiver" in ends else []
+    senders = [ends["sender"]] if "sender" in ends else []
+    executor.has_sampler = not senders
     handlers = results.queue.put_nowait, results.faults.append, min_step_seconds
-    stage = StageRunner(executor, receiver, sender, *handlers)  # type: ignore[arg-type]
+    stage = StageRunner(executor, receivers, senders, *handlers)  # type: ignore[arg-type]
     return stage, results
 
 
@@ -198,6 +199,9 @@ class FakeSender:
     def __init__(self) -> None:
         self.sent: list[tuple[int, str]] = []
         self.done = threading.Event()
+
+    def mark_begin(self, step: int) -> None:
+        """Nobody asks."""
 
     def send(self, step: int, hidden: torch.Tensor) -> None:
         self._add(step, "")

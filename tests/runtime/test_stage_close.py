@@ -58,8 +58,11 @@ class Reports(Results):
 def start(executor: Executor, **ends: Any) -> tuple[StageRunner, Reports]:
     reports = Reports()
     handlers = reports.add, reports.faults.append
-    executor.has_sampler = ends.get("sender") is None
-    stage = StageRunner(executor, ends.get("receiver"), ends.get("sender"), *handlers)  # type: ignore[arg-type]
+    receivers, senders = (
+        [end for end in [ends.get(name)] if end is not None] for name in ("receiver", "sender")
+    )
+    executor.has_sampler = not senders
+    stage = StageRunner(executor, receivers, senders, *handlers)  # type: ignore[arg-type]
     return stage, reports
 
 

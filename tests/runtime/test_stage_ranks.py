@@ -67,8 +67,8 @@ class Ranks:
             self.runners.append(
                 StageRunner(
                     executor,  # type: ignore[arg-type]
-                    FakeReceiver() if has_receivers else None,  # type: ignore[arg-type]
-                    None if is_last else self.senders[rank],  # type: ignore[arg-type]
+                    [FakeReceiver()] if has_receivers else [],  # type: ignore[list-item]
+                    [] if is_last else [self.senders[rank]],  # type: ignore[list-item]
                     self.results[rank].append,
                     self.faults[rank].append,
                     groups=ends[rank],

@@ -165,7 +165,7 @@ def test_freed_blocks_go_to_the_decode_that_waits_for_them() -> None:
     ("lanes", "stages", "has_tcp_edges", "expected"),
     [
         ("auto", 2, False, 1),
-        ("auto", 2, True, 1),
+        ("auto", 2, True, 2),
         ("1", 2, True, 1),
         ("2", 2, False, 2),
         ("2", 1, False, 1),

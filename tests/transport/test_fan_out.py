@@ -20,24 +20,23 @@ def make_edges(count: int) -> list[Edge]:
 def test_each_receiver_gets_the_activations_and_the_errors(num_receivers: int) -> None:
     edges = make_edges(num_receivers)
     _, senders = open_edges(None, edges, "shared-memory", SHAPE, torch.float32)
-    sender = join_senders(senders)
-    receivers = [open_edges(edge, [], "", SHAPE, torch.float32)[0] for edge in edges]
+    sender = join_senders([each for (each,) in senders])
+    receivers = [open_edges(edge, [], "", SHAPE, torch.float32)[0][0] for edge in edges]
     hidden = torch.arange(6.0).view(2, 3)
     sender.send(0, hidden)
     sender.fail(1, "no memory")
     hidden.zero_()
     sender.send(2, hidden[:1])
     for receiver in receivers:
-        assert receiver is not None
         assert receiver.receive(0, 2).tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
         with pytest.raises(StepFailedError, match="no memory"):
             receiver.receive(1, 2)
         # Each receiver may overwrite its own copy.
         assert receiver.receive(2, 1).sub_(1).tolist() == [[-1.0] * 3]
     sender.close()
-    for end in (*receivers, *edges):
-        assert end is not None
-        end.close()
+    for receiver, edge in zip(receivers, edges, strict=True):
+        receiver.close()
+        edge.close()
 
 
 def test_a_rank_without_receivers_sends_nothing() -> None:

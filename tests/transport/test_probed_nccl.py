@@ -188,10 +188,10 @@ def test_workers_of_two_machines_open_the_same_transport(
     def open_end(rank: int, store: LogStore) -> Any:
         incoming = local[1] if rank == RECEIVER_RANK else None
         outgoing = [local[0]] if rank == SENDER_RANK else []
-        receiver, senders = open_edges(
+        receivers, senders = open_edges(
             incoming, outgoing, default, SHAPE, torch.float32, device, is_trusted=is_trusted
         )
-        return receiver or senders[0]
+        return receivers[0] if receivers else senders[0][0]
 
     sender, receiver = on_both(local, open_end)
     assert (type(receiver), type(sender)) == classes

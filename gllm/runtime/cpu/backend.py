@@ -2,7 +2,6 @@
 
 from gllm.models.config import ModelConfig
 from gllm.runtime.assignment import StageAssignment
-from gllm.runtime.backend import resolve_step_limits
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.scheduler.config import SchedulerConfig
 
@@ -32,7 +31,7 @@ class CpuBackend:
 
     def reserve(self) -> SchedulerConfig:
         """See DeviceBackend; a CPU needs no memory in advance."""
-        return resolve_step_limits(self._assignment)
+        return self._assignment.resolve_scheduler()
 
     def available_bytes(self) -> int | None:
         """See DeviceBackend."""

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from gllm.kernels.triton.compilations import CompilationCounter
 from gllm.models.config import ModelConfig
-from gllm.runtime.backend import resolve_step_limits
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.device_streams import CudaRuntime
@@ -50,7 +49,7 @@ class CudaBackend:
 
     def reserve(self) -> SchedulerConfig:
         """See DeviceBackend."""
-        config = resolve_step_limits(self._assignment)
+        config = self._assignment.resolve_scheduler()
         self.executor.reserve(config)
         return config
 

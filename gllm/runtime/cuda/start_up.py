@@ -109,9 +109,10 @@ class CudaStartUp(BaseExecutor):
 
     def reserve(self, scheduler: SchedulerConfig) -> None:
         """Allocate the memory for steps of a resolved configuration."""
-        max_tokens, max_steps = scheduler.max_num_batched_tokens, scheduler.max_in_flight
+        max_tokens, max_in_flight = scheduler.max_num_batched_tokens, scheduler.max_in_flight
         assert max_tokens is not None
-        assert max_steps is not None
+        assert max_in_flight is not None
+        max_steps = max_in_flight * scheduler.num_lanes
         max_rows = min(max_tokens, scheduler.max_num_seqs)
         queues = self._queues
         self._max_tokens, self._max_rows = max_tokens, max_rows
