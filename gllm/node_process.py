@@ -176,6 +176,7 @@ class NodeProcess:
             links.close()
         if not agent.is_refused_by_master or options.rank is not None or options.is_spare:
             return status
+        log.info("%s is the master of a cluster: this node runs its services", config.head)
         return await self._run_served(self._make_service_node(config, facts, monitor))
 
     async def _run_served(self, agent: Agent | ServiceNode) -> int:

@@ -68,14 +68,18 @@ def find_differences(head: JoinFacts, node: JoinFacts) -> list[str]:
             f"the node runs gllm {node.version}, the head gllm {head.version}: install gllm "
             f"{head.version} on the node"
         )
-    if node.model_hash and head.model_hash != node.model_hash:
+    if node.model_hash and head.model and head.model_hash != node.model_hash:
         differences.append(
             f"the model of the node ({node.model!r}, hash {node.model_hash[:HASH_CHARACTERS]}) "
             f"differs from that of the head ({head.model!r}, hash "
             f"{head.model_hash[:HASH_CHARACTERS]}): copy the head's model files to the node"
         )
     # Configurations of other versions have other fields, which would bury the cause.
-    if node.config and not (head.protocol != node.protocol or head.version != node.version):
+    if (
+        node.config
+        and head.model
+        and not (head.protocol != node.protocol or head.version != node.version)
+    ):
         differences += _compare_configs(head.config, node.config)
     return differences
 

@@ -89,13 +89,15 @@ def check_answer(answer: HeadAnswer, own: JoinFacts, secret_file: str | None) ->
     if answer.facts is None:
         return [_explain_silence(answer.cause, secret_file)]
     secret = "encrypted with the node secret" if secret_file else "without a node secret"
-    text = f"the head answers, {secret}; it serves {answer.facts.model!r}"
+    model = answer.facts.model
+    what = f"it serves {model!r}" if model else "it is the master of a cluster"
+    text = f"the head answers, {secret}; {what}"
     findings = [good("session with the head", text)]
     for sentence in find_differences(answer.facts, own):
         text, _, fix = sentence.rpartition(": ")
         findings.append(bad("same software and model", text, fix))
     if len(findings) == 1:
-        compared = "version and model are" if own.model_hash else "the version is"
+        compared = "version and model are" if own.model_hash and model else "the version is"
         findings.append(good("same software and model", f"{compared} the same as on the head"))
     return findings
 

@@ -87,9 +87,10 @@ class ClusterNodeResponse(NodeRowResponse):
 
 
 class ClusterNodeListResponse(ResponseSchema):
-    """Answer of GET /nodes of a cluster."""
+    """Answer of GET /nodes of a cluster: its nodes, and refused connections by address."""
 
     nodes: list[ClusterNodeResponse]
+    refused_peers: dict[str, int]
 
 
 class NodeExitResponse(ResponseSchema):

@@ -74,6 +74,10 @@ class ClusterControl(Protocol):
     def address(self) -> str:
         """Address at which nodes join."""
 
+    @property
+    def refused_peers(self) -> dict[str, int]:
+        """Refused connections of nodes by IP address."""
+
     def deploy(self, request: ServiceRequest) -> ServiceStatus:
         """Start a service on free nodes.
 

@@ -92,7 +92,7 @@ class Master:
 
     @property
     def refused_peers(self) -> dict[str, int]:
-        """Refused connections by IP address."""
+        """See ClusterControl."""
         return self._hub.refused_peers
 
     def start(self) -> None:
@@ -195,7 +195,8 @@ class Master:
         self, session: AgentSession, cause: str, is_death: bool, has_left: bool
     ) -> None:
         """See NodeListener."""
-        log.warning("node %s (%s) is lost: %s", session.name, session.address, cause)
+        what = "has left" if has_left else "is lost"
+        log.warning("node %s (%s) %s: %s", session.name, session.address, what, cause)
         self._table.on_node_lost(session.name, cause, has_left, time.monotonic())
         if has_left:
             self._forget(session.name)

@@ -171,7 +171,10 @@ class Agent:
             await self._stop()
             # Closed sockets may still send what is queued, for half a second.
             await asyncio.to_thread(context.term)
-        level = logging.ERROR if status and not self.is_refused_by_master else logging.INFO
+        level = logging.ERROR if status else logging.INFO
+        if self.is_refused_by_master and self._config.rank is None:
+            # The process joins the cluster by another agent.
+            level = logging.DEBUG
         log.log(level, "node %s ends: %s", self._config.name, cause)
         return status
 

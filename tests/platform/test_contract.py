@@ -196,6 +196,7 @@ async def test_node_access_and_status(cluster: ClusterUnderTest) -> None:
     assert "gllm 0.0" in other.of(RefuseNode)[0].cause
     _, body = await cluster.call("GET", "/nodes", None, "ClusterNodeListResponse")
     assert [row["name"] for row in body["nodes"]] == ["a", "b", "c"]
+    assert body["refused_peers"] == {"127.0.0.1": 2}
 
 
 async def test_node_exit_moves_the_service_and_deregisters_the_node(

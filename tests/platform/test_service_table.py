@@ -143,6 +143,14 @@ def test_a_node_that_returns_without_its_process_runs_it_again() -> None:
     assert service.state is ServiceState.READY
 
 
+def test_a_node_that_returns_kills_a_process_that_was_to_end() -> None:
+    table = make_table()
+    _, head, _ = running(table)
+    table.on_node_lost("a", "silence", False, 5.0)
+    table.delete("s")
+    assert table.on_node_joined("a", [head], 6.0) == []
+
+
 def test_a_node_that_leaves_takes_its_service_elsewhere() -> None:
     table = make_table()
     service, head, member = running(table)

@@ -22,7 +22,9 @@ from gllm.platform.interface import ClusterControl, ClusterNode, UnknownClusterN
 
 async def list_cluster_nodes(request: web.Request) -> web.Response:
     """Return the nodes of the cluster (CheckNodeStatus)."""
-    return web.json_response({"nodes": [_to_json(n) for n in request.app[CLUSTER].nodes()]})
+    cluster = request.app[CLUSTER]
+    nodes = [_to_json(node) for node in cluster.nodes()]
+    return web.json_response({"nodes": nodes, "refused_peers": cluster.refused_peers})
 
 
 async def get_cluster_node(request: web.Request) -> web.Response:

@@ -1,0 +1,254 @@
+"""Processes of services on a node: command lines, ends and their causes, lost sessions."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from gllm import __version__, serve
+from gllm.config.cluster import ClusterConfig
+from gllm.config.flags import config_from_flags
+from gllm.config.nodes import NodesConfig
+from gllm.messages.base import WireMessage
+from gllm.messages.nodes import NodeFacts
+from gllm.messages.services import (
+    ServiceProcessExited,
+    ServiceProcessStarted,
+    StartServiceProcess,
+)
+from gllm.platform.master import Master
+from gllm.platform.selection import NodeRequirements
+from gllm.platform.service_command import (
+    ServiceMachine,
+    ServicePorts,
+    make_command,
+    make_environment,
+)
+from gllm.platform.service_node import ServiceNode
+from gllm.platform.service_processes import ServiceProcesses, describe_exit
+from gllm.platform.service_request import ServiceRequest
+from gllm.runtime.agent_state import AgentConfig
+from tests.platform.scripted_cluster import until
+
+MACHINE = ServiceMachine("a", "127.0.0.1", ports=(29710, 29719))
+START = StartServiceProcess(1, "chat", "demo", 0, [2, 1], "auto", {}, "", "sk-x", 30.0)
+SLEEP = "import time; print('it runs', flush=True); time.sleep(60)"
+
+
+def test_the_command_line_is_one_of_gllm_serve() -> None:
+    machine = ServiceMachine(
+        "a", "10.0.0.2", "/secret", 29601, "relay:1", "bbr", "molink", "cpu", 3, 0.5, (1, 2)
+    )
+    parameters = {"max_model_len": 64, "prefix_cache": False, "dtype": "float32", "seed": None}
+    start = msgspec.structs.replace(START, parameters=parameters)
+    command = make_command(machine, start, ServicePorts(5, 6), "10.0.0.2:6")
+    assert command[1:3] == ["-m", "gllm.serve"]
+    assert not any("sk-x" in word for word in command)
+    values = serve.build_parser().parse_args(command[3:])
+    assert (values.model, values.host, values.port) == ("demo", "10.0.0.2", 5)
+    assert (values.tensor_parallel_size, values.layers) == ((2, 1), "auto")
+    assert (values.max_model_len, values.prefix_cache, values.dtype) == (64, False, "float32")
+    assert (values.threads, values.device, values.gpu_memory_utilization) == (3, "cpu", 0.5)
+    assert values.node_secret_file == "/secret"
+    nodes = config_from_flags(NodesConfig, values)
+    assert (nodes.nnodes, nodes.node_rank, nodes.master_addr) == (2, 0, "10.0.0.2:6")
+    assert (nodes.node_name, nodes.data_port, nodes.advertise) == ("a", 29601, "relay:1")
+    assert (nodes.link_congestion, nodes.link_policy) == ("bbr", "molink")
+    member = msgspec.structs.replace(start, node_rank=1, api_key="")
+    values = serve.build_parser().parse_args(
+        make_command(machine, member, ServicePorts(), "10.0.0.9:6")[3:]
+    )
+    assert (values.node_rank, values.master_addr) == (1, "10.0.0.9:6")
+    assert (values.host, values.port) == ("127.0.0.1", 0)
+
+
+def test_a_node_refuses_parameters_that_services_may_not_set() -> None:
+    start = msgspec.structs.replace(START, parameters={"step_log": "/etc/passwd"})
+    with pytest.raises(ValueError, match="step_log"):
+        make_command(MACHINE, start, ServicePorts(5, 6), "x:6")
+
+
+def test_the_environment_has_the_key_and_no_launcher() -> None:
+    environment = {"PATH": "/bin", "GLLM_API_KEY": "mine", "SLURM_NODEID": "1", "GROUP_RANK": "2"}
+    assert make_environment("sk-x", environment) == {"PATH": "/bin", "GLLM_API_KEY": "sk-x"}
+    assert make_environment("", environment) == {"PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "cause"),
+    [
+        (0, ["bye"], "it exited with 0"),
+        (1, ["start", "gllm: no memory", " "], "it exited with 1: gllm: no memory"),
+        (2, [], "it exited with 2"),
+        (-9, ["x"], "it was killed by SIGKILL"),
+        (-99, ["x"], "it was killed by signal 99"),
+    ],
+)
+def test_causes_of_exits(status: int, lines: list[str], cause: str) -> None:
+    assert describe_exit(status, lines) == cause
+
+
+class Node:
+    """Processes that run scripts in place of `gllm serve`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.script = SLEEP
+        self.sent: list[WireMessage] = []
+        self.processes = ServiceProcesses(MACHINE, self.sent.append)
+        monkeypatch.setattr(
+            "gllm.platform.service_processes.make_command",
+            lambda *arguments: [sys.executable, "-S", "-c", self.script],
+        )
+
+    def of(self, kind: type) -> list[Any]:
+        return [each for each in self.sent if isinstance(each, kind)]
+
+    async def start(self, number: int = 1, **fields: Any) -> None:
+        self.processes.start(msgspec.structs.replace(START, process=number, **fields))
+        await until(lambda: self.is_running(number) or self.of(ServiceProcessExited))
+
+    def is_running(self, number: int) -> bool:
+        running = self.processes._processes.get(number)
+        return running is not None and "it runs" in running.last_lines
+
+
+@pytest.fixture
+async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+    under_test = Node(monkeypatch)
+    yield under_test
+    await under_test.processes.close()
+
+
+async def test_a_head_reports_its_addresses_and_its_end(node: Node) -> None:
+    await node.start()
+    (started,) = node.of(ServiceProcessStarted)
+    assert started.head.startswith("127.0.0.1:297")
+    assert started.url.startswith("http://127.0.0.1:297")
+    assert started.url != f"http://{started.head}"
+    assert node.processes.living == [1]
+    node.processes.end(1)
+    assert node.processes.living == []
+    await until(lambda: node.of(ServiceProcessExited))
+    assert node.of(ServiceProcessExited) == [ServiceProcessExited(1, "it was killed by SIGTERM")]
+
+
+async def test_two_heads_have_different_ports_and_members_none(node: Node) -> None:
+    await node.start(1)
+    await node.start(2)
+    await node.start(3, node_rank=1, head="10.0.0.1:5")
+    heads = node.of(ServiceProcessStarted)
+    assert len({*(each.head for each in heads), *(each.url[7:] for each in heads)}) == 4
+    assert [each.process for each in heads] == [1, 2]
+
+
+async def test_failures_to_start_are_reported(node: Node) -> None:
+    node.script = "import sys; print('x'); sys.exit('gllm: no such model')"
+    await node.start()
+    assert "it exited with 1: gllm: no such model" in node.of(ServiceProcessExited)[0].cause
+    machine = ServiceMachine("a", "127.0.0.1", ports=(29710, 29710))
+    processes = ServiceProcesses(machine, node.sent.append)
+    processes.start(msgspec.structs.replace(START, process=2))
+    await until(lambda: len(node.of(ServiceProcessExited)) == 2)
+    assert "too few ports of --service-ports 29710-29710" in node.of(ServiceProcessExited)[1].cause
+
+
+async def test_a_process_that_ignores_its_end_is_killed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gllm.platform.service_processes.KILL_SECONDS", 0.1)
+    node.script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+    await node.start(shutdown_seconds=0.0)
+    node.processes.end(1)
+    await until(lambda: node.of(ServiceProcessExited))
+    assert node.of(ServiceProcessExited)[0].cause == "it was killed by SIGKILL"
+    node.processes.end(1)
+    assert node.of(ServiceProcessExited)[1].cause == "it does not run"
+
+
+async def test_output_without_line_ends_does_not_stop_a_process(node: Node) -> None:
+    node.script = f"print('x' * 300000); {SLEEP}"
+    await node.start()
+    assert node.is_running(1)
+
+
+class RunningNode:
+    """A node of a master in this process."""
+
+    def __init__(self, address: str) -> None:
+        facts = NodeFacts("host", "Linux", __version__, "127.0.0.1", 29601, "", b"", [], 2, 2**33)
+        config = AgentConfig(head=address.removeprefix("tcp://"), name="a")
+        self.node = ServiceNode(config, facts, MACHINE)
+        self.task = asyncio.create_task(self.node.run())
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of services."""
+        processes = self.node._processes._processes.values()
+        return [each.process.pid for each in processes if each.process is not None]
+
+    def cut(self) -> None:
+        """Close the connection to the master."""
+        session = self.node._dialer.session
+        assert session is not None
+        session.close("the cable was pulled")
+
+
+def start_master(**options: Any) -> Master:
+    master = Master(ClusterConfig(hub="127.0.0.1:1", node_timeout=2.0, **options), 0.0)
+    master._hub._bind_address = "tcp://127.0.0.1:0"
+    master.start()
+    return master
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+async def test_a_lost_session_keeps_the_processes_and_the_master_ends_them(node: Node) -> None:
+    master = start_master()
+    member = RunningNode(master.address)
+    await until(lambda: master.nodes())
+    master.deploy(ServiceRequest("chat", "demo", NodeRequirements(1)))
+    await until(lambda: member.pids and master.service("chat").url)
+    (pid,) = member.pids
+    num_sessions = member.node.status().num_sessions
+    member.cut()
+    await until(lambda: member.node.status().num_sessions == num_sessions + 1)
+    assert (member.pids, member.node.status().state) == ([pid], "member")
+    # Lost while its process ends: the master learns of it when the node returns.
+    member.cut()
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: master.service("chat").state == "failed")
+    master.delete("chat")
+    assert master.services() == []
+    master.deploy(ServiceRequest("next", "demo"))
+    await until(lambda: member.pids)
+    (pid,) = member.pids
+    await master.stop()
+    assert await asyncio.wait_for(member.task, 30) == 0
+    assert not is_alive(pid)
+    assert member.node.status().state == "ended"
+
+
+async def test_a_node_that_leaves_ends_its_processes(node: Node) -> None:
+    master = start_master()
+    member = RunningNode(master.address)
+    await until(lambda: master.nodes())
+    master.deploy(ServiceRequest("chat", "demo"))
+    await until(lambda: member.pids)
+    (pid,) = member.pids
+    member.node.leave("it got SIGTERM")
+    assert await asyncio.wait_for(member.task, 30) == 0
+    assert not is_alive(pid)
+    await until(lambda: master.nodes() == [])
+    assert master.service("chat").state == "failed"
+    await master.stop()
