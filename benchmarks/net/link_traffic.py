@@ -51,6 +51,8 @@ class TrafficPattern:
     decode_tokens: int = 4
     decode_interval: float = 0.06
     """Seconds."""
+    decode_seconds: float = 0.005
+    """Time for which the worker computes before it sends a decode."""
     prefill_tokens: int = 1000
     """Tokens per prefill; 0: no prefills."""
     prefill_interval: float = 4.0
@@ -140,8 +142,11 @@ class RigLink:
             receivers.append(_LaneReceiver(self._targets[lane], first, sizes))
         sent, begin = [], time.monotonic() + START_SECONDS
         for step, lane in zip(steps, lanes, strict=True):
-            time.sleep(max(0.0, begin + step.seconds - time.monotonic()))
             turn, self._next_turns[lane] = self._next_turns[lane], self._next_turns[lane] + 1
+            if step.kind == DECODE:
+                _sleep_until(begin + step.seconds - pattern.decode_seconds)
+                self._sources[DECODE].mark_begin(turn)
+            _sleep_until(begin + step.seconds)
             receivers[lane].check_slot(turn)
             sent.append((step.kind, lane, turn, time.monotonic()))
             self._sources[lane].signal(turn, step.num_tokens)
@@ -153,15 +158,18 @@ class RigLink:
     def _connect(self, machines: "list[_LinkMachine]") -> None:
         """Open the edge and its rings. Raises TimeoutError."""
         for number, machine in enumerate(machines):
-            edge = create_edge(f"rig-{number}", is_remote=True)
+            num_lanes = self.setup.num_lanes
+            edge = create_edge(f"rig-{number}", is_remote=True, num_lanes=num_lanes)
             self._cleanup.callback(edge.close)
             other = machines[1 - number]
             peer = LinkPeer(other.name, other.address, b"")
             is_sender = number == 0
-            command = OpenLinkEdge(GENERATION, EDGE, is_sender, is_sender, peer)
+            command = OpenLinkEdge(GENERATION, EDGE, is_sender, is_sender, peer, num_lanes)
             machine.call(partial(machine.link.open, command, edge))
             rings = self._sources if is_sender else self._targets
-            rings.append(Ring(edge.descriptors[0], edge.descriptors[1], self._layout))
+            for lane in range(num_lanes):
+                memory, event = edge.lane_descriptors(lane)[:2]
+                rings.append(Ring(memory, event, self._layout))
         if not machines[1].has_opened.wait(TIMEOUT_SECONDS):
             raise TimeoutError("the edge is not connected")
 
@@ -199,6 +207,11 @@ class _LaneReceiver:
             self.times[turn] = time.monotonic()
 
 
+def _sleep_until(moment: float) -> None:
+    """Sleep until a time of time.monotonic."""
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
 def _summarize(
     times: "Sequence[tuple[int, float, float]]", before: tuple[int, int], after: tuple[int, int]
 ) -> HopLatencies:
@@ -226,7 +239,9 @@ class _LinkMachine:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name=self.name, daemon=True).start()
         address = rig.addresses[machine]
-        self.link = LinkProcess(self.name, f"{address}:0", congestion=setup.congestion)
+        self.link = LinkProcess(
+            self.name, f"{address}:0", congestion=setup.congestion, policy=setup.policy
+        )
         self.call(partial(self.link.begin_run, RUN, self._on_opened, self._on_lost))
         port = self._wait_for(self.link.listen())
         self.address = f"{address}:{port}"

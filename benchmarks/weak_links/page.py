@@ -217,7 +217,8 @@ def format_simulator(rows: list[Row]) -> str:
         [
             "Mean latencies of the same requests, Poisson "
             "arrivals. The simulator has the production scheduler, link policy and lanes; the "
-            "times of the stages were measured on the same engine over fast links.",
+            "times of the stages were measured on the same engine over fast links. `tcp_slow_start_"
+            "after_idle` is 0, because simulated connections are always warm.",
             format_table([*header, "TPOT, ms", "simulated", "error"], table),
             f"Largest error {worst:.1%} (at most {MAX_ERROR:.0%}: {is_met(worst <= MAX_ERROR)}).",
         ]

@@ -17,7 +17,7 @@ from benchmarks.net.rig import NamespaceRig
 from benchmarks.weak_links.engines import engine_flags, running_engine, set_links
 from benchmarks.weak_links.limits import WeakLink
 from benchmarks.weak_links.load import PromptMaker, StreamedRequest, send_schedule
-from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, Progress
+from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, SLOW_START, Progress
 from benchmarks.weak_model import TOKEN_BYTES
 from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.scheduler.sequence import SchedulerRequest
@@ -34,11 +34,12 @@ MAX_ERROR = 0.15
 """Largest relative error of mean TTFT and TPOT."""
 CONGESTION = "cubic"
 PACED_SHARES = MappingProxyType({FIFO: 1.0, OURS: 0.9})
-"""Share of a link's rate that activations get: paced connections leave the queues empty."""
-RATE, PROMPT_TOKENS, OUTPUT_TOKENS = 1.5, (64, 400), (16, 48)
+"""Share of a link's rate that prefills get: paced connections leave the queues empty."""
+RATE, PROMPT_TOKENS, OUTPUT_TOKENS = 1.2, (64, 300), (16, 48)
 """Requests per second, and the ranges of their lengths."""
-WARM_UP_REQUESTS = 4
-"""Requests after a change of the links, which do not count."""
+NUM_WARM_UP = 6
+"""First requests after a change of the links, which the simulator serves too, but do not count:
+connections and the depth of the pipeline adapt meanwhile."""
 LOG_SECONDS = 1.5
 """Time until the driver has logged the last steps."""
 
@@ -65,7 +66,7 @@ class ComparisonPlan(NamedTuple):
 
     num_stages: int
     num_requests: int
-    """Per case."""
+    """Per case, NUM_WARM_UP included."""
     num_calibration_requests: int
 
 
@@ -77,14 +78,15 @@ class LinkedCostModel(DelegatingCostModel):
     """
 
     def __init__(self, cost: CostModel, link: WeakLink, share: float) -> None:
-        """Use links of which activations get a share (0..1) of the rate."""
+        """Use links of which prefills get a share (0..1) of the rate."""
         super().__init__(cost)
         self._link, self._share = link, share
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the time of all bytes on the link, and the delay of link and processes."""
         num_bytes = work.num_tokens * TOKEN_BYTES
-        seconds = self._link.sending_seconds(num_bytes) / self._share
+        share = self._share if work.prefill_chunks else 1.0
+        seconds = self._link.sending_seconds(num_bytes) / share
         process_seconds = super().activation_transfer(stage, work).propagation_seconds
         return TransferCost(seconds, self._link.delay_seconds + process_seconds, num_bytes)
 
@@ -126,6 +128,9 @@ def measure_cases(
     """Serve the cases of one engine, simulate them, and return a row per case."""
     flags = engine_flags(setup, CONGESTION, plan.num_stages)
     with running_engine(model, plan.num_stages, flags) as (rig, engine):
+        for machine in range(plan.num_stages):
+            # The simulated connections are always warm.
+            rig.set_tcp_option(machine, SLOW_START, 0)
         # A burst makes micro-batches that are larger than those of any case.
         burst = [(0.0, each) for _, each in make_requests(plan.num_calibration_requests, 1.0, 0)]
         calibration = serve(rig, engine, burst)
@@ -133,8 +138,6 @@ def measure_cases(
         spans = []
         for seed, case in enumerate(cases, 1):
             set_links(rig, case.link)
-            # The first requests meet connections that have to learn the link.
-            serve(rig, engine, make_requests(WARM_UP_REQUESTS, RATE, seed=100 + seed))
             spans.append(serve(rig, engine, make_requests(plan.num_requests, RATE, seed)))
             progress(f"simulator: served over {case.link} by {setup}")
         events = list(read_step_log(engine.step_log))
@@ -193,10 +196,11 @@ def compare_case(
 ) -> dict[str, Any]:
     """Return mean TTFT and TPOT of rig and simulator in milliseconds, and the errors."""
     simulated = simulate_case(case, run, requests, cost)
-    row: dict[str, Any] = {"setup": case.setup, **case.link._asdict(), "requests": len(requests)}
+    counted = [request.seq for _, request in requests[NUM_WARM_UP:]]
+    row: dict[str, Any] = {"setup": case.setup, **case.link._asdict(), "requests": len(counted)}
     for metric in ("ttft", "tpot"):
         rig, model = (
-            1e3 * fmean(getattr(each.requests[request.seq].line, metric) for _, request in requests)
+            1e3 * fmean(getattr(each.requests[seq].line, metric) for seq in counted)
             for each in (run, simulated)
         )
         row |= {f"{metric}_rig_ms": rig, f"{metric}_simulated_ms": model}

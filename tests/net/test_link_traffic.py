@@ -28,7 +28,7 @@ def measure(setup: LinkSetup) -> HopLatencies:
         rig.hop(1).set_rate(20e6)
         rig.hop(1).set_delay(0.01)
         with RigLink(rig, setup, LAYOUT) as link:
-            link.send(TrafficPattern(0.5, 2, 0.05, 0))
+            link.send(TrafficPattern(0.5, 2, 0.05, prefill_tokens=0))
             return link.send(PATTERN)
 
 
