@@ -20,12 +20,14 @@ from benchmarks.weak_links.load import PromptMaker, StreamedRequest, send_schedu
 from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, SLOW_START, Progress
 from benchmarks.weak_model import TOKEN_BYTES
 from gllm.observability.step_log import StepLogEvent, read_step_log
+from gllm.pacing.send_rate import PACING_SHARE
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_requests
 from gllm.sim.costs.base import CostModel, DelegatingCostModel, TransferCost
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import build_profile
+from gllm.sim.depth_control import AUTO_DEPTH, start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
@@ -33,7 +35,7 @@ from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 MAX_ERROR = 0.15
 """Largest relative error of mean TTFT and TPOT."""
 CONGESTION = "cubic"
-PACED_SHARES = MappingProxyType({FIFO: 1.0, OURS: 0.9})
+PACED_SHARES = MappingProxyType({FIFO: 1.0, OURS: PACING_SHARE})
 """Share of a link's rate that prefills get: paced connections leave the queues empty."""
 RATE, PROMPT_TOKENS, OUTPUT_TOKENS = 1.2, (64, 300), (16, 48)
 """Requests per second, and the ranges of their lengths."""
@@ -183,6 +185,8 @@ def simulate_case(
         loop=loop,
         links=make_pipeline_links(loop, config.stages, policy),
     )
+    if case.setup == OURS:
+        start_depth(pipeline, AUTO_DEPTH)
     pipeline.submit_each(requests)
     loop.run()
     return build_run_record(events)
