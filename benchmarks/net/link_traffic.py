@@ -79,7 +79,9 @@ class HopLatencies:
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     num_overtaken: int = 0
-    """Prefills that a decode which was sent after them has overtaken."""
+    """Prefills that were overtaken by a decode."""
+    num_overtaking: int = 0
+    """Decodes that were sent after a prefill and arrived before it."""
     drop_share: float = 0.0
     """Packets that the hop dropped because its queue was full, of all packets."""
 
@@ -219,11 +221,14 @@ def _summarize(
     latencies = HopLatencies()
     for kind, sent, arrived in times:
         (latencies.decode if kind == DECODE else latencies.prefill).append(arrived - sent)
-    latencies.num_overtaken = sum(
-        any(other == DECODE and sent < begin and end < arrived for other, begin, end in times)
-        for kind, sent, arrived in times
-        if kind == PREFILL
-    )
+    pairs = {
+        (first, second)
+        for first, (kind, sent, arrived) in enumerate(times)
+        for second, (other, begin, end) in enumerate(times)
+        if (kind, other) == (PREFILL, DECODE) and sent < begin and end < arrived
+    }
+    latencies.num_overtaken = len({prefill for prefill, _ in pairs})
+    latencies.num_overtaking = len({decode for _, decode in pairs})
     dropped, forwarded = (new - old for new, old in zip(after, before, strict=True))
     latencies.drop_share = dropped / max(1, dropped + forwarded)
     return latencies

@@ -21,7 +21,7 @@ OTHER_RATES = (60, 200, 400)
 DELAYS_MS = (10, 20, 30, 50)
 """One-way delays of an idle link."""
 WARM_UP_SECONDS = 4.0
-"""Traffic on a new link, or after a change of its rate, before the runs that count."""
+"""Traffic on a new link before the runs that count."""
 SLOTS = 128
 """Steps that may wait for the link."""
 LONE_SECONDS, PAUSE_SECONDS = 0.12, 1.0
@@ -62,11 +62,10 @@ def measure_traffic(
 ) -> list[dict[str, Any]]:
     """Return the latencies of both setups, one row per setup, rate and run."""
     rows = []
-    for name, (num_lanes, policy) in SETUPS.items():
-        with open_link(LinkSetup(num_lanes, policy, congestion), BASE_LINK) as (rig, edge):
-            for rate in (BASE_LINK.megabits, *rates):
-                link = BASE_LINK._replace(megabits=rate)
-                set_link(rig, link)
+    for name, setup in SETUPS.items():
+        for rate in (BASE_LINK.megabits, *rates):
+            link = BASE_LINK._replace(megabits=rate)
+            with open_link(LinkSetup(*setup, congestion), link) as (_, edge):
                 edge.send(TrafficPattern(WARM_UP_SECONDS))
                 for _ in range(plan.num_runs if link == BASE_LINK else 1):
                     latencies = edge.send(TrafficPattern(plan.run_seconds))
