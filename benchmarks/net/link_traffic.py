@@ -63,7 +63,7 @@ class TrafficPattern:
         interval = self.decode_interval
         steps = [
             ScriptedStep(number * interval, DECODE, self.decode_tokens)
-            for number in range(int(self.seconds / interval))
+            for number in range(round(self.seconds / interval))
         ]
         begin = self.prefill_interval / 4
         while self.prefill_tokens and begin < self.seconds:
