@@ -1,6 +1,6 @@
 """The simulator against this machine's engine: profile in one run, predict others.
 
-Owns the loads: Poisson arrivals at shares of what the engine serves at most, and a bursty one.
+Serves Poisson arrivals at shares of the engine's capacity, and a bursty load.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     """Both numbers of stages: the profile and all loads, in turns."""
     stages, count, rounds = (STAGES[:1], 16, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
     loads = LOADS[1:2] if options.quick else LOADS
-    found: dict[str, RunComparison] = {}
+    comparisons: dict[str, RunComparison] = {}
     judged = []
     for number in stages:
         # Threads of one stage wait for each other, which takes several times as long on a machine
@@ -77,7 +77,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
             title = f"{number} stage{'s' * (number > 1)}, {name}"
             if share <= MAX_CLAIMED_SHARE:
                 judged.append(title)
-            found[title] = compare_runs(events, profile)
+            comparisons[title] = compare_runs(events, profile)
     machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
     text = (
         f"The demo model on this machine ({machine}). The profile and each load have engines of "
@@ -98,21 +98,22 @@ def run(options: ExperimentOptions) -> ExperimentResult:
                 "error of a request",
                 "machine",
             ],
-            [row for title, both in found.items() for row in _rows(title, both)],
+            [row for title, comparison in comparisons.items() for row in _rows(title, comparison)],
         )
     )
     return ExperimentResult(
         "Prediction against reality",
         text,
-        [_claim(title, found[title]) for title in judged] + _request_claims(found, loads),
-        {"prediction.svg": lambda path: _plot(found, path)},
+        [_claim(title, comparisons[title]) for title in judged]
+        + _request_claims(comparisons, loads),
+        {"prediction.svg": lambda path: _plot(comparisons, path)},
     )
 
 
 async def _in_turns(
     config: EngineConfig, loads: Loads, count: int, rounds: int, most: float
 ) -> tuple[CostProfile, list[list[StepLogEvent]]]:
-    """Measure the profile and serve each load in turns; return both, loads as step logs."""
+    """Measure the profile and serve each load in turns; return them, loads as step logs."""
     turns = RoundRobinLock(len(loads) + 2)
 
     async def serve_load(share: float, arrivals: str) -> list[StepLogEvent]:
@@ -126,26 +127,26 @@ async def _in_turns(
     return await asyncio.gather(measure_profile(config, False, turns, rounds), served)
 
 
-def _claim(title: str, both: RunComparison) -> PaperClaim:
+def _claim(title: str, comparison: RunComparison) -> PaperClaim:
     """Return the claim that every metric's median at speed has an error of at most ALLOWED."""
     shown, errors = [], []
     for metric in METRICS:
-        raw, at_speed = (median_latency_error(both, metric, each) for each in (False, True))
+        raw, at_speed = (median_latency_error(comparison, metric, each) for each in (False, True))
         errors.append(abs(at_speed))
         shown.append(f"{metric.upper()} {100 * at_speed:+.1f} %, raw {100 * raw:+.1f} %")
     limit = ExpectedLimit(ALLOWED, name="aim (Vidur: < 9 % on GPUs)")
     return PaperClaim(f"{title}: medians at speed", limit, max(errors), f"({'; '.join(shown)})")
 
 
-def _request_claims(found: dict[str, RunComparison], loads: Loads) -> list[PaperClaim]:
+def _request_claims(comparisons: dict[str, RunComparison], loads: Loads) -> list[PaperClaim]:
     """Return the claims on end-to-end latencies of single requests, at speed."""
     claims = []
     for share, *limits in REQUEST_LIMITS:
         names = [name for name, load_share, _ in loads if load_share == share]
-        for title, both in found.items():
+        for title, comparison in comparisons.items():
             if not title.endswith(tuple(f", {name}" for name in names)):
                 continue
-            errors = request_errors(both, "e2el", at_speed=True)
+            errors = request_errors(comparison, "e2el", at_speed=True)
             for words, percent, limit in zip(("median", "P95"), (50, 95), limits, strict=True):
                 claims.append(
                     PaperClaim(
@@ -157,10 +158,13 @@ def _request_claims(found: dict[str, RunComparison], loads: Loads) -> list[Paper
     return claims
 
 
-def _plot(found: dict[str, RunComparison], path: Path) -> None:
+def _plot(comparisons: dict[str, RunComparison], path: Path) -> None:
     bars = {
-        title: {metric.upper(): 100 * abs(median_latency_error(both, metric)) for metric in METRICS}
-        for title, both in found.items()
+        title: {
+            metric.upper(): 100 * abs(median_latency_error(comparison, metric))
+            for metric in METRICS
+        }
+        for title, comparison in comparisons.items()
     }
     plot_bars(bars, path, "error of the median, %", "Prediction against reality")
 
@@ -172,20 +176,20 @@ def capacity(config: EngineConfig, count: int) -> float:
     return count / (run.end - run.begin)
 
 
-def _rows(title: str, both: RunComparison) -> list[list[str]]:
+def _rows(title: str, comparison: RunComparison) -> list[list[str]]:
     """Return table rows with the medians of each metric."""
     rows = []
     for metric in METRICS:
-        values = [median_latency(run, metric) for run in (both.real, both.predicted)]
-        errors = [median_latency_error(both, metric, at_speed) for at_speed in (False, True)]
+        values = [median_latency(run, metric) for run in (comparison.real, comparison.predicted)]
+        errors = [median_latency_error(comparison, metric, at_speed) for at_speed in (False, True)]
         rows.append(
             [
                 title,
                 f"median {metric.upper()}, ms",
                 *(show_value(value, 1e3) for value in values),
                 *(f"{100 * error:+.1f} %" for error in errors),
-                f"{100 * median_request_error(both, metric):.1f} %",
-                f"{both.slowdown:.2f}",
+                f"{100 * median_request_error(comparison, metric):.1f} %",
+                f"{comparison.slowdown:.2f}",
             ]
         )
     return rows

@@ -87,14 +87,14 @@ def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
     A profile predicts mean times, and steps that other programs interrupt delay requests too, so
     sums are compared: the median step is shorter than the mean one.
     """
-    taken_seconds = predicted_seconds = 0.0
+    measured_seconds = predicted_seconds = 0.0
     for costs in measure_step_costs(run):
-        taken, _ = split_sampling(costs)
-        taken_seconds += sum(taken)
+        measured, _ = split_sampling(costs)
+        measured_seconds += sum(measured)
         for stage, num_arrivals in enumerate(costs.num_arrivals):
             predicted_seconds += cost.stage_seconds(stage, costs.step.work)
             predicted_seconds += num_arrivals * cost.arrival_seconds(stage)
-    return taken_seconds / predicted_seconds if predicted_seconds else 1.0
+    return measured_seconds / predicted_seconds if predicted_seconds else 1.0
 
 
 def read_requests(
@@ -117,8 +117,8 @@ def read_aborts(events: list[StepLogEvent]) -> list[tuple[float, list[int]]]:
 
 
 def _values(run: RunRecord, metric: str) -> dict[int, float]:
-    found = ((seq, getattr(served.line, metric)) for seq, served in run.requests.items())
-    return {seq: value for seq, value in found if value is not None}
+    values = ((seq, getattr(served.line, metric)) for seq, served in run.requests.items())
+    return {seq: value for seq, value in values if value is not None}
 
 
 def median_request_error(comparison: RunComparison, metric: str) -> float:
@@ -156,11 +156,10 @@ def comparison_table(comparison: RunComparison) -> str:
             "mean": (fmean(real), fmean(predicted)),
             **{f"p{p}": (percentile(real, p), percentile(predicted, p)) for p in (50, 90, 99)},
         }
-        for name, (was, said) in pairs.items():
+        for name, (measured, expected) in pairs.items():
             label = f"{metric.upper()} {name}, ms"
-            rows.append(
-                [label, show_value(was, 1e3), show_value(said, 1e3), f"{said / was - 1:+.1%}"]
-            )
+            change = f"{expected / measured - 1:+.1%}"
+            rows.append([label, show_value(measured, 1e3), show_value(expected, 1e3), change])
         error = median_request_error(comparison, metric)
         rows.append([f"{metric.upper()} median error of a request", "", "", f"{error:.1%}"])
     uses = comparison.real.stage_usages(), comparison.predicted.stage_usages()
