@@ -19,6 +19,7 @@ from gllm.config.addresses import format_host_port
 from gllm.config.node_environment import parse_head_address
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
+from gllm.link.encodings import PLAIN
 from gllm.messages.nodes import NodeFacts
 from gllm.models.local_search import find_local_model
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
@@ -73,6 +74,7 @@ class NodeOptions:
     """HOST:PORT at which others reach the data port; empty for its own."""
     link_congestion: str | None = None
     link_policy: str = DEFAULT_LINK_POLICY
+    link_encoding: str = PLAIN
     join_timeout: float = 300.0
     node_timeout: float = 5.0
     host: str = "127.0.0.1"
@@ -144,6 +146,7 @@ class NodeProcess:
             options.link_congestion,
             options.node_timeout,
             options.link_policy,
+            options.link_encoding,
         )
         try:
             data_port = await self._listen(links) if listen else 0

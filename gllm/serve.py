@@ -109,6 +109,7 @@ def _run_node(
         advertise=nodes.advertise or "",
         link_congestion=nodes.link_congestion,
         link_policy=nodes.link_policy,
+        link_encoding=nodes.link_encoding,
         join_timeout=nodes.join_timeout,
         node_timeout=nodes.node_timeout,
         host=server.host,

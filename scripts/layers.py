@@ -21,7 +21,11 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
-            "gllm.config": "gllm.observability gllm.pacing gllm.routing gllm.scheduler yaml",
+            "gllm.link.encodings": "",
+            "gllm.config": (
+                "gllm.link.encodings gllm.observability gllm.pacing gllm.routing gllm.scheduler "
+                "yaml"
+            ),
             "gllm.messages": "gllm.scheduler msgspec",
             "gllm.models.partition": "",
             "gllm.cluster": "gllm.models.partition msgspec",
@@ -35,17 +39,18 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.kernels gllm.transport.base gllm.transport.descriptors "
                 "gllm.transport.meeting_log gllm.transport.ring msgspec torch"
             ),
-            "gllm.link.commands": "gllm.messages gllm.pacing msgspec",
+            "gllm.link.commands": "gllm.link.encodings gllm.messages gllm.pacing msgspec",
+            "gllm.link.int8_encoding": "gllm.link.encodings numpy",
             "gllm.link": (
-                "gllm.link.commands gllm.messages gllm.observability gllm.pacing "
-                "gllm.transport.base gllm.transport.descriptors gllm.transport.meeting_log "
-                "gllm.transport.ring msgspec setproctitle"
+                "gllm.link.commands gllm.link.encodings gllm.messages gllm.observability "
+                "gllm.pacing gllm.transport.base gllm.transport.descriptors "
+                "gllm.transport.meeting_log gllm.transport.ring msgspec setproctitle"
             ),
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
-                "gllm.link.commands gllm.messages gllm.models "
+                "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.pacing gllm.scheduler gllm.transport llguidance msgspec numpy psutil pynvml "
                 "setproctitle torch uvloop zmq"
@@ -101,8 +106,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.server_command": "gllm gllm.config gllm.observability setproctitle",
             "gllm.node_process": (
-                "gllm.config gllm.frontend gllm.messages gllm.models gllm.pacing gllm.platform "
-                "gllm.runtime setproctitle"
+                "gllm.config gllm.frontend gllm.link.encodings gllm.messages gllm.models "
+                "gllm.pacing gllm.platform gllm.runtime setproctitle"
             ),
             "gllm.serve": (
                 "gllm.cluster gllm.config gllm.engine gllm.frontend gllm.node_process "
@@ -115,12 +120,12 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "msgspec numpy sklearn tqdm"
             ),
             "gllm.profiling": (
-                "gllm.cluster gllm.config gllm.kernels gllm.messages gllm.models gllm.runtime "
-                "gllm.scheduler gllm.sim gllm.transport numpy torch"
+                "gllm.cluster gllm.config gllm.kernels gllm.link.encodings gllm.messages "
+                "gllm.models gllm.runtime gllm.scheduler gllm.sim gllm.transport numpy torch"
             ),
             "gllm.experiments": (
-                "gllm.config gllm.engine gllm.models gllm.observability gllm.profiling "
-                "gllm.observability.step_log gllm.scheduler gllm.sim msgspec tqdm"
+                "gllm.config gllm.engine gllm.link.encodings gllm.models gllm.observability "
+                "gllm.profiling gllm.observability.step_log gllm.scheduler gllm.sim msgspec tqdm"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (

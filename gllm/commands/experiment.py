@@ -34,6 +34,7 @@ EXPERIMENTS = {
     "weak-link": ("weak_link", "compute against communication at 100 Mbit/s"),
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
+    "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of gllm.experiments with a function `run`, and a description."""

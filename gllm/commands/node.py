@@ -95,6 +95,7 @@ def _join(values: argparse.Namespace) -> int:
             advertise=config.advertise or "",
             link_congestion=config.link_congestion,
             link_policy=config.link_policy,
+            link_encoding=config.link_encoding,
             join_timeout=config.join_timeout,
             host=config.host,
             port=config.port,

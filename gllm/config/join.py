@@ -54,6 +54,7 @@ class JoinConfig:
     advertise: str | None = _same_as(NodesConfig, "advertise")
     link_congestion: str | None = _same_as(NodesConfig, "link_congestion")
     link_policy: str = _same_as(NodesConfig, "link_policy")
+    link_encoding: str = _same_as(NodesConfig, "link_encoding")
     join_timeout: float = _same_as(NodesConfig, "join_timeout")
     host: str = option("127.0.0.1", "address of /health, /ready and /metrics")
     port: int = option(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.link.encodings import LINK_ENCODINGS, PLAIN
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY, LINK_POLICIES
 
 EXECUTOR_BACKENDS = ("mp", "ray")
@@ -106,6 +107,12 @@ class NodesConfig:
         False,
         "spares keep the layers of the costliest stage of the other machines in memory, so that "
         "taking over takes less time",
+    )
+    link_encoding: str = option(
+        PLAIN,
+        "encoding of activations between machines, the same on all of them; int8: half of the "
+        "bytes of 16-bit activations, with a small loss",
+        choices=tuple(LINK_ENCODINGS),
     )
     max_spares: int = option(
         64,

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gllm.link.encodings import PLAIN
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 
@@ -41,6 +42,8 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     """Congestion control of TCP; None for that of the system."""
     policy: str = DEFAULT_LINK_POLICY
     """Order of the steps that wait for a connection: a name of LINK_POLICIES."""
+    encoding: str = PLAIN
+    """Encoding of activations: a name of LINK_ENCODINGS, the same at both ends of an edge."""
     node_timeout: float = 5.0
     """Seconds; an edge is lost when it stays disconnected for twice as long."""
     log_level: str = "warning"

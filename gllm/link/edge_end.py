@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from gllm.link.commands import OpenLinkEdge
 from gllm.link.connection import FrameConnection, dial, receive_answer
+from gllm.link.encodings import PLAIN, make_encoding
 from gllm.link.frames import (
     EdgeAnswer,
     EdgeHello,
@@ -69,6 +70,8 @@ class EdgeEnd(ABC):
         self.refusal = ""
         """Reason for which the edge cannot work; empty for none."""
         self._settings = settings
+        self._encoding = None if settings.encoding == PLAIN else make_encoding(settings.encoding)
+        """Encoding of activations; None for none."""
         self._descriptors = list(descriptors)
         num_first = len(descriptors) - 2 * (command.num_lanes - 1)
         files = [*descriptors[:2], *descriptors[num_first:]]
@@ -128,7 +131,13 @@ class EdgeEnd(ABC):
             )
         if hello.is_sender == self.command.is_sender or self.command.dials:
             return "both ends have the same part"
-        return ""
+        if hello.encoding != self._settings.encoding:
+            # Trying again does not help: the edge is refused for good.
+            self.refusal = (
+                f"{hello.node} has --link-encoding {hello.encoding}, {self._settings.node} has "
+                f"{self._settings.encoding}: give all machines the same"
+            )
+        return self.refusal
 
     def offer(self, connection: FrameConnection) -> None:
         """Use a connection that the other end has dialed, in place of an earlier one."""
@@ -327,7 +336,7 @@ class EdgeEnd(ABC):
         try:
             if not self._adopt(connection):
                 return None
-            hello = EdgeHello(settings.node, peer.node, self.command.is_sender)
+            hello = EdgeHello(settings.node, peer.node, self.command.is_sender, settings.encoding)
             with suppress(OSError):
                 # A machine that refuses the certificate may have gone; its alert says so.
                 connection.send(self.name.header(FrameClass.HELLO, encode_payload(hello)))

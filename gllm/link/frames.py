@@ -7,9 +7,12 @@ its first step, and each step as frames of ACTIVATIONS; both ends send MEETING.
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import msgspec
+
+from gllm.link.encodings import PLAIN
+from gllm.transport.base import EdgeLayout
 
 MAGIC, VERSION = b"gA", 2
 FRAME = struct.Struct("!2sBBQIHBHQII")
@@ -132,6 +135,8 @@ class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Machine that it expects."""
     is_sender: bool
     """True if the dialing machine sends activations."""
+    encoding: str = PLAIN
+    """Name of the encoding that the dialing machine uses."""
 
 
 class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -158,6 +163,12 @@ class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     slots: int
     hidden_size: int
     itemsize: int
+    is_bfloat16: bool = False
+
+    @classmethod
+    def of(cls, layout: EdgeLayout) -> Self:
+        """Return what a ring with this layout has in common with the other one."""
+        return cls(layout.slots, layout.hidden_size, layout.itemsize, layout.is_bfloat16)
 
 
 _Payload = TypeVar("_Payload", EdgeHello, EdgeAnswer, EdgeResume, RingLayout)

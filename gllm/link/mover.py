@@ -139,6 +139,7 @@ class DataMover:
             tls,
             identity.congestion,
             identity.policy,
+            identity.encoding,
             LOST_TIMEOUTS * identity.node_timeout,
             self._refusals,
             self._on_opened,

@@ -73,10 +73,10 @@ class ReceivingEnd(EdgeEnd):
         ring, peer = self._attach(lane), decode_payload(payload, RingLayout)
         if ring is None:
             raise FrameError("a step before the worker is ready")
-        own = RingLayout(ring.shape.slots, ring.shape.hidden_size, ring.shape.itemsize)
+        own = RingLayout.of(ring.shape)
         if own != peer:
             self._refuse(connection, f"the rings differ: {peer} is sent, {own} is expected")
-        self._writers[lane] = SlotWriter(ring)
+        self._writers[lane] = SlotWriter(ring, self._encoding)
 
     def _receive_activations(self, connection: FrameConnection, header: FrameHeader) -> None:
         writer = self._writers[header.lane]

@@ -115,12 +115,11 @@ class SendingEnd(EdgeEnd):
                 new.append(step)
                 last_sent[slot] = step
         if new and lane not in self._lanes_with_layout:
-            shape = ring.shape
-            layout = encode_payload(RingLayout(shape.slots, shape.hidden_size, shape.itemsize))
+            layout = encode_payload(RingLayout.of(ring.shape))
             connection.send(self.name.header(FrameClass.LAYOUT, layout, lane=lane))
             self._lanes_with_layout.add(lane)
         for step in sorted(new):
-            if data := read_step(ring, step):
+            if data := read_step(ring, step, self._encoding):
                 self._queue.add(lane, ring.slot(step), data)
         if new and self._is_shaped and lane == TrafficClass.DECODE:
             self._on_decodes_signalled(ring, max(new))

@@ -18,6 +18,8 @@ class LinkSettings:
     congestion: str | None
     policy: str
     """Name of the link policy."""
+    encoding: str
+    """Name of the encoding of activations."""
     lost_seconds: float
     """Time after which an edge without a connection is lost."""
     refusals: Refusals

@@ -1,7 +1,8 @@
 """Slots of a ring as frames, and frames as slots.
 
 A step travels as one frame with its slot's header and error text, at offset 0, and frames with its
-activations, in order, from offset PAGE_BYTES on. Frames of other steps, of the same lane or another
+activations, in order, from offset PAGE_BYTES on; with an encoding, offsets and lengths are those of
+the encoded bytes. Frames of other steps, of the same lane or another
 one, may come between these.
 
 A slot may be overwritten while it is sent again: by the step that is `slots` later in its lane,
@@ -16,6 +17,8 @@ meanwhile.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gllm.link.encoded_rows import EncodedRows, RowDecoder
+from gllm.link.encodings import LinkEncoding, RowFormat
 from gllm.link.frames import FrameError, FrameHeader
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
 
@@ -28,11 +31,11 @@ class StepBytes(NamedTuple):
     step: int
     head: bytes
     """The slot's header and error."""
-    payload: memoryview
-    """Activations, in the slot's memory; empty for none."""
+    payload: memoryview | EncodedRows
+    """Activations, in the slot's memory or encoded; empty for none."""
 
 
-def read_step(ring: Ring, step: int) -> StepBytes | None:
+def read_step(ring: Ring, step: int, encoding: LinkEncoding | None = None) -> StepBytes | None:
     """Return the bytes of a step that was signalled; None if the slot has a later step by now."""
     header = ring.header(step)
     if header.step != step or header.find_fault(ring.shape):
@@ -40,7 +43,9 @@ def read_step(ring: Ring, step: int) -> StepBytes | None:
     begin = ring.offset(step)
     head = ring.memory[begin : begin + SLOT_HEADER.size + header.error_bytes]
     payload = memoryview(ring.memory)[ring.payload(step) :][: header.payload_bytes]
-    return StepBytes(step, head, payload)
+    if encoding is None:
+        return StepBytes(step, head, payload)
+    return StepBytes(step, head, EncodedRows(payload, _row_of(ring), encoding))
 
 
 @dataclass(slots=True)
@@ -50,14 +55,21 @@ class _PartialStep:
     step: int
     next_offset: int
     end: int
+    decoder: RowDecoder | None
+    """Memory for encoded activations; None if they go to the slot."""
 
 
 class SlotWriter:
     """Receiver of a lane's steps on one connection; checks each frame before it writes a byte."""
 
-    def __init__(self, ring: Ring) -> None:
-        """Fill the lane's ring."""
-        self._ring = ring
+    def __init__(self, ring: Ring, encoding: LinkEncoding | None = None) -> None:
+        """Fill the lane's ring.
+
+        Args:
+            ring: Of the lane.
+            encoding: Of the connection; None for none.
+        """
+        self._ring, self._encoding = ring, encoding
         self._partial: dict[int, _PartialStep] = {}
         self._head = bytearray(PAGE_BYTES)
 
@@ -87,6 +99,8 @@ class SlotWriter:
             raise FrameError(f"bytes {frame.offset} of step {frame.step} are out of order")
         if not 0 < frame.length <= partial.end - frame.offset:
             raise FrameError(f"{frame.length} bytes, {partial.end - frame.offset} are missing")
+        if partial.decoder is not None:
+            return partial.decoder.encoded[frame.offset - PAGE_BYTES :][: frame.length]
         begin = ring.offset(frame.step) + frame.offset
         return memoryview(ring.memory)[begin : begin + frame.length]
 
@@ -98,9 +112,11 @@ class SlotWriter:
         """
         if frame.offset == 0:
             self._begin_step(frame)
-        else:
-            self._partial[frame.slot].next_offset += frame.length
         partial = self._partial[frame.slot]
+        if frame.offset > 0:
+            partial.next_offset += frame.length
+            if partial.decoder is not None:
+                partial.decoder.decode(partial.next_offset - PAGE_BYTES)
         if partial.next_offset == partial.end:
             del self._partial[frame.slot]
             self._ring.signal_written(frame.step)
@@ -116,5 +132,15 @@ class SlotWriter:
             raise FrameError(f"step {frame.step} has {fault}")
         begin = self._ring.offset(frame.step)
         self._ring.memory[begin : begin + frame.length] = self._head[: frame.length]
-        end = PAGE_BYTES + header.payload_bytes
-        self._partial[frame.slot] = _PartialStep(frame.step, PAGE_BYTES, end)
+        num_bytes, decoder = header.payload_bytes, None
+        if self._encoding is not None:
+            rows = memoryview(self._ring.memory)[self._ring.payload(frame.step) :][:num_bytes]
+            decoder = RowDecoder(rows, _row_of(self._ring), self._encoding)
+            num_bytes = len(decoder.encoded)
+        end = PAGE_BYTES + num_bytes
+        self._partial[frame.slot] = _PartialStep(frame.step, PAGE_BYTES, end, decoder)
+
+
+def _row_of(ring: Ring) -> RowFormat:
+    """Return the format of a token's activations."""
+    return RowFormat(ring.shape.hidden_size, ring.shape.itemsize, ring.shape.is_bfloat16)

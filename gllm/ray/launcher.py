@@ -210,6 +210,7 @@ def agent_arguments(
         "--join-timeout": nodes.join_timeout,
         "--link-congestion": nodes.link_congestion,
         "--link-policy": nodes.link_policy,
+        "--link-encoding": nodes.link_encoding,
         "--device": engine.device,
         "--threads": engine.threads,
         "--gpu-memory-utilization": engine.gpu_memory_utilization,

@@ -287,6 +287,7 @@ class ClusterHead:
             config.link_congestion,
             config.node_timeout,
             config.link_policy,
+            config.link_encoding,
         )
         port = await self._links.listen() if listen else 0
         if is_wildcard(host) and config.master_addr is not None:

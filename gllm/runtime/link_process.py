@@ -28,6 +28,7 @@ from gllm.link.commands import (
     decode_link_message,
     encode_link_message,
 )
+from gllm.link.encodings import PLAIN
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.backoff import Backoff
@@ -52,6 +53,7 @@ class LinkProcess:
         congestion: str | None = None,
         node_timeout: float = 5.0,
         policy: str = DEFAULT_LINK_POLICY,
+        encoding: str = PLAIN,
     ) -> None:
         """Create the owner of a process that has not started.
 
@@ -62,6 +64,7 @@ class LinkProcess:
             congestion: congestion control of TCP; None for that of the system.
             node_timeout: in seconds; see LinkIdentity.
             policy: order of the steps that wait for a connection, a name of LINK_POLICIES.
+            encoding: of activations, a name of LINK_ENCODINGS.
         """
         self.links: list[LinkState] = []
         """Data connections, as the process has reported them last."""
@@ -73,7 +76,7 @@ class LinkProcess:
         self._num_malformed_before = 0
         """`num_malformed` when the present process started."""
         self._identity = LinkIdentity(
-            0, node, listen, certificate is not None, congestion, policy, node_timeout
+            0, node, listen, certificate is not None, congestion, policy, encoding, node_timeout
         )
         self._certificate = certificate
         self._on_opened: Callable[[int, int], None] = lambda generation, edge: None

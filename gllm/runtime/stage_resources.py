@@ -187,6 +187,8 @@ class StageResources:
             scheduler.max_num_batched_tokens,
             executor.model.hidden_size,
             executor.dtype.itemsize,
+            # This module imports no torch.
+            str(executor.dtype) == "torch.bfloat16",
         )
         receivers, senders = open_edges(
             self._assignment.incoming,

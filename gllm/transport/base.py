@@ -44,6 +44,8 @@ class EdgeLayout(msgspec.Struct, frozen=True):
     hidden_size: int
     itemsize: int
     """Bytes per element."""
+    is_bfloat16: bool = False
+    """True if elements of 2 bytes are bfloat16, not float16."""
 
 
 class Sender(Protocol):

@@ -29,7 +29,7 @@ SLOT_HEADER = struct.Struct("<QIIIIQ")
 """Fields of SlotHeader."""
 MAX_ERROR_BYTES = PAGE_BYTES - SLOT_HEADER.size
 """Longest error text; the rest is cut off."""
-_LAYOUT = struct.Struct("<QIIII")
+_LAYOUT = struct.Struct("<QIIIII")
 """Magic number, and the fields of EdgeLayout."""
 _MAGIC = 0x3130_6772_6D6C_6C67
 """Mark of version 1 of this memory, written after all else."""
@@ -103,7 +103,13 @@ class Ring:
         self._fence = threading.Lock()
         self._is_cancelled = False
         if not existing:
-            fields = (layout.slots, layout.max_tokens, layout.hidden_size, layout.itemsize)
+            fields = (
+                layout.slots,
+                layout.max_tokens,
+                layout.hidden_size,
+                layout.itemsize,
+                layout.is_bfloat16,
+            )
             _LAYOUT.pack_into(self.memory, 0, 0, *fields)
             self._order_writes()
             _LAYOUT.pack_into(self.memory, 0, _MAGIC, *fields)
@@ -250,8 +256,11 @@ def _read_layout(memory: int) -> EdgeLayout | None:
     data = os.pread(memory, _LAYOUT.size, 0)
     if len(data) < _LAYOUT.size:
         return None
-    magic, *fields = _LAYOUT.unpack(data)
-    return EdgeLayout(*fields) if magic == _MAGIC else None
+    magic, *fields, is_bfloat16 = _LAYOUT.unpack(data)
+    if magic != _MAGIC:
+        return None
+    slots, max_tokens, hidden_size, itemsize = fields
+    return EdgeLayout(slots, max_tokens, hidden_size, itemsize, bool(is_bfloat16))
 
 
 def _pages(size: int) -> int:

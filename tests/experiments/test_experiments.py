@@ -24,7 +24,8 @@ from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 
 PAGES = Path(__file__).parents[2] / "docs" / "experiments"
-SIMULATED = [name for name in EXPERIMENTS if name not in ("replay", "prediction")]
+MEASURED = ("replay", "link-encoding", "prediction")
+SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 
 
 @pytest.mark.parametrize("name", SIMULATED)
@@ -40,6 +41,15 @@ def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
         assert (tmp_path / picture).stat().st_size > 1000
     if name not in ("sensitivity",):
         assert "| claimed |" in " ".join(page.split())
+
+
+def test_loss_of_link_encodings(tmp_path: Path) -> None:
+    assert main(["link-encoding", "--quick", "--output", str(tmp_path)]) == 0
+    page = (tmp_path / "link-encoding.md").read_text()
+    (claim,) = (line for line in page.splitlines() if "float32, links encoded: 5" in line)
+    assert "aim: <= 0.500 %" in claim
+    assert "| yes" in claim
+    assert "aim: <= 0.530 x" in page
 
 
 def test_prediction_of_the_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from gllm.link.commands import (
     decode_link_message,
     encode_link_message,
 )
+from gllm.link.encodings import PLAIN
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.certificates import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
@@ -51,10 +52,11 @@ class Mover:
         congestion: str | None = None,
         host: str = "127.0.0.1",
         command: Sequence[str] = (),
+        encoding: str = PLAIN,
     ) -> None:
         """Start a data mover; `command` precedes that of the process, as to enter a namespace."""
         self.node, self.listen, self.node_timeout = node, listen, node_timeout
-        self.policy, self.congestion = policy, congestion
+        self.policy, self.congestion, self.encoding = policy, congestion, encoding
         self.host, self.prefix = host, command
         self.certificate: NodeCertificate | None = create_certificate() if has_tls else None
         self.commands: list[tuple[OpenLinkEdge, list[int]]] = []
@@ -81,6 +83,7 @@ class Mover:
             bool(descriptors),
             congestion=self.congestion,
             policy=self.policy,
+            encoding=self.encoding,
             node_timeout=self.node_timeout,
         )
         self.send(identity, descriptors)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.link.connection import FrameConnection
+from gllm.link.encodings import LinkEncoding
 from gllm.link.frames import (
     FRAME,
     MAX_BYTES,
@@ -23,6 +24,7 @@ from gllm.link.frames import (
     encode_payload,
     unpack_frame,
 )
+from gllm.link.int8_encoding import Int8Encoding
 from gllm.link.send_queue import LinkChunk, SendQueue
 from gllm.link.slots import SlotWriter, read_step
 from gllm.pacing.policies.serial import SerialPolicy
@@ -188,13 +190,16 @@ HEADS = st.builds(
 )
 
 
+@pytest.mark.parametrize("encoding", [None, Int8Encoding()])
 @settings(max_examples=num_examples(100, 5000))
 @given(st.lists(st.tuples(st.fixed_dictionaries(FIELDS), HEADS), min_size=1, max_size=8))
-def test_frames_write_within_their_slot_or_not_at_all(frames: list) -> None:
+def test_frames_write_within_their_slot_or_not_at_all(
+    encoding: LinkEncoding | None, frames: list
+) -> None:
     """Any frames, most of them invalid: nothing changes outside the slot, or before the check."""
     files = Files()
     ring = files.ring(LAYOUT)
-    writer = SlotWriter(ring)
+    writer = SlotWriter(ring, encoding)
     for fields, head in frames:
         header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, lane=0, **fields)
         before = ring.memory[:]
