@@ -13,6 +13,8 @@ SAMPLE_SECONDS = 0.02
 PROBE_SECONDS = 1.0
 """Silence after which the round trip is probed. A probe and its echo take 200 bytes with all
 headers: 1 % of the capacity of a link of 0.2 Mbit/s."""
+FULL_WINDOW_SHARE = 0.9
+"""Share of the congestion window from which on that is what bytes wait for."""
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.05, 0.1
 """Time over which the rate of arrivals is measured; between these it is the round trip."""
 LIMIT_TOLERANCE = 0.05
@@ -36,7 +38,7 @@ class LinkMonitor:
         self._deliveries: deque[tuple[float, int]] = deque()
         """Times and numbers of delivered segments of the samples of the last window."""
         self._busy_since = inf
-        """Time since which a step has always waited."""
+        """Time since which the kernel has always had bytes to send."""
         self._sample_time = self._active_time = 0.0
         """Times of the last sample and of the last traffic."""
         self._probe_time: float | None = None
@@ -79,6 +81,17 @@ class LinkMonitor:
             self._active_time = now
         if self._is_shaped:
             self._adapt(now, has_prefill)
+
+    def check_supply(self) -> None:
+        """Note whether the kernel has run out of bytes: this thread was late then, not the link.
+
+        Called before bytes are written. Raises OSError.
+        """
+        info = self._connection.read_tcp_info() if self._connection else None
+        if info is None or info.unsent_bytes:
+            return
+        if info.unacknowledged_bytes < FULL_WINDOW_SHARE * info.window_bytes:
+            self._busy_since = inf
 
     def send_bytes_per_second(self) -> float:
         """Return the rate at which a chunk leaves now; 0 if it is unknown."""
@@ -132,7 +145,7 @@ class LinkMonitor:
         )
 
     def _arrival_rate(self, now: float, info: TcpInfo) -> float | None:
-        """Return the rate of arrivals over a window; None if a step did not always wait for it.
+        """Return the rate of arrivals over a window; None if the sender was the limit.
 
         The kernel's own rate does not tell: with few unsent bytes it takes each pause of the
         writing thread for a lack of bytes, and drops the rate.

@@ -145,6 +145,7 @@ class SendingEnd(EdgeEnd):
         now = time.monotonic()
         slack_seconds = None
         if self._is_shaped:
+            self._monitor.check_supply()
             if (ring := self._rings[TrafficClass.DECODE]) is not None:
                 self._observe_begin(ring)
             slack_seconds = self._clock.slack_seconds(now)

@@ -16,7 +16,7 @@ GAIN = 0.25
 """Weight of a sample that agrees."""
 NUM_DISAGREEING = 3
 """Samples that disagree in the same direction before the estimate jumps to them."""
-MIN_DROP_SECONDS = 0.2
+MIN_DROP_SECONDS = 0.4
 """Time for which a queue has to stand before the estimate falls; shorter ones are jitter."""
 UNEXPLAINED_DROP_SECONDS = 2.0
 """The same without a queue, as with random losses that keep the congestion window small."""
@@ -58,8 +58,8 @@ class LinkEstimator:
     def __init__(self) -> None:
         self.is_saturated = False
         """True if a queue stood at the estimated rate: the link carries no more."""
-        self.has_queue = False
-        """True if a queue stood on the way at the latest sample."""
+        self.queue_begin: float | None = None
+        """Time since which a queue stands on the way; None for none at the latest sample."""
         self.loss_rate = 0.0
         """Share of bytes that are sent again, 0 to 1."""
         self._rate: float | None = None
@@ -80,6 +80,11 @@ class LinkEstimator:
         return self._rate if self._is_measured else None
 
     @property
+    def has_queue(self) -> bool:
+        """True if a queue stood on the way at the latest sample."""
+        return self.queue_begin is not None
+
+    @property
     def round_trip_seconds(self) -> float | None:
         """Least round trip of the last seconds; None before the first sample."""
         return self._round_trips[0][1] if self._round_trips else None
@@ -90,7 +95,10 @@ class LinkEstimator:
             self.observe_round_trip(sample.now, sample.round_trip_seconds)
             least = self._round_trips[0][1]
             limit = least * (1 + QUEUE_SHARE) + QUEUE_SECONDS
-            self.has_queue = sample.round_trip_seconds > limit
+            if sample.round_trip_seconds <= limit:
+                self.queue_begin = None
+            elif self.queue_begin is None:
+                self.queue_begin = sample.now
         if sample.num_sent_bytes > 0:
             share = min(1.0, sample.num_retransmitted_bytes / sample.num_sent_bytes)
             self.loss_rate += LOSS_GAIN * (share - self.loss_rate)

@@ -51,6 +51,7 @@ class Course:
         round_trip: float = 0.06,
         is_busy: bool = True,
         kernel_rate: float = 0.0,
+        unsent_bytes: int = SEGMENT,
     ) -> None:
         """Deliver segments for a time."""
         end, num_delivered = self.now + seconds, float(self.connection.info.num_delivered)
@@ -62,7 +63,9 @@ class Course:
                 round_trip_seconds=round_trip,
                 num_delivered=round(num_delivered),
                 unacknowledged_bytes=SEGMENT,
+                unsent_bytes=unsent_bytes,
             )
+            self.monitor.check_supply()
             self.monitor.observe(self.now, is_busy, has_prefill=is_busy)
 
 
@@ -83,6 +86,18 @@ def test_prefills_are_paced_once_the_link_is_known() -> None:
     assert course.monitor.estimator.bytes_per_second == pytest.approx(RATE, rel=0.1)
     shares = {each / RATE for each in course.connection.pacings if each != inf}
     assert 0.9 * DRAIN_SHARE < min(shares) < max(shares) < 1.1 * TRIAL_SHARE
+
+
+def test_a_thread_that_is_late_does_not_lower_the_rate() -> None:
+    """Its machine computes, so the kernel runs out of bytes; the queues are those of others."""
+    course = Course()
+    course.send(0.5, is_busy=False)
+    course.send(2, round_trip=0.1)
+    before = course.monitor.estimator.bytes_per_second
+    course.send(3, rate=0.2 * RATE, round_trip=0.1, unsent_bytes=0)
+    assert course.monitor.estimator.bytes_per_second == before
+    course.send(2, rate=0.2 * RATE, round_trip=0.1)
+    assert course.monitor.estimator.bytes_per_second == pytest.approx(0.2 * RATE, rel=0.1)
 
 
 def test_limits_are_set_again_only_for_large_changes() -> None:
@@ -108,7 +123,7 @@ def test_only_silence_is_probed_and_once_until_the_answer() -> None:
     course.send(2)
     assert not monitor.should_probe(course.now)
     assert 0 <= monitor.seconds_to_sample(course.now) <= SAMPLE_SECONDS
-    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0)
+    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0, unsent_bytes=0)
     begin = course.now
     monitor.observe(begin + 2 * SAMPLE_SECONDS, is_busy=False, has_prefill=False)
     wait = monitor.seconds_to_sample(begin + 2 * SAMPLE_SECONDS)
