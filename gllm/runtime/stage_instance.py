@@ -161,9 +161,9 @@ class StageInstance:
         config: resolved.
         """
         assignment, executor = self.assignment, self.executor
+        assert config.max_in_flight is not None
         scheduler, self._step_log = create_scheduler(assignment, config)
         if assignment.plan_record is not None:
-            assert config.max_in_flight is not None
             self._plan_record = PlanRecord(
                 assignment.plan_record,
                 config.max_in_flight,
@@ -171,7 +171,8 @@ class StageInstance:
                 config.num_lanes,
             )
         pacing = None
-        if assignment.has_tcp_edges:
+        # As many micro-batches as stages are a fixed depth.
+        if assignment.has_tcp_edges and config.max_in_flight > config.stages:
             bytes_per_token = executor.model.hidden_size * executor.dtype.itemsize
             pacing = DriverPacing(scheduler, bytes_per_token)
         other_ranks, other_stages = self._sessions.peers

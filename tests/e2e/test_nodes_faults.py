@@ -58,6 +58,14 @@ def test_texts_over_a_slow_network(
         num_activation_bytes = num_link_bytes(cluster, "machine-1")
         assert num_activation_bytes > 100_000
         assert num_hop_bytes(rig, 1) - num_activation_bytes >= before
+        # Delays and stages have been measured meanwhile: more micro-batches than stages.
+        head = cluster.head
+
+        def read_depth() -> float:
+            assert head.post(COMPLETIONS, {**body, "max_tokens": 2})[0] == 200
+            return scrape(head).value("pipeline_depth")
+
+        wait_until(lambda: read_depth() == 12)
     finally:
         for machine in range(3):
             rig.hop(machine).set_rate(0)
