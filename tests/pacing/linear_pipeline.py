@@ -1,5 +1,6 @@
-"""Simulated pipelines whose stages and links take times that are linear in the rows."""
+"""Simulated pipelines of known times: linear in the rows, or with the corner of a roofline."""
 
+import math
 from random import Random
 from typing import NamedTuple
 
@@ -20,14 +21,22 @@ ENDLESS_TOKENS = 2**20
 
 
 class LinearCost(BaseCostModel):
-    """Cost of a pipeline of known times."""
+    """Cost of a pipeline of known times.
 
-    def __init__(self, times: PipelineSeconds) -> None:
+    has_corner: a stage's fixed time and that of its rows overlap, as memory traffic and arithmetic
+        do; otherwise they add up.
+    """
+
+    def __init__(self, times: PipelineSeconds, has_corner: bool = False) -> None:
         self._times = times
+        self._has_corner = has_corner
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the linear time; prefill tokens cost as much as decodes."""
-        return self._times.stages[stage].decode_seconds(work.num_tokens)
+        """Return the time; prefill tokens cost as much as decodes."""
+        times = self._times.stages[stage]
+        if self._has_corner:
+            return math.hypot(times.base_seconds, work.num_tokens * times.seconds_per_decode)
+        return times.decode_seconds(work.num_tokens)
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the time on the link."""
@@ -48,6 +57,7 @@ class Case(NamedTuple):
 
     times: PipelineSeconds
     num_decoding: int
+    has_corner: bool = False
 
     def simulate(self) -> SimulatedPipeline:
         """Return a pipeline in which all sequences are submitted at time 0."""
@@ -58,7 +68,7 @@ class Case(NamedTuple):
             block_size=65536,
             expected_output_tokens=0,
         ).resolve(len(self.times.stages), 100 * self.num_decoding, 2 * ENDLESS_TOKENS)
-        pipeline = SimulatedPipeline(config, LinearCost(self.times))
+        pipeline = SimulatedPipeline(config, LinearCost(self.times, self.has_corner))
         for seq in range(self.num_decoding):
             prompt = [seq] * PROMPT_TOKENS
             pipeline.submit(SchedulerRequest(seq, prompt, ENDLESS_TOKENS, frozenset()), 0.0)
@@ -139,4 +149,5 @@ def make_case(seed: int) -> Case:
     occupancy = typical * random.choice([0.0, 0.1, 0.5, 1.5]) / num_decoding * num_stages
     links = [LinkSeconds(latency, occupancy) for _ in range(num_stages - 1)]
     plan_latencies = [0.0, *(latency for _ in links)]
-    return Case(PipelineSeconds(stages, links, plan_latencies, latency), num_decoding)
+    times = PipelineSeconds(stages, links, plan_latencies, latency)
+    return Case(times, num_decoding, has_corner=bool(seed % 2))
