@@ -86,7 +86,7 @@ class _Commits(SilentObserver):
         self.commits.append((now, len(output.token_ids)))
 
 
-def measure_throughput(case: Case, depth: int, num_rounds: int = 4) -> float:
+def measure_throughput(case: Case, depth: int, num_rounds: int = 2) -> float:
     """Return the tokens per second of the simulated pipeline at a fixed depth.
 
     The first rounds, in which prompts and the first decodes fill the pipeline, do not count.
@@ -95,7 +95,7 @@ def measure_throughput(case: Case, depth: int, num_rounds: int = 4) -> float:
     pipeline.observers = (commits,)
     start_depth(pipeline, depth)
     num_batches = min(depth, case.num_decoding)
-    begin, end = 4 * num_batches, (4 + num_rounds) * num_batches
+    begin, end = 3 * num_batches, (3 + num_rounds) * num_batches
     round_seconds = case.times.round_seconds(case.num_decoding, depth)
     until = 0.0
     while len(commits.commits) <= end:

@@ -139,12 +139,12 @@ def test_the_prefill_cap_is_what_a_link_carries_in_a_stages_time(
 def test_the_controller_finds_the_best_depth(seed: int) -> None:
     """Within 5 % of the throughput of the best of all depths, each simulated."""
     case = make_case(seed)
-    depth, changes = control(case, until=30.0)
+    depth, changes = control(case, until=25.0)
     assert all(b - a >= CHANGE_INTERVAL_SECONDS for a, b in pairwise(changes))
     throughput = measure_throughput(case, depth)
-    best = max(
-        measure_throughput(case, other) for other in range(1, MAX_DEPTH + 1) if other != depth
-    )
+    # With more micro-batches than sequences some stay empty: those depths are equal.
+    most = min(MAX_DEPTH, case.num_decoding)
+    best = max(measure_throughput(case, other) for other in range(1, most + 1) if other != depth)
     assert throughput >= 0.95 * best, (depth, case)
 
 

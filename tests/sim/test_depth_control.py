@@ -37,9 +37,9 @@ def deploy(depth: int | str | None, max_in_flight: int = 12) -> Deployment:
 
 @cache
 def run(depth: int | str | None) -> tuple[RunRecord, list[StepLogEvent]]:
-    jobs = make_workload("azure-conv", 40, 8.0)
+    jobs = make_workload("azure-conv", 30, 8.0)
     requests = [
-        (time, request._replace(max_tokens=min(request.max_tokens, 80)))
+        (time, request._replace(max_tokens=min(request.max_tokens, 50)))
         for time, request in to_scheduler_requests(jobs)
         if len(request.prompt_token_ids) < 3000
     ]
@@ -124,7 +124,7 @@ def test_recorded_changes_are_repeated() -> None:
 
 
 def test_simulate_and_serve_requests_agree() -> None:
-    jobs = [job for job in make_workload("azure-conv", 20, 8.0) if job.num_prompt_tokens < 2000]
+    jobs = [job for job in make_workload("azure-conv", 12, 8.0) if job.num_prompt_tokens < 2000]
     log: list[StepLogEvent] = []
     record = simulate(deploy(AUTO_DEPTH), jobs, log.append)
     assert sum(isinstance(event, DepthEvent) for event in log) > 1

@@ -1,1 +1,1 @@
-"""Link policies, one file each; ../policy_registry.py has their table."""
+"""Link policies, one file each; policy_registry.py above has their table."""
