@@ -52,7 +52,11 @@ class PipelinePacer:
         assert config.max_in_flight is not None
         assert config.max_num_batched_tokens is not None
         pace = Pace(min(config.stages, config.max_in_flight), config.max_num_batched_tokens)
-        self._controller = DepthController(pace, config.max_in_flight, config.min_prefill_tokens)
+        # With two lanes prefill never delays decodes on a link, and small chunks would only wait
+        # for them more often.
+        has_cap = config.num_lanes == 1
+        least = config.min_prefill_tokens if has_cap else config.max_num_batched_tokens
+        self._controller = DepthController(pace, config.max_in_flight, least)
         self._fits = StageTimeFits(config.stages)
         self._paths: PathSeconds | None = None
         self._num_decoding = 0.0

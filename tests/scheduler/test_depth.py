@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.observability.step_log import DepthEvent, LoggedScheduler, StepLogEvent, replay_event
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.scheduler import Scheduler
@@ -76,6 +77,20 @@ def test_a_smaller_depth_waits_for_commits() -> None:
         assert not fill(scheduler)
     commit(scheduler, plans[2])
     assert len(fill(scheduler)) == 1
+
+
+def test_the_depth_is_that_of_each_lane() -> None:
+    scheduler = Scheduler(make_config(max_in_flight=9, lanes="2"))
+    scheduler.set_depth(3)
+    submit(scheduler, 12)
+    while scheduler.stats().decoding < 12:
+        for plan in fill(scheduler):
+            commit(scheduler, plan)
+    scheduler.add(SchedulerRequest(12, [12] * 900, 100, frozenset()), 0.0)
+    plans = fill(scheduler)
+    assert [len(plan.rows) for plan in plans if plan.lane == DECODE_LANE] == [4] * 3
+    assert 1 <= sum(plan.lane == PREFILL_LANE for plan in plans) <= 3
+    assert scheduler.stats().depth == 3
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
