@@ -29,9 +29,9 @@ async def tokens_of(engine: Engine) -> list[int]:
     return [token async for delta in deltas for token in delta.token_ids]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("stages", "lanes"), [(1, "1"), (2, "1"), (2, "2")])
 async def test_edges_are_open_before_the_memory_left_is_divided(
-    stages: int, monkeypatch: pytest.MonkeyPatch
+    stages: int, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with local_engine(stages, **SMALL) as (engine, _):
         expected = await tokens_of(engine)
@@ -50,9 +50,10 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
     measure = noted("room", CudaExecutor.available_bytes)
     monkeypatch.setattr(CudaExecutor, "available_bytes", measure)
     with as_on_a_device():
-        async with local_engine(stages, **SMALL) as (engine, workers):
+        async with local_engine(stages, lanes=lanes, **SMALL) as (engine, workers):
             assert all(isinstance(each, CudaExecutor) for each in workers.executors)
-            assert await asyncio.wait_for(tokens_of(engine), 60) == expected
+            running = [tokens_of(engine) for _ in range(4)]
+            assert await asyncio.wait_for(asyncio.gather(*running), 60) == [expected] * 4
     assert order.count("room") == order.count("edges") == stages
     first = [order.index(name) for name in ("edges", "room")]
     assert first == sorted(first)

@@ -42,6 +42,21 @@ def test_rows_are_recorded_from_the_plan_to_the_commit(descriptor: int) -> None:
     assert read_uncommitted(descriptor) == {4}, "it outlives the writer"
 
 
+def test_a_step_that_is_overtaken_keeps_its_slot(descriptor: int) -> None:
+    record = PlanRecord(descriptor, 2, MAX_ROWS, num_lanes=2)
+    prefills = [plan_of(step, [step])._replace(lane=1) for step in range(2)]
+    for plan in prefills:
+        record.on_scheduled(plan)
+    record.on_held([99])
+    for step in range(2, 20):
+        record.on_scheduled(plan_of(step, [step])._replace(num_other_steps=2))
+        assert read_uncommitted(descriptor) == {0, 1, step, 99}
+        record.on_committed(step)
+    record.on_committed(0)
+    record.on_scheduled(plan_of(20, [20])._replace(lane=1, num_other_steps=18))
+    assert read_uncommitted(descriptor) == {1, 20, 99}
+
+
 def test_held_requests_are_recorded_beside_the_plans(descriptor: int) -> None:
     record = PlanRecord(descriptor, 2, 3)
     record.on_held([7, 8])

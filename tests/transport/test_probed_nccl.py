@@ -242,3 +242,20 @@ def test_two_stores_of_a_log_do_not_overwrite_each_other(local: tuple[Edge, Edge
     other = open_log_store(local[1].descriptors)
     assert other.num_keys() == 400
     assert all(len(other.get(f"{number} 199")) == 199 for number in range(2))
+
+
+def test_nccl_is_not_used_with_two_lanes() -> None:
+    """Between stages of one machine; and between machines the other end hears why."""
+    queues: Any = HostQueues()
+    near = create_edge("test-near", num_lanes=2)
+    far = create_edge("test-far", is_remote=True, num_lanes=2)
+    for edge in (near, far):
+        receivers, _ = open_edges(
+            edge, [], "nccl", SHAPE, torch.float32, (queues, queues), is_trusted=True
+        )
+        assert [type(each) for each in receivers] == [HostStagingReceiver] * 2
+        for receiver in receivers:
+            receiver.close()
+    assert verdict_of(far) == TransportVerdict("tcp", "NCCL is not used with --lanes 2")
+    for edge in (near, far):
+        edge.close()

@@ -121,3 +121,16 @@ def test_error_without_text_is_a_mismatch_and_with_text_a_failed_step(edge: Edge
     sender.signal(1, 0)
     with pytest.raises(TransportError):
         receiver.wait(1, 3)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_lanes_have_rings_of_their_own_and_meet_at_the_same_files(is_remote: bool) -> None:
+    created = create_edge("test-lanes", is_remote=is_remote, num_lanes=2)
+    first, second = (created.lane_descriptors(lane) for lane in range(2))
+    assert len(first) == len(second) == (5 if is_remote else 3)
+    assert first[2:] == second[2:]
+    assert set(first) | set(second) == set(created.descriptors)
+    rings = [Ring(each[0], each[1], LAYOUT) for each in (first, second)]
+    rings[1].signal(0, 1)
+    assert [ring.has_arrived(0) for ring in rings] == [False, True]
+    created.close()
