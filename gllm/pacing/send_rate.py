@@ -13,8 +13,9 @@ TRIAL_INTERVAL_SECONDS = 3.0
 """Least time between two trials."""
 FIRST_TRIAL_SECONDS = 1.0
 """Time from the first prefill to the first trial: the first estimate may be low."""
-MIN_TRIAL_SECONDS = 0.1
-"""Least duration of a trial, which else takes a round trip: delivery rates are means over one."""
+MIN_TRIAL_SECONDS, TRIAL_ROUND_TRIPS = 0.1, 10
+"""Longest duration of a trial, the larger of both: bbr sends more only in one of eight round trips.
+A queue ends a trial before."""
 DRAIN_SHARE = 0.5
 """Share while a queue stands on the way, so that it becomes empty."""
 MIN_QUEUE_SECONDS = 0.15
@@ -64,18 +65,19 @@ class SendRate:
 
     def _share(self, now: float) -> float:
         """Return the share of the estimated rate at which prefills are sent now."""
-        queue_begin = self._estimator.queue_begin
-        is_standing = queue_begin is not None and now - queue_begin >= MIN_QUEUE_SECONDS
-        if is_standing and now >= self._trial_end:
-            if now - self._drain_begin > MAX_DRAIN_SECONDS + MIN_DRAIN_INTERVAL_SECONDS:
-                self._drain_begin = now
-            if now - self._drain_begin <= MAX_DRAIN_SECONDS:
-                return DRAIN_SHARE
+        estimator, has_queue = self._estimator, self._estimator.has_queue
+        if has_queue:
+            self._trial_end = min(self._trial_end, now)
+            begin = estimator.queue_begin
+            if begin is not None and now - begin >= MIN_QUEUE_SECONDS:
+                if now - self._drain_begin > MAX_DRAIN_SECONDS + MIN_DRAIN_INTERVAL_SECONDS:
+                    self._drain_begin = now
+                if now - self._drain_begin <= MAX_DRAIN_SECONDS:
+                    return DRAIN_SHARE
         if self._next_trial is None:
             self._next_trial = now + FIRST_TRIAL_SECONDS
-        elif now >= self._next_trial:
-            self._trial_end = now + max(
-                MIN_TRIAL_SECONDS, self._estimator.round_trip_seconds or 0.0
-            )
+        elif now >= self._next_trial and not has_queue:
+            round_trips = TRIAL_ROUND_TRIPS * (estimator.round_trip_seconds or 0.0)
+            self._trial_end = now + max(MIN_TRIAL_SECONDS, round_trips)
             self._next_trial = self._trial_end + TRIAL_INTERVAL_SECONDS
         return TRIAL_SHARE if now < self._trial_end else PACING_SHARE

@@ -15,6 +15,7 @@ from gllm.pacing.link_estimator import (
     LinkSample,
 )
 from gllm.pacing.send_rate import (
+    DRAIN_SHARE,
     FAST_BYTES_PER_SECOND,
     MIN_UNSENT_BYTES,
     PACING_SHARE,
@@ -221,9 +222,27 @@ def test_prefills_are_paced_and_decodes_are_not() -> None:
         rate.pacing_bytes_per_second(0.02 * tick, has_prefill=True) / 1e6 for tick in range(1000)
     ]
     assert set(shares) == {PACING_SHARE, TRIAL_SHARE}
-    # Trials add little to the queues on the way.
-    assert shares.count(TRIAL_SHARE) < 0.06 * len(shares)
+    assert shares.count(TRIAL_SHARE) < 0.2 * len(shares)
     assert rate.pacing_bytes_per_second(30, has_prefill=False) == inf
+
+
+def test_a_queue_ends_a_trial_and_is_drained() -> None:
+    estimator = FixedEstimator(1e6)
+    limits = SendRate(estimator)
+
+    def share(now: float) -> float:
+        return limits.pacing_bytes_per_second(now, has_prefill=True) / 1e6
+
+    trial = next(0.02 * tick for tick in range(500) if share(0.02 * tick) == TRIAL_SHARE)
+    assert share(trial + 0.1) == TRIAL_SHARE
+    estimator.queue_begin = trial + 0.12
+    assert share(trial + 0.12) == share(trial + 0.2) == PACING_SHARE
+    # A queue that stands is drained, but not for long: others may make it.
+    assert share(trial + 0.3) == share(trial + 0.7) == DRAIN_SHARE
+    assert share(trial + 0.9) == share(trial + 1.5) == PACING_SHARE
+    assert share(trial + 2) == DRAIN_SHARE
+    estimator.queue_begin = None
+    assert share(trial + 2.1) == PACING_SHARE
 
 
 @pytest.mark.parametrize("rate", [1e3, 1e6, FAST_BYTES_PER_SECOND, 1e10])
