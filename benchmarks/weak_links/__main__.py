@@ -52,7 +52,7 @@ class Sections:
 
     def _measure_traffic(self) -> list[dict[str, Any]]:
         options = self._options
-        plan = TrafficPlan(6.0, 1) if options.quick else TrafficPlan(12.0, options.runs)
+        plan = TrafficPlan(6.0, 1) if options.quick else TrafficPlan(10.0, options.runs)
         rows = []
         for index, congestion in enumerate(options.congestion):
             # Other rates with the first congestion control only.
@@ -71,12 +71,12 @@ class Sections:
     def _measure_engines(self) -> list[dict[str, Any]]:
         options = self._options
         counts = (1, 16) if options.quick else (1, 4, 16, 64)
-        plan = EnginePlan(options.stages, counts, 4.0 if options.quick else 8.0)
+        plan = EnginePlan(options.stages, counts, 4.0 if options.quick else 6.0)
         return measure_engines(options.congestion, self._model, plan, self.progress)
 
     def _measure_simulator(self) -> list[dict[str, Any]]:
         options = self._options
-        plan = ComparisonPlan(options.stages, 10 if options.quick else 24, 32)
+        plan = ComparisonPlan(options.stages, 10 if options.quick else 20, 32)
         return measure_comparison(self._model, plan, self.progress)
 
 
