@@ -112,6 +112,16 @@ def make_requests(num_requests: int, rate: float, seed: int) -> list[tuple[float
     return requests
 
 
+def make_burst(num_requests: int) -> list[tuple[float, StreamedRequest]]:
+    """Return requests that arrive together, one of which is longer than all of `make_requests`.
+
+    Their micro-batches are larger than those of any case: cost models do not extrapolate.
+    """
+    burst = [(0.0, request) for _, request in make_requests(num_requests, RATE, 0)]
+    longest = PromptMaker(1).make(PROMPT_TOKENS[1] + 2 * OUTPUT_TOKENS[1])
+    return [*burst, (0.0, StreamedRequest(longest, OUTPUT_TOKENS[1]))]
+
+
 def serve(
     rig: NamespaceRig, engine: RigEngine, requests: Sequence[tuple[float, StreamedRequest]]
 ) -> tuple[float, float]:
@@ -133,9 +143,7 @@ def measure_cases(
         for machine in range(plan.num_stages):
             # The simulated connections are always warm.
             rig.set_tcp_option(machine, SLOW_START, 0)
-        # A burst makes micro-batches that are larger than those of any case.
-        burst = [(0.0, each) for _, each in make_requests(plan.num_calibration_requests, 1.0, 0)]
-        calibration = serve(rig, engine, burst)
+        calibration = serve(rig, engine, make_burst(plan.num_calibration_requests))
         progress(f"simulator: steps of {setup} timed over fast links")
         spans = []
         for seed, case in enumerate(cases, 1):
