@@ -1,9 +1,11 @@
 """An engine on several machines: its texts, its faults, and a wire that shows nothing."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from gllm.link.mover import REPORT_SECONDS
 from gllm.models.hub import resolve_model
 from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
 from tests.e2e.nodes import Cluster, running_cluster
-from tests.e2e.recovery_load import REQUESTS, Answer, Load
+from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
 from tests.e2e.server import Server, alive, wait_until
+from tests.e2e.test_recovery import scrape
 
 HAS_EXACT_TEXTS = select_build().path is not None
 """False if a BLAS decides the order of sums, so that texts may differ between stages."""
@@ -61,14 +64,19 @@ def sent_bytes(cluster: Cluster) -> int:
     return sum(link["num_bytes"] for link in cluster.nodes()["machine-0"]["links"])
 
 
+def token_bytes() -> int:
+    """Return the bytes of a token's activations in float32."""
+    config = json.loads((resolve_model("demo") / "config.json").read_text())
+    return int(config["hidden_size"]) * 4
+
+
 def test_one_tensor_per_token_crosses_a_link(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """A token weighs hidden size x 4 bytes; greedy tokens of 100 prompts are those of one stage."""
     before = sent_bytes(cluster)
     token_ids = greedy_tokens(cluster.head)
     # The last token of an output is an input of no stage.
     num_tokens = sum(len(prompt) + GREEDY["max_tokens"] - 1 for prompt in GREEDY["prompt"])
-    hidden_size = json.loads((resolve_model("demo") / "config.json").read_text())["hidden_size"]
-    ratio = (sent_bytes(cluster) - before) / (num_tokens * hidden_size * 4)
+    ratio = (sent_bytes(cluster) - before) / (num_tokens * token_bytes())
     assert 1 <= ratio < 1.01
     if HAS_EXACT_TEXTS:
         assert token_ids == undisturbed.token_ids
@@ -103,6 +111,31 @@ def test_a_machine_dies_and_returns(cluster: Cluster, expected: dict[str, Answer
     compare(load.wait(), expected)
     cluster.wait_until_ready()
     assert cluster.nodes()["machine-1"]["stages"] == [1]
+
+
+def test_a_recovery_sends_each_live_token_once(cluster: Cluster) -> None:
+    """Prompts and outputs cross the link once in the generation that continues the requests."""
+    cluster.wait_until_ready()
+    prompts = [f"Story {number} of the old forest" for number in range(8)]
+    body = {"prompt": prompts, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(cluster.head.post, COMPLETIONS, body)
+        # None of them ends before the others, so all of them are alive.
+        before = scrape(cluster.head).value("generation_tokens_total")
+        wait_until(
+            lambda: (
+                scrape(cluster.head).value("generation_tokens_total") >= before + 4 * len(prompts)
+            )
+        )
+        os.kill(cluster.pids()["1"], signal.SIGKILL)
+        status, answer = request.result()
+    assert status == 200
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == len(prompts) * body["max_tokens"]
+    cluster.wait_until_ready()
+    # The connections are those of this generation, and so are their bytes.
+    num_tokens = usage["prompt_tokens"] + usage["completion_tokens"] - len(prompts)
+    assert 1 <= sent_bytes(cluster) / (num_tokens * token_bytes()) < 1.05
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import combinations, pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,27 @@ def test_no_cut_is_better(
     assert slowest_cost(costs, cut) == best[0]
     for each, part in zip(memory or (), cut, strict=False):
         assert each.needs.cost_of(part.start, part.stop) <= each.limit_bytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_cut_of_large_models_over_four_nodes_is_better(seed: int) -> None:
+    """200 cases of up to 32 layers, compared with all cuts."""
+    rng = Random(seed)
+    for _ in range(10):
+        stages = rng.randint(1, 4)
+        num_layers = rng.randint(stages, 32)
+        layers = tuple(float(rng.randint(1, 30)) for _ in range(num_layers))
+        ends = float(rng.randint(0, 40)), float(rng.randint(0, 40))
+        whole = StageCosts(layers, *ends)
+        costs = [whole.scale(rng.choice([1.0, 2.0, 3.0, 5.0])) for _ in range(stages)]
+        limits = [rng.choice([math.inf, 0.5, 0.7]) * whole.cost_of(0, num_layers) for _ in costs]
+        memory = [StageMemory(whole, limit) for limit in limits]
+        best = brute_force(costs, memory)
+        if math.isinf(best[0]):
+            with pytest.raises(ValueError, match="there is no cut"):
+                cut_layers(costs, memory)
+        else:
+            assert slowest_cost(costs, cut_layers(costs, memory)) == best[0]
 
 
 def test_a_stage_of_half_the_speed_gets_half_as_many_layers() -> None:
