@@ -14,8 +14,8 @@ from benchmarks.gpu.host import HostQueues
 from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, StageLoaded
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.loader import Checkpoint
-from gllm.runtime import base_executor
 from gllm.runtime import stage_loader as loader_module
+from gllm.runtime import stage_weights
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.grammars import GuideFactory
@@ -75,7 +75,9 @@ async def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await head.initialize()
         expected = await head.generate(PROMPT, 8)
         await head.close_generation()
-        monkeypatch.setattr(base_executor, "Checkpoint", lambda *_: pytest.fail("weights are read"))
+        monkeypatch.setattr(
+            stage_weights, "Checkpoint", lambda *_, **__: pytest.fail("weights are read")
+        )
         head.assign()
         await head.initialize()
         assert await head.generate(PROMPT, 8) == expected

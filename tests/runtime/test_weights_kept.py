@@ -60,7 +60,9 @@ def test_generations_of_one_stage_sample_the_same(
 ) -> None:
     executor = load(make(folder, **options), folder)
     expected = sampled(executor, 16)
-    monkeypatch.setattr(stage_weights, "Checkpoint", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(
+        stage_weights, "Checkpoint", lambda *_, **__: pytest.fail("weights are read")
+    )
     # Other sizes, so that a program of an old cache would write where nothing is any more.
     for num_blocks in (20, 8, 32):
         cache = weakref.ref(executor._cache)
