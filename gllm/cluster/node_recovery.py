@@ -91,6 +91,7 @@ class NodeRecovery(PlannedChanges):
         is_current = generation == self.generation and self.state is RecoveryState.INITIALIZING
         if not (is_current and self.has_been_ready and self._former_shape):
             return []
+        self._before_change = None
         actions = self._restore_shape(cause, now)
         self._end_drains(cause)
         return [*actions, *self._advance(now)]
@@ -122,6 +123,8 @@ class NodeRecovery(PlannedChanges):
         self._pool.standby_nodes = self._nodes.alive
         if not stages or self.state is RecoveryState.NEW:
             return [*actions, *self._advance(now)]
+        if self._is_new(node) and self.state is not RecoveryState.READY:
+            return [*actions, *self._revert_change(cause, now)]
         # What fits is known better than at an earlier loss, which may have been before the start.
         self._rejected_survivors = []
         if is_death and not is_poison and not self._count_deaths(gone, now):

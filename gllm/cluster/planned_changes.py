@@ -21,7 +21,7 @@ from gllm.cluster.actions import (
 from gllm.cluster.node_layout import NodeShape
 from gllm.cluster.node_pool import match_stages
 from gllm.cluster.placement import LOCAL_NODE, Slot, make_placement, place_names
-from gllm.cluster.records import RecoveryState, RetryRecord
+from gllm.cluster.records import Activity, RecoveryState, RetryRecord
 from gllm.cluster.recovery_phases import RecoveryPhases
 
 Extend = Callable[[NodeShape, Sequence[str], Sequence[int], bool], NodeShape | None]
@@ -73,6 +73,8 @@ class PlannedChanges(RecoveryPhases):
         """Nodes that joined to get stages, not as spares."""
         self._unused: set[str] = set()
         """Nodes to which the present stages are not extended, by the last attempt."""
+        self._before_change: NodeShape | None = None
+        """Stages before a planned change whose generation has not been ready yet."""
         self._attempts = RetryRecord()
         """Preparations that were ended by the death of a worker without a stage."""
         self._preloads: dict[int, tuple[int, tuple[int, int], int]] = {}
@@ -109,11 +111,22 @@ class PlannedChanges(RecoveryPhases):
         self._attempts = RetryRecord()
         return [*self._end_preparation(), *self._advance(now)]
 
-    def on_prepared(self, sender: int, number: int, now: float) -> list[Action]:
-        """Handle the report that a worker has loaded its layers of a change, or cannot do so."""
+    def on_prepared(self, sender: int, number: int, now: float, error: str = "") -> list[Action]:
+        """Handle the report that a worker has loaded its layers of a change, or loads them later.
+
+        Args:
+            sender: the worker.
+            number: of the change.
+            now: time in seconds.
+            error: of a worker that cannot load them at all; then the change is given up.
+        """
+        actions: list[Action] = []
         if self._change is not None and self._change.number == number:
             self._change.outstanding.discard(sender)
-        return self._advance(now)
+            if error:
+                self._drop_change(self._change, error)
+                actions += self._end_preparation()
+        return [*actions, *self._advance(now)]
 
     def on_preparation_failed(self, generation: int, now: float) -> list[Action]:
         """Let a change happen although a node could not prepare it."""
@@ -186,9 +199,32 @@ class PlannedChanges(RecoveryPhases):
             actions.append(DismissNode(node, f"node {node} has been drained"))
         return actions
 
+    def _revert_change(self, cause: str, now: float) -> list[Action]:
+        """Return to the stages before a planned change, because the new ones cannot begin."""
+        self._former_shape, self._before_change = self._before_change, None
+        actions = self._restore_shape(cause, now)
+        self._end_drains(cause)
+        return [*actions, *self._advance(now)]
+
+    def _is_new(self, node: str) -> bool:
+        """Return True if a node has got its first stages by a change that is not ready yet."""
+        return self._before_change is not None and node not in self._before_change.nodes
+
+    def _on_death(
+        self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
+    ) -> list[Action]:
+        # No request has been computed by the new stages, and the ones before served.
+        is_new = self._is_new(self._nodes.stage_nodes[self._names[place].stage])
+        is_trial = self._before_change is not None and activity is Activity.ASSIGNED
+        if is_trial or (is_new and activity is not Activity.CLOSING):
+            return self._revert_change(cause, now)
+        return super()._on_death(place, activity, cause, now, is_poison)
+
     def _on_node_gone(self, node: str) -> list[Action]:
         """Handle the loss of a node, which ends its drain and a preparation that needs it."""
         self._forget_drain(node)
+        if not self._is_new(node):
+            self._before_change = None
         change = self._change
         return [] if change is None or node not in change.shape.nodes else self._end_preparation()
 
@@ -235,8 +271,7 @@ class PlannedChanges(RecoveryPhases):
         self._was_poisoned = False
         actions: list[Action] = [BeginChange(change.kind, change.cause)]
         actions += super()._leave(change.cause, now)
-        if self._former_shape is None:
-            self._former_shape = self._shape
+        self._former_shape = self._before_change = self._shape
         kills = self._change_shape(change.shape)
         self._pool.seat(change.reserved)
         self._unused.clear()

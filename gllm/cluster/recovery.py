@@ -119,6 +119,8 @@ class Recovery(NodeRecovery):
         self.state = RecoveryState.FORMING
         for worker in self._pool.placed:
             worker.rest()
+        if self._before_change is not None:
+            return self._revert_change(f"the stages could not be assigned: {cause}", now)
         # Not tried again at once, because the obstacle is still there.
         self._assignments.on_failure(now, self._jitter, num_earlier=1)
         if self._assignments.num_failures > self._limits.max_restarts:
@@ -134,6 +136,8 @@ class Recovery(NodeRecovery):
         has_instances = self.state not in (RecoveryState.FORMING, RecoveryState.MEASURING)
         if generation != self.generation or not has_instances or self.is_over:
             return []
+        if self._before_change is not None:
+            return self._revert_change(cause, now)
         self._connections.on_failure(now, self._jitter, num_earlier=1)
         is_final = self._connections.num_failures > self._limits.max_restarts
         if is_final and not self.has_been_ready:
@@ -215,7 +219,7 @@ class Recovery(NodeRecovery):
         self.has_been_ready = True
         self.recovering_since, self.is_overdue = None, False
         self._assignments, self._connections = RetryRecord(), RetryRecord()
-        self._former_shape = None
+        self._former_shape = self._before_change = None
         for worker in self._pool.placed:
             worker.deadline = math.inf
         return [AttachClient(self.generation), *self._advance(now)]

@@ -64,6 +64,8 @@ class LayersPrepared(WireMessage, frozen=True):
     """Bytes that were read."""
     cause: str = ""
     """Reason for which nothing was loaded before the change; empty for none."""
+    is_failed: bool = False
+    """True if the layers cannot be loaded at all for this reason."""
 
 
 class InitializeCache(WireMessage, frozen=True):

@@ -111,7 +111,9 @@ class AgentMessageHandler:
         session.send(self._state)
         self._on_joined(session, wanted)
 
-    def _on_joined(self, session: AgentSession, workers: Sequence[int]) -> None:
+    def _on_joined(
+        self, session: AgentSession, workers: Sequence[int], is_spare: bool = False
+    ) -> None:
         """Report a node that has joined, with the workers that it keeps."""
         join = session.join
         threads = configured_threads(self._hub.facts.config, join.config)
@@ -120,7 +122,7 @@ class AgentMessageHandler:
             session.capacity(self._num_workers),
             workers,
             Machine(join.facts, threads),
-            join.is_spare,
+            join.is_spare or is_spare,
         )
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
@@ -140,6 +142,8 @@ class AgentMessageHandler:
                 remote.on_stacks(sender, stacks)
             case WorkerSessionLost(sender, cause) if sender in remote.workers:
                 self._death_handler.on_session_lost(sender, cause)
+            case AssignmentFailed(generation, cause) if self._events.is_preparing(generation):
+                self._events.on_preparation_failed(generation, f"node {session.name}: {cause}")
             case AssignmentFailed(generation, cause) if session.name in self._events.node_stages:
                 cause = f"node {session.name} could not assign the stages: {cause}"
                 self._events.on_generation_failed(generation, cause)
@@ -203,7 +207,8 @@ class AgentMessageHandler:
         self._nodes.remove(remote)
         self._nodes.add(RemoteNode(session))
         self._events.on_left(name, cause)
-        self._on_joined(session, [])
+        # Not one that gets stages again as soon as possible.
+        self._on_joined(session, [], is_spare=True)
         return True
 
     def _on_worker_frame(self, remote: RemoteNode, frame: WorkerFrame) -> None:

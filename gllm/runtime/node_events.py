@@ -150,6 +150,17 @@ class NodeEventHandler:
             ]
         )
 
+    def is_preparing(self, generation: int) -> bool:
+        """Return True if a generation is that of a planned change, which is being prepared."""
+        return self._recovery.state is RecoveryState.READY and (
+            generation == self._recovery.generation + 1
+        )
+
+    def on_preparation_failed(self, generation: int, cause: str) -> None:
+        """Handle a node that cannot prepare a planned change; its workers load in the pause."""
+        log.warning("the layers of generation %d are loaded later: %s", generation, cause)
+        self._execute(self._recovery.on_preparation_failed(generation, time.monotonic()))
+
     def on_generation_failed(self, generation: int, cause: str) -> None:
         """Handle a generation whose workers on different nodes cannot reach each other."""
         if self._recovery.is_over or generation != self._recovery.generation:

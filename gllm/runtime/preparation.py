@@ -11,6 +11,7 @@ from gllm.messages.lifecycle import LayersPrepared
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.executor import WeightMemoryError
 from gllm.runtime.spoke import Spoke
+from gllm.runtime.stage import format_error
 from gllm.runtime.stage_loader import StageLoader
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ def prepare_layers(
 ) -> StageLoader:
     """Load the layers of a stage on a thread; LayersPrepared follows.
 
-    Nothing fails if they cannot be loaded: the stage loads them when it begins.
+    The worker goes on if they cannot be loaded. Layers for which the memory does not suffice now
+    are loaded when the stage begins; another error is reported, so that it does not begin.
 
     Args:
         assignment: with the number of the change.
@@ -45,15 +47,19 @@ def prepare_layers(
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         num_bytes = done_bytes
 
-    def report(cause: str) -> None:
-        message = LayersPrepared(assignment.change, 0 if cause else num_bytes, cause)
+    def report(cause: str, is_failed: bool = False) -> None:
+        read_bytes = 0 if cause else num_bytes
+        message = LayersPrepared(assignment.change, read_bytes, cause, is_failed)
         with suppress(RuntimeError):  # The loop has been closed.
             loop.call_soon_threadsafe(head.send, message)
 
     def on_error(error: BaseException) -> None:
-        cause = str(error) if isinstance(error, WeightMemoryError) else repr(error)
-        log.warning("the layers of the next generation are loaded later: %s", cause)
-        report(cause)
+        if isinstance(error, WeightMemoryError):
+            log.warning("the layers of the next generation are loaded later: %s", error)
+            report(str(error))
+        else:
+            log.error("the layers of the next generation cannot be loaded", exc_info=error)
+            report(format_error(error), is_failed=True)
 
     loader = StageLoader(assignment, on_progress, [] if earlier is None else [earlier], running)
     on_loaded: Callable[[], None] = lambda: report("")  # noqa: E731

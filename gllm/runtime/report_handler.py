@@ -100,11 +100,12 @@ class ReportHandler:
             case StageMeasured():
                 self._planner.on_measured(message)
                 self._execute(self._recovery.on_measured(sender, now, message.keeps_weights))
-            case LayersPrepared(change, num_bytes, reason):
+            case LayersPrepared(change, num_bytes, reason, is_failed):
                 place = self._recovery.name_of(sender) or f"the new worker {sender}"
                 outcome = reason or f"{num_bytes / 2**20:.1f} MiB read"
                 log.info("planned change %d: %s has prepared: %s", change, place, outcome)
-                self._execute(self._recovery.on_prepared(sender, change, now))
+                error = f"{place} cannot load its layers: {reason}" if is_failed else ""
+                self._execute(self._recovery.on_prepared(sender, change, now, error))
             case LoadProgress():
                 self._recovery.on_progress(sender, now)
                 if not self._recovery.has_been_ready:

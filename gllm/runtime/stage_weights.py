@@ -63,7 +63,8 @@ class StageWeights:
         self.weight_bytes = self._stage.weight_bytes
         self._folder = folder
         # An executor that computes keeps its grammars until a successor takes them.
-        if self.has_sampler and self._grammars is None and running is None:
+        has_grammars = any(each._grammars is not None for each in [self, *beside])
+        if self.has_sampler and not has_grammars:
             self._grammars = GuideFactory(folder, self.model.vocab_size, self._eos_ids)
 
     def _read_missing(

@@ -39,6 +39,8 @@ class NodeWorld(World):
         self.recovery.find_costliest = max
         self.dismissed: list[str] = []
         """Nodes that were drained, in order."""
+        self.num_reverts = 0
+        """Planned changes whose generation could not begin, so that the stages are those before."""
         self.up = dict.fromkeys(nodes, 99)
         """Capacity of each living node."""
         self.lost: set[str] = set()
@@ -77,6 +79,13 @@ class NodeWorld(World):
         return extend_layers(
             shape, nodes, degrees, [costs] * num_stages, costs, {}, [float("inf")] * num_stages
         )
+
+    def stage_nodes(self) -> set[str]:
+        return set(self.shape.nodes)
+
+    def is_new(self, sender: int) -> bool:
+        before = self.before_change
+        return before is not None and self.node_of[sender] not in before
 
     def run(self, actions: list[Action]) -> None:
         super().run(actions)
@@ -125,12 +134,17 @@ class NodeWorld(World):
     def change_shape(self, shape: NodeShape) -> None:
         """Follow other stages: workers of the n-th stage of a node keep it."""
         is_planned, self.is_planned = self.is_planned, False
+        is_reverting = self.before_change is not None and not is_planned
+        if not is_planned:
+            self.before_change = None
         assert not any(self.pending.values())
         assert set(shape.nodes) <= {*self.up, ""}
         assert shape.layers[-1][1] == self.layers[-1][1], "all layers"
         old_keys, new_keys = self._keys(self.shape), self._keys(shape)
         if is_planned:
             assert set(shape.nodes) <= self.up.keys()
+        elif is_reverting:
+            self.num_reverts += 1
         elif len(shape.nodes) == len(self.shape.nodes):
             # A spare has got the stages, with other processes.
             assert (shape.degrees, shape.layers) == (self.shape.degrees, self.layers)
@@ -183,6 +197,7 @@ class NodeWorld(World):
         senders = {sender for sender in self.alive if self.node_of[sender] == node}
         is_forming = self.recovery.state in (RecoveryState.FORMING, RecoveryState.NEW)
         was_poisoned = self.was_poisoned
+        self._on_gone(node)
         for sender in senders:
             if is_death:
                 self.was_poisoned = was_poisoned
@@ -214,12 +229,18 @@ class NodeWorld(World):
         for sender in senders:
             self.alive.discard(sender)
             self._forget(sender)
+        self._on_gone(node)
         self._mark(node, f"lost {node}")
         del self.up[node]
         self.lost.add(node)
         if node not in self.recovery.vacant_nodes:
             self.vacant_since[node] = self.now
         self.run(self.recovery.on_node_left(node, f"{node} has left", self.now))
+
+    def _on_gone(self, node: str) -> None:
+        """Note that the stages before a planned change are not those of living nodes any more."""
+        if self.before_change is not None and node in self.before_change:
+            self.before_change = None
 
     def drain(self, node: str) -> bool:
         """Drain a node; return True if that is possible."""

@@ -326,3 +326,94 @@ def test_a_spare_holds_other_layers_once_the_stages_have_others() -> None:
     change, preload = actions_of(world, PrepareLayers)[1:]
     assert (change.node, preload.node) == (None, "s")
     assert preload.placement.layers == [(0, 1), (1, 4)]
+
+
+def begin(world: NodeWorld, phase: str) -> None:
+    """Prepare the planned change, and let its generation get as far as a phase."""
+    for waiting in [*world.preparing.values()]:
+        for sender in sorted(waiting):
+            world.prepare(sender)
+    while not world.pending[phase]:
+        assert world._act_fairly()
+
+
+@pytest.mark.parametrize("phase", ["loaded", "ready", "warm"])
+@pytest.mark.parametrize("event", ["exit", "report", "freeze", "node", "link", "late"])
+def test_a_joined_machine_that_cannot_begin_costs_a_pause_and_no_more(
+    event: str, phase: str
+) -> None:
+    world = ready_world(uses_joined_nodes=True, node_return_seconds=100.0, phase_seconds=50.0)
+    world.join("d", is_spare=False)
+    begin(world, phase)
+    assert "d" in stage_nodes(world)
+    now, new = world.now, senders(world)[-1]
+    match event:
+        case "exit":
+            world.exit(new)
+        case "report" | "freeze":
+            world.lose(new, event == "report")
+        case "node":
+            world.lose_node("d", is_death=True)
+        case "link":
+            world.fail_link()
+        case "late":
+            for sender in sorted(world.pending[phase] - {new}):
+                if phase != "warm":
+                    world.answer(phase, sender)
+            world.wait(51.0)
+            now = world.now
+    world.settle()
+    assert not world.given_up, "there are no restarts"
+    assert world.now == now, "nothing waits for the machine"
+    assert stage_nodes(world) == NODES
+    assert world.num_reverts == 1
+    world.wait(1000.0)
+    assert world.recovery.change_kind == "", "the machine has to join again first"
+
+
+def test_a_death_before_the_new_stages_serve_uses_up_no_restart() -> None:
+    world = ready_world()
+    world.drain("b")
+    begin(world, "ready")
+    world.exit(senders(world)[0])
+    world.finish_change()
+    assert not world.given_up
+    assert stage_nodes(world) == NODES
+
+
+def test_stages_that_cannot_be_assigned_are_those_before() -> None:
+    world = ready_world(uses_joined_nodes=True)
+    world.join("d", is_spare=False)
+    world.num_impossible = 1
+    for sender in sorted(world.preparing[1]):
+        world.prepare(sender)
+    world.settle()
+    assert stage_nodes(world) == NODES
+    assert not world.given_up
+
+
+def test_a_drain_whose_stages_cannot_be_connected_ends() -> None:
+    world = ready_world()
+    world.drain("b")
+    begin(world, "ready")
+    world.fail_link()
+    world.finish_change()
+    assert stage_nodes(world) == NODES
+    assert "no route" in world.recovery.drain_errors["b"]
+    assert world.dismissed == []
+
+
+def test_a_worker_that_cannot_read_its_layers_ends_the_change() -> None:
+    world = ready_world(uses_joined_nodes=True)
+    world.join("d", is_spare=False)
+    new = max(world.preparing[1])
+    world.run(world.recovery.on_prepared(new, 1, world.now, "no such file"))
+    world.preparing.clear()
+    world.finish_change()
+    assert world.generation == 1
+    assert stage_nodes(world) == NODES
+    world.drain("b")
+    survivor = senders(world)[0]
+    world.run(world.recovery.on_prepared(survivor, 2, world.now, "no such file"))
+    assert "no such file" in world.recovery.drain_errors["b"]
+    assert world.is_attached

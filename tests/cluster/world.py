@@ -71,6 +71,8 @@ class World:
         """Workers that were started for a planned change and have no place yet."""
         self.preloaded: dict[int, tuple[int, int]] = {}
         """Stage and rank whose layers a standby worker holds, by sender."""
+        self.before_change: set[str] | None = None
+        """Nodes of the stages before a planned change that is not ready yet."""
         self.is_planned = False
         """True while a planned change of the stages begins."""
         self.num_prepared = 0
@@ -167,6 +169,7 @@ class World:
                 self.num_prepared += not any(self.preparing.values())
                 self.preparing.clear()
                 self.was_poisoned, self.is_planned = False, True
+                self.before_change = self.stage_nodes()
             case ChangeShape(shape):
                 self.change_shape(shape)
             case ChooseLayers():
@@ -185,6 +188,7 @@ class World:
                 assert generation == self.generation
                 assert not any(self.pending.values())
                 self.is_attached = self.has_been_ready = True
+                self.before_change = None
                 self.has_rejected = False
                 self.num_failed_assignments = 0
             case DetachClient():
@@ -210,7 +214,7 @@ class World:
         self.generation = placement.generation
         if self.num_impossible:
             self.num_impossible -= 1
-            self.num_failed_assignments += 1
+            self.num_failed_assignments += self.before_change is None
             self.has_failed_assignment = True
             return
         assert [(each.stage, each.rank) for each in self.names] == [
@@ -247,9 +251,20 @@ class World:
             assert self.place[worker.sender] is None
             self.preloaded[worker.sender] = (worker.stage, worker.rank)
 
+    def stage_nodes(self) -> set[str]:
+        """Return the nodes of the present stages."""
+        return set()
+
+    def is_new(self, sender: int) -> bool:
+        """Return True if a worker is on a node that has got stages by a change not ready yet."""
+        return False
+
     def change_shape(self, shape: NodeShape) -> None:
         """Follow other layers on the same workers."""
         assert shape.degrees == [len(list(g)) for _, g in groupby(n.stage for n in self.names)]
+        if not self.is_planned:
+            self.before_change = None
+        self.is_planned = False
         self.layers = list(shape.layers)
 
     # Events.
@@ -288,6 +303,10 @@ class World:
     def _count(self, sender: int, is_poison: bool) -> None:
         name = self.recovery.name_of(sender)
         if name is None or sender not in self.alive - self.killed or self.given_up:
+            return
+        is_trial = self.before_change is not None and sender in self.instances
+        if (is_trial or self.is_new(sender)) and sender not in self.closing:
+            self.was_poisoned = False
             return
         if sender in self.closing:
             # Whatever killed the first worker may have killed this one too.
@@ -382,7 +401,7 @@ class World:
             if isinstance(action, KillWorker) and action.sender in assigned:
                 assert place is not None
                 # Killed because the next generation needs its memory: no death of its own.
-                if "memory" not in action.cause:
+                if "memory" not in action.cause and self.before_change is None:
                     self.num_deaths[place] += 1
                     self.was_poisoned = False
                 for waiting in self.pending.values():
