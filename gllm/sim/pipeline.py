@@ -126,9 +126,10 @@ class SimulatedPipeline:
         """Number of requests so far."""
         self._num_steps = 0
         """Number of steps planned so far."""
-        self._results: dict[int, InFlightBatch] = {}
-        """Results at the driver that wait for an earlier one."""
-        self._num_committed_steps = 0
+        self._results: tuple[dict[int, InFlightBatch], dict[int, InFlightBatch]] = {}, {}
+        """Results at the driver that wait for an earlier one, by turn in each lane."""
+        self._num_committed_steps = [0, 0]
+        """Number of committed steps of each lane."""
         self._tokens: dict[int, SampledToken] = {}
         """Tokens by sequence, used again: those of a sequence differ in nothing but the epoch."""
         self.planned_time = self.sampled_time = self.returned_time = 0.0
@@ -289,9 +290,11 @@ class SimulatedPipeline:
         """Commit a result and those behind it that have overtaken it on a shared link."""
         if self.is_stopped:
             return
-        self._results[batch.plan.step] = batch
-        while (each := self._results.pop(self._num_committed_steps, None)) is not None:
-            self._num_committed_steps += 1
+        lane, num_committed_steps = batch.plan.lane, self._num_committed_steps
+        results = self._results[lane]
+        results[batch.plan.turn] = batch
+        while (each := results.pop(num_committed_steps[lane], None)) is not None:
+            num_committed_steps[lane] += 1
             self._commit(each.plan, now)
         self._request_turn(now)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gllm.pacing.traffic import TrafficClass
+from gllm.scheduler.lanes import LaneOrder
 from gllm.scheduler.plan import StepPlan, StepTime
 from gllm.scheduler.stage_work import StageWork, compute_stage_work
 from gllm.sim.event_loop import PIPELINE
@@ -66,15 +67,19 @@ class SimulatedDevice:
 
 
 class SimulatedStage:
-    """Stage that computes the micro-batches in the order of their steps, one at a time."""
+    """Stage that computes the micro-batches of each lane in their order, one at a time.
+
+    With two lanes a micro-batch of decodes may overtake those of prefill (gllm/scheduler/lanes.py).
+    """
 
     __slots__ = (
         "_arrival_seconds",
         "_batch",
         "_device",
         "_is_last",
-        "_next_step",
+        "_next_turns",
         "_num_arrivals",
+        "_order",
         "_pipeline",
         "_ready",
         "_start_time",
@@ -94,9 +99,10 @@ class SimulatedStage:
         self._arrival_seconds = pipeline.cost.arrival_seconds(index)
         self._num_arrivals = 0
         """Number of requests that arrived before the micro-batch's end as it is predicted."""
-        self._next_step = 0
-        self._ready: dict[int, InFlightBatch] = {}
-        """Micro-batches with all inputs, by step."""
+        self._order = LaneOrder() if pipeline.scheduler.config.num_lanes > 1 else None
+        self._next_turns = [0, 0]
+        self._ready: tuple[dict[int, InFlightBatch], dict[int, InFlightBatch]] = {}, {}
+        """Micro-batches with all inputs, by turn in each lane."""
 
     def receive(self, now: float, batch: InFlightBatch) -> None:
         """Receive the plan or the activations of a micro-batch."""
@@ -105,15 +111,24 @@ class SimulatedStage:
         batch.missing_inputs[self.index] -= 1
         if batch.missing_inputs[self.index]:
             return
-        self._ready[batch.plan.step] = batch
+        plan = batch.plan
+        self._ready[plan.lane][plan.turn] = batch
         if self._batch is None:
             self._start_next(now)
 
     def _start_next(self, now: float) -> None:
-        batch = self._ready.pop(self._next_step, None)
+        lane: int | None = 0
+        if self._order is not None:
+            has_decode, has_prefill = (
+                turn in ready for turn, ready in zip(self._next_turns, self._ready, strict=True)
+            )
+            lane = self._order.choose(has_decode, has_prefill)
+        if lane is None:
+            return
+        batch = self._ready[lane].pop(self._next_turns[lane], None)
         if batch is None:
             return
-        self._next_step += 1
+        self._next_turns[lane] += 1
         self._batch = batch
         if self._device is None:
             self._start(now, batch)

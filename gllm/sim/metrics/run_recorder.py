@@ -1,7 +1,5 @@
 """Record a simulated run directly, without a step log in between."""
 
-from collections import deque
-
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StartEvent
 from gllm.scheduler.plan import ScheduledRow, StepOutput, StepPlan
@@ -36,8 +34,8 @@ class RunRecorder:
         """By unfinished sequence, the newest epoch whose prefill was planned to its end."""
         self._chunk_times: dict[int, float] = {}
         """By unfinished sequence, time of the last commit of a prefill chunk."""
-        self._prefill_counts: deque[int] = deque()
-        """Number of prefill rows of each step in flight."""
+        self._prefill_counts: dict[int, int] = {}
+        """Number of prefill rows of each step in flight, by step."""
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:
         """Begin the timelines of a request's sequences."""
@@ -79,7 +77,7 @@ class RunRecorder:
         if plan is None or work is None:
             return
         num_prefill_rows = self._record_prefill_rows(plan.rows, now)
-        self._prefill_counts.append(num_prefill_rows)
+        self._prefill_counts[plan.step] = num_prefill_rows
         self._micro_batches.append_planned(
             now, received_time, kv_usage, work, len(plan.rows) - num_prefill_rows
         )
@@ -115,7 +113,7 @@ class RunRecorder:
         self._received_time = now
         self._micro_batches.set_committed(plan.step, now)
         self._committed_steps.append(plan.step)
-        num_prefill_rows = self._prefill_counts.popleft()
+        num_prefill_rows = self._prefill_counts.pop(plan.step)
         for row in plan.rows[len(plan.rows) - num_prefill_rows :]:
             self._chunk_times[row.seq] = now
         requests = self._requests
