@@ -68,9 +68,13 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.platform.selection": "",
             "gllm.platform.service_request": "gllm.config gllm.platform.selection",
             "gllm.platform.service_meter": "gllm.messages",
-            "gllm.platform.service_table": (
+            "gllm.platform.service": (
                 "gllm.messages gllm.platform.selection gllm.platform.service_meter "
                 "gllm.platform.service_request"
+            ),
+            "gllm.platform.service_table": (
+                "gllm.messages gllm.platform.selection gllm.platform.service "
+                "gllm.platform.service_meter gllm.platform.service_request"
             ),
             "gllm.platform.interface": (
                 "gllm.messages gllm.platform.selection gllm.platform.service_meter "
@@ -78,7 +82,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.platform": (
                 "aiohttp gllm gllm.cluster gllm.config gllm.messages gllm.platform.interface "
-                "gllm.platform.selection gllm.platform.service_meter "
+                "gllm.platform.selection gllm.platform.service gllm.platform.service_meter "
                 "gllm.platform.service_request gllm.platform.service_table gllm.runtime "
                 "prometheus_client zmq"
             ),

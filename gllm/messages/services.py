@@ -84,6 +84,26 @@ class EndServiceProcess(WireMessage, frozen=True):
     process: Count
 
 
+class DrainServiceNode(WireMessage, frozen=True):
+    """Command to the node of a head: let another node leave the engine while it serves."""
+
+    is_fenced: ClassVar[bool] = False
+    process: Count
+    """Process of the head."""
+    node: str
+    """Node that leaves; its process exits once its layers have moved."""
+
+
+class ServiceNodeKept(WireMessage, frozen=True):
+    """Report that an engine does not let a node leave, as its memory does not suffice."""
+
+    is_fenced: ClassVar[bool] = False
+    process: Count
+    """Process of the head."""
+    node: str
+    cause: str
+
+
 class ServiceProcessStarted(WireMessage, frozen=True):
     """Report that the process of an engine's head has started."""
 
@@ -118,6 +138,7 @@ ToMaster = (
     | ServiceProcessStarted
     | ServiceProcessExited
     | ServiceReport
+    | ServiceNodeKept
 )
 """Messages that a node without a model may send to the master, besides Hello."""
 ToServiceNode = (
@@ -127,5 +148,6 @@ ToServiceNode = (
     | LeaveCluster
     | StartServiceProcess
     | EndServiceProcess
+    | DrainServiceNode
 )
 """Messages that the master may send to a node."""

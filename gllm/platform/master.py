@@ -14,6 +14,7 @@ from gllm.messages.codec import AnyMessage
 from gllm.messages.nodes import PROTOCOL
 from gllm.messages.services import (
     PeerLink,
+    ServiceNodeKept,
     ServiceProcessExited,
     ServiceProcessStarted,
     ServiceReport,
@@ -33,8 +34,9 @@ from gllm.platform.selection import (
     SelectionError,
     select_nodes,
 )
+from gllm.platform.service import RUNNING_STATES, Service
 from gllm.platform.service_request import ServiceRequest
-from gllm.platform.service_table import RUNNING_STATES, Service, ServiceTable
+from gllm.platform.service_table import ServiceTable
 from gllm.runtime.agent_session import AgentSession
 from gllm.runtime.node_hub import NodeHub
 from gllm.runtime.node_reports import report_node
@@ -162,7 +164,7 @@ class Master:
     def drain_node(self, name: str) -> ClusterNode:
         """See ClusterControl."""
         node = self.node(name)
-        self._table.drain_node(name)
+        self._table.drain_node(name, time.monotonic())
         log.info("node %s leaves the cluster", name)
         self._advance()
         return node
@@ -187,6 +189,9 @@ class Master:
             case ServiceReport(process, reading) if self._runs(session, process):
                 self._table.on_reading(process, reading, now)
                 self._add_links(reading.links)
+            case ServiceNodeKept(process, node, cause) if self._runs(session, process):
+                log.warning("node %s cannot leave its running engine: %s", node, cause)
+                self._table.on_node_kept(process, node)
             case ServiceProcessExited(process, cause) if self._runs(session, process):
                 self._table.on_exited(process, cause, now)
         self._advance()
@@ -282,7 +287,7 @@ class Master:
             service.state.value,
             service.cause,
             service.url,
-            service.selection.nodes,
+            service.nodes,
             int(service.created_at + self._clock_offset),
             now - service.ready_at if is_up and service.ready_at is not None else 0.0,
             reading.state if service.state in RUNNING_STATES else "ended",

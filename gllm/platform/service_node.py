@@ -21,7 +21,7 @@ from gllm.messages.nodes import (
     NodeLoad,
     WelcomeNode,
 )
-from gllm.messages.services import EndServiceProcess, StartServiceProcess
+from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
 from gllm.platform.service_command import ServiceMachine
 from gllm.platform.service_processes import ServiceProcesses
 from gllm.runtime.agent_state import AgentConfig, AgentStatus
@@ -195,5 +195,7 @@ class ServiceNode:
                 self._finish(0, f"the master ends this node: {cause}")
             case StartServiceProcess():
                 self._processes.start(message)
+            case DrainServiceNode(number, node):
+                self._processes.drain_node(number, node)
             case EndServiceProcess(number):
                 self._processes.end(number)

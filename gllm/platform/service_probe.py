@@ -1,6 +1,7 @@
 """Readings of a service's engine, by HTTP on the node of its head."""
 
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,6 +41,17 @@ class ServiceProbe:
             return parse_reading(state, cause, text, await self._read_links())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
             return ServiceReading("unreachable", str(error) or type(error).__name__)
+
+    async def drain_node(self, name: str) -> str:
+        """Let a node leave the engine; return the reason for which it may not, empty for none."""
+        url = f"{self._url}/nodes/{quote(name, safe='')}/drain"
+        try:
+            async with self._session.post(url) as answer:
+                return (
+                    "" if answer.status == 200 else str((await answer.json())["error"]["message"])
+                )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError) as error:
+            return str(error) or type(error).__name__
 
     async def close(self) -> None:
         """Close the connections."""

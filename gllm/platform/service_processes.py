@@ -15,6 +15,7 @@ from functools import partial
 from gllm.config.addresses import format_host_port
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
+    ServiceNodeKept,
     ServiceProcessExited,
     ServiceProcessStarted,
     ServiceReport,
@@ -70,6 +71,7 @@ class ServiceProcesses:
         self._send = send
         self._processes: dict[int, _RunningProcess] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._drains: set[asyncio.Task[None]] = set()
 
     @property
     def living(self) -> list[int]:
@@ -96,6 +98,16 @@ class ServiceProcesses:
             running.start.shutdown_seconds + KILL_SECONDS, self._end, running, signal.SIGKILL
         )
 
+    def drain_node(self, number: int, node: str) -> None:
+        """Let a node leave the engine of a head; a refusal is reported."""
+        running = self._processes.get(number)
+        if running is None or running.process is None:
+            self._send(ServiceNodeKept(number, node, "its head does not run"))
+            return
+        task = asyncio.create_task(self._drain_node(running, node))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
     def keep(self, wanted: list[int]) -> None:
         """Kill all processes but some, and report those that are heads anew."""
         for number, running in self._processes.items():
@@ -107,7 +119,10 @@ class ServiceProcesses:
     async def close(self) -> None:
         """Kill all processes and wait for their end."""
         self.keep([])
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for task in self._drains:
+            task.cancel()
+        tasks = [*self._tasks.values(), *self._drains]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, running: _RunningProcess) -> None:
         """Run a process until it exits."""
@@ -176,6 +191,14 @@ class ServiceProcesses:
             while True:
                 await asyncio.sleep(PROBE_SECONDS)
                 self._send(ServiceReport(running.start.process, await probe.read()))
+        finally:
+            await probe.close()
+
+    async def _drain_node(self, running: _RunningProcess, node: str) -> None:
+        probe = ServiceProbe(make_url(self._machine, running.ports), running.start.api_key)
+        try:
+            if cause := await probe.drain_node(node):
+                self._send(ServiceNodeKept(running.start.process, node, cause))
         finally:
             await probe.close()
 

@@ -5,12 +5,16 @@ A node runs processes of one service at a time.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from gllm.messages.base import WireMessage
-from gllm.messages.services import EndServiceProcess, ServiceReading, StartServiceProcess
+from gllm.messages.services import (
+    DrainServiceNode,
+    EndServiceProcess,
+    ServiceReading,
+    StartServiceProcess,
+)
 from gllm.platform.selection import NodeSelection
+from gllm.platform.service import RUNNING_STATES, Service, ServiceProcess, ServiceState
 from gllm.platform.service_meter import ServiceMeter
 from gllm.platform.service_request import ServiceRequest
 
@@ -18,62 +22,6 @@ MAX_RESTARTS = 3
 """Restarts of a process that is not its engine's head, until the engine goes on without it."""
 RESTART_SECONDS = 1.0
 """Time between the exit of such a process and its restart."""
-
-
-class ServiceState(StrEnum):
-    """State of a service."""
-
-    STARTING = "starting"
-    """Its processes start, or load the model."""
-    READY = "ready"
-    RECOVERING = "recovering"
-    """Its engine recovers, or the node of its head is lost; requests wait."""
-    MOVING = "moving"
-    """Its processes end, because a node leaves, and start again on other nodes."""
-    STOPPING = "stopping"
-    """Its processes end, because it was deleted."""
-    FAILED = "failed"
-
-
-RUNNING_STATES = frozenset({ServiceState.STARTING, ServiceState.READY, ServiceState.RECOVERING})
-"""States in which a service has an engine."""
-
-
-@dataclass(slots=True)
-class ServiceProcess:
-    """Process of a service on a node."""
-
-    number: int
-    service: str
-    node: str
-    rank: int
-    is_started: bool = False
-    """True once the node was sent the command."""
-    is_ending: bool = False
-    num_restarts: int = 0
-    restart_at: float | None = None
-    """Time of the restart of a process that has exited."""
-
-
-@dataclass(slots=True)
-class Service:
-    """A service that was deployed and not deleted."""
-
-    request: ServiceRequest
-    api_key: str
-    selection: NodeSelection
-    created_at: float
-    state: ServiceState = ServiceState.STARTING
-    cause: str = ""
-    """Cause of the state; empty for none."""
-    url: str = ""
-    """URL of its API; empty before the head's process has started."""
-    head: str = ""
-    """HOST:PORT at which nodes join its engine; empty as above."""
-    ready_at: float | None = None
-    """Time at which its engine was ready first; None before."""
-    reading: ServiceReading = field(default_factory=lambda: ServiceReading("loading"))
-    meter: ServiceMeter = field(default_factory=ServiceMeter)
 
 
 class ServiceTable:
@@ -92,6 +40,8 @@ class ServiceTable:
         self.draining: set[str] = set()
         """Nodes that leave and get no further processes."""
         self._processes: dict[int, ServiceProcess] = {}
+        self._drain_deadlines: dict[str, float] = {}
+        """Time until which an engine may let a node leave while it serves, by node."""
         self._lost: dict[str, float] = {}
         """Time of the loss, by node."""
         self._next_number = 1
@@ -132,7 +82,7 @@ class ServiceTable:
         """Start a service again whose processes have ended, on other nodes."""
         service = self.services[name]
         service.selection, service.state, service.cause = selection, ServiceState.STARTING, ""
-        service.meter, service.ready_at = ServiceMeter(), None
+        service.meter, service.ready_at, service.left_nodes = ServiceMeter(), None, set()
         self._start(service)
 
     def fail(self, name: str, cause: str) -> None:
@@ -154,19 +104,42 @@ class ServiceTable:
         self._remove_if_ended(service)
         return True
 
-    def drain_node(self, name: str) -> None:
-        """Begin to take a node out of the cluster: its service moves to other nodes."""
+    def drain_node(self, name: str, now: float) -> None:
+        """Begin to take a node out of the cluster.
+
+        The engine of its service moves its layers to the other nodes while it serves. Where it
+        cannot, such as without its head, the service starts again on other nodes.
+
+        Args:
+            name: of the node.
+            now: time in seconds.
+        """
         self.draining.add(name)
-        service_name = self.busy_nodes.get(name)
-        service = None if service_name is None else self.services[service_name]
-        if service is not None and service.state in RUNNING_STATES:
-            service.state = ServiceState.MOVING
-            service.cause = f"node {name} leaves the cluster"
-            self._end_processes(service)
+        for process in self._processes_on(name):
+            service = self.services[process.service]
+            heads = [each for each in self._processes_of(service) if each.rank == 0]
+            if process.rank and heads and service.state is ServiceState.READY:
+                command = DrainServiceNode(heads[0].number, name)
+                self.commands.append((heads[0].node, command))
+                self._drain_deadlines.setdefault(name, now + self._return_seconds)
+            else:
+                self._move(service, name)
+
+    def on_node_kept(self, number: int, node: str) -> None:
+        """Handle an engine that does not let a node leave: its service moves as a whole.
+
+        Args:
+            number: process of the engine's head.
+            node: that was to leave.
+        """
+        process = self._processes.get(number)
+        if process is not None and self._drain_deadlines.pop(node, None) is not None:
+            self._move(self.services[process.service], node)
 
     def forget_node(self, name: str) -> None:
         """Forget a node that has left."""
         self.draining.discard(name)
+        self._drain_deadlines.pop(name, None)
         self._lost.pop(name, None)
 
     @property
@@ -235,6 +208,8 @@ class ServiceTable:
             where = f"node {process.node}: {cause}"
             if process.rank == 0 or service.state is ServiceState.STARTING:
                 self.fail(process.service, where)
+            elif process.node in self.draining:
+                service.left_nodes.add(process.node)
             elif may_restart and process.num_restarts < MAX_RESTARTS:
                 again = self._add_process(service, process.node, process.rank)
                 again.num_restarts = process.num_restarts + 1
@@ -285,6 +260,11 @@ class ServiceTable:
 
     def tick(self, now: float) -> None:
         """Restart processes whose time has come; give up those of nodes lost for too long."""
+        for node, deadline in list(self._drain_deadlines.items()):
+            if now >= deadline:
+                del self._drain_deadlines[node]
+                for process in self._processes_on(node):
+                    self._move(self.services[process.service], node)
         for node, lost_at in list(self._lost.items()):
             if now - lost_at >= self._return_seconds:
                 del self._lost[node]
@@ -293,6 +273,13 @@ class ServiceTable:
             if process.restart_at is not None and process.restart_at <= now:
                 process.restart_at = None
                 self._send_start(process)
+
+    def _move(self, service: Service, node: str) -> None:
+        """End the processes of a service, which starts again without a node, unless it ends."""
+        if service.state in RUNNING_STATES:
+            service.state = ServiceState.MOVING
+            service.cause = f"node {node} leaves the cluster"
+            self._end_processes(service)
 
     def _drop_processes(self, node: str, cause: str, now: float) -> None:
         """Handle the end of all processes of a node that cannot report it."""

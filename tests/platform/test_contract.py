@@ -10,7 +10,9 @@ from gllm import __version__
 from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
 from gllm.messages.nodes import LeaveCluster, RefuseNode, WelcomeNode
 from gllm.messages.services import (
+    DrainServiceNode,
     PeerLink,
+    ServiceNodeKept,
     ServiceProcessExited,
     ServiceProcessStarted,
     ServiceReading,
@@ -224,6 +226,32 @@ async def test_node_exit_moves_the_service_and_deregisters_the_node(
     body = await cluster.reach("failed")
     assert f"node {leaving} leaves the cluster, and no others can run it" in body["cause"]
     await until(lambda: leaving not in cluster.master._hub.membership.nodes)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_node_exit_of_a_running_engine(cluster: ClusterUnderTest, is_refused: bool) -> None:
+    """The engine lets the node leave while it serves; if it refuses, the service moves."""
+    _, body = await cluster.deploy(resource_specification={"num_nodes": 2})
+    head, member = (cluster.nodes[name] for name in body["nodes"])
+    await until(lambda: member.living)
+    head.report(ServiceReading("ready"))
+    await cluster.reach("ready")
+    await cluster.call("POST", f"/nodes/{member.name}/drain")
+    command = (await until(lambda: head.of(DrainServiceNode)))[0]
+    assert (command.process, command.node) == (next(iter(head.living)), member.name)
+    _, row = await cluster.call("GET", f"/nodes/{member.name}", None, "ClusterNodeResponse")
+    assert (row["state"], row["service"]) == ("draining", "chat")
+    if is_refused:
+        head.send(ServiceNodeKept(command.process, member.name, "too little memory"))
+        body = await cluster.reach("starting")
+        assert len(body["nodes"]) == 2
+    else:
+        member.exit("it exited with 0")
+        await until(lambda: member.of(LeaveCluster))
+        body = await cluster.status()
+        assert (body["state"], body["nodes"]) == ("ready", [head.name])
+    assert member.name not in body["nodes"]
+    await until(lambda: member.name not in cluster.master._hub.membership.nodes)
 
 
 async def test_a_node_without_a_service_leaves_at_once_and_by_itself(

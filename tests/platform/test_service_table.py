@@ -4,10 +4,16 @@ import random
 
 import pytest
 
-from gllm.messages.services import EndServiceProcess, ServiceReading, StartServiceProcess
+from gllm.messages.services import (
+    DrainServiceNode,
+    EndServiceProcess,
+    ServiceReading,
+    StartServiceProcess,
+)
 from gllm.platform.selection import NodeSelection
+from gllm.platform.service import Service, ServiceState
 from gllm.platform.service_request import ServiceRequest
-from gllm.platform.service_table import MAX_RESTARTS, Service, ServiceState, ServiceTable
+from gllm.platform.service_table import MAX_RESTARTS, ServiceTable
 
 READY = ServiceReading("ready")
 TWO = NodeSelection(("a", "b"), (1, 1), "even")
@@ -151,11 +157,35 @@ def test_a_node_that_returns_kills_a_process_that_was_to_end() -> None:
     assert table.on_node_joined("a", [head], 6.0) == []
 
 
-def test_a_node_that_leaves_takes_its_service_elsewhere() -> None:
+def test_a_node_leaves_a_running_engine() -> None:
     table = make_table()
     service, head, member = running(table)
-    table.drain_node("b")
+    table.drain_node("b", 1.0)
+    sent(table)
+    table.on_exited(member, "it exited with 0", 2.0)
+    table.forget_node("b")
+    table.tick(99.0)
+    assert (service.state, service.nodes, sent(table)) == (ServiceState.READY, ("a",), [])
+    assert table.busy_nodes == {"a": "s"}
+    table.drain_node("a", 3.0)
     assert (service.state, ends(table)) == (ServiceState.MOVING, {"a": head})
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_node_that_leaves_takes_its_service_elsewhere(is_refused: bool) -> None:
+    table = make_table()
+    service, head, member = running(table)
+    table.drain_node("b", 1.0)
+    assert service.state == "ready"
+    assert sent(table) == [("a", DrainServiceNode(head, "b"))]
+    if is_refused:
+        table.on_node_kept(head, "b")
+    else:
+        table.tick(10.9)
+        assert service.state == "ready"
+        table.tick(11.0)
+    table.on_node_kept(head, "b")
+    assert (service.state, ends(table)) == ("moving", {"a": head})
     table.on_exited(head, "it exited with 0", 2.0)
     table.on_exited(member, "it exited with 0", 2.0)
     assert table.movable == ["s"]
@@ -231,7 +261,7 @@ def step(
         case 5 if not node.is_alive:
             join(table, name, node, now)
         case 6:
-            table.drain_node(name)
+            table.drain_node(name, now)
         case 7:
             table.forget_node(name)
             if not node.is_alive:
@@ -264,6 +294,16 @@ def deliver(table: ServiceTable, nodes: dict[str, NodeModel], now: float) -> Non
                     table.on_started(command.process, f"{name}:1", "http://x")
                 else:
                     assert command.head
+            elif isinstance(command, DrainServiceNode):
+                leaves = nodes[command.node]
+                own = table.busy_nodes.get(command.node) == table.busy_nodes.get(name)
+                numbers = [p.number for p in table._processes_on(command.node) if p.is_started]
+                if now % 1 < 0.5 or not own or not leaves.is_alive:
+                    table.on_node_kept(command.process, command.node)
+                else:
+                    for number in numbers:
+                        leaves.living.discard(number)
+                        table.on_exited(number, "it exited with 0", now)
             elif isinstance(command, EndServiceProcess):
                 node.living.discard(command.process)
                 table.on_exited(command.process, "it exited with 0", now)
