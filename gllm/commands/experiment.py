@@ -31,7 +31,7 @@ EXPERIMENTS = {
     "chunking": ("chunking", "prefill chunk sizes of a single prompt on an idle pipeline"),
     "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
     "interference": ("interference", "requests that slow each other down; --real: this engine"),
-    "weak-link": ("weak_link", "compute against communication at 100 Mbit/s"),
+    "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),

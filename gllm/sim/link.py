@@ -201,9 +201,9 @@ class SimulatedLink:
             self._push_end(message)
 
     def _view(self, now: float) -> LinkView:
-        slacks = []
-        if self._policy.uses_slack:
-            slacks = [source(now) for _, source in self._slack_sources]
+        if not self._policy.uses_slack:
+            return LinkView(now, self._bytes_per_second, None)
+        slacks = [source(now) for _, source in self._slack_sources]
         slack = min((each for each in slacks if each is not None), default=None)
         return LinkView(now, self._bytes_per_second, slack)
 

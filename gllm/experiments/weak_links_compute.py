@@ -41,8 +41,8 @@ def weak_pipeline() -> PipelineSpec:
     )
 
 
-def run(options: ExperimentOptions) -> ExperimentResult:
-    """Compare a stage's time with that of sending its activations."""
+def compare_compute(options: ExperimentOptions) -> ExperimentResult:
+    """Compare a stage's time with that of sending its activations: a part of a page."""
     cost = RooflineCostModel(weak_pipeline())
     prompts, batches = (PROMPTS[::2], BATCHES[::3]) if options.quick else (PROMPTS, BATCHES)
     steps = {f"prefill of {n}": MixedStep((n,)) for n in prompts}
@@ -101,9 +101,9 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         }
         panels.append(ChartPanel(title, label, "ms", series, log_y=True))
     return ExperimentResult(
-        "Compute against communication over a weak link",
+        "Compute against communication",
         text,
         claims,
-        {"weak-link.svg": lambda path: plot_grid(panels, path)},
+        {"weak-links.svg": lambda path: plot_grid(panels, path)},
         REFERENCE,
     )
