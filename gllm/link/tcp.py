@@ -9,7 +9,7 @@ TCP_NOTSENT_LOWAT = 25
 SO_MAX_PACING_RATE = 47
 _UNPACED = 2**64 - 1
 _INFO = struct.Struct("<8B24I4Q6I4Q2I2Q")
-"""struct tcp_info of linux/tcp.h up to `tcpi_bytes_retrans` (Linux 4.19)."""
+"""The kernel's struct tcp_info up to `tcpi_bytes_retrans` (Linux 4.19)."""
 _APP_LIMITED_BYTE, _APP_LIMITED_BIT = 7, 1
 _SEND_MSS, _UNACKED, _ROUND_TRIP, _WINDOW = 10, 12, 23, 26
 _UNSENT, _MIN_ROUND_TRIP, _DELIVERY_RATE, _DELIVERED = 38, 39, 42, 46

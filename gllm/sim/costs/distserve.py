@@ -10,9 +10,9 @@ in two points, because its engines never do this: a chunk of n tokens after s ot
 smaller constant, because the weights are read once. Some coefficients of OPT-175B are negative and
 count as 0.
 
-The artifact measured batches of equal prompts, prefills and decodes alike, on a grid
-(evaluation/0-test-single-forward-performance/main.py at e2d4dca): 1 to 192 requests of 4 to 2,020
-tokens, as many tokens as the KV cache held. Micro-batches above it raise CostRangeError. No grid is
+The artifact measured batches of equal prompts, prefills and decodes alike, on a grid (its
+evaluation of single forward passes, at commit e2d4dca): 1 to 192 requests of 4 to 2,020 tokens, as
+many tokens as the KV cache held. Micro-batches above it raise CostRangeError. No grid is
 published for OPT-66B at TP 8 and for OPT-175B, so these state no range.
 """
 
