@@ -151,9 +151,10 @@ def test_nothing_waits_for_a_round_trip_and_silence_costs_little() -> None:
         num_bytes = sum(after[way]["bytes"] - before[way]["bytes"] for way in ("ab", "ba"))
         # At most 1 % of the capacity, in fact far less; and probes there are.
         assert 100 < num_bytes < 0.0005 * 100 * MBIT * pause
-        state = link.wait_until(lambda each: each.round_trip_seconds is not None)
-        assert state.round_trip_seconds is not None
-        assert abs(state.round_trip_seconds - 2 * DELAY_SECONDS) < 0.002
+        # The least of several probes: a busy machine answers some of them late.
+        link.wait_until(
+            lambda each: abs((each.round_trip_seconds or 0) - 2 * DELAY_SECONDS) < 0.002
+        )
 
 
 @LONG

@@ -162,8 +162,8 @@ def test_weights_that_stay_in_8_bits(
     whole = Pipeline(made).executors[0].weight_bytes
     init: Any = loader.Checkpoint.__init__
 
-    def keeping(self: loader.Checkpoint, *args: Any) -> None:
-        init(self, *args, keep_quantized=True)
+    def keeping(self: loader.Checkpoint, *args: Any, **options: Any) -> None:
+        init(self, *args, **options | {"keep_quantized": True})
 
     monkeypatch.setattr(loader.Checkpoint, "__init__", keeping)
     pipeline = Pipeline(made)

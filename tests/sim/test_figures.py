@@ -133,7 +133,7 @@ def test_load_of_a_run() -> None:
     assert growing is not None
     assert growing.is_overloaded
     assert growing.overload == 0.0
-    assert describe_load(growing)[1].startswith("overloaded: scheduling delay")
+    assert describe_load(growing)[1].startswith("overloaded, delays are ")
     worse = describe_load(growing._replace(sustained_rate=0.5))
     assert worse[1].startswith("overloaded by 100 %: scheduling delay")
     assert len(describe_load(steady)) == 1
