@@ -147,7 +147,7 @@ def test_made_by_line_repeats_the_page(tmp_path: Path) -> None:
     arguments = ["volatility", "weak-links", "--requests", "8", "--quick", "--jobs", "2"]
     assert main([*arguments, "--output", str(first)]) == 0
     flags = ["--requests", "8", "--quick"]
-    assert made_by(first / "weak-link.md") == ["gllm", "experiment", "weak-links", *flags]
+    assert made_by(first / "weak-links.md") == ["gllm", "experiment", "weak-links", *flags]
     words = made_by(first / "volatility.md")
     assert words == ["gllm", "experiment", "volatility", *flags]
     assert main([*words[2:], "--jobs", "1", "--output", str(second)]) == 0
