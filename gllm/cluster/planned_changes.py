@@ -78,7 +78,7 @@ class PlannedChanges(RecoveryPhases):
         self._attempts = RetryRecord()
         """Preparations that were ended by the death of a worker without a stage."""
         self._preloads: dict[int, tuple[int, tuple[int, int], int]] = {}
-        """Rank, layers and degree that each standby worker of a spare was told to load."""
+        """Rank, layers and degree that each standby worker of a spare loads or has loaded."""
 
     @property
     def change_kind(self) -> str:

@@ -24,6 +24,7 @@ from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.stages import PipelineSpec
 from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.virtual_engines import VirtualEngines
 from gllm.sim.workloads.arrivals import sample_arrival_times
@@ -129,7 +130,7 @@ class WeakLinkCostModel(DelegatingCostModel):
         return transfer._replace(propagation_seconds=delay)
 
 
-class LatencyRecorder:
+class LatencyRecorder(BasePipelineObserver):
     """Observer that keeps the times of each request's tokens."""
 
     def __init__(self) -> None:
@@ -139,22 +140,6 @@ class LatencyRecorder:
     def on_added(self, request: SchedulerRequest, now: float) -> None:
         """Begin the timeline of a request."""
         self.lines[request.seq] = RequestTimeline(now)
-
-    def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Ignore aborted sequences: there are none."""
-
-    def on_scheduled(
-        self,
-        plan: StepPlan | None,
-        work: StageWork | None,
-        parallelism: int,
-        kv_usage: float,
-        now: float,
-    ) -> None:
-        """Ignore a micro-batch."""
-
-    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
-        """Ignore the time of a stage."""
 
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
         """Record the tokens of a step."""

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from gllm.pacing.depth import LinkSeconds
 from gllm.pacing.pacer import PathSeconds, PipelinePacer
 from gllm.scheduler.plan import StepOutput, StepPlan, StepTime
-from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.event_loop import REPORT
 from gllm.sim.metrics.run_record import DepthChange
+from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
 
 AUTO_DEPTH = "auto"
@@ -18,7 +18,7 @@ PROBE_TOKENS = 8
 """Tokens of the larger one of two micro-batches by which the time per token is read."""
 
 
-class SimulatedDepthControl:
+class SimulatedDepthControl(BasePipelineObserver):
     """Observer of a pipeline that lets the controller set its depth, as the driver does.
 
     pipeline: has not begun.
@@ -29,12 +29,6 @@ class SimulatedDepthControl:
         self._pipeline = pipeline
         self.pacer.on_paths(read_paths(pipeline.cost, pipeline.scheduler.config.stages))
         pipeline.scheduler.set_depth(*self.pacer.pace)
-
-    def on_added(self, request: SchedulerRequest, now: float) -> None:
-        """Ignore a new request: its decodes count."""
-
-    def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Ignore aborted sequences."""
 
     def on_scheduled(
         self,

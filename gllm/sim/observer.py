@@ -39,3 +39,29 @@ class PipelineObserver(Protocol):
 
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
         """Note the commit of a step and what it brought to each request."""
+
+
+class BasePipelineObserver:
+    """Base of observers: ignores everything."""
+
+    def on_added(self, request: SchedulerRequest, now: float) -> None:
+        """Ignore it."""
+
+    def on_aborted(self, seqs: list[int], now: float) -> None:
+        """Ignore it."""
+
+    def on_scheduled(
+        self,
+        plan: StepPlan | None,
+        work: StageWork | None,
+        parallelism: int,
+        kv_usage: float,
+        now: float,
+    ) -> None:
+        """Ignore it."""
+
+    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
+        """Ignore it."""
+
+    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
+        """Ignore it."""

@@ -38,7 +38,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Undisturbed(NamedTuple):
-    """What an engine of one stage on one machine answers."""
+    """Answers of an engine of one stage on one machine."""
 
     answers: dict[str, Answer]
     """To requests of all kinds."""

@@ -11,8 +11,8 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import BaseCostModel, TransferCost
 from gllm.sim.depth_control import SimulatedDepthControl, start_depth
+from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
-from tests.sim.observers import SilentObserver
 
 MAX_DEPTH = 16
 PROMPT_TOKENS = 2
@@ -75,7 +75,7 @@ class Case(NamedTuple):
         return pipeline
 
 
-class _Commits(SilentObserver):
+class _Commits(BasePipelineObserver):
     """Commits of steps: times, and tokens that were sampled."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def control(case: Case, until: float) -> tuple[int, list[float]]:
     return controller.pacer.pace.depth, changes.times
 
 
-class _Changes(SilentObserver):
+class _Changes(BasePipelineObserver):
     """Times at which the depth has changed."""
 
     def __init__(self, controller: SimulatedDepthControl) -> None:

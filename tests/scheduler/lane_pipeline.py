@@ -26,7 +26,7 @@ class RunningStep:
 
 
 class LanePipeline(Pipeline):
-    """Computes steps when it is told to, and checks what the lanes may not do."""
+    """Pipeline that computes its steps on request and checks the order within each lane."""
 
     def __init__(self, config: SchedulerConfig, rng: Random, forces: bool = False) -> None:
         super().__init__(config, forces)

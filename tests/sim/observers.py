@@ -3,37 +3,10 @@
 from collections import Counter
 
 from gllm.scheduler.plan import StepOutput, StepPlan
-from gllm.scheduler.sequence import SchedulerRequest
-from gllm.scheduler.stage_work import StageWork
+from gllm.sim.observer import BasePipelineObserver
 
 
-class SilentObserver:
-    """Observer that ignores everything."""
-
-    def on_added(self, request: SchedulerRequest, now: float) -> None:
-        """Do nothing."""
-
-    def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Do nothing."""
-
-    def on_scheduled(
-        self,
-        plan: StepPlan | None,
-        work: StageWork | None,
-        parallelism: int,
-        kv_usage: float,
-        now: float,
-    ) -> None:
-        """Do nothing."""
-
-    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
-        """Do nothing."""
-
-    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
-        """Do nothing."""
-
-
-class CommitTimes(SilentObserver):
+class CommitTimes(BasePipelineObserver):
     """Times of all commits in seconds."""
 
     def __init__(self) -> None:
@@ -44,7 +17,7 @@ class CommitTimes(SilentObserver):
         self.times.append(now)
 
 
-class RecordedStages(SilentObserver):
+class RecordedStages(BasePipelineObserver):
     """Begin and end of each step on each stage in seconds, in the order of the ends."""
 
     def __init__(self) -> None:
@@ -57,7 +30,7 @@ class RecordedStages(SilentObserver):
         self.times[stage, step] = start, end
 
 
-class TokenCounts(SilentObserver):
+class TokenCounts(BasePipelineObserver):
     """Number of generated tokens of each sequence."""
 
     def __init__(self) -> None:

@@ -15,10 +15,11 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.examples import num_examples
-from tests.sim.observers import CommitTimes, RecordedStages, SilentObserver, TokenCounts
+from tests.sim.observers import CommitTimes, RecordedStages, TokenCounts
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""
@@ -37,7 +38,7 @@ class WeakLinkCost(ConstantCostModel):
         return TransferCost(size / RATE, 0.03, size)
 
 
-class LaneLog(SilentObserver):
+class LaneLog(BasePipelineObserver):
     """Lane and turn of each commit."""
 
     def __init__(self) -> None:
