@@ -63,6 +63,16 @@ class EngineSnapshot(NamedTuple):
         """Number of tokens to prefill, those on their way to the engine included."""
         return self.stats.waiting_tokens + self.num_sent_tokens
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Number of tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_used_kv_tokens(self) -> float:
+        """Number of tokens for which sequences hold KV blocks."""
+        return self.stats.kv_usage * self.num_kv_tokens
+
 
 def median_coefficients(models: Sequence[StepCostCoefficients]) -> StepCostCoefficients | None:
     """Return the median of each coefficient; None without models."""

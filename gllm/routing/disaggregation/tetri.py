@@ -1,0 +1,74 @@
+"""Pair policy `tetri`: the least loaded prefill engine, then the better of two decode engines.
+
+Source: "Inference without Interference" (TetriInfer, arXiv 2401.11181), sections 3.2 and 3.3.4.
+The paper takes the engine with the least ratio of heavy to light decodes. Read literally, that
+herds: heavy requests gather where the ratio is low because light ones are many. A heavy request
+goes to the engine with fewer heavy decodes here, and a light one to that with fewer light ones.
+"""
+
+from collections.abc import Sequence
+
+from gllm.routing.disaggregation.pair_loads import HEAVY_TOKENS
+from gllm.routing.disaggregation.policy import (
+    DecodeChoice,
+    EnginePair,
+    PairPolicy,
+    PairRequest,
+)
+from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
+from gllm.routing.simple_policies import choose_least
+from gllm.routing.state import EngineSnapshot
+
+
+class TetriPairPolicy(PairPolicy):
+    """Least loaded prefill; after the first chunk the decode engine with the least interference."""
+
+    decode_choice = DecodeChoice.FIRST_CHUNK
+
+    def choose(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> EnginePair | None:
+        """Return the prefill engine with the fewest tokens to prefill."""
+
+        def load(engine: EngineSnapshot) -> float:
+            pending = max(engine.num_waiting_tokens, self.loads.of(engine.name).prefill_tokens)
+            return (pending + request.num_prompt_tokens) / engine.weight
+
+        name = choose_least(prefill_pool(engines), load, self._rng)
+        return self._assign(request, EnginePair(name)) if name is not None else None
+
+    def choose_decode(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> str | None:
+        """Return the better of two random decode engines with enough free KV memory."""
+        pool = decode_pool(engines)
+        num_tokens = request.num_prompt_tokens + request.output.num_tokens
+        fitting = [each for each in pool if self._free_tokens(each) >= num_tokens]
+        if fitting:
+            pair = self._rng.sample(fitting, min(2, len(fitting)))
+            name = self._least_interference(request, pair)
+        else:
+            name = choose_least(pool, lambda each: -self._free_tokens(each), self._rng)
+        return self._assign_decode(request, name) if name is not None else None
+
+    def _least_interference(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot]
+    ) -> str | None:
+        """Return the engine with the fewest decodes of the request's kind, then of both kinds."""
+        is_heavy = request.output.num_tokens > HEAVY_TOKENS
+
+        def num_alike(engine: EngineSnapshot) -> float:
+            load = self.loads.of(engine.name)
+            own = load.num_heavy_decodes if is_heavy else load.num_light_decodes
+            return (own + 1) / engine.weight
+
+        least = min(map(num_alike, engines))
+        alike = [each for each in engines if num_alike(each) == least]
+        return choose_least(
+            alike, lambda each: self.loads.of(each.name).num_decodes / each.weight, self._rng
+        )
+
+    def _free_tokens(self, engine: EngineSnapshot) -> float:
+        """Return the KV tokens that are neither in use nor predicted for assigned decodes."""
+        used = max(engine.num_used_kv_tokens, self.loads.of(engine.name).decode_tokens)
+        return engine.num_kv_tokens - used
