@@ -15,6 +15,7 @@ from gllm.observability.latency import percentile
 from gllm.observability.step_log import StepLogEvent
 from gllm.sim.compare import (
     METRICS,
+    WINDOW_SECONDS,
     RunComparison,
     compare_runs,
     median_latency,
@@ -84,9 +85,11 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "their own, which work in turns of a few seconds: the machine is shared, and its speed "
         f"changes by more than what is to be seen here. {rounds * count} requests of {WORKLOAD} "
         f"for each load, in {rounds * PARTS} turns, at shares of what the engine serves with all "
-        "requests there at once. Machine: what all steps took over what the profile says of the "
-        "very same steps. Error: as predicted. At speed: the error of a prediction with "
-        "stages and driver slower by that factor, the simulator's own.\n\n"
+        "requests there at once, and one small request before each turn, which wakes the engine "
+        "up. Error: as predicted. Machine: what all steps took over what the profile says of the "
+        "very same steps. At speed: the error of a prediction with stages and driver slower by "
+        f"that factor, taken of each {WINDOW_SECONDS} s of the run: a shared host may stand still "
+        "for a second and be at full speed in the next. It is the simulator's own error.\n\n"
         + format_table(
             [
                 "load",

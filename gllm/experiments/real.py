@@ -18,6 +18,8 @@ from gllm.engine.engine import Engine
 from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.sim.workloads.requests import WorkloadRequest
 
+WAKE_UP = WorkloadRequest(0.0, 16, 8)
+"""Request with which an engine begins a turn."""
 LOG_DRAIN_SECONDS = 1.2
 """Seconds to wait for the stages' last step times before the log is read."""
 
@@ -80,10 +82,14 @@ class RoundRobinLock:
 async def serve_round_robin(
     engine: Engine, workloads: list[list[WorkloadRequest]], turns: RoundRobinLock
 ) -> None:
-    """Serve workloads, each in a turn of its own."""
+    """Serve workloads, each in a turn of its own and after a request that wakes the engine up.
+
+    An engine that has waited for seconds while others worked finds its caches cold.
+    """
     await turns.start()
     for seed, jobs in enumerate(workloads):
         async with turns:
+            await serve_workload(engine, [WAKE_UP])
             await serve_workload(engine, jobs, seed)
 
 

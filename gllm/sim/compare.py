@@ -4,9 +4,11 @@ The prediction simulates the same requests at the same times with the same confi
 times come from a profile of another run.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 from gllm.observability.latency import percentile
 from gllm.observability.step_log import (
@@ -17,7 +19,8 @@ from gllm.observability.step_log import (
     to_request,
 )
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.machine_speed import MachineSpeedCostModel, SpeedWindow
 from gllm.sim.costs.profile import CostProfile, read_profile, split_sampling
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.hardware.stages import format_degrees
@@ -26,6 +29,8 @@ from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.metrics.step_costs import measure_step_costs
 
 METRICS = ("ttft", "tpot", "e2el")
+WINDOW_SECONDS = 0.25
+"""Least length of the windows in which the speed of the machine is measured."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,11 @@ class RunComparison:
     real: RunRecord
     predicted: RunRecord
     slowdown: float
-    """Median of the seconds of the real steps over what the profile says of the very same steps:
-    the factor by which the machine was slower in the run, as far as the cost model is right."""
+    """Seconds of the real steps over what the profile says of the very same steps: the factor by
+    which the machine was slower in the run, as far as the cost model is right."""
     at_speed: RunRecord
-    """Predicted with everything slower by that: the simulator's own error remains."""
+    """Predicted on a machine of the speed that each part of the run had: the error of the simulator
+    itself remains."""
 
 
 def compare_with_profile(log: str | Path, profile: str | Path) -> RunComparison:
@@ -69,32 +75,68 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
             f"--tp {format_degrees(profile.degrees)}: measure the profile at the same --tp"
         )
     cost = FittedCostModel(profile, start.layers)
-    factor = _slowdown(real, cost)
+    steps = list(_price_steps(real, cost))
+    at_speed_cost = MachineSpeedCostModel(cost, measure_speed(steps)) if steps else cost
     requests = read_requests(events, real)
     predicted, at_speed = (
         serve_requests(
             Deployment(start.model, start.layers, each, start.scheduler, degrees=start.degrees),
             requests,
         )[0]
-        for each in (cost, ScaledCostModel(cost, factor))
+        for each in (cost, at_speed_cost)
     )
-    return RunComparison(real, predicted, factor, at_speed)
+    return RunComparison(real, predicted, _ratio(steps), at_speed)
 
 
-def _slowdown(run: RunRecord, cost: FittedCostModel) -> float:
-    """Return the seconds of all steps of a run over those that a profile says of them.
+class PricedStep(NamedTuple):
+    """A real step and what a cost model says of it."""
+
+    start: float
+    """Begin on the first stage."""
+    measured_seconds: float
+    """Sum over the stages."""
+    predicted_seconds: float
+
+
+def measure_speed(steps: Sequence[PricedStep]) -> list[SpeedWindow]:
+    """Return by how much a machine was slower in each part of a run.
+
+    A host that is shared may stand still for a second and be at full speed in the next one, which
+    one factor for the run would blame on the simulator. A part has many steps, so that the times of
+    single ones stay predictions.
+
+    Args:
+        steps: At least one.
+    """
+    parts: list[list[PricedStep]] = []
+    for step in sorted(steps):
+        if not parts or step.start - parts[-1][0].start >= WINDOW_SECONDS:
+            parts.append([])
+        parts[-1].append(step)
+    return [SpeedWindow(part[0].start, _ratio(part)) for part in parts]
+
+
+def _ratio(steps: Sequence[PricedStep]) -> float:
+    """Return the measured seconds of some steps over the predicted ones; 1 without steps.
 
     A profile predicts mean times, and steps that other programs interrupt delay requests too, so
     sums are compared: the median step is shorter than the mean one.
     """
-    measured_seconds = predicted_seconds = 0.0
+    predicted = sum(step.predicted_seconds for step in steps)
+    return sum(step.measured_seconds for step in steps) / predicted if predicted else 1.0
+
+
+def _price_steps(run: RunRecord, cost: FittedCostModel) -> Iterator[PricedStep]:
+    """Return the complete steps of a run."""
     for costs in measure_step_costs(run):
         measured, _ = split_sampling(costs)
-        measured_seconds += sum(measured)
-        for stage, num_arrivals in enumerate(costs.num_arrivals):
-            predicted_seconds += cost.stage_seconds(stage, costs.step.work)
-            predicted_seconds += num_arrivals * cost.arrival_seconds(stage)
-    return measured_seconds / predicted_seconds if predicted_seconds else 1.0
+        first = costs.step.stage_times[0]
+        assert first is not None, "costs have complete times"
+        predicted = sum(
+            cost.stage_seconds(stage, costs.step.work) + num_arrivals * cost.arrival_seconds(stage)
+            for stage, num_arrivals in enumerate(costs.num_arrivals)
+        )
+        yield PricedStep(first.start, sum(measured), predicted)
 
 
 def read_requests(

@@ -115,7 +115,7 @@ def test_time_between_steps_of_one_stage_is_part_of_several() -> None:
     single = profile([LAYERS])
     waits = msgspec.structs.replace(
         single,
-        sampling=[9e-4, 1e-3, 5e-3],
+        sampling=[(4, 9e-4), (4, 1e-3), (4, 1.1e-3), (4, 5e-2)],
         samplers=[(rows, 1e-4 + 1e-5 * rows) for rows in (1, 9)],
     )
     rows = median(step.samples for step in single.steps if step.decodes)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gllm.observability.step_log import (
@@ -25,7 +26,8 @@ from gllm.sim.compare import (
     request_errors,
 )
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
-from gllm.sim.costs.fitted import FittedCostModel, ScaledCostModel
+from gllm.sim.costs.fitted import FittedCostModel
+from gllm.sim.costs.machine_speed import MachineSpeedCostModel, SpeedWindow
 from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import RunRecord, StageReport
@@ -186,7 +188,8 @@ def test_real_beside_predicted(profile: CostProfile, tmp_path: Path) -> None:
 
 def run_slow(cost: CostModel) -> list[StepLogEvent]:
     """Return the log of a machine that is slower by 1.3."""
-    slow = Deployment("qwen2.5-14b", [12] * 4, ScaledCostModel(cost, 1.3), deployment().scheduler)
+    slow_cost = MachineSpeedCostModel(cost, [SpeedWindow(0.0, 1.3)])
+    slow = Deployment("qwen2.5-14b", [12] * 4, slow_cost, deployment().scheduler)
     jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", 5)
     return serve_requests(slow, to_scheduler_requests(jobs))[1]
 
@@ -204,6 +207,36 @@ def test_a_slower_machine_is_divided_out(profile: CostProfile) -> None:
     interrupted = compare_runs(run_slow(InterruptedCostModel(deployment().cost)), profile)
     # Interruptions delay requests too, so they are part of the machine's speed.
     assert interrupted.slowdown == pytest.approx(both.slowdown * (0.99 + 0.01 * 20), rel=0.05)
+
+
+def test_each_part_of_a_run_has_the_speed_of_the_machine_then(profile: CostProfile) -> None:
+    cost = deployment().cost
+    windows = [SpeedWindow(float(second), 3.0 if second % 2 else 1.0) for second in range(200)]
+    slow_cost = MachineSpeedCostModel(cost, windows)
+    slow = Deployment("qwen2.5-14b", [12] * 4, slow_cost, deployment().scheduler)
+    jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", 5)
+    both = compare_runs(serve_requests(slow, to_scheduler_requests(jobs))[1], profile)
+    assert 1.3 < both.slowdown < 2.7
+    for metric in ("tpot", "e2el"):
+        errors = request_errors(both, metric, at_speed=True)
+        assert sorted(errors)[12] < 0.1
+
+
+def test_a_profile_leaves_interrupted_steps_out(profile: CostProfile) -> None:
+    steps = [
+        msgspec.structs.replace(step, stages=[20 * seconds for seconds in step.stages])
+        if index % 50 == 7
+        else step
+        for index, step in enumerate(profile.steps)
+    ]
+    interrupted = FittedCostModel(msgspec.structs.replace(profile, steps=steps))
+    cost = FittedCostModel(profile)
+    for tokens in (1, 3, 6):
+        work = StageWork(0, tokens, (), tokens, 500 * tokens, tokens)
+        for stage in range(4):
+            assert interrupted.stage_seconds(stage, work) == pytest.approx(
+                cost.stage_seconds(stage, work), rel=0.03
+            )
 
 
 class InterruptedCostModel(DelegatingCostModel):
@@ -228,7 +261,7 @@ def test_files_that_do_not_fit_are_refused(profile: CostProfile, tmp_path: Path)
         read_profile(tmp_path / "old.json")
     for number in (1, 99):
         write_profile_of_format(profile, tmp_path / "other.json", number)
-        with pytest.raises(ValueError, match=f"format {number}, not 2: measure it again"):
+        with pytest.raises(ValueError, match=f"format {number}, not 3: measure it again"):
             read_profile(tmp_path / "other.json")
 
 

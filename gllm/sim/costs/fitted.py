@@ -6,6 +6,7 @@ the linear model of "Vidur" (arXiv 2405.05465) and others, with a rising piecewi
 its tokens, because small micro-batches read the weights and large ones compute. Requests that
 arrive meanwhile slow a stage down: the driver receives them in the first stage's process, and the
 frontend may share its cores. No coefficient is negative, so no stage gets faster with more work.
+Steps that other programs interrupted are left out: a profile is of the model, not of its host.
 
 Another cut into stages takes a share of what all measured stages take together. The share is that
 of the same layers, embedding and LM head in steps that were measured outside of the pipeline:
@@ -13,14 +14,14 @@ of the same layers, embedding and LM head in steps that were measured outside of
 """
 
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.costs.base import CostModel, DelegatingCostModel, TransferCost
+from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, measure_context
 from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
 from gllm.sim.hardware.links import NetworkLink
@@ -31,6 +32,11 @@ ROUNDS = 6
 """Fits of the same samples, each weighted by the predictions of the one before."""
 SWEEPS = 3000
 """Passes of the coordinate descent in all rounds together."""
+INTERRUPTED = 3.0
+"""Times the fitted time that a step, plan or message takes at least if another program interrupted
+it."""
+FILTERS = 4
+"""Fits of the same samples, each without those that the one before says were interrupted."""
 TOKENS, DECODES, CHUNKS, CONTEXT = "tokens", "decodes", "prefill chunks", "context"
 
 Array = NDArray[np.float64]
@@ -58,6 +64,18 @@ def fit_nonnegative(features: Array, seconds: Array) -> list[float]:
     return (np.array(solution) / scale).tolist()
 
 
+def fit_uninterrupted(features: Array, seconds: Array) -> list[float]:
+    """Return the coefficients of `fit_nonnegative` without the rows that were interrupted."""
+    is_kept = np.ones(len(seconds), bool)
+    for _ in range(FILTERS):
+        coefficients = fit_nonnegative(features[is_kept], seconds[is_kept])
+        fitted = np.einsum("ri,i->r", features, coefficients)
+        previous, is_kept = is_kept, seconds <= INTERRUPTED * fitted
+        if np.array_equal(previous, is_kept):
+            break
+    return coefficients
+
+
 def _curve_features(tokens: int) -> list[float]:
     """Return 1 and the length of each piece of the curve below `tokens`, in tokens."""
     ends = [*KNOTS[1:], tokens]
@@ -76,7 +94,7 @@ class _StageFit:
             ]
         )
         seconds = np.array([max(each.stages[stage], 1e-7) for each in samples])
-        fitted = fit_nonnegative(rows, seconds)
+        fitted = fit_uninterrupted(rows, seconds)
         self._curve = fitted[: len(KNOTS) + 1]
         *self._others, self.arrival_seconds = fitted[len(KNOTS) + 1 :]
         self._known: dict[int, float] = {}
@@ -171,8 +189,8 @@ class FittedCostModel(MeasuredCostModel):
         self._bytes, self._other_link = profile.activation_bytes, link
         if profile.links:
             self._other_link = None
-        self._plan = fmean(profile.plans) if profile.plans else 0.0
-        self._sampling = fmean(profile.sampling) if profile.sampling else 0.0
+        self._plan = _fit_line(profile.plans)
+        self._sampling = _fit_line(profile.sampling)
         self._return = _fit_line(profile.returns)
         self._ranges = _measure_ranges(profile.steps)
 
@@ -206,12 +224,12 @@ class FittedCostModel(MeasuredCostModel):
         return TransferCost(self._link[1] * work.num_tokens, self._link[0])
 
     def plan_seconds(self, work: StageWork) -> float:
-        """Return the measured mean."""
-        return self._plan
+        """Return a constant plus a time per row."""
+        return self._plan[0] + self._plan[1] * _count_rows(work)
 
     def sample_seconds(self, work: StageWork) -> float:
-        """Return the measured mean."""
-        return self._sampling
+        """Return a constant plus a time per row."""
+        return self._sampling[0] + self._sampling[1] * _count_rows(work)
 
     def return_seconds(self, work: StageWork) -> float:
         """Return a constant plus a time per sampled token."""
@@ -232,32 +250,8 @@ class FittedCostModel(MeasuredCostModel):
         return work._replace(num_tokens=tokens, num_decodes=decodes)
 
 
-class ScaledCostModel(DelegatingCostModel):
-    """The pipeline of another cost on a machine that is slower by a factor; links are as fast."""
-
-    def __init__(self, cost: CostModel, factor: float) -> None:
-        super().__init__(cost)
-        self._factor = factor
-
-    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of the other model, multiplied by the factor."""
-        return self._factor * super().stage_seconds(stage, work, now)
-
-    def arrival_seconds(self, stage: int) -> float:
-        """Return the time of the other model, multiplied by the factor."""
-        return self._factor * super().arrival_seconds(stage)
-
-    def plan_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model, multiplied by the factor."""
-        return self._factor * super().plan_seconds(work)
-
-    def sample_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model, multiplied by the factor."""
-        return self._factor * super().sample_seconds(work)
-
-    def return_seconds(self, work: StageWork) -> float:
-        """Return the time of the other model, multiplied by the factor."""
-        return self._factor * super().return_seconds(work)
+def _count_rows(work: StageWork) -> int:
+    return len(work.prefill_chunks) + work.num_decodes
 
 
 def _check_cut(profile: CostProfile, layers: Sequence[int]) -> None:
@@ -290,7 +284,8 @@ def _measure_host(profile: CostProfile) -> float:
         return 0.0
     constant, slope = _fit_line(profile.samplers)
     rows = median(step.samples for step in profile.steps if step.decodes)
-    return max(0.0, median(profile.sampling) - constant - slope * rows)
+    pause, pause_slope = _fit_line(profile.sampling)
+    return max(0.0, pause - constant + (pause_slope - slope) * rows)
 
 
 def _measure_ranges(steps: Sequence[StepSample]) -> MeasuredRanges:
@@ -316,5 +311,5 @@ def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     rows = np.array([[1.0, count] for count, _ in points])
     seconds = np.array([max(value, 1e-7) for _, value in points])
-    constant, slope = fit_nonnegative(rows, seconds)
+    constant, slope = fit_uninterrupted(rows, seconds)
     return constant, slope

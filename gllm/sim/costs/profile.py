@@ -10,7 +10,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SECONDS_DECIMALS = 7
 """Decimals of stored times."""
 
@@ -76,11 +76,12 @@ class CostProfile(msgspec.Struct, frozen=True):
     steps: list[StepSample]
     links: list[tuple[int, float]]
     """(tokens, seconds) from the end of a stage to the start of the next, where that was idle."""
-    plans: list[float]
-    """Seconds from the news that led to a plan to the first stage's start, where that was idle."""
-    sampling: list[float]
-    """Seconds from the stage's end to the next one's start where that waited for its tokens; one
-    stage only."""
+    plans: list[tuple[int, float]]
+    """(rows, seconds) from the news that led to a plan to the first stage's start, where that was
+    idle."""
+    sampling: list[tuple[int, float]]
+    """(rows, seconds) from the stage's end to the next one's start where that waited for its
+    tokens; one stage only."""
     returns: list[tuple[int, float]]
     """(samples, seconds) from the last stage's end to the commit."""
     degrees: list[int] = []
@@ -127,12 +128,13 @@ def _add_step(profile: CostProfile, costs: StepCosts) -> None:
     """Add the times of a step to a profile."""
     work = costs.step.work
     stages, sampling = split_sampling(costs)
+    num_rows = len(work.prefill_chunks) + work.num_decodes
     if sampling is not None:
-        profile.sampling.append(round(sampling, SECONDS_DECIMALS))
+        profile.sampling.append((num_rows, round(sampling, SECONDS_DECIMALS)))
     profile.steps.append(StepSample.of(work, stages, costs.num_arrivals))
     profile.returns.append((work.num_sampled_rows, round(costs.return_seconds, SECONDS_DECIMALS)))
     if costs.plan_seconds is not None:
-        profile.plans.append(round(costs.plan_seconds, SECONDS_DECIMALS))
+        profile.plans.append((num_rows, round(costs.plan_seconds, SECONDS_DECIMALS)))
     waits = [wait for wait in costs.link_seconds if wait is not None]
     profile.links.extend((work.num_tokens, round(wait, SECONDS_DECIMALS)) for wait in waits)
 
