@@ -1,0 +1,93 @@
+"""Piecewise-linear functions of one variable: interpolation of measurements, and fits to many."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean, median
+
+import numpy as np
+
+
+class PiecewiseLinear:
+    """Continuous function that is linear between knots.
+
+    Below the first knot the function is constant; above the last one it continues the last segment.
+
+    Args:
+        knots: Arguments in ascending order, at least two.
+        values: Value at each knot.
+
+    Raises:
+        ValueError: The knots do not ascend, or the numbers of knots and values differ.
+    """
+
+    def __init__(self, knots: Sequence[float], values: Sequence[float]) -> None:
+        is_ascending = all(low < high for low, high in pairwise(knots))
+        if len(knots) < 2 or len(knots) != len(values) or not is_ascending:
+            raise ValueError(
+                f"{len(knots)} knots {list(knots)[:4]} with {len(values)} values: pass at least "
+                "two ascending knots and a value for each"
+            )
+        self.knots = tuple(map(float, knots))
+        self.values = tuple(map(float, values))
+
+    def __call__(self, argument: float) -> float:
+        """Return the value at an argument."""
+        knots, values = self.knots, self.values
+        if argument <= knots[0]:
+            return values[0]
+        index = min(bisect_right(knots, argument), len(knots) - 1)
+        low, high = knots[index - 1], knots[index]
+        share = (argument - low) / (high - low)
+        return values[index - 1] + share * (values[index] - values[index - 1])
+
+
+Points = Sequence[tuple[float, float]]
+"""(argument, value) pairs."""
+
+
+def interpolate_medians(points: Points) -> PiecewiseLinear:
+    """Return the function through the median value at each argument.
+
+    Raises:
+        ValueError: There are fewer than two arguments.
+    """
+    values: dict[float, list[float]] = {}
+    for argument, value in points:
+        values.setdefault(argument, []).append(value)
+    knots = sorted(values)
+    return PiecewiseLinear(knots, [median(values[knot]) for knot in knots])
+
+
+def fit_piecewise_linear(points: Points, knots: Sequence[float]) -> PiecewiseLinear:
+    """Return the function with these knots whose relative error is smallest by least squares.
+
+    Args:
+        points: Measurements with positive values; those outside the knots are left out.
+        knots: Arguments in ascending order.
+
+    Raises:
+        ValueError: A knot has no measurement beside it, so that its value is undetermined.
+    """
+    inside = [(x, y) for x, y in points if knots[0] <= x <= knots[-1]]
+    arguments = np.array([x for x, _ in inside])
+    values = np.array([y for _, y in inside])
+    # One hat function per knot; weights 1 / value make the residuals relative.
+    hats = np.array([np.interp(arguments, knots, unit) for unit in np.eye(len(knots))]).T
+    if not len(inside) or not hats.any(axis=0).all():
+        empty = [knot for knot, column in zip(knots, hats.T, strict=False) if not column.any()]
+        raise ValueError(f"no measurement beside the knots {empty or list(knots)}: remove them")
+    solution, *_ = np.linalg.lstsq(hats / values[:, None], np.ones(len(inside)), rcond=None)
+    return PiecewiseLinear(knots, [float(value) for value in solution])
+
+
+def choose_knots(points: Points, num_knots: int) -> list[float]:
+    """Return at most `num_knots` distinct arguments of the points, at equal shares of them."""
+    arguments = sorted(x for x, _ in points)
+    last = len(arguments) - 1
+    return sorted({arguments[round(last * i / (num_knots - 1))] for i in range(num_knots)})
+
+
+def mean_relative_error(function: PiecewiseLinear, points: Points) -> float:
+    """Return the mean absolute relative error at points (MAPE as a fraction)."""
+    return fmean(abs(function(x) / y - 1) for x, y in points)

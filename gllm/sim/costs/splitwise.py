@@ -1,0 +1,113 @@
+"""Step times by Splitwise's measurements: Llama-2-70B and BLOOM-176B on DGX-A100 and DGX-H100.
+
+A batch of prompts takes a time that is piecewise linear over its tokens, a decode step one that is
+piecewise linear over its requests; the function goes through the medians of the measurements. A
+batch of both phases takes 1.1 times the prompt time of all its tokens. Batches below the smallest
+measured one take as long as it, larger ones than the largest continue the last segment.
+
+Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), section on its performance model,
+and the simulator of its repository (splitwise-sim), which has the factor of 1.1. The context of
+decodes does not count there, nor here.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import BaseCostModel
+from gllm.sim.costs.piecewise_linear import (
+    PiecewiseLinear,
+    Points,
+    interpolate_medians,
+)
+from gllm.sim.data_tables import read_table
+
+PERF_MODEL_FILE = "splitwise_perf_model.csv.gz"
+MIXED_FACTOR = 1.1
+"""Time of a batch of both phases per prompt time of its tokens."""
+MS = 1e-3
+CONSISTENT_OUTPUT_TOKENS = 128
+"""Rows with longer outputs repeat the prompts of this length."""
+
+
+class SplitwiseProfile(NamedTuple):
+    """Times of one model on one machine, in seconds."""
+
+    prompt_seconds: PiecewiseLinear
+    """By tokens of the batch."""
+    token_seconds: PiecewiseLinear
+    """By requests of the batch."""
+
+    def iteration_seconds(self, num_prompt_tokens: int, num_decodes: int) -> float:
+        """Return the time of one iteration.
+
+        Args:
+            num_prompt_tokens: Tokens of all prompts.
+            num_decodes: Requests in decode.
+        """
+        if not num_prompt_tokens:
+            return self.token_seconds(num_decodes) if num_decodes else 0.0
+        if not num_decodes:
+            return self.prompt_seconds(num_prompt_tokens)
+        return MIXED_FACTOR * self.prompt_seconds(num_prompt_tokens + num_decodes)
+
+
+def read_points(model: str, device: str, tp: int) -> tuple[Points, Points]:
+    """Return the measurements: (prompt tokens, seconds) and (requests, seconds per token).
+
+    Args:
+        model: `llama2-70b` or `bloom-176b`.
+        device: `a100-80gb`, `h100-80gb`, or `h100-80gb-pcap` with a power limit.
+        tp: Tensor parallel size.
+
+    Raises:
+        ValueError: There are no measurements; the message names those there are.
+    """
+    rows = read_table(PERF_MODEL_FILE)
+    key = model, device, str(tp)
+    selected = [row for row in rows if (row["model"], row["device"], row["tp"]) == key]
+    if not selected:
+        known = sorted({f"{row['model']} {row['device']} tp {row['tp']}" for row in rows})
+        raise ValueError(
+            f"Splitwise published nothing for {model} {device} tp {tp}: choose from "
+            f"{'; '.join(known)}"
+        )
+    prompts, tokens = [], []
+    for row in selected:
+        batch = int(row["batch_size"])
+        prompts.append((float(batch * int(row["prompt_tokens"])), float(row["prefill_ms"]) * MS))
+        if int(row["output_tokens"]) <= CONSISTENT_OUTPUT_TOKENS:
+            tokens.append((float(batch), float(row["decode_step_ms"]) * MS))
+    return prompts, tokens
+
+
+@cache
+def read_profile(model: str, device: str, tp: int = 8) -> SplitwiseProfile:
+    """Return the times of a model on a device; the arguments and errors are of `read_points`."""
+    prompts, tokens = read_points(model, device, tp)
+    return SplitwiseProfile(interpolate_medians(prompts), interpolate_medians(tokens))
+
+
+class SplitwiseCostModel(BaseCostModel):
+    """Engine with Splitwise's measurements.
+
+    Args:
+        profile: Times of the model on the machine.
+        stages: Number of pipeline stages; each takes an equal share of the machine's time. The
+            paper's machines have one.
+        slowdown: Factor on all times, such as that of a power limit.
+
+    Raises:
+        ValueError: The slowdown is not above 0.
+    """
+
+    def __init__(self, profile: SplitwiseProfile, stages: int = 1, slowdown: float = 1.0) -> None:
+        if not slowdown > 0:
+            raise ValueError(f"slowdown is {slowdown}: choose a factor above 0")
+        self._profile = profile
+        self._share = slowdown / stages
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time of a micro-batch, the same on all stages."""
+        num_prompt_tokens = work.num_tokens - work.num_decodes
+        return self._share * self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes)

@@ -1,0 +1,171 @@
+"""Search for the cluster of prompt and token machines that is best under a constraint.
+
+The caller evaluates a cluster, by simulation or by a formula. Each evaluation is made once, and the
+searches make few of them: those under a budget assume that throughput has one peak along the
+clusters that use up the budget; those at a throughput assume that more machines never harm.
+
+Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), section on provisioning: a grid
+over the numbers of prompt and token machines for each objective. For throughput the constraint is a
+power or cost budget; for cost, power or space it is a throughput.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from gllm.sim.hardware.machines import ClusterDesign, MachineType, count_affordable
+
+BUDGETS: dict[str, Callable[[ClusterDesign], float]] = {
+    "cost": lambda design: design.cost,
+    "power": lambda design: design.power,
+    "machines": lambda design: float(design.num_machines),
+}
+"""Quantities that a cluster takes, by name: constraints of the searches for throughput, objectives
+of the searches at a throughput."""
+
+
+class DesignResult(NamedTuple):
+    """Result of a search."""
+
+    design: ClusterDesign
+    value: float
+    """Throughput in requests per second, or the quantity that the cluster takes."""
+    num_evaluations: int
+
+
+class _Memo:
+    """Evaluations by numbers of machines, each made once."""
+
+    def __init__(
+        self,
+        pair: tuple[MachineType, MachineType],
+        evaluate: Callable[[ClusterDesign], float],
+    ) -> None:
+        self._pair = pair
+        self._evaluate = evaluate
+        self.values: dict[tuple[int, int], float] = {}
+
+    def design(self, num_prompt: int, num_token: int) -> ClusterDesign:
+        return ClusterDesign(*self._pair, num_prompt, num_token)
+
+    def value(self, num_prompt: int, num_token: int) -> float:
+        key = num_prompt, num_token
+        if key not in self.values:
+            self.values[key] = self._evaluate(self.design(*key))
+        return self.values[key]
+
+
+def maximal_designs(
+    pair: tuple[MachineType, MachineType], constraint: str, budget: float
+) -> Iterator[ClusterDesign]:
+    """Yield the clusters that a budget admits and that no further token machine fits into.
+
+    Args:
+        pair: Prompt and token machine.
+        constraint: A name of BUDGETS.
+        budget: Relative to one DGX-A100, or machines.
+    """
+    unit = BUDGETS[constraint]
+    prompt_price = unit(ClusterDesign(*pair, 1, 0))
+    token_price = unit(ClusterDesign(*pair, 0, 1))
+    for num_prompt in range(1, count_affordable(budget, prompt_price) + 1):
+        num_token = count_affordable(budget - num_prompt * prompt_price, token_price)
+        if num_token:
+            yield ClusterDesign(*pair, num_prompt, num_token)
+
+
+def maximize_throughput(
+    pair: tuple[MachineType, MachineType],
+    constraint: str,
+    budget: float,
+    evaluate: Callable[[ClusterDesign], float],
+    stride: int = 5,
+) -> DesignResult:
+    """Return the cluster within a budget that serves the most requests per second.
+
+    Of the clusters that use up the budget every `stride`-th is evaluated, then those around the
+    best one, at half the distance each time. That is the best of all if throughput rises up to one
+    number of prompt machines and falls after it. Ties take the fewest prompt machines.
+
+    Args:
+        pair: Prompt and token machine.
+        constraint: A name of BUDGETS.
+        budget: Relative to one DGX-A100, or machines.
+        evaluate: Throughput of a cluster that meets the SLOs, requests per second.
+        stride: Distance of the first evaluations, in prompt machines.
+
+    Raises:
+        ValueError: The budget does not admit one machine of each kind, or the stride is below 1.
+    """
+    designs = list(maximal_designs(pair, constraint, budget))
+    if not designs or stride < 1:
+        raise ValueError(
+            f"a {constraint} budget of {budget:g} with a stride of {stride}: choose a budget for "
+            f"one {pair[0].name} and one {pair[1].name} at least, and a stride of at least 1"
+        )
+    memo = _Memo(pair, evaluate)
+
+    def value(index: int) -> float:
+        return memo.value(designs[index].num_prompt, designs[index].num_token)
+
+    best = _best(value, [*range(0, len(designs), stride), len(designs) - 1])
+    while stride > 1:
+        stride = -(-stride // 2)
+        around = (best - stride, best, best + stride)
+        best = _best(value, [index for index in around if 0 <= index < len(designs)])
+    best = _climb(value, best, len(designs))
+    return DesignResult(designs[best], value(best), len(memo.values))
+
+
+def _best(value: Callable[[int], float], indices: list[int]) -> int:
+    """Return the index of the greatest value; of equal ones the first."""
+    return max(sorted(indices), key=lambda index: (value(index), -index))
+
+
+def _climb(value: Callable[[int], float], index: int, size: int) -> int:
+    """Return the top beside an index, walking while a neighbour is at least as good."""
+    while True:
+        around = [each for each in (index - 1, index, index + 1) if 0 <= each < size]
+        best = _best(value, around)
+        if best == index:
+            return index
+        index = best
+
+
+def minimize_under_throughput(
+    pair: tuple[MachineType, MachineType],
+    objective: str,
+    serves: Callable[[ClusterDesign], bool],
+    limit: tuple[int, int],
+) -> DesignResult:
+    """Return the cheapest cluster that serves a throughput within the SLOs.
+
+    Walks along the border between clusters that serve it and those that do not, from the most
+    prompt machines down: at most the sum of both limits in evaluations. Ties take the fewest
+    prompt machines.
+
+    Args:
+        pair: Prompt and token machine.
+        objective: A name of BUDGETS.
+        serves: Returns True if a cluster serves the throughput.
+        limit: Largest numbers of prompt and token machines.
+
+    Raises:
+        ValueError: The largest cluster does not serve the throughput.
+    """
+    unit = BUDGETS[objective]
+    memo = _Memo(pair, serves)
+    num_prompt, num_token = limit[0], 1
+    candidates = []
+    while num_prompt >= 1 and num_token <= limit[1]:
+        if memo.value(num_prompt, num_token):
+            candidates.append(memo.design(num_prompt, num_token))
+            num_prompt -= 1
+        else:
+            num_token += 1
+    if not candidates:
+        raise ValueError(
+            f"{limit[0]} prompt and {limit[1]} token machines do not serve the throughput: raise "
+            "the limit"
+        )
+    best = min(candidates, key=lambda design: (round(unit(design), 9), design.num_prompt))
+    return DesignResult(best, unit(best), len(memo.values))

@@ -1,0 +1,137 @@
+"""Machine types with price and power, and clusters of prompt and token machines.
+
+Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), Tables I and V. The figures are in
+gllm/sim/data/splitwise_machines.csv, relative to a DGX-A100 = 1. Table I names GB/s for InfiniBand
+and Gbit/s for NVLink, which is the wrong way round; the file has InfiniBand in Gbit/s. Table V
+gives an H100 machine another relative cost than Table I, from whose dollars the searches compute.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from gllm.sim.data_tables import read_table
+from gllm.sim.hardware.links import NetworkLink
+
+MACHINES_FILE = "splitwise_machines.csv"
+GBIT = 1e9 / 8
+"""Bytes per gigabit."""
+
+
+class MachineType(NamedTuple):
+    """Type of a machine."""
+
+    name: str
+    device: str
+    """Name in Splitwise's measurements."""
+    num_gpus: int
+    gpu_memory_gb: float
+    dollars_per_hour: float
+    cost: float
+    """Relative to a DGX-A100, Table I."""
+    prompt_cost: float
+    """Table V, as a prompt machine."""
+    token_cost: float
+    """Table V, as a token machine."""
+    power: float
+    """Relative to a DGX-A100."""
+    link: NetworkLink
+    """Network card: bytes per second, and no latency."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the memory of all GPUs."""
+        return self.num_gpus * self.gpu_memory_gb * 1e9
+
+    def kv_tokens(self, weight_bytes: float, kv_bytes_per_token: float, usable: float) -> int:
+        """Return the tokens that the KV cache holds beside the weights.
+
+        Args:
+            weight_bytes: All weights of the model.
+            kv_bytes_per_token: KV cache of one token over all layers.
+            usable: Share of the memory for weights and KV cache.
+
+        Raises:
+            ValueError: The weights do not fit.
+        """
+        free_bytes = usable * self.memory_bytes - weight_bytes
+        if free_bytes < kv_bytes_per_token:
+            raise ValueError(
+                f"{weight_bytes / 1e9:.0f} GB of weights do not fit {self.name}, of whose "
+                f"{self.memory_bytes / 1e9:.0f} GB {usable:.0%} are usable: choose another model"
+            )
+        return int(free_bytes / kv_bytes_per_token)
+
+
+@cache
+def read_machines() -> dict[str, MachineType]:
+    """Return the machine types by name."""
+    machines = {}
+    for row in read_table(MACHINES_FILE):
+        machines[row["machine"]] = MachineType(
+            row["machine"],
+            row["device"],
+            int(row["num_gpus"]),
+            float(row["gpu_memory_gb"]),
+            float(row["dollars_per_hour"]),
+            float(row["relative_cost"]),
+            float(row["prompt_cost_table_v"]),
+            float(row["token_cost_table_v"]),
+            float(row["relative_power"]),
+            NetworkLink(float(row["link_gbit_per_s"]) * GBIT, 0.0),
+        )
+    return machines
+
+
+class ClusterDesign(NamedTuple):
+    """Prompt machines and token machines; without token machines a cluster that is not split."""
+
+    prompt: MachineType
+    token: MachineType
+    num_prompt: int
+    num_token: int
+
+    @property
+    def num_machines(self) -> int:
+        """Return the space that the cluster takes."""
+        return self.num_prompt + self.num_token
+
+    @property
+    def cost(self) -> float:
+        """Return the price relative to one DGX-A100."""
+        return self.num_prompt * self.prompt.cost + self.num_token * self.token.cost
+
+    @property
+    def dollars_per_hour(self) -> float:
+        """Return the price."""
+        prompt = self.num_prompt * self.prompt.dollars_per_hour
+        return prompt + self.num_token * self.token.dollars_per_hour
+
+    @property
+    def power(self) -> float:
+        """Return the provisioned power relative to one DGX-A100."""
+        return self.num_prompt * self.prompt.power + self.num_token * self.token.power
+
+    def __str__(self) -> str:
+        if not self.num_token:
+            return f"{self.num_prompt} x {self.prompt.name}"
+        return f"{self.num_prompt}P/{self.num_token}T"
+
+
+def machine_pair(name: str) -> tuple[MachineType, MachineType]:
+    """Return prompt and token machine of one of the paper's designs: AA, HH, HA or HHcap.
+
+    Raises:
+        ValueError: There is no such design.
+    """
+    machines = read_machines()
+    a100, h100, capped = machines["DGX-A100"], machines["DGX-H100"], machines["DGX-H100-cap"]
+    pairs = {"AA": (a100, a100), "HH": (h100, h100), "HA": (h100, a100), "HHcap": (h100, capped)}
+    if name not in pairs:
+        raise ValueError(f"design {name!r} is none of {', '.join(pairs)}")
+    return pairs[name]
+
+
+def count_affordable(budget: float, price: float) -> int:
+    """Return the number of machines of one price that a budget admits; rounding errors pass."""
+    return math.floor(budget / price + 1e-9)

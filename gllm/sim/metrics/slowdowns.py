@@ -1,0 +1,102 @@
+"""Slowdowns of requests against an idle machine, and the nine limits of Splitwise on them.
+
+Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), table of its SLOs: a slowdown is a
+latency over that of the same request alone on a DGX-A100.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from gllm.observability.latency import RequestTimeline
+from gllm.sim.metrics.statistics import PERCENTS, summary_statistics
+
+
+class RequestLatencies(NamedTuple):
+    """Latencies of one request in seconds."""
+
+    ttft: float
+    tbt: float | None
+    """Mean time between tokens; None with one output token."""
+    e2e: float
+
+
+UncontendedLatencies = Callable[[int, int], RequestLatencies]
+"""Returns the latencies on an idle reference machine by prompt and output tokens."""
+
+
+class SlowdownLimits(NamedTuple):
+    """Limits of a latency's slowdown at the percentiles 50, 90 and 99."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class NineSlos(NamedTuple):
+    """Limits of TTFT, TBT and E2E latency; the defaults are those of the paper."""
+
+    ttft: SlowdownLimits = SlowdownLimits(2.0, 3.0, 6.0)
+    tbt: SlowdownLimits = SlowdownLimits(1.25, 1.5, 5.0)
+    e2e: SlowdownLimits = SlowdownLimits(1.25, 1.5, 5.0)
+
+
+SPLITWISE_SLOS = NineSlos()
+
+
+class SloMargin(NamedTuple):
+    """A slowdown beside its limit."""
+
+    metric: str
+    """Field of RequestLatencies."""
+    percent: int
+    slowdown: float
+    limit: float
+
+    @property
+    def is_met(self) -> bool:
+        """Return True if the slowdown is at most the limit."""
+        return self.slowdown <= self.limit
+
+
+def measure_latencies(line: RequestTimeline) -> RequestLatencies | None:
+    """Return the latencies of a request; None before its first token."""
+    ttft, e2e = line.ttft, line.e2el
+    if ttft is None or e2e is None:
+        return None
+    return RequestLatencies(ttft, line.tpot, e2e)
+
+
+def check_slos(
+    pairs: Iterable[tuple[RequestLatencies, RequestLatencies]], slos: NineSlos = SPLITWISE_SLOS
+) -> list[SloMargin]:
+    """Return the nine slowdowns beside their limits; those of a metric without values are 0.
+
+    Args:
+        pairs: Latencies of each request, and those of the same request on an idle machine.
+        slos: The limits.
+    """
+    rows = list(pairs)
+    margins = []
+    for metric in RequestLatencies._fields:
+        statistics = summary_statistics(_slowdowns(rows, metric))
+        limits = getattr(slos, metric)
+        for percent, limit in zip(PERCENTS, limits, strict=True):
+            slowdown = statistics.get(f"p{percent}", 0.0)
+            margins.append(SloMargin(metric, percent, slowdown, limit))
+    return margins
+
+
+def worst_margin(margins: Sequence[SloMargin]) -> SloMargin:
+    """Return the slowdown that is largest relative to its limit."""
+    return max(margins, key=lambda margin: margin.slowdown / margin.limit)
+
+
+def _slowdowns(
+    rows: Sequence[tuple[RequestLatencies, RequestLatencies]], metric: str
+) -> list[float]:
+    slowdowns = []
+    for latencies, reference in rows:
+        ours, alone = getattr(latencies, metric), getattr(reference, metric)
+        if ours is not None and alone:
+            slowdowns.append(ours / alone)
+    return slowdowns

@@ -1,0 +1,156 @@
+"""Searches for clusters against exhaustive ones, and the check of nine SLOs."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.observability.latency import RequestTimeline
+from gllm.sim.design_search import (
+    BUDGETS,
+    maximal_designs,
+    maximize_throughput,
+    minimize_under_throughput,
+)
+from gllm.sim.hardware.machines import (
+    ClusterDesign,
+    count_affordable,
+    machine_pair,
+    read_machines,
+)
+from gllm.sim.metrics.slowdowns import (
+    NineSlos,
+    RequestLatencies,
+    check_slos,
+    measure_latencies,
+    worst_margin,
+)
+
+PAIRS = ("AA", "HH", "HA", "HHcap")
+
+
+def throughput(prompt_rate: float, token_rate: float) -> Callable[[ClusterDesign], float]:
+    """Return the throughput of clusters whose machines serve these rates in their phase."""
+    return lambda design: min(design.num_prompt * prompt_rate, design.num_token * token_rate)
+
+
+def test_forty_h100_admit_seventy_a100_at_the_same_power() -> None:
+    machines = read_machines()
+    budget = 40 * machines["DGX-H100"].power
+    assert count_affordable(budget, machines["DGX-A100"].power) == 70
+    sizes = {design.num_machines for design in maximal_designs(machine_pair("AA"), "power", budget)}
+    assert sizes == {70}
+    sizes = {design.num_machines for design in maximal_designs(machine_pair("HH"), "power", budget)}
+    assert sizes == {40}
+
+
+@given(
+    st.sampled_from(PAIRS),
+    st.sampled_from(sorted(BUDGETS)),
+    st.floats(6, 24),
+    st.floats(0.3, 5),
+    st.floats(0.3, 5),
+    st.integers(1, 12),
+)
+def test_the_throughput_is_that_of_an_exhaustive_search(
+    name: str, constraint: str, budget: float, prompt_rate: float, token_rate: float, stride: int
+) -> None:
+    pair, evaluate = machine_pair(name), throughput(prompt_rate, token_rate)
+    result = maximize_throughput(pair, constraint, budget, evaluate, stride)
+    unit = BUDGETS[constraint]
+    grid = [
+        ClusterDesign(*pair, num_prompt, num_token)
+        for num_prompt in range(1, 26)
+        for num_token in range(1, 26)
+    ]
+    admitted = [design for design in grid if unit(design) <= budget + 1e-9]
+    assert unit(result.design) <= budget + 1e-9
+    assert result.value == evaluate(result.design) == max(map(evaluate, admitted))
+
+
+@given(
+    st.sampled_from(PAIRS),
+    st.sampled_from(sorted(BUDGETS)),
+    st.floats(0.3, 5),
+    st.floats(0.3, 5),
+    st.floats(1, 40),
+)
+def test_the_price_of_a_throughput_is_that_of_an_exhaustive_search(
+    name: str, objective: str, prompt_rate: float, token_rate: float, rate: float
+) -> None:
+    pair, evaluate, limit = machine_pair(name), throughput(prompt_rate, token_rate), (30, 30)
+    grid = [ClusterDesign(*pair, p, t) for p in range(1, 31) for t in range(1, 31)]
+    able = [design for design in grid if evaluate(design) >= rate]
+
+    def serves(design: ClusterDesign) -> bool:
+        return evaluate(design) >= rate
+
+    if not able:
+        with pytest.raises(ValueError, match="raise the limit"):
+            minimize_under_throughput(pair, objective, serves, limit)
+        return
+    result = minimize_under_throughput(pair, objective, serves, limit)
+    assert serves(result.design)
+    assert result.value == pytest.approx(min(map(BUDGETS[objective], able)))
+    assert result.num_evaluations <= sum(limit)
+
+
+def test_a_search_of_seventy_machines_makes_few_evaluations() -> None:
+    result = maximize_throughput(machine_pair("AA"), "power", 70, throughput(1.0, 3.7), stride=10)
+    assert result.design[2:] == (55, 15)
+    assert result.num_evaluations <= 18
+
+
+def test_a_budget_for_one_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"power budget of 1\.5"):
+        maximize_throughput(machine_pair("HH"), "power", 1.5, throughput(1, 1))
+
+
+ALONE = RequestLatencies(0.1, 0.02, 2.0)
+
+
+def slowed(ttft: float, tbt: float, e2e: float) -> RequestLatencies:
+    """Return latencies that are slower than the reference by factors."""
+    return RequestLatencies(ALONE.ttft * ttft, 0.02 * tbt, ALONE.e2e * e2e)
+
+
+@pytest.mark.parametrize("metric", range(3))
+@pytest.mark.parametrize("percentile", range(3))
+def test_one_percentile_above_its_limit_fails(metric: int, percentile: int) -> None:
+    """Each of the nine limits, and only it, is exceeded by a set of requests of its own."""
+    limits = NineSlos()[metric]
+    # 100 requests: up to the percentile all are at the limit below, from there on at its own.
+    counts = (60, 35, 5)
+    factors = [1.0, 1.0, 1.0]
+    factors[percentile] = limits[percentile] * 1.02
+    if percentile == 0:
+        factors[1] = factors[2] = factors[0]
+    elif percentile == 1:
+        factors[2] = factors[1]
+
+    def pairs(scale: float) -> list[tuple[RequestLatencies, RequestLatencies]]:
+        rows = []
+        for factor, count in zip(factors, counts, strict=True):
+            each = [1.0, 1.0, 1.0]
+            each[metric] = max(1.0, factor * scale)
+            rows += [(slowed(*each), ALONE)] * count
+        return rows
+
+    failed = [margin for margin in check_slos(pairs(1.0)) if not margin.is_met]
+    expected = (RequestLatencies._fields[metric], (50, 90, 99)[percentile])
+    assert [(margin.metric, margin.percent) for margin in failed] == [expected]
+    assert all(margin.is_met for margin in check_slos(pairs(1 / 1.03)))
+    worst = worst_margin(check_slos(pairs(1.0)))
+    assert (worst.metric, worst.percent) == expected
+
+
+def test_requests_of_one_token_have_no_time_between_tokens() -> None:
+    line = RequestTimeline(1.0)
+    assert measure_latencies(line) is None
+    line.record_output(1.5, 1)
+    latencies = measure_latencies(line)
+    assert latencies == RequestLatencies(0.5, None, 0.5)
+    margins = check_slos([(latencies, ALONE)])
+    assert [margin.slowdown for margin in margins if margin.metric == "tbt"] == [0, 0, 0]
+    assert not all(margin.is_met for margin in margins)

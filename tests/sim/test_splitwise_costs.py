@@ -1,0 +1,121 @@
+"""Splitwise's performance model: fits, measured times and machine types."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.piecewise_linear import (
+    PiecewiseLinear,
+    choose_knots,
+    fit_piecewise_linear,
+    interpolate_medians,
+    mean_relative_error,
+)
+from gllm.sim.costs.splitwise import (
+    MIXED_FACTOR,
+    SplitwiseCostModel,
+    read_points,
+    read_profile,
+)
+from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
+
+MODEL = "bloom-176b"
+
+
+def synthetic_points(seed: int, noise: float) -> list[tuple[float, float]]:
+    """Return 500 points of a random rising piecewise-linear function with relative noise."""
+    rng = random.Random(seed)
+    knots = [1.0, *sorted(rng.uniform(100, 8000) for _ in range(3)), 8192.0]
+    values = [rng.uniform(0.02, 0.1)]
+    for index, (low, high) in enumerate(pairwise(knots)):
+        slope = rng.uniform(2e-4, 4e-4) if index % 2 else rng.uniform(1e-5, 4e-5)
+        values.append(values[-1] + (high - low) * slope)
+    function = PiecewiseLinear(knots, values)
+    arguments = [rng.uniform(1, 8192) for _ in range(500)]
+    return [(x, function(x) * rng.gauss(1, noise)) for x in arguments]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_held_out_error_is_below_three_percent(seed: int, noise: float) -> None:
+    """Four fifths of the points fit the function, the others measure it."""
+    points = synthetic_points(seed, noise)
+    held_out, seen = points[::5], [each for i, each in enumerate(points) if i % 5]
+    function = fit_piecewise_linear(seen, choose_knots(seen, 24))
+    assert mean_relative_error(function, held_out) < 0.03
+    # A straight line does not do it: what is fitted has bends.
+    line = fit_piecewise_linear(seen, choose_knots(seen, 2))
+    assert mean_relative_error(line, held_out) > 0.03
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.floats(0.1, 10)), min_size=2, max_size=30).filter(
+        lambda points: len({x for x, _ in points}) > 1
+    )
+)
+def test_medians_are_met_and_the_rest_is_between(points: list[tuple[int, float]]) -> None:
+    function = interpolate_medians([(float(x), y) for x, y in points])
+    for x, _ in points:
+        values = sorted(y for each, y in points if each == x)
+        assert values[0] - 1e-9 <= function(x) <= values[-1] + 1e-9
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    for x in range(51):
+        if x <= function.knots[-1]:
+            assert low - 1e-9 <= function(x) <= high + 1e-9
+
+
+def test_knots_and_points_that_determine_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        PiecewiseLinear([1, 1], [2, 3])
+    with pytest.raises(ValueError, match=r"\[2, 3\]"):
+        fit_piecewise_linear([(0.0, 1.0), (1.0, 1.0)], [0, 1, 2, 3])
+
+
+def test_iterations_take_the_measured_times() -> None:
+    a100 = read_profile(MODEL, "a100-80gb")
+    assert a100.prompt_seconds(4096) == pytest.approx(1.335, rel=0.02)  # of 8 x 512 and 1 x 4,096
+    assert a100.token_seconds(64) == pytest.approx(0.09658)
+    assert a100.iteration_seconds(0, 0) == 0
+    mixed = a100.iteration_seconds(2000, 48)
+    assert mixed == pytest.approx(MIXED_FACTOR * a100.prompt_seconds(2048))
+    # Beyond the largest batch the last segment goes on.
+    slope = (a100.token_seconds(64) - a100.token_seconds(32)) / 32
+    assert a100.token_seconds(96) == pytest.approx(a100.token_seconds(64) + 32 * slope)
+    with pytest.raises(ValueError, match="bloom-176b a100-80gb tp 8"):
+        read_points(MODEL, "a100-80gb", 4)
+
+
+def test_stages_share_the_time_of_a_machine() -> None:
+    profile = read_profile(MODEL, "h100-80gb")
+    work = StageWork(0, 1000, ((0, 990),), 10, 5000, 11)
+    whole = SplitwiseCostModel(profile).stage_seconds(0, work)
+    assert whole == pytest.approx(profile.iteration_seconds(990, 10))
+    assert SplitwiseCostModel(profile, 4).stage_seconds(2, work) == pytest.approx(whole / 4)
+    with pytest.raises(ValueError, match="slowdown"):
+        SplitwiseCostModel(profile, slowdown=0)
+
+
+def test_a_power_limit_slows_prompts_down_and_no_tokens() -> None:
+    full, capped = (read_profile(MODEL, name) for name in ("h100-80gb", "h100-80gb-pcap"))
+    assert capped.prompt_seconds(2048) == pytest.approx(1.3 * full.prompt_seconds(2048), rel=0.01)
+    assert capped.token_seconds(32) == full.token_seconds(32)
+
+
+def test_machine_types_have_the_ratios_of_the_paper() -> None:
+    machines = read_machines()
+    a100, h100 = machines["DGX-A100"], machines["DGX-H100"]
+    assert h100.dollars_per_hour / a100.dollars_per_hour == pytest.approx(h100.cost, rel=0.001)
+    assert h100.link.bandwidth == 2 * a100.link.bandwidth
+    # 70 % of the machine with half of the GPUs' power.
+    assert machines["DGX-H100-cap"].power == pytest.approx(0.70 * h100.power, abs=0.01)
+    # HA 25P/26T of the paper is a cluster of 40 H100 in power.
+    power = ClusterDesign(*machine_pair("HA"), 25, 26).power
+    assert power == pytest.approx(40 * h100.power, rel=0.01)
+    with pytest.raises(ValueError, match="AA, HH, HA, HHcap"):
+        machine_pair("AH")
+    with pytest.raises(ValueError, match="do not fit DGX-A100"):
+        a100.kv_tokens(1e12, 4e6, 0.9)
