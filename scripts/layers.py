@@ -26,7 +26,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.link.encodings gllm.observability gllm.pacing gllm.routing gllm.scheduler "
                 "yaml"
             ),
-            "gllm.messages": "gllm.scheduler msgspec",
+            "gllm.kv_transfer.layout": "msgspec",
+            "gllm.kv_transfer": "gllm.kv_transfer.layout msgspec numpy",
+            "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",
             "gllm.models.partition": "",
             "gllm.cluster": "gllm.models.partition msgspec",
             "gllm.kernels": "flash_attn numpy torch triton",

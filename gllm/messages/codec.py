@@ -23,6 +23,15 @@ from gllm.messages.fleet import (
 )
 from gllm.messages.forward import ForwardDecoder
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.kv_transfer import (
+    CancelKvFetch,
+    FetchKv,
+    KvFetched,
+    KvFetchStarted,
+    KvRevoked,
+    RevokeKv,
+    ServeKv,
+)
 from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
@@ -60,6 +69,10 @@ ToHead = (
     | StageUtilization
     | StepCostReport
     | KvCacheEvents
+    | ServeKv
+    | RevokeKv
+    | FetchKv
+    | CancelKvFetch
 )
 """Messages that a worker may send to the head process."""
 ToWorker = (
@@ -74,6 +87,9 @@ ToWorker = (
     | AbortSequences
     | WatchKvCache
     | LinkTimes
+    | KvFetchStarted
+    | KvFetched
+    | KvRevoked
 )
 """Messages that the head process may send to a worker."""
 ToDriver = Hello | StepDone | GrammarReady | StageTimes

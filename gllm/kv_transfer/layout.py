@@ -1,0 +1,180 @@
+"""Layout of a worker's part of a KV cache, and the moves between two sets of workers.
+
+A move is a head range of one layer. Both sides may be cut differently into pipeline stages and
+tensor-parallel ranks, may replicate heads and may have different block sizes: a run of tokens of
+a move has the same bytes on every worker that has its heads.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+_PAGE_BYTES = 4096
+"""Keys and values of each layer begin at a page, so that untouched ones take no memory."""
+
+_Count = Annotated[int, Meta(ge=0, lt=2**31)]
+_Size = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class KvLayoutError(ValueError):
+    """Two layouts do not fit, so their KV cache cannot be transferred."""
+
+
+class LayerLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Part of one layer that a worker has."""
+
+    layer: _Count
+    """Index in the model."""
+    first_head: _Count
+    """Index of the worker's first KV head in the model."""
+    num_heads: _Size
+    key_bytes: _Size
+    """Bytes of a key of one token and head."""
+    value_bytes: _Count
+    """Bytes of a value of one token and head; 0 if values are not stored separately (MLA)."""
+
+    @property
+    def heads(self) -> range:
+        """KV heads by their indices in the model."""
+        return range(self.first_head, self.first_head + self.num_heads)
+
+    @property
+    def bytes_per_head(self) -> int:
+        """Bytes of the key and the value of one token and head."""
+        return self.key_bytes + self.value_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token, keys and values of all heads of the worker."""
+        return self.num_heads * self.bytes_per_head
+
+
+class LayerOffsets(NamedTuple):
+    """Positions of a layer in the memory of its worker's KV cache, in bytes."""
+
+    keys: int
+    values: int
+    end: int
+
+
+class KvLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Layout of a worker's part of a KV cache.
+
+    The memory has, layer by layer, keys [num_blocks + 1, block_size, heads, elements], then values
+    of the same form. The last block stays zero.
+    """
+
+    model: str
+    """Digest of all that decides the numbers; equal on engines that exchange their caches."""
+    dtype: str
+    """Name of the dtype of keys and values."""
+    block_size: _Size
+    num_blocks: _Size
+    """Usable blocks."""
+    layers: Annotated[list[LayerLayout], Meta(min_length=1, max_length=4096)]
+
+    @property
+    def offsets(self) -> list[LayerOffsets]:
+        """Position of each layer."""
+        num_slots, end, offsets = (self.num_blocks + 1) * self.block_size, 0, []
+        for each in self.layers:
+            keys, values = end, end + _pages(num_slots * each.num_heads * each.key_bytes)
+            end = values + _pages(num_slots * each.num_heads * each.value_bytes)
+            offsets.append(LayerOffsets(keys, values, end))
+        return offsets
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory."""
+        return self.offsets[-1].end
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over the layers and heads of the worker."""
+        return sum(each.bytes_per_token for each in self.layers)
+
+
+class KvMove(NamedTuple):
+    """Head range of one layer that a worker gets from one other worker."""
+
+    peer: int
+    """Position of the other worker among those of its engine."""
+    layer: int
+    heads: range
+    """Indices in the model."""
+
+
+def find_moves(mine: KvLayout, theirs: Sequence[KvLayout], position: int = 0) -> list[KvMove]:
+    """Return moves that fill each layer and head of a worker exactly once.
+
+    Args:
+        mine: Layout of the worker that receives.
+        theirs: Layouts of all workers of the other engine.
+        position: Position of the receiving worker among those of its engine. Workers at different
+            positions read replicated heads from different peers.
+
+    Raises:
+        KvLayoutError: The layouts do not fit, or a head is nowhere on the other side.
+    """
+    order = [(position + index) % len(theirs) for index in range(len(theirs))]
+    for peer in order:
+        _check_format(mine, theirs[peer])
+    by_layer: dict[int, list[tuple[int, LayerLayout]]] = {}
+    for peer in order:
+        for each in theirs[peer].layers:
+            by_layer.setdefault(each.layer, []).append((peer, each))
+    return [move for own in mine.layers for move in _find_layer_moves(own, by_layer)]
+
+
+def count_move_bytes(layout: KvLayout, moves: Sequence[KvMove]) -> int:
+    """Return the bytes of one token over some moves into a worker."""
+    sizes = {each.layer: each.bytes_per_head for each in layout.layers}
+    return sum(len(move.heads) * sizes[move.layer] for move in moves)
+
+
+def _find_layer_moves(
+    own: LayerLayout, by_layer: dict[int, list[tuple[int, LayerLayout]]]
+) -> list[KvMove]:
+    """Return the moves of one layer. Raises KvLayoutError."""
+    missing, moves = [own.heads], []
+    for peer, other in by_layer.get(own.layer, []):
+        if (other.key_bytes, other.value_bytes) != (own.key_bytes, own.value_bytes):
+            raise KvLayoutError(
+                f"layer {own.layer} has keys and values of {other.key_bytes} and "
+                f"{other.value_bytes} bytes per head there, {own.key_bytes} and {own.value_bytes} "
+                "here"
+            )
+        rest = []
+        for heads in missing:
+            begin = max(heads.start, other.heads.start)
+            end = min(heads.stop, other.heads.stop)
+            if begin >= end:
+                rest.append(heads)
+                continue
+            moves.append(KvMove(peer, own.layer, range(begin, end)))
+            rest += [range(heads.start, begin), range(end, heads.stop)]
+        missing = [heads for heads in rest if heads]
+    if missing:
+        heads = missing[0]
+        raise KvLayoutError(
+            f"no worker of the other engine has heads {heads.start} to {heads.stop - 1} of layer "
+            f"{own.layer}"
+        )
+    return moves
+
+
+def _check_format(mine: KvLayout, other: KvLayout) -> None:
+    """Raise KvLayoutError if the contents of two caches mean different things."""
+    for name in ("model", "dtype"):
+        own_value, other_value = getattr(mine, name), getattr(other, name)
+        if own_value != other_value:
+            raise KvLayoutError(
+                f"the KV caches differ in {name}: {other_value!r} there, {own_value!r} here"
+            )
+
+
+def _pages(num_bytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

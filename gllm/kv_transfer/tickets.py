@@ -1,0 +1,86 @@
+"""Tickets: permissions to read the KV blocks of one sequence. Pure, without locks."""
+
+import secrets
+from dataclasses import dataclass
+
+MAX_TICKET = 2**63 - 1
+
+
+class TicketError(Exception):
+    """A ticket permits nothing of what is requested."""
+
+
+def make_ticket() -> int:
+    """Return a ticket that nobody can guess; never 0."""
+    return secrets.randbelow(MAX_TICKET) + 1
+
+
+@dataclass
+class HeldBlocks:
+    """Blocks that are kept for one receiver."""
+
+    num_tokens: int
+    """Tokens whose keys and values the blocks have."""
+    block_ids: list[int]
+    reader: int = 0
+    """Receiver that has used the ticket; 0 before the first use."""
+
+
+class TicketBook:
+    """Tickets that are served by one worker's mover.
+
+    A ticket is used once: its first reader is the only one. The workers of a receiving engine read
+    under the same reader number, each its own layers and heads.
+    """
+
+    def __init__(self) -> None:
+        """Create a book without tickets."""
+        self._held: dict[int, HeldBlocks] = {}
+        self.num_refused = 0
+        """Requests with a wrong ticket."""
+
+    def __len__(self) -> int:
+        """Return the number of tickets that are served."""
+        return len(self._held)
+
+    def hold(self, ticket: int, held: HeldBlocks) -> None:
+        """Serve blocks under a ticket.
+
+        Raises:
+            TicketError: The ticket is in use, or is no ticket.
+        """
+        if not 0 < ticket <= MAX_TICKET or ticket in self._held:
+            raise TicketError("the ticket is invalid or in use")
+        self._held[ticket] = held
+
+    def use(self, ticket: int, reader: int, first_token: int, num_tokens: int) -> HeldBlocks:
+        """Return the blocks of a ticket.
+
+        Raises:
+            TicketError: The ticket is unknown, revoked or used by another reader, or its blocks do
+                not have the tokens.
+        """
+        held = self._held.get(ticket)
+        if held is None or reader <= 0 or held.reader not in (0, reader):
+            self.num_refused += 1
+            raise TicketError("the ticket is not held here")
+        if first_token < 0 or num_tokens <= 0 or first_token + num_tokens > held.num_tokens:
+            self.num_refused += 1
+            raise TicketError(
+                f"tokens {first_token} to {first_token + num_tokens - 1} of {held.num_tokens} are "
+                "requested"
+            )
+        held.reader = reader
+        return held
+
+    def is_held(self, ticket: int, held: HeldBlocks) -> bool:
+        """Return whether the blocks that a reader got are still kept under the ticket."""
+        return self._held.get(ticket) is held
+
+    def revoke(self, ticket: int) -> None:
+        """Serve a ticket no longer; an unknown one is ignored."""
+        self._held.pop(ticket, None)
+
+    def clear(self) -> None:
+        """Revoke all tickets."""
+        self._held.clear()

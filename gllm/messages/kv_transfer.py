@@ -1,0 +1,84 @@
+"""Messages about transfers of KV blocks, between the driver and the KV mover of its engine.
+
+They travel from the driver to the head process, which distributes them to the data movers of the
+workers' machines and collects the answers.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from gllm.messages.base import WireMessage
+
+Ticket = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+"""Permission to read the blocks of one sequence; see gllm.kv_transfer.tickets."""
+FetchNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Number of a fetch, which the driver chooses; never used twice in a generation."""
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenCount = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class ServeKv(WireMessage, frozen=True):
+    """Command: let the owner of a ticket read blocks, until RevokeKv."""
+
+    ticket: Ticket
+    num_tokens: TokenCount
+    """Tokens from the start of the sequence whose keys and values are in the blocks."""
+    block_ids: list[BlockId]
+    """The first one begins with the first token."""
+
+
+class RevokeKv(WireMessage, frozen=True):
+    """Command: serve a ticket no longer; KvRevoked answers."""
+
+    ticket: Ticket
+
+
+class FetchKv(WireMessage, frozen=True):
+    """Command: fetch keys and values of tokens from another engine; KvFetched answers.
+
+    The blocks may not be used for anything else until then.
+    """
+
+    fetch: FetchNumber
+    ticket: Ticket
+    endpoint: bytes
+    """KV mover of the other engine, as that engine has published it."""
+    first_token: TokenCount
+    """First token to fetch, counted from the start of the sequence."""
+    num_tokens: TokenCount
+    block_ids: list[BlockId]
+    """Blocks of these tokens; the first one has `first_token`, at its place in a block."""
+
+
+class CancelKvFetch(WireMessage, frozen=True):
+    """Command: end a fetch early; KvFetched answers as always."""
+
+    fetch: FetchNumber
+
+
+class KvFetchStarted(WireMessage, frozen=True):
+    """Report that the first bytes of a fetch have arrived."""
+
+    fetch: FetchNumber
+
+
+class KvFetched(WireMessage, frozen=True):
+    """Report that a fetch has ended on all machines; none of its blocks is written any more."""
+
+    fetch: FetchNumber
+    is_ok: bool
+    """True if all bytes have arrived while the other engine held the ticket. Otherwise the blocks
+    have undefined contents."""
+    num_bytes: int = 0
+    """Bytes that have arrived."""
+    seconds: float = 0.0
+    """Duration."""
+    cause: str = ""
+    """Reason for a failure."""
+
+
+class KvRevoked(WireMessage, frozen=True):
+    """Report that a ticket is served no longer: its blocks may be used for other sequences."""
+
+    ticket: Ticket

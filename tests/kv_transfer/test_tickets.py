@@ -1,0 +1,52 @@
+"""Tickets are unguessable, used by one reader, and worth nothing once revoked."""
+
+import pytest
+
+from gllm.kv_transfer.tickets import MAX_TICKET, HeldBlocks, TicketBook, TicketError, make_ticket
+
+
+def test_tickets_are_large_and_different() -> None:
+    tickets = {make_ticket() for _ in range(1000)}
+    assert len(tickets) == 1000
+    assert all(0 < ticket <= MAX_TICKET for ticket in tickets)
+    # A generator with fewer bits would not set the upper ones.
+    assert max(tickets) > 2**60
+
+
+def test_first_reader_is_the_only_one() -> None:
+    book, held = TicketBook(), HeldBlocks(10, [1, 2, 3])
+    book.hold(7, held)
+    assert book.use(7, 100, 0, 10) is held
+    assert book.use(7, 100, 4, 6) is held
+    with pytest.raises(TicketError, match="not held"):
+        book.use(7, 101, 0, 10)
+    with pytest.raises(TicketError, match="not held"):
+        book.use(8, 100, 0, 10)
+    assert book.num_refused == 2
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 11), (-1, 3), (10, 1), (3, 0)])
+def test_tokens_beyond_the_held_ones_are_refused(first: int, count: int) -> None:
+    book = TicketBook()
+    book.hold(7, HeldBlocks(10, [1, 2, 3]))
+    with pytest.raises(TicketError, match="of 10 are requested"):
+        book.use(7, 1, first, count)
+
+
+def test_revoked_ticket_is_not_held_even_if_its_number_is_used_again() -> None:
+    book, held = TicketBook(), HeldBlocks(10, [1, 2, 3])
+    book.hold(7, held)
+    assert book.is_held(7, held)
+    book.revoke(7)
+    book.revoke(7)
+    assert not book.is_held(7, held)
+    book.hold(7, HeldBlocks(10, [1, 2, 3]))
+    assert not book.is_held(7, held)
+    book.clear()
+    assert len(book) == 0
+
+
+@pytest.mark.parametrize("ticket", [0, -1, MAX_TICKET + 1])
+def test_invalid_tickets_are_not_held(ticket: int) -> None:
+    with pytest.raises(TicketError, match="invalid or in use"):
+        TicketBook().hold(ticket, HeldBlocks(1, [0]))
