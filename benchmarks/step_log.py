@@ -14,7 +14,11 @@ from pathlib import Path
 
 from gllm.config.engine import EngineConfig
 from gllm.experiments.real import serve_logged
-from gllm.observability.step_log import LoggedScheduler, StepLogEvent, StepLogWriter, replay_event
+from gllm.observability.logged_scheduler import LoggedScheduler, replay_event
+from gllm.observability.step_log import (
+    StepLogEvent,
+    StepLogWriter,
+)
 from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import make_workload

@@ -21,6 +21,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
+            "gllm.observability.logged_scheduler": ("gllm.observability.step_log gllm.scheduler"),
             "gllm.link.encodings": "",
             "gllm.config": (
                 "gllm.link.encodings gllm.observability gllm.pacing gllm.routing gllm.scheduler "
@@ -54,6 +55,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
                 "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
+                "gllm.observability.logged_scheduler "
                 "gllm.pacing gllm.scheduler gllm.transport llguidance msgspec numpy psutil pynvml "
                 "setproctitle torch uvloop zmq"
             ),
@@ -122,6 +124,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
             "gllm.sim": (
                 "gllm.config gllm.observability.bubbles gllm.observability "
+                "gllm.observability.logged_scheduler "
                 "gllm.observability.step_log gllm.pacing gllm.routing gllm.scheduler matplotlib "
                 "msgspec numpy sklearn tqdm"
             ),

@@ -24,6 +24,7 @@ from gllm.messages.codec import decode_for_driver, decode_for_head, decode_for_s
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RunStep, StepDone
 from gllm.models.hub import resolve_model
+from gllm.observability.logged_scheduler import to_request
 from gllm.observability.step_log import (
     AddEvent,
     CommitEvent,
@@ -31,7 +32,6 @@ from gllm.observability.step_log import (
     StageTimesEvent,
     StartEvent,
     StepLogEvent,
-    to_request,
 )
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler

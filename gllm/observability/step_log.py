@@ -1,21 +1,20 @@
 """Step log: every call of the scheduler and every stage's step times, as JSON lines.
 
-The driver and the simulator write the same format. One file holds all generations of an engine: a
-RestartEvent separates them, and step numbers start at 0 after it, because the scheduler is new.
-Times are seconds of one monotonic clock. An event's `event` field on disk is the tag of its class.
+The driver and the simulator write the same format (gllm/observability/logged_scheduler.py). One
+file holds all generations of an engine: a RestartEvent separates them, and step numbers start at 0
+after it, because the scheduler is new. Times are seconds of one monotonic clock. An event's `event`
+field on disk is the tag of its class.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.output_lengths import OutputLengths
-from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
-from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.plan import StepPlan, StepResult, StepTime
 
 BUFFER_BYTES = 2**18
 """Size of the file buffer."""
@@ -23,6 +22,16 @@ ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK = b'"async_scheduling":', b'"lookahea
 """Key of a scheduler option in JSON, and its key in step logs, which never changes."""
 
 
+KvTransferCall = Literal[
+    "take_fetches",
+    "record_fetch_progress",
+    "finish_fetch",
+    "take_revocations",
+    "renew_holds",
+    "release_holds",
+    "confirm_revocation",
+]
+"""Methods of the scheduler for KV that moves between engines, as far as they change its state."""
 HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
 """Beginnings of the lines that contain a configuration."""
 
@@ -85,6 +94,9 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     reads_cache: bool = True
     outputs: list[list[int]] = []
     age_seconds: float = 0.0
+    kv_ticket: int = 0
+    kv_source_tokens: int = 0
+    is_kv_foreign: bool = False
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
@@ -124,6 +136,18 @@ class CommitEvent(msgspec.Struct, frozen=True, tag_field="event", tag="commit"):
     result: StepResult
 
 
+class KvTransferEvent(msgspec.Struct, frozen=True, tag_field="event", tag="kv"):
+    """Call about KV that moves between engines; those that change nothing are left out."""
+
+    time: float
+    call: KvTransferCall
+    ids: list[int] = []
+    """Sequences of the calls that name a fetch, otherwise tickets. Of a `take_...` call: those that
+    it returned."""
+    is_ok: bool = True
+    """Argument of `finish_fetch`."""
+
+
 class StageTimesEvent(msgspec.Struct, frozen=True, tag_field="event", tag="times"):
     """Steps that a stage has computed since its last report."""
 
@@ -142,104 +166,9 @@ StepLogEvent = (
     | DepthEvent
     | ScheduleEvent
     | CommitEvent
+    | KvTransferEvent
     | StageTimesEvent
 )
-
-
-class LoggedScheduler(Scheduler):
-    """Scheduler that logs its calls; its decisions are those of `Scheduler`.
-
-    Args:
-        config: The resolved configuration.
-        write: Receives each event, in the order of the calls.
-        clock: Returns the time in seconds.
-        output_lengths: Output lengths of an earlier scheduler.
-    """
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        write: Callable[[StepLogEvent], None],
-        clock: Callable[[], float],
-        output_lengths: OutputLengths | None = None,
-    ) -> None:
-        super().__init__(config, output_lengths=output_lengths)
-        self._write = write
-        self._clock = clock
-
-    def add(self, request: SchedulerRequest, now: float) -> None:
-        """Add a request; one that the scheduler rejects is not logged."""
-        super().add(request, now)
-        seq, prompt, max_tokens, stop_ids, priority, salt, n, reads, outputs, age = request
-        fields = seq, list(prompt), max_tokens, sorted(stop_ids), priority, salt, n, reads
-        self._write(AddEvent(now, *fields, [*outputs], age))
-
-    def abort(self, seqs: list[int]) -> None:
-        """Abort sequences."""
-        self._write(AbortEvent(self._clock(), seqs))
-        super().abort(seqs)
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
-        self._write(ResetPrefixCacheEvent(self._clock()))
-        super().reset_prefix_cache()
-
-    def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
-        """Change the number of micro-batches in flight."""
-        self._write(DepthEvent(self._clock(), depth, max_prefill_tokens))
-        super().set_depth(depth, max_prefill_tokens)
-
-    def schedule(self, now: float) -> StepPlan | None:
-        """Return the next plan."""
-        plan = super().schedule(now)
-        self._write(ScheduleEvent(now, plan, self.available_parallelism()))
-        return plan
-
-    def commit(self, result: StepResult) -> StepOutput:
-        """Commit the result of a step."""
-        self._write(CommitEvent(self._clock(), result))
-        return super().commit(result)
-
-    def record_step_times(self, stage: int, times: list[StepTime]) -> None:
-        """Record the step times of a stage."""
-        self._write(StageTimesEvent(self._clock(), stage, times))
-        super().record_step_times(stage, times)
-
-
-def to_request(event: AddEvent) -> SchedulerRequest:
-    """Return the request of an event."""
-    return SchedulerRequest(
-        event.seq,
-        event.prompt,
-        event.max_tokens,
-        frozenset(event.stop_ids),
-        event.priority,
-        event.cache_salt,
-        event.n,
-        event.reads_cache,
-        event.outputs,
-        event.age_seconds,
-    )
-
-
-def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
-    """Repeat the call of an event on a scheduler; return the plan of a ScheduleEvent."""
-    match event:
-        case ScheduleEvent():
-            return scheduler.schedule(event.time)
-        case AddEvent():
-            scheduler.add(to_request(event), event.time)
-        case AbortEvent():
-            scheduler.abort(event.seqs)
-        case ResetPrefixCacheEvent():
-            scheduler.reset_prefix_cache()
-        case DepthEvent():
-            scheduler.set_depth(event.depth, event.max_prefill_tokens)
-        case CommitEvent():
-            scheduler.commit(event.result)
-        case StageTimesEvent():
-            scheduler.record_step_times(event.stage, event.steps)
-    return None
 
 
 class StepLogError(ValueError):

@@ -9,8 +9,8 @@ from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import StageTimes
 from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
 from gllm.messages.steps import GrammarReady, StepDone
+from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
-    LoggedScheduler,
     RestartEvent,
     StartEvent,
     StepLogWriter,

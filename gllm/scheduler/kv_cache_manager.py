@@ -5,6 +5,7 @@ from collections.abc import Container
 from gllm.scheduler.block_pool import BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_holds import KvHold, KvHolds
 from gllm.scheduler.sequence import Sequence
 
 
@@ -15,6 +16,8 @@ class KVCacheManager:
         self.block_pool = BlockPool(config.num_blocks)
         self.running: dict[int, Sequence] = {}
         """Sequences that hold blocks, by sequence id."""
+        self.holds = KvHolds(self.block_pool)
+        """Blocks of ended sequences that other engines may fetch."""
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._has_prefix_cache = config.prefix_cache
@@ -75,6 +78,8 @@ class KVCacheManager:
         num_full = num_known // self._block_size
         if num_full == sequence.num_published_blocks or not self._has_prefix_cache:
             return
+        if sequence.request.is_kv_foreign:
+            return
         hashes = sequence.get_block_hashes(num_full, self._block_size)
         pool = self.block_pool
         for index in range(sequence.num_published_blocks, num_full):
@@ -116,6 +121,24 @@ class KVCacheManager:
         parent = hashes[index - 1] if index else root_hash(salt)
         log.on_stored(hashes[index], parent, token_ids, salt)
 
+    def hold(self, sequence: Sequence, now: float) -> KvHold | None:
+        """Hold the KV of an ended sequence under the ticket of its request.
+
+        The sequence still has its blocks, and may have rows in flight beyond its end.
+
+        Returns:
+            The hold; None if the request has no ticket, nothing was computed, or the ticket is in
+            use.
+        """
+        ticket = sequence.request.kv_ticket
+        num_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
+        if not ticket or num_tokens < 1 or ticket in self.holds:
+            return None
+        block_ids = sequence.block_ids[: -(-num_tokens // self._block_size)]
+        hold = KvHold(ticket, num_tokens, block_ids)
+        self.holds.add(hold, sequence.rank, now)
+        return hold
+
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence without rows in flight."""
         self.running.pop(sequence.seq, None)
@@ -126,7 +149,9 @@ class KVCacheManager:
         return [s for s in self.running.values() if not (s.is_preempting or s.is_finished)]
 
     def num_reclaimable_blocks(self, victims: Container[int] = ()) -> int:
-        """Return the number of blocks that are free or will be freed when rows in flight commit.
+        """Return the number of blocks that are free or will be freed without another step.
+
+        They are freed when rows in flight commit or the revocation of a hold is confirmed.
 
         Args:
             victims: ids of further sequences whose blocks count as about to be freed.
@@ -135,7 +160,8 @@ class KVCacheManager:
             s for s in self.running.values() if s.is_preempting or s.is_finished or s.seq in victims
         ]
         pool = self.block_pool
-        return pool.num_free_blocks + sum(pool.count_exclusive(s.block_ids) for s in freeing)
+        num_freeing = sum(pool.count_exclusive(s.block_ids) for s in freeing)
+        return pool.num_free_blocks + num_freeing + self.holds.count_returning_blocks()
 
     def find_shareable_blocks(self, sequence: Sequence) -> list[int]:
         """Return the computed blocks of a sequence's prefix; its last token is never included."""

@@ -130,6 +130,8 @@ class MicroBatchFiller:
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
             sequence = self._queues.waiting[0]
+            if sequence.is_fetch_pending:
+                break  # It waits for blocks, which prompts behind it would take.
             if rows and not (self._splits_prompts or sequence.num_waiting_tokens <= num_left):
                 break
             max_tokens = min(self._admit_prefill(sequence, now), num_left)
@@ -148,7 +150,8 @@ class MicroBatchFiller:
     def force(self, sequences: Mapping[int, Sequence], now: float) -> list[ScheduledRow]:
         """Return a row of the best-ranked sequence; nothing may be in flight.
 
-        Preempts other sequences, worst rank first, until the row fits.
+        Preempts other sequences, worst rank first, until the row fits. Returns no row if only held
+        blocks are in the way.
 
         Args:
             sequences: all sequences by id, at least one.
@@ -157,6 +160,8 @@ class MicroBatchFiller:
         best = min(sequences.values(), key=rank_of)
         others = sorted(self._kv_cache.running.values(), key=rank_of)
         while not (rows := self._schedule_alone(best, now)):
+            if self._kv_cache.holds and (not others or others[-1] is best):
+                break
             victim = others.pop()
             assert victim is not best, "the whole cache holds one sequence"
             self._preemption.preempt(victim)
@@ -211,15 +216,21 @@ class MicroBatchFiller:
             now: current time in seconds.
             runs_alone: nothing else runs, so the sequence need not fit next to others.
         """
-        if sequence.seq not in self._kv_cache.running and not self._admit(
-            sequence, now, runs_alone
-        ):
+        if sequence.seq not in self._kv_cache.running and not self.admit(sequence, now, runs_alone):
             return 0
         max_tokens = self._kv_cache.max_sequence_tokens(sequence)
         return min(sequence.num_prefill_tokens, max_tokens) - sequence.num_scheduled_tokens
 
-    def _admit(self, sequence: Sequence, now: float, runs_alone: bool) -> bool:
-        """Move a waiting sequence into the cache; return False if it has to wait."""
+    def admit(self, sequence: Sequence, now: float, runs_alone: bool = False) -> bool:
+        """Give a waiting sequence its place in the cache; return False if it has to wait.
+
+        It stays in the prefill queue.
+
+        Args:
+            sequence: a sequence without blocks.
+            now: current time in seconds.
+            runs_alone: nothing else runs, so the sequence need not fit next to others.
+        """
         has_space = self._kv_cache.can_extend_prefill(sequence)
         if not has_space or not (runs_alone or self._admission.is_admissible(sequence)):
             return False

@@ -47,6 +47,6 @@ class ParallelismGauge:
     def _can_prefill(self) -> bool:
         """Return True if the first sequence of the prefill queue could get a chunk now."""
         head = self._queues.head
-        if head is None or not self._kv_cache.can_extend_prefill(head):
+        if head is None or head.is_fetch_pending or not self._kv_cache.can_extend_prefill(head):
             return False
         return head.seq in self._kv_cache.running or self._admission.is_admissible(head)

@@ -98,6 +98,10 @@ class FinishedSequence(NamedTuple):
     stop_token_id: int | None = None
     """The stop token that ended the sequence, if one did."""
     error: str = ""
+    kv_ticket: int = 0
+    """Ticket under which the KV of the sequence is held; 0 if it is not."""
+    num_kv_tokens: int = 0
+    """Leading tokens whose KV is held. The last generated token has none."""
 
 
 class SchedulerStats(NamedTuple):
@@ -127,6 +131,14 @@ class SchedulerStats(NamedTuple):
     """#RD: sequences in decode, in flight or not; no counter."""
     depth: int = 0
     """#PP_depth: micro-batches over which the decodes are spread; no counter."""
+    fetching: int = 0
+    """Sequences whose KV is being fetched from another engine; no counter."""
+    held_blocks: int = 0
+    """KV blocks that other engines may fetch; no counter."""
+    fetched_tokens: int = 0
+    """Tokens whose KV was fetched."""
+    failed_fetches: int = 0
+    """Fetches whose sequences had to be prefilled instead."""
 
     @property
     def unfinished(self) -> int:

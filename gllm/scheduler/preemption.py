@@ -54,11 +54,20 @@ class PreemptionManager:
         return True
 
     def _preempt_for_decode(self, sequence: Sequence, missing: int) -> None:
-        """Preempt sequences of worse rank until `missing` blocks are free or about to be freed."""
-        pool = self._kv_cache.block_pool
-        pending = self._kv_cache.num_reclaimable_blocks()
-        victims = [s for s in self._kv_cache.running.values() if s.rank > sequence.rank]
-        for victim in sorted(victims, key=rank_of, reverse=True):
+        """Preempt sequences until `missing` blocks are free or about to be freed.
+
+        Revokes holds first. Then come fetches without any bytes, of any rank: they lose nothing,
+        and only once, because they are prefilled next. Then sequences of worse rank.
+        """
+        kv_cache = self._kv_cache
+        pool, running = kv_cache.block_pool, kv_cache.running
+        pending = kv_cache.num_reclaimable_blocks()
+        if kv_cache.holds and pending < missing:
+            pending += kv_cache.holds.revoke_worst(missing - pending)
+        fetches = [s for s in running.values() if s.is_fetching and not s.has_fetched_bytes]
+        victims = sorted(fetches, key=rank_of, reverse=True)
+        others = [s for s in running.values() if s.rank > sequence.rank]
+        for victim in victims + sorted(others, key=rank_of, reverse=True):
             if pending >= missing:
                 break
             if not victim.is_freeing_blocks:

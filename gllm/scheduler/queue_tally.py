@@ -20,6 +20,8 @@ class SchedulerCounters:
     prefix_hits: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    fetched_tokens: int = 0
+    failed_fetches: int = 0
 
 
 class QueueTally:

@@ -42,9 +42,11 @@ class SequenceQueues:
     def enqueue(self, sequence: Sequence) -> None:
         """Add a sequence to the prefill queue.
 
-        Tokens that the prefix cache holds now are not counted as waiting.
+        Tokens that the prefix cache holds now or that are fetched are not counted as waiting.
         """
-        sequence.num_expected_cached_tokens = self._kv_cache.count_cached_tokens(sequence)
+        num_cached_tokens = self._kv_cache.count_cached_tokens(sequence)
+        num_expected_tokens = max(num_cached_tokens, sequence.num_source_tokens)
+        sequence.num_expected_cached_tokens = num_expected_tokens
         self.tally.add_waiting(sequence)
         insort(self.waiting, sequence, key=rank_of)
 

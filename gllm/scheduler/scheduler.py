@@ -2,12 +2,17 @@
 
 It owns all sequences from `add` to their end, in pure Python: no clock (time is an argument), no
 I/O, no tensors. The driver of a pipeline and the simulator call the same methods: `add`, `abort`,
-`schedule`, `commit`. docs/scheduler.md proves that every sequence finishes.
+`schedule`, `commit`, and for KV that moves between engines `take_...` and their answers.
+docs/scheduler.md proves that every sequence finishes.
 """
+
+from collections.abc import Iterable
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.kv_fetches import KvFetch, KvFetches
+from gllm.scheduler.kv_holds import KvHold
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.output_lengths import OutputLengths
@@ -28,7 +33,7 @@ from gllm.scheduler.policy import SchedulingPolicy
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
-from gllm.scheduler.queues import SequenceQueues
+from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.scheduler.sequence_table import SequenceTable
 from gllm.scheduler.step_times import StepTimeCollector
@@ -77,7 +82,10 @@ class Scheduler:
             self._preemption,
             self._counters,
         )
+        self._fetches = KvFetches(self.kv_cache, self._queues, self._filler)
         self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
+        self._now = 0.0
+        """Latest time of a call, at which leases of holds start."""
 
     def add(self, request: SchedulerRequest, now: float) -> None:
         """Add a request to the prefill queue.
@@ -86,7 +94,10 @@ class Scheduler:
             ValueError: the request can never run.
         """
         request.check(self.config.max_model_len)
-        self._queues.enqueue(self._table.add(request, now))
+        sequence = self._table.add(request, now)
+        self._queues.enqueue(sequence)
+        if request.kv_source_tokens:
+            self._fetches.add(sequence)
 
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""
@@ -126,7 +137,11 @@ class Scheduler:
         self._filler.max_prefill_tokens = max_prefill_tokens
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Return the next micro-batch; None if nothing can run or too many are in flight."""
+        """Return the next micro-batch; None if nothing can run or too many are in flight.
+
+        Sequences whose KV can be fetched are left to `take_fetches`, which is called first.
+        """
+        self._now = now
         has_room = self._in_flight.has_room
         if not any(has_room) or not self._sequences:
             return None
@@ -137,7 +152,7 @@ class Scheduler:
         else:
             rows = self._filler.fill(now, self._last_plan_had_decodes)
         if not rows and not self._in_flight:
-            rows = self._filler.force(self._sequences, now)
+            rows = self._force(now)
         if not rows:
             return None
         num_decodes = counters.decode_tokens - num_decodes
@@ -174,6 +189,82 @@ class Scheduler:
                 self._queues.make_ready(sequence)
         return output
 
+    @property
+    def has_pending_fetches(self) -> bool:
+        """True if a sequence may wait for the start of its fetch."""
+        return self._fetches.has_pending
+
+    def take_fetches(self, now: float) -> list[KvFetch]:
+        """Admit sequences whose KV can be fetched, and return the fetches to begin.
+
+        Called before `schedule`. Whoever moves the bytes answers each fetch of at least one token
+        with `finish_fetch`.
+        """
+        self._now = now
+        return self._fetches.start(now)
+
+    def record_fetch_progress(self, seq: int) -> None:
+        """Record that bytes of a fetch have arrived, so that it is no early victim any more."""
+        self._fetches.record_progress(seq)
+
+    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
+        """End a fetch, after which nothing is written to its blocks any more.
+
+        Args:
+            seq: sequence of the fetch.
+            is_ok: every rank of every stage has all of its KV. Otherwise the sequence is prefilled.
+            now: current time in seconds.
+
+        Raises:
+            ValueError: no fetch of this sequence is in flight.
+        """
+        self._now = now
+        sequence = self._fetches.finish(seq)
+        if sequence.is_freeing_blocks:
+            self._finalize(sequence)
+        elif is_ok:
+            num_reused = sequence.num_scheduled_tokens
+            self._counters.fetched_tokens += sequence.request.kv_source_tokens - num_reused
+            self._fetches.use_fetched(sequence)
+        else:
+            self._counters.failed_fetches += 1
+            self.kv_cache.free(sequence)
+            self._queues.enqueue(sequence)
+
+    def take_fetch_cancellations(self) -> list[int]:
+        """Return the sequences that need their source no longer, since the last call.
+
+        Called after `schedule`. Of these, a fetch in flight has to end soon, with `finish_fetch`.
+        """
+        return self._fetches.pop_cancellations()
+
+    def take_holds(self) -> list[KvHold]:
+        """Return the KV that can be fetched from now on, since the last call."""
+        return self.kv_cache.holds.pop_new()
+
+    def renew_holds(self, tickets: Iterable[int], now: float) -> None:
+        """Begin the leases of holds anew; unknown tickets are ignored."""
+        self.kv_cache.holds.renew(tickets, now)
+
+    def release_holds(self, tickets: Iterable[int]) -> None:
+        """Ask for the revocation of holds that nobody will fetch; unknown ones are ignored."""
+        self.kv_cache.holds.release(tickets)
+
+    def take_revocations(self, now: float) -> list[int]:
+        """Return the tickets that must not be served any more, since the last call.
+
+        Their leases have expired, nobody needs them, or a sequence needs their blocks. Each is
+        answered with `confirm_revocation`.
+        """
+        return self.kv_cache.holds.pop_revocations(now)
+
+    def confirm_revocation(self, ticket: int) -> None:
+        """Return the blocks of a hold, which nobody reads any more, to the pool.
+
+        Also permitted for a hold that was not revoked: its receiver has all of it.
+        """
+        self.kv_cache.holds.confirm(ticket)
+
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
         """Record when a stage computed scheduled steps; permitted at any time after `schedule`."""
         for time in times:
@@ -199,8 +290,29 @@ class Scheduler:
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             decoding=len(self._queues.tally.decoding_seqs),
             depth=self._queues.depth,
+            fetching=self._fetches.num_in_flight,
+            held_blocks=self.kv_cache.holds.num_blocks,
             **vars(self._counters),
         )
+
+    def _force(self, now: float) -> list[ScheduledRow]:
+        """Return a row of the best-ranked sequence though nothing fits; nothing is in flight.
+
+        Returns no row if blocks return without a step: a fetch ends, or the revocation of a hold is
+        confirmed. Holds are revoked if a sequence came from another engine. Two engines may
+        otherwise wait for each other's holds forever. Plain requests wait until holds are fetched.
+        """
+        holds = self.kv_cache.holds
+        if self._fetches.num_in_flight or holds.num_revoked > 0:
+            return []
+        sequences = self._sequences.values()
+        if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
+            best = min(sequences, key=rank_of)
+            num_blocks = best.num_missing_blocks(len(best.token_ids), self._block_size)
+            holds.revoke_worst(num_blocks - self.kv_cache.block_pool.num_free_blocks)
+            if holds.num_revoked > 0:
+                return []
+        return self._filler.force(self._sequences, now)
 
     def _fork(self, sequence: Sequence) -> None:
         """Enqueue the choices that wait for a sequence to compute the prompt or to end."""
@@ -252,7 +364,11 @@ class Scheduler:
         if token_id in request.stop_token_ids:
             output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
         elif num_generated == request.max_tokens:
-            output.finished.append(FinishedSequence(sequence.seq, "length"))
+            end = FinishedSequence(sequence.seq, "length")
+            hold = self.kv_cache.hold(sequence, self._now)
+            if hold is not None:
+                end = end._replace(kv_ticket=hold.ticket, num_kv_tokens=hold.num_tokens)
+            output.finished.append(end)
         else:
             return
         self._admission.output_lengths.record(request.max_tokens, num_generated)

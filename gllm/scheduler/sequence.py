@@ -34,13 +34,21 @@ class SchedulerRequest(NamedTuple):
     if none did."""
     age_seconds: float = 0.0
     """Time since the request arrived at the first of these schedulers."""
+    kv_ticket: int = 0
+    """If not 0: when `max_tokens` ends the sequence, the blocks of its computed tokens are held
+    under this ticket."""
+    kv_source_tokens: int = 0
+    """Leading tokens of the first sequence whose KV can be fetched instead of computed."""
+    is_kv_foreign: bool = False
+    """True if the KV comes from outside the fleet: no block of the request is then published."""
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.
 
         Raises:
-            ValueError: the prompt or max_tokens is empty, both exceed `max_model_len`, or
-                `outputs` are not those of `n` unfinished sequences.
+            ValueError: the prompt or max_tokens is empty, both exceed `max_model_len`, `outputs`
+                are not those of `n` unfinished sequences, or the fields of a hand-off contradict
+                the others.
         """
         prompt_len = len(self.prompt_token_ids)
         if not prompt_len or self.max_tokens < 1 or prompt_len + self.max_tokens > max_model_len:
@@ -53,6 +61,24 @@ class SchedulerRequest(NamedTuple):
         for output in self.outputs:
             if len(output) >= self.max_tokens or not self.stop_token_ids.isdisjoint(output):
                 raise ValueError("outputs has a sequence that has ended")
+        if self.kv_ticket or self.kv_source_tokens:
+            self._check_hand_off()
+
+    def _check_hand_off(self) -> None:
+        if self.kv_ticket and self.n > 1:
+            raise ValueError(f"kv_ticket holds the KV of one sequence, but n is {self.n}: use 1")
+        num_tokens = self.kv_source_tokens
+        num_known = len(self.prompt_token_ids) + (len(self.outputs[0]) if self.outputs else 0)
+        if not 0 <= num_tokens < num_known:
+            raise ValueError(
+                f"kv_source_tokens {num_tokens} has to be at least 0 and below the {num_known} "
+                "tokens of prompt and outputs, the last of which is always computed"
+            )
+        if num_tokens and not self.outputs and not self.reads_prefix_cache:
+            raise ValueError(
+                "kv_source_tokens with reads_prefix_cache off: the tokens of a prompt that is "
+                "scored are computed, not fetched; leave kv_source_tokens out"
+            )
 
     def initial_token_ids(self, seq: int) -> "array[int]":
         """Return the known tokens of a new sequence: the prompt and its earlier output."""
@@ -93,14 +119,20 @@ class Sequence:
     num_reused_tokens: int = 0
     """Tokens found in the prefix cache at the last admission."""
     num_expected_cached_tokens: int = 0
-    """Tokens in the prefix cache when the sequence entered the prefill queue; not counted as
-    waiting."""
+    """Tokens in the prefix cache, or to be fetched, when the sequence entered the prefill queue;
+    not counted as waiting."""
     num_scored_tokens: int = 0
     """Leading tokens that the sequence had computed before it last lost its blocks."""
     is_preempting: bool = False
     """True for a victim of preemption with rows in flight; it is not scheduled."""
     is_finished: bool = False
     """True once the sequence has ended; its blocks wait for the rows in flight."""
+    num_source_tokens: int = 0
+    """Leading tokens whose KV waits to be fetched; 0 once the fetch or a prefill has begun."""
+    is_fetching: bool = False
+    """True while KV is fetched into the blocks; this counts as a row in flight."""
+    has_fetched_bytes: bool = False
+    """True if bytes of the fetch in flight have arrived."""
     fork_parent: "Sequence | None" = None
     """Sequence of the same request, whose prompt blocks can be shared."""
     arrival_time: float = 0.0
@@ -139,6 +171,11 @@ class Sequence:
         if self.reads_prefix_cache or self.num_scored_tokens >= self.prompt_len:
             return self.num_prefill_tokens - 1
         return self.num_scored_tokens
+
+    @property
+    def is_fetch_pending(self) -> bool:
+        """True if the sequence waits for the start of its fetch instead of prefill."""
+        return self.num_source_tokens > 0 and not self.is_finished
 
     @property
     def is_prefilling(self) -> bool:
@@ -212,7 +249,7 @@ class Sequence:
         self.num_scheduled_tokens = self.num_computed_tokens = num_cached_tokens
         self.num_reused_tokens = num_cached_tokens
         self.num_published_blocks = len(block_ids)
-        self.num_expected_cached_tokens = 0
+        self.num_expected_cached_tokens = self.num_source_tokens = 0
         self.fork_parent = None
 
     def reset(self) -> list[int]:

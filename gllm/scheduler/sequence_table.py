@@ -22,6 +22,7 @@ class SequenceTable:
     def add(self, request: SchedulerRequest, now: float) -> Sequence:
         """Create the first sequence of a request; its other choices wait for `fork`."""
         first = self._create(request.seq, request, now - request.age_seconds)
+        first.num_source_tokens = request.kv_source_tokens
         for seq in range(request.seq + 1, request.seq + request.n):
             self.pending_forks[seq] = first
         return first
@@ -61,7 +62,8 @@ class SequenceTable:
         """Return the requests that have not ended, as another scheduler continues them.
 
         Each has the outputs of its unfinished sequences so far and its age. Its id is that of the
-        first of them; with several sequences the others may have had any ids behind it.
+        first of them; with several sequences the others may have had any ids behind it. Nothing is
+        fetched for them again.
         """
         living: dict[int, list[tuple[int, list[int]]]] = {}
         requests: dict[int, tuple[SchedulerRequest, float]] = {}
@@ -79,6 +81,7 @@ class SequenceTable:
                     n=len(seqs),
                     outputs=outputs if any(outputs) else (),
                     age_seconds=age_seconds,
+                    kv_source_tokens=0,
                 )
             )
         return resumed

@@ -11,12 +11,12 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from gllm.observability.latency import percentile
+from gllm.observability.logged_scheduler import to_request
 from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
     StepLogEvent,
     read_step_log,
-    to_request,
 )
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.fitted import FittedCostModel

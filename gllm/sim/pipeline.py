@@ -7,7 +7,10 @@ commits happen here. Decisions are the scheduler's, and times are the cost model
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from gllm.observability.step_log import LoggedScheduler, StepLogEvent
+from gllm.observability.logged_scheduler import LoggedScheduler
+from gllm.observability.step_log import (
+    StepLogEvent,
+)
 from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengths

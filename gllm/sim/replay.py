@@ -11,15 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from gllm.observability.logged_scheduler import replay_event, to_request
 from gllm.observability.step_log import (
     AddEvent,
     ScheduleEvent,
     StartEvent,
     StepLogEvent,
     read_step_log,
-    replay_event,
     split_generations,
-    to_request,
 )
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler

@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.observability.step_log import DepthEvent, LoggedScheduler, StepLogEvent, replay_event
+from gllm.observability.logged_scheduler import LoggedScheduler, replay_event
+from gllm.observability.step_log import (
+    DepthEvent,
+    StepLogEvent,
+)
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from random import Random
 
+from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
-    LoggedScheduler,
     ScheduleEvent,
     StartEvent,
     StepLogEvent,

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
-    LoggedScheduler,
     ScheduleEvent,
     StageTimesEvent,
     StepLogEvent,

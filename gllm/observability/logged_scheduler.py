@@ -1,0 +1,204 @@
+"""Scheduler that writes a step log, and the repetition of logged calls."""
+
+from collections.abc import Callable, Iterable
+
+from gllm.observability.step_log import (
+    AbortEvent,
+    AddEvent,
+    CommitEvent,
+    DepthEvent,
+    KvTransferCall,
+    KvTransferEvent,
+    ResetPrefixCacheEvent,
+    ScheduleEvent,
+    StageTimesEvent,
+    StepLogEvent,
+)
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.output_lengths import OutputLengths
+from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+
+
+class LoggedScheduler(Scheduler):
+    """Scheduler that logs its calls; its decisions are those of `Scheduler`.
+
+    Args:
+        config: The resolved configuration.
+        write: Receives each event, in the order of the calls.
+        clock: Returns the time in seconds.
+        output_lengths: Output lengths of an earlier scheduler.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        write: Callable[[StepLogEvent], None],
+        clock: Callable[[], float],
+        output_lengths: OutputLengths | None = None,
+    ) -> None:
+        super().__init__(config, output_lengths=output_lengths)
+        self._write = write
+        self._clock = clock
+
+    def add(self, request: SchedulerRequest, now: float) -> None:
+        """Add a request; one that the scheduler rejects is not logged."""
+        super().add(request, now)
+        self._write(to_event(request, now))
+
+    def abort(self, seqs: list[int]) -> None:
+        """Abort sequences."""
+        self._write(AbortEvent(self._clock(), seqs))
+        super().abort(seqs)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
+        self._write(ResetPrefixCacheEvent(self._clock()))
+        super().reset_prefix_cache()
+
+    def set_depth(self, depth: int, max_prefill_tokens: int | None = None) -> None:
+        """Change the number of micro-batches in flight."""
+        self._write(DepthEvent(self._clock(), depth, max_prefill_tokens))
+        super().set_depth(depth, max_prefill_tokens)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Return the next plan."""
+        plan = super().schedule(now)
+        self._write(ScheduleEvent(now, plan, self.available_parallelism()))
+        return plan
+
+    def commit(self, result: StepResult) -> StepOutput:
+        """Commit the result of a step."""
+        self._write(CommitEvent(self._clock(), result))
+        return super().commit(result)
+
+    def record_step_times(self, stage: int, times: list[StepTime]) -> None:
+        """Record the step times of a stage."""
+        self._write(StageTimesEvent(self._clock(), stage, times))
+        super().record_step_times(stage, times)
+
+    def take_fetches(self, now: float) -> list[KvFetch]:
+        """Admit sequences whose KV can be fetched; logged while there are any."""
+        if not self.has_pending_fetches:
+            return []
+        fetches = super().take_fetches(now)
+        self._write(KvTransferEvent(now, "take_fetches", [fetch.seq for fetch in fetches]))
+        return fetches
+
+    def record_fetch_progress(self, seq: int) -> None:
+        """Record that bytes of a fetch have arrived."""
+        self._write_kv_call("record_fetch_progress", [seq])
+        super().record_fetch_progress(seq)
+
+    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
+        """End a fetch."""
+        self._write(KvTransferEvent(now, "finish_fetch", [seq], is_ok))
+        super().finish_fetch(seq, is_ok, now)
+
+    def take_revocations(self, now: float) -> list[int]:
+        """Return the tickets that must not be served any more; logged if there are any."""
+        tickets = super().take_revocations(now)
+        if tickets:
+            self._write(KvTransferEvent(now, "take_revocations", tickets))
+        return tickets
+
+    def renew_holds(self, tickets: Iterable[int], now: float) -> None:
+        """Begin the leases of holds anew."""
+        tickets = list(tickets)
+        self._write(KvTransferEvent(now, "renew_holds", tickets))
+        super().renew_holds(tickets, now)
+
+    def release_holds(self, tickets: Iterable[int]) -> None:
+        """Ask for the revocation of holds."""
+        tickets = list(tickets)
+        self._write_kv_call("release_holds", tickets)
+        super().release_holds(tickets)
+
+    def confirm_revocation(self, ticket: int) -> None:
+        """Return the blocks of a hold to the pool."""
+        self._write_kv_call("confirm_revocation", [ticket])
+        super().confirm_revocation(ticket)
+
+    def _write_kv_call(self, call: KvTransferCall, ids: list[int]) -> None:
+        self._write(KvTransferEvent(self._clock(), call, ids))
+
+
+def to_event(request: SchedulerRequest, now: float) -> AddEvent:
+    """Return the event of a request that arrives."""
+    return AddEvent(
+        now,
+        request.seq,
+        list(request.prompt_token_ids),
+        request.max_tokens,
+        sorted(request.stop_token_ids),
+        request.priority,
+        request.cache_salt,
+        request.n,
+        request.reads_prefix_cache,
+        [*request.outputs],
+        request.age_seconds,
+        request.kv_ticket,
+        request.kv_source_tokens,
+        request.is_kv_foreign,
+    )
+
+
+def to_request(event: AddEvent) -> SchedulerRequest:
+    """Return the request of an event."""
+    return SchedulerRequest(
+        event.seq,
+        event.prompt,
+        event.max_tokens,
+        frozenset(event.stop_ids),
+        event.priority,
+        event.cache_salt,
+        event.n,
+        event.reads_cache,
+        event.outputs,
+        event.age_seconds,
+        event.kv_ticket,
+        event.kv_source_tokens,
+        event.is_kv_foreign,
+    )
+
+
+def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
+    """Repeat the call of an event on a scheduler; return the plan of a ScheduleEvent."""
+    match event:
+        case ScheduleEvent():
+            return scheduler.schedule(event.time)
+        case AddEvent():
+            scheduler.add(to_request(event), event.time)
+        case AbortEvent():
+            scheduler.abort(event.seqs)
+        case ResetPrefixCacheEvent():
+            scheduler.reset_prefix_cache()
+        case DepthEvent():
+            scheduler.set_depth(event.depth, event.max_prefill_tokens)
+        case CommitEvent():
+            scheduler.commit(event.result)
+        case StageTimesEvent():
+            scheduler.record_step_times(event.stage, event.steps)
+        case KvTransferEvent():
+            _replay_kv_call(scheduler, event)
+    return None
+
+
+def _replay_kv_call(scheduler: Scheduler, event: KvTransferEvent) -> None:
+    match event.call:
+        case "take_fetches":
+            scheduler.take_fetches(event.time)
+        case "record_fetch_progress":
+            scheduler.record_fetch_progress(event.ids[0])
+        case "finish_fetch":
+            scheduler.finish_fetch(event.ids[0], event.is_ok, event.time)
+        case "take_revocations":
+            scheduler.take_revocations(event.time)
+        case "renew_holds":
+            scheduler.renew_holds(event.ids, event.time)
+        case "release_holds":
+            scheduler.release_holds(event.ids)
+        case "confirm_revocation":
+            scheduler.confirm_revocation(event.ids[0])

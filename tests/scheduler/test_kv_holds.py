@@ -1,0 +1,194 @@
+"""Holds of KV blocks: when they begin, who asks for them, and when their blocks return."""
+
+import pytest
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, KvHold
+from gllm.scheduler.plan import FinishedSequence, SampledToken, StepOutput, StepPlan, StepResult
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(num_blocks: int = 16, stages: int = 1, **changes: object) -> Scheduler:
+    config = SchedulerConfig(block_size=BLOCK_SIZE, expected_output_tokens=0, **changes)  # type: ignore[arg-type]
+    return Scheduler(config.resolve(stages, num_blocks, num_blocks * BLOCK_SIZE))
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, **fields: object) -> StepOutput:
+    """Commit a plan of which each row that samples returns token 1."""
+    sampled = [
+        SampledToken(row.seq, row.epoch, 1)._replace(**fields)  # type: ignore[arg-type]
+        for row in plan.rows
+        if row.should_sample
+    ]
+    return scheduler.commit(StepResult(plan.step, sampled))
+
+
+def run(scheduler: Scheduler, now: float) -> list[int]:
+    """Run until nothing can run; the ids of sequences that ended."""
+    ended: list[int] = []
+    while (plan := scheduler.schedule(now)) is not None:
+        ended += [end.seq for end in commit(scheduler, plan).finished]
+    return ended
+
+
+def prefill(scheduler: Scheduler, request: SchedulerRequest, **fields: object) -> FinishedSequence:
+    """Run a request of one token alone to its end."""
+    scheduler.add(request, 0.0)
+    ends: list[FinishedSequence] = []
+    while not ends:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        ends = commit(scheduler, plan, **fields).finished
+    return ends[0]
+
+
+def ticket_request(seq: int, num_tokens: int, **changes: object) -> SchedulerRequest:
+    request = SchedulerRequest(seq, list(range(seq, seq + num_tokens)), 1, kv_ticket=100 + seq)
+    return request._replace(**changes)  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_request_with_a_ticket_holds_its_computed_tokens() -> None:
+    scheduler = make_scheduler()
+    end = prefill(scheduler, ticket_request(0, 9))
+    assert end == FinishedSequence(0, "length", kv_ticket=100, num_kv_tokens=9)
+    (hold,) = scheduler.take_holds()
+    assert hold == KvHold(100, 9, hold.block_ids)
+    assert len(hold.block_ids) == 3
+    assert not scheduler.take_holds()
+    stats = scheduler.stats()
+    assert (stats.unfinished, stats.held_blocks, stats.kv_usage) == (0, 3, 3 / 16)
+
+
+def test_several_output_tokens_are_held_but_the_last() -> None:
+    scheduler = make_scheduler()
+    end = prefill(scheduler, ticket_request(0, 6, max_tokens=4))
+    assert (end.kv_ticket, end.num_kv_tokens) == (100, 9)
+    assert len(scheduler.take_holds()[0].block_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"stop_token_ids": frozenset([1])}, {}),
+        ({}, {"error": "no token"}),
+        ({}, {"is_finite": False}),
+        ({"kv_ticket": 0}, {}),
+    ],
+)
+def test_stops_and_errors_hold_nothing(
+    changes: dict[str, object], fields: dict[str, object]
+) -> None:
+    """A request that has ended is not handed off."""
+    scheduler = make_scheduler()
+    end = prefill(scheduler, ticket_request(0, 9, **changes), **fields)
+    assert (end.kv_ticket, end.num_kv_tokens) == (0, 0)
+    assert not scheduler.take_holds()
+    assert scheduler.stats().kv_usage == 0
+
+
+def test_an_aborted_request_holds_nothing() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(ticket_request(0, 9), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.abort([0])
+    commit(scheduler, plan)
+    assert not scheduler.take_holds()
+    assert scheduler.stats().kv_usage == 0
+
+
+def test_a_ticket_in_use_holds_nothing_more() -> None:
+    scheduler = make_scheduler()
+    assert prefill(scheduler, ticket_request(0, 5)).kv_ticket == 100
+    assert prefill(scheduler, ticket_request(1, 5, kv_ticket=100)).kv_ticket == 0
+    assert scheduler.stats().held_blocks == 2
+
+
+def test_blocks_return_when_a_revocation_is_confirmed() -> None:
+    scheduler = make_scheduler()
+    prefill(scheduler, ticket_request(0, 9))
+    scheduler.release_holds([100, 5])
+    scheduler.release_holds([100])
+    assert scheduler.take_revocations(0.0) == [100]
+    assert scheduler.take_revocations(0.0) == []
+    assert scheduler.stats().held_blocks == 3
+    scheduler.confirm_revocation(100)
+    scheduler.confirm_revocation(100)
+    assert scheduler.stats().kv_usage == 0
+
+
+def test_a_hold_that_has_been_fetched_is_confirmed_without_a_revocation() -> None:
+    scheduler = make_scheduler()
+    prefill(scheduler, ticket_request(0, 9))
+    scheduler.confirm_revocation(100)
+    assert scheduler.take_revocations(1e9) == []
+    assert scheduler.stats().kv_usage == 0
+
+
+def test_leases_expire_unless_renewed() -> None:
+    scheduler = make_scheduler()
+    for seq in range(2):
+        prefill(scheduler, ticket_request(seq, 5))
+    assert scheduler.take_revocations(HOLD_LEASE_SECONDS - 1) == []
+    scheduler.renew_holds([101, 7], HOLD_LEASE_SECONDS - 1)
+    assert scheduler.take_revocations(HOLD_LEASE_SECONDS) == [100]
+    assert scheduler.take_revocations(2 * HOLD_LEASE_SECONDS - 1) == [101]
+    assert scheduler.stats().held_blocks == 4
+
+
+def test_held_blocks_are_not_evicted_from_the_prefix_cache() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    prefill(scheduler, ticket_request(0, 8))
+    (hold,) = scheduler.take_holds()
+    scheduler.add(SchedulerRequest(1, list(range(50, 57)), 1), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert not set(hold.block_ids) & set(plan.rows[0].new_block_ids)
+
+
+def test_a_prompt_waits_for_held_blocks() -> None:
+    """Unfetched KV stays where it is: prefill waits for the receivers."""
+    scheduler = make_scheduler(num_blocks=4)
+    prefill(scheduler, ticket_request(0, 8))
+    scheduler.add(SchedulerRequest(1, list(range(50, 62)), 1), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.rows[0].num_tokens == 8
+    commit(scheduler, plan)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_revocations(0.0) == []
+    scheduler.confirm_revocation(100)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [end.seq for end in commit(scheduler, plan).finished] == [1]
+
+
+def test_a_decode_revokes_the_holds_of_worst_rank() -> None:
+    scheduler = make_scheduler(num_blocks=6, async_scheduling=False)
+    scheduler.add(SchedulerRequest(0, list(range(40, 47)), 9), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    commit(scheduler, plan)
+    for seq in (1, 2):
+        scheduler.add(ticket_request(seq, 5), float(seq))
+    assert run(scheduler, 3.0) == [1, 2]
+    assert scheduler.take_revocations(3.0) == [102]
+    assert scheduler.schedule(3.0) is None, "its blocks have not returned"
+    scheduler.confirm_revocation(102)
+    assert run(scheduler, 3.0) == [0]
+    assert scheduler.take_revocations(3.0) == []
+
+
+def test_the_fields_of_a_hand_off_are_checked() -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(ValueError, match="kv_ticket holds the KV of one sequence, but n is 2"):
+        scheduler.add(ticket_request(0, 5, n=2), 0.0)
+    for num_tokens in (-1, 5):
+        with pytest.raises(ValueError, match=f"kv_source_tokens {num_tokens} has to be"):
+            scheduler.add(SchedulerRequest(0, [1] * 5, 2, kv_source_tokens=num_tokens), 0.0)
+    scored = SchedulerRequest(0, [1] * 5, 2, reads_prefix_cache=False, kv_source_tokens=4)
+    with pytest.raises(ValueError, match="leave kv_source_tokens out"):
+        scheduler.add(scored, 0.0)
