@@ -22,6 +22,7 @@ from gllm.messages.fleet import (
     RouterHeartbeat,
 )
 from gllm.messages.forward import ForwardDecoder
+from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -90,6 +91,8 @@ ToWorker = (
     | KvFetchStarted
     | KvFetched
     | KvRevoked
+    | ReleaseKvHolds
+    | RenewKvHolds
 )
 """Messages that the head process may send to a worker."""
 ToDriver = Hello | StepDone | GrammarReady | StageTimes
@@ -118,6 +121,8 @@ ToEngine = (
     | ResetPrefixCache
     | NoticeToEngine
     | RefuseEngine
+    | ReleaseKvHolds
+    | RenewKvHolds
 )
 """Messages that a router may send to an engine."""
 FromAgent = Hello | ToNodeHub

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from gllm.messages.base import TokenId, WireMessage
+from gllm.messages.handoff import KvSource
 from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.scheduler.plan import SchedulerStats, StepOutput
 
@@ -49,6 +50,12 @@ class SubmitRequest(WireMessage, frozen=True):
     """Time since the request was first submitted. It keeps its place in the order of arrival."""
     request_id: str = ""
     """Id of the HTTP request, for logs; only from a router."""
+    kv_ticket: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Ticket under which the KV blocks of all computed tokens are kept at the end; 0 to free them."""
+    kv_source: KvSource | None = None
+    """Where the KV cache of the first tokens can be fetched; None to compute it."""
+    predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Predicted length of the output, `outputs` included; 0 without a prediction."""
 
     def check(self, vocab_size: int | None) -> None:
         """Check what neither decoding nor the scheduler checks.
@@ -57,13 +64,15 @@ class SubmitRequest(WireMessage, frozen=True):
             vocab_size: token ids have to be smaller; None for no check.
 
         Raises:
-            ValueError: `choices` are not `n` different indices, the age is not finite, or a token
-                id is not in the vocabulary; the message names the field.
+            ValueError: `choices` are not `n` different indices, the age is not finite, a ticket or
+                source does not fit, or a token id is not in the vocabulary; the message names the
+                field.
         """
         if self.choices and not len(self.choices) == len(set(self.choices)) == self.n:
             raise ValueError(f"choices has to have {self.n} different indices")
         if not 0 <= self.age_seconds < math.inf:
             raise ValueError("age_seconds has to be a number of at least 0")
+        self._check_hand_off()
         if vocab_size is None:
             return
         if self.prompt and max(self.prompt) >= vocab_size:
@@ -71,6 +80,18 @@ class SubmitRequest(WireMessage, frozen=True):
         if any(max(output, default=0) >= vocab_size for output in self.outputs):
             raise ValueError(f"outputs has ids out of the vocabulary 0..{vocab_size - 1}")
         self.sampling.check_ids(vocab_size)
+
+    def _check_hand_off(self) -> None:
+        """Check the ticket and the source of KV blocks. Raises ValueError."""
+        if self.kv_ticket and self.n > 1:
+            raise ValueError("kv_ticket is possible for one choice only")
+        if self.kv_source is None:
+            return
+        least = len(self.prompt) + min(map(len, self.outputs), default=0)
+        if self.kv_source.num_tokens > least:
+            raise ValueError(
+                f"kv_source has {self.kv_source.num_tokens} tokens, but the request only {least}"
+            )
 
 
 class RejectedRequest(WireMessage, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from gllm.config.sampling import MAX_N
 from gllm.config.slo import Slo
+from gllm.messages.handoff import KvSource
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 
@@ -43,6 +44,12 @@ class JournalEntry:
     numerics: str = ""
     """Digest of the numerics that the delivered tokens depend on; only engines of the same digest
     continue them. Empty while no engine has left tokens behind."""
+    kv_ticket: int = 0
+    """As in SubmitRequest; kept, because a scheduler that computes the request again holds it."""
+    kv_source: KvSource | None = None
+    """As in SubmitRequest; for the next submission only, because a ticket is used once."""
+    predicted_output_tokens: int = 0
+    """As in SubmitRequest."""
     alive: set[int] = field(init=False)
     """Choices that have not ended."""
     outputs: dict[int, list[int]] = field(init=False)
@@ -95,6 +102,8 @@ class JournalEntry:
             arrival,
         )
         outputs = message.outputs or [[] for _ in choices]
+        entry.kv_ticket, entry.kv_source = message.kv_ticket, message.kv_source
+        entry.predicted_output_tokens = message.predicted_output_tokens
         entry.n = choices[-1] + 1
         entry.alive = set(choices)
         entry.outputs = dict(zip(choices, outputs, strict=True))
@@ -147,11 +156,15 @@ class JournalEntry:
             outputs=outputs if any(outputs) else [],
             age_seconds=now - self.arrival,
             request_id=request_id,
+            kv_ticket=self.kv_ticket,
+            kv_source=self.kv_source,
+            predicted_output_tokens=self.predicted_output_tokens,
         )
 
     def on_submitted(self, first_seq: int) -> None:
         """Assign wire ids to the living choices."""
         self.num_attempts += 1
+        self.kv_source = None
         self.seqs = {choice: first_seq + i for i, choice in enumerate(sorted(self.alive))}
 
     def _remaining_sampling(self) -> SequenceSamplingParams:

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from gllm.config.sampling import MAX_N
+from gllm.messages.handoff import KvSource
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
 from gllm.runtime.journal import JournalEntry
 
+SOURCE = KvSource("one", 3, 2**62, 4, b"endpoint")
 PARAMS = SequenceSamplingParams(seed=5, logprobs=1)
 
 
@@ -26,6 +28,8 @@ def submission(**fields: Any) -> SubmitRequest:
         submission(n=2, outputs=[[4, 5], []]),
         submission(n=2, choices=[1, 3], outputs=[[4], [6]], age_seconds=2.5),
         submission(n=1, choices=[2**31 - 1]),
+        submission(kv_ticket=2**63 - 1, predicted_output_tokens=7),
+        submission(outputs=[[4]], kv_source=SOURCE),
     ],
 )
 def test_a_submission_can_be_submitted_again_as_it_was(message: SubmitRequest) -> None:
@@ -44,6 +48,8 @@ def test_a_submission_can_be_submitted_again_as_it_was(message: SubmitRequest) -
         ({"n": MAX_N + 1}, "at most"),
         ({"n": 2**60}, "at most"),
         ({"age_seconds": float("nan")}, "age_seconds"),
+        ({"n": 2, "kv_ticket": 5}, "one choice"),
+        ({"n": 2, "outputs": [[4], []], "kv_source": SOURCE}, "4 tokens, but the request only 3"),
     ],
 )
 def test_a_submission_that_contradicts_itself_is_refused(
@@ -51,6 +57,14 @@ def test_a_submission_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=cause):
         JournalEntry.from_submission(submission(**fields), 0.0)
+
+
+def test_a_source_is_used_once_and_a_ticket_each_time() -> None:
+    message = submission(outputs=[[4]], kv_ticket=5, kv_source=SOURCE)
+    entry = JournalEntry.from_submission(message, arrival=0.0)
+    entry.on_submitted(7)
+    again = entry.submission(8, 0.0)
+    assert (again.kv_ticket, again.kv_source) == (5, None)
 
 
 def test_an_engine_continues_what_another_process_submitted() -> None:
