@@ -40,6 +40,6 @@ class ReleaseKvHolds(WireMessage, frozen=True):
 
 
 class RenewKvHolds(WireMessage, frozen=True):
-    """Command to the engine that holds KV blocks: extend the leases; unknown tickets are ignored."""
+    """Command to the engine that holds KV blocks: extend leases; unknown tickets are ignored."""
 
     tickets: Tickets

@@ -51,7 +51,7 @@ class SubmitRequest(WireMessage, frozen=True):
     request_id: str = ""
     """Id of the HTTP request, for logs; only from a router."""
     kv_ticket: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Ticket under which the KV blocks of all computed tokens are kept at the end; 0 to free them."""
+    """Ticket under which KV blocks of all computed tokens are kept at its end; 0 to free them."""
     kv_source: KvSource | None = None
     """Where the KV cache of the first tokens can be fetched; None to compute it."""
     predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0

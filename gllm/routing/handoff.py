@@ -1,0 +1,221 @@
+"""State machine of one request that one engine prefills and another one decodes.
+
+Source: Zhong et al., "DistServe" (OSDI 2024), section 4.3: token 1 and the KV cache are made by the
+prefill instance, and the decode instance pulls the KV cache. docs/disaggregation.md has the table
+of states and failures. Pure: time is an argument, and methods return the actions to take, in order.
+
+Every failure is an ordinary prefill: the request goes on with the tokens that its reader has, at
+any engine. The machine therefore never keeps a request; it says when to submit it, and it releases
+the blocks that the prefill engine holds on every path.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class HandoffState(Enum):
+    """Progress of a hand-off."""
+
+    QUEUED = "queued"
+    """Engines are chosen; nothing was sent."""
+    PREFILL = "prefill"
+    """The prefill engine has the request."""
+    READY = "ready"
+    """Token 1 has arrived; its text may still end the request."""
+    TRANSFER = "transfer"
+    """The decode engine has the request, and has returned no token."""
+    DECODE = "decode"
+    """The decode engine has returned a token; the prefill engine holds nothing."""
+    DONE = "done"
+    """The request has ended, or is an ordinary one from now on."""
+
+
+class HandoffPair(NamedTuple):
+    """Engines of a hand-off, by name. They differ."""
+
+    prefill: str
+    decode: str = ""
+    """Empty if it is chosen once token 1 has arrived."""
+
+
+class HandoffLimits(NamedTuple):
+    """Times in seconds."""
+
+    renew_seconds: float = 3.0
+    """Between two renewals of a hold: less than half of its lease."""
+    read_seconds: float = 1.0
+    """Longest wait for the reader of token 1."""
+    hold_seconds: float = 60.0
+    """Age at which a hold is released although its transfer has not ended."""
+
+
+class StartPrefill(NamedTuple):
+    """Submit the request for one token, to be held under a ticket."""
+
+    engine: str
+    ticket: int
+
+
+class StartDecode(NamedTuple):
+    """Submit the request with its tokens."""
+
+    engine: str
+    """Empty for any engine."""
+    ticket: int
+    """Ticket of the KV blocks at the prefill engine; 0 to compute them."""
+
+
+class ReleaseHold(NamedTuple):
+    """Let the prefill engine free the blocks of a ticket."""
+
+    engine: str
+    ticket: int
+
+
+class RenewHold(NamedTuple):
+    """Extend the lease of a ticket."""
+
+    engine: str
+    ticket: int
+
+
+HandoffAction = StartPrefill | StartDecode | ReleaseHold | RenewHold
+
+
+class Handoff:
+    """Hand-off of one request."""
+
+    def __init__(self, pair: HandoffPair, ticket: int, limits: HandoffLimits) -> None:
+        """Create a hand-off in the state QUEUED.
+
+        Args:
+            pair: engines that were chosen.
+            ticket: for the blocks at the prefill engine.
+            limits: of times.
+        """
+        self.state = HandoffState.QUEUED
+        self.outcome = ""
+        """Result once it is clear: `transferred` (the decode engine went on; it may have computed
+        the blocks itself), `ended` (before that), `prefill_failed` or `decode_failed`."""
+        self.pair = pair
+        self.ticket = ticket
+        self._limits = limits
+        self._decode = pair.decode
+        """Engine to be asked; empty for any."""
+        self._asked = ""
+        """Engine that has the request in the states TRANSFER and DECODE; empty for none."""
+        self._may_be_held = False
+        """True if the prefill engine may hold blocks under the ticket."""
+        self._read_deadline = self._hold_deadline = self._renew_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """True until the prefill engine is told to free the blocks, or is lost."""
+        return self._may_be_held
+
+    @property
+    def decode(self) -> str:
+        """Engine that is to decode; empty for any."""
+        return self._decode
+
+    @property
+    def waits_for(self) -> str:
+        """Engine whose output or loss is the next event; empty if a deadline or nothing is."""
+        match self.state:
+            case HandoffState.PREFILL:
+                return self.pair.prefill
+            case HandoffState.TRANSFER | HandoffState.DECODE:
+                return self._asked
+        return ""
+
+    def start(self) -> list[HandoffAction]:
+        """Begin: QUEUED -> PREFILL."""
+        assert self.state is HandoffState.QUEUED
+        self.state, self._may_be_held = HandoffState.PREFILL, True
+        return [StartPrefill(self.pair.prefill, self.ticket)]
+
+    def on_prefilled(self, now: float) -> None:
+        """Note that token 1 has arrived and more tokens are to follow: PREFILL -> READY."""
+        assert self.state is HandoffState.PREFILL
+        self.state = HandoffState.READY
+        self._read_deadline = now + self._limits.read_seconds
+        self._hold_deadline = now + self._limits.hold_seconds
+        self._renew_at = now + self._limits.renew_seconds
+
+    def on_read(self) -> list[HandoffAction]:
+        """Note that the text of token 1 does not end the request: READY -> TRANSFER.
+
+        Returns:
+            The submission to the decode engine; nothing in other states.
+        """
+        if self.state is not HandoffState.READY:
+            return []
+        self.state = HandoffState.TRANSFER
+        return [StartDecode(self._decode, self.ticket if self._may_be_held else 0)]
+
+    def on_submitted(self, engine: str) -> list[HandoffAction]:
+        """Note the engine that got the request after `on_read`.
+
+        The prefill engine itself, which its policy may have chosen, has the blocks anyway.
+        """
+        if self.state is not HandoffState.TRANSFER:
+            return []
+        self._asked = engine
+        return self._release() if engine == self.pair.prefill else []
+
+    def on_decoded(self) -> list[HandoffAction]:
+        """Note a token of the engine that decodes: TRANSFER -> DECODE."""
+        if self.state is not HandoffState.TRANSFER:
+            return []
+        self.state, self.outcome = HandoffState.DECODE, "transferred"
+        return self._release()
+
+    def on_given_back(self, engine: str) -> list[HandoffAction]:
+        """Note that the engine which had the request has it no more; nothing for other engines.
+
+        The caller parks the request, and submits it as any other one.
+        """
+        if not engine or engine != self.waits_for:
+            return []
+        failed = "prefill_failed" if self.state is HandoffState.PREFILL else "decode_failed"
+        self.outcome = self.outcome or failed
+        return self._finish()
+
+    def on_lost(self, engine: str) -> None:
+        """Note that an engine is gone, with all blocks; `on_given_back` follows if it is due."""
+        if engine == self.pair.prefill:
+            self._may_be_held = False
+        if engine == self._decode:
+            self._decode = ""
+
+    def on_not_held(self) -> None:
+        """Note that the prefill engine has not kept the blocks."""
+        self._may_be_held = False
+
+    def on_end(self) -> list[HandoffAction]:
+        """Note that the request has ended, in any way and in any state."""
+        self.outcome = self.outcome or "ended"
+        return self._finish()
+
+    def on_tick(self, now: float) -> list[HandoffAction]:
+        """Act on deadlines: a reader that does not read, the lease and the age of a hold."""
+        if self.state is HandoffState.READY and now >= self._read_deadline:
+            return self.on_read()
+        if self.state not in (HandoffState.READY, HandoffState.TRANSFER) or not self._may_be_held:
+            return []
+        if now >= self._hold_deadline:
+            return self._release()
+        if now >= self._renew_at:
+            self._renew_at = now + self._limits.renew_seconds
+            return [RenewHold(self.pair.prefill, self.ticket)]
+        return []
+
+    def _finish(self) -> list[HandoffAction]:
+        self.state = HandoffState.DONE
+        return self._release()
+
+    def _release(self) -> list[HandoffAction]:
+        if not self._may_be_held:
+            return []
+        self._may_be_held = False
+        return [ReleaseHold(self.pair.prefill, self.ticket)]

@@ -1,0 +1,219 @@
+"""State machine of a hand-off: no state waits for ever, and holds are always released."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from gllm.routing.handoff import (
+    Handoff,
+    HandoffAction,
+    HandoffLimits,
+    HandoffPair,
+    HandoffState,
+    ReleaseHold,
+    RenewHold,
+    StartDecode,
+    StartPrefill,
+)
+
+LIMITS = HandoffLimits(renew_seconds=3, read_seconds=1, hold_seconds=10)
+LEASE_SECONDS = 7.0
+TICKET = 9
+
+
+def prefilled(decode: str = "D") -> Handoff:
+    """Return a hand-off whose token 1 arrived at time 0."""
+    handoff = Handoff(HandoffPair("P", decode), TICKET, LIMITS)
+    assert handoff.start() == [StartPrefill("P", TICKET)]
+    handoff.on_prefilled(0.0)
+    return handoff
+
+
+def test_the_states_of_a_transfer() -> None:
+    handoff = prefilled()
+    assert (handoff.state, handoff.waits_for) == (HandoffState.READY, "")
+    assert handoff.on_read() == [StartDecode("D", TICKET)]
+    assert handoff.on_submitted("D") == []
+    assert (handoff.state, handoff.waits_for) == (HandoffState.TRANSFER, "D")
+    assert handoff.on_decoded() == [ReleaseHold("P", TICKET)]
+    assert handoff.state is HandoffState.DECODE
+    assert handoff.on_end() == []
+    assert (handoff.state, handoff.outcome) == (HandoffState.DONE, "transferred")
+
+
+def test_an_end_at_token_1_asks_nobody() -> None:
+    handoff = prefilled()
+    assert handoff.on_end() == [ReleaseHold("P", TICKET)]
+    assert handoff.outcome == "ended"
+    assert handoff.on_read() == handoff.on_decoded() == []
+
+
+def test_a_slow_reader_and_a_slow_transfer_have_deadlines() -> None:
+    handoff = prefilled()
+    assert handoff.on_tick(0.9) == []
+    assert handoff.on_tick(1.0) == [StartDecode("D", TICKET)]
+    handoff.on_submitted("D")
+    assert handoff.on_tick(3.0) == [RenewHold("P", TICKET)]
+    assert handoff.on_tick(5.9) == []
+    assert handoff.on_tick(6.0) == [RenewHold("P", TICKET)]
+    assert handoff.on_tick(10.0) == [ReleaseHold("P", TICKET)]
+    assert handoff.on_tick(20.0) == []
+    assert handoff.state is HandoffState.TRANSFER
+
+
+def test_blocks_that_are_gone_are_computed() -> None:
+    handoff = prefilled()
+    handoff.on_lost("P")
+    assert handoff.on_read() == [StartDecode("D", 0)]
+    handoff = prefilled()
+    handoff.on_not_held()
+    assert handoff.on_read() == [StartDecode("D", 0)]
+
+
+def test_a_lost_decode_engine_is_replaced() -> None:
+    handoff = prefilled()
+    handoff.on_lost("D")
+    assert handoff.on_given_back("D") == []
+    assert handoff.on_read() == [StartDecode("", TICKET)]
+    # The engine that has the blocks in its prefix cache needs no transfer.
+    assert handoff.on_submitted("P") == [ReleaseHold("P", TICKET)]
+
+
+def test_a_ticket_is_used_once() -> None:
+    handoff = prefilled()
+    handoff.on_read()
+    handoff.on_submitted("D")
+    handoff.on_lost("D")
+    assert handoff.on_given_back("D") == [ReleaseHold("P", TICKET)]
+    assert (handoff.state, handoff.outcome) == (HandoffState.DONE, "decode_failed")
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    """Any order of events; a model of the prefill engine knows what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.held_until: float | None = None
+        self.alive = {"P", "D", "E"}
+        self.has_request = ""
+        """Engine that has the request; empty while it is parked."""
+        self.is_parked = False
+        """True if the caller submits the request as any other one."""
+        self.num_first_tokens = 0
+        self.handoff = Handoff(HandoffPair("P", "D"), TICKET, LIMITS)
+        self.execute(self.handoff.start())
+
+    def execute(self, actions: list[HandoffAction]) -> None:
+        for action in actions:
+            match action:
+                case StartPrefill(engine, ticket):
+                    assert ticket == TICKET
+                    self.has_request = engine
+                case StartDecode(engine, ticket):
+                    assert self.num_first_tokens == 1
+                    self.submit(engine or min(self.alive, default=""))
+                    # A source is named only while the router may trust the hold.
+                    assert not ticket or "P" in self.alive
+                case ReleaseHold("P", ticket):
+                    assert ticket == TICKET
+                    self.held_until = None
+                case RenewHold("P", ticket):
+                    assert ticket == TICKET
+                    if self.held_until is not None:
+                        self.held_until = self.now + LEASE_SECONDS
+
+    def submit(self, engine: str) -> None:
+        self.is_parked = engine not in self.alive
+        if not self.is_parked:
+            self.has_request = engine
+            self.execute(self.handoff.on_submitted(engine))
+
+    @property
+    def is_over(self) -> bool:
+        return self.handoff.state is HandoffState.DONE
+
+    @precondition(lambda self: self.handoff.state is HandoffState.PREFILL and "P" in self.alive)
+    @rule(is_last=st.booleans(), is_held=st.booleans())
+    def prefill(self, is_last: bool, is_held: bool) -> None:
+        self.num_first_tokens += 1
+        self.has_request = ""
+        self.held_until = self.now + LEASE_SECONDS if is_held else None
+        if is_last:
+            self.execute(self.handoff.on_end())
+            return
+        self.handoff.on_prefilled(self.now)
+        if not is_held:
+            self.handoff.on_not_held()
+
+    @rule()
+    def read(self) -> None:
+        self.execute(self.handoff.on_read())
+
+    @precondition(lambda self: self.is_parked and not self.is_over and self.alive)
+    @rule()
+    def dispatch_parked(self) -> None:
+        self.submit(min(self.alive))
+
+    @precondition(lambda self: self.handoff.state is HandoffState.TRANSFER and self.has_request)
+    @rule()
+    def decode(self) -> None:
+        self.execute(self.handoff.on_decoded())
+
+    @rule(seconds=st.floats(0.0, 4.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.execute(self.handoff.on_tick(self.now))
+
+    @rule(engine=st.sampled_from("PDE"))
+    def lose(self, engine: str) -> None:
+        self.alive.discard(engine)
+        if engine == "P":
+            self.held_until = None
+        self.handoff.on_lost(engine)
+        self.give_back(engine)
+
+    @rule(engine=st.sampled_from("PDE"))
+    def give_back(self, engine: str) -> None:
+        """The engine refuses the request, drains, or recovers for too long."""
+        if self.has_request == engine:
+            self.has_request = ""
+            self.execute(self.handoff.on_given_back(engine))
+            assert self.is_over
+
+    @rule()
+    def abort(self) -> None:
+        self.has_request = ""
+        self.execute(self.handoff.on_end())
+
+    @invariant()
+    def holds_are_released(self) -> None:
+        """No lease ends while its hold is of use, and nothing is held afterwards."""
+        state = self.handoff.state
+        if state in (HandoffState.DECODE, HandoffState.DONE):
+            assert self.held_until is None
+            assert not self.handoff.is_held
+        if self.held_until is not None and self.handoff.is_held:
+            assert self.now <= self.held_until
+
+    @invariant()
+    def an_engine_or_the_router_acts_next(self) -> None:
+        """READY has a deadline; in other states the engine that is waited for has the request."""
+        if self.handoff.state in (HandoffState.PREFILL, HandoffState.TRANSFER):
+            assert self.is_parked or self.handoff.waits_for == self.has_request != ""
+
+    def teardown(self) -> None:
+        """Time alone releases the hold; the loss of all engines ends the hand-off."""
+        for _ in range(8):
+            self.wait(4.0)
+        assert self.handoff.state is not HandoffState.READY
+        if self.handoff.state is not HandoffState.PREFILL:
+            assert self.held_until is None
+        for engine in "PDE":
+            self.lose(engine)
+        assert self.held_until is None
+        assert self.is_over or self.is_parked
+
+
+TestHandoffMachine = HandoffMachine.TestCase
+TestHandoffMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
