@@ -20,7 +20,7 @@ Tickets = Annotated[list[Ticket], Meta(max_length=MAX_TICKETS)]
 
 
 class KvSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where the KV cache of a request's first tokens can be fetched."""
+    """KV cache of a request's first tokens that an engine holds."""
 
     engine: str
     """Name of the engine that holds it."""

@@ -53,7 +53,7 @@ class SubmitRequest(WireMessage, frozen=True):
     kv_ticket: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Ticket under which KV blocks of all computed tokens are kept at its end; 0 to free them."""
     kv_source: KvSource | None = None
-    """Where the KV cache of the first tokens can be fetched; None to compute it."""
+    """Engine that holds the KV cache of the first tokens; None to compute it."""
     predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
     """Predicted length of the output, `outputs` included; 0 without a prediction."""
 
