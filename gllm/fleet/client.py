@@ -9,12 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from gllm.fleet.dispatch_target import ChooseEngine, DispatchTarget, Parked, Submitted
 from gllm.fleet.numerics import PATIENCE_SECONDS, NumericsIndex
+from gllm.fleet.output_checks import drop_stale, split_refused
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.runtime.delivery import SubmittedChoice, deliver
+from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_client import RequestClient, SendFunction
 from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.suspects import SuspectTracker
@@ -197,8 +197,8 @@ class FleetClient(RequestClient):
         if attached is None:
             self.num_stale_tokens += len(message.outcome.seqs)
             return
-        self._drop_stale(attached, message)
-        message, refused = self._split_refused(attached, message)
+        self.num_stale_tokens += drop_stale(attached, message)
+        message, refused = split_refused(attached, message, self._ban)
         ended = deliver(message, attached.choices)
         if self._suspects.has_deaths:
             for seq in message.outcome.seqs:
@@ -293,8 +293,12 @@ class FleetClient(RequestClient):
         """
         poison = self._suspects.on_death(owners, owners)
         if poison is not None:
-            self._poison.add(poison.entry.prompt, poison.entry.sampling, time.monotonic())
+            self._ban(poison.entry)
             self._end(poison, poison.alive, "error", f"{_POISON_ERROR}: {cause}", "poison")
+
+    def _ban(self, entry: JournalEntry) -> None:
+        """Refuse requests equal to one that has killed workers."""
+        self._poison.add(entry.prompt, entry.sampling, time.monotonic())
 
     def _isolate_next(self, avoid: str = "") -> None:
         """Give an engine to the next suspect alone, if none runs alone."""
@@ -334,38 +338,6 @@ class FleetClient(RequestClient):
         """Let other requests use the engine of a suspect that has a token or has ended."""
         if self._reserved and self._suspects.isolated is None:
             self.dispatch_parked(avoid)
-
-    def _drop_stale(self, engine: DispatchTarget, message: EngineOutputs) -> None:
-        """Count tokens of requests that the engine should not have, and abort those."""
-        stale = [seq for seq in message.outcome.seqs if seq not in engine.choices]
-        if not stale:
-            return
-        self.num_stale_tokens += len(stale)
-        running = set(stale).difference(end.seq for end in message.outcome.finished)
-        if running:
-            engine.send(AbortSequences(sorted(running)))
-
-    def _split_refused(
-        self, engine: DispatchTarget, message: EngineOutputs
-    ) -> tuple[EngineOutputs, dict[RequestStream, None]]:
-        """Return a message without the ends of requests that go on elsewhere, and these."""
-        refused: dict[RequestStream, None] = {}
-        unavailable = set()
-        for seq, kind in message.error_kinds:
-            choice = engine.choices.get(seq)
-            if choice is None:
-                continue
-            entry = choice.stream.entry
-            if kind == "unavailable":
-                refused[choice.stream] = None
-                unavailable.add(seq)
-            elif kind == "poison":
-                self._poison.add(entry.prompt, entry.sampling, time.monotonic())
-        if unavailable:
-            finished = [end for end in message.outcome.finished if end.seq not in unavailable]
-            outcome = message.outcome._replace(finished=finished)
-            message = msgspec.structs.replace(message, outcome=outcome)
-        return message, refused
 
     def _move_refused(self, engine: DispatchTarget, streams: Iterable[RequestStream]) -> None:
         """Let requests go on elsewhere that an engine has given back."""

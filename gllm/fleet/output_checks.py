@@ -1,0 +1,53 @@
+"""Checks of an engine's output before it is delivered: stale tokens, and requests given back."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from gllm.fleet.dispatch_target import DispatchTarget
+from gllm.messages.requests import AbortSequences, EngineOutputs
+from gllm.runtime.journal import JournalEntry
+from gllm.runtime.request_stream import RequestStream
+
+
+def drop_stale(engine: DispatchTarget, message: EngineOutputs) -> int:
+    """Abort requests that the engine should not have; return the number of their tokens."""
+    stale = [seq for seq in message.outcome.seqs if seq not in engine.choices]
+    if not stale:
+        return 0
+    running = set(stale).difference(end.seq for end in message.outcome.finished)
+    if running:
+        engine.send(AbortSequences(sorted(running)))
+    return len(stale)
+
+
+def split_refused(
+    engine: DispatchTarget, message: EngineOutputs, on_poison: Callable[[JournalEntry], None]
+) -> tuple[EngineOutputs, dict[RequestStream, None]]:
+    """Return a message without the ends of requests that go on elsewhere, and these.
+
+    Args:
+        engine: sender of the message.
+        message: its output.
+        on_poison: called with each request that ends because it has killed workers.
+    """
+    refused: dict[RequestStream, None] = {}
+    unavailable = set()
+    for seq, kind in message.error_kinds:
+        choice = engine.choices.get(seq)
+        if choice is None:
+            continue
+        if kind == "unavailable":
+            refused[choice.stream] = None
+            unavailable.add(seq)
+        elif kind == "poison":
+            on_poison(choice.stream.entry)
+    return without_ends(message, unavailable), refused
+
+
+def without_ends(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
+    """Return a message without the ends of some sequences."""
+    if not seqs:
+        return message
+    finished = [end for end in message.outcome.finished if end.seq not in seqs]
+    return msgspec.structs.replace(message, outcome=message.outcome._replace(finished=finished))
