@@ -12,6 +12,8 @@ the blocks that the prefill engine holds on every path.
 from enum import Enum
 from typing import NamedTuple
 
+from gllm.routing.disaggregation.policy import EnginePair
+
 
 class HandoffState(Enum):
     """Progress of a hand-off."""
@@ -30,18 +32,10 @@ class HandoffState(Enum):
     """The request has ended, or is an ordinary one from now on."""
 
 
-class HandoffPair(NamedTuple):
-    """Engines of a hand-off, by name. They differ."""
-
-    prefill: str
-    decode: str = ""
-    """Empty if it is chosen once token 1 has arrived."""
-
-
 class HandoffLimits(NamedTuple):
     """Times in seconds."""
 
-    renew_seconds: float = 3.0
+    renew_seconds: float = 5.0
     """Between two renewals of a hold: less than half of its lease."""
     read_seconds: float = 1.0
     """Longest wait for the reader of token 1."""
@@ -85,11 +79,11 @@ HandoffAction = StartPrefill | StartDecode | ReleaseHold | RenewHold
 class Handoff:
     """Hand-off of one request."""
 
-    def __init__(self, pair: HandoffPair, ticket: int, limits: HandoffLimits) -> None:
+    def __init__(self, pair: EnginePair, ticket: int, limits: HandoffLimits) -> None:
         """Create a hand-off in the state QUEUED.
 
         Args:
-            pair: engines that were chosen.
+            pair: engines that were chosen, different ones; without a decode engine any will do.
             ticket: for the blocks at the prefill engine.
             limits: of times.
         """
@@ -100,7 +94,7 @@ class Handoff:
         self.pair = pair
         self.ticket = ticket
         self._limits = limits
-        self._decode = pair.decode
+        self._decode = pair.decode or ""
         """Engine to be asked; empty for any."""
         self._asked = ""
         """Engine that has the request in the states TRANSFER and DECODE; empty for none."""

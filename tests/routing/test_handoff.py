@@ -4,11 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import (
     Handoff,
     HandoffAction,
     HandoffLimits,
-    HandoffPair,
     HandoffState,
     ReleaseHold,
     RenewHold,
@@ -23,7 +23,7 @@ TICKET = 9
 
 def prefilled(decode: str = "D") -> Handoff:
     """Return a hand-off whose token 1 arrived at time 0."""
-    handoff = Handoff(HandoffPair("P", decode), TICKET, LIMITS)
+    handoff = Handoff(EnginePair("P", decode), TICKET, LIMITS)
     assert handoff.start() == [StartPrefill("P", TICKET)]
     handoff.on_prefilled(0.0)
     return handoff
@@ -101,7 +101,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_parked = False
         """True if the caller submits the request as any other one."""
         self.num_first_tokens = 0
-        self.handoff = Handoff(HandoffPair("P", "D"), TICKET, LIMITS)
+        self.handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
         self.execute(self.handoff.start())
 
     def execute(self, actions: list[HandoffAction]) -> None:
