@@ -28,7 +28,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "yaml"
             ),
             "gllm.kv_transfer.layout": "msgspec",
-            "gllm.kv_transfer": "gllm.kv_transfer.layout msgspec numpy",
+            "gllm.kv_transfer": (
+                "gllm.kv_transfer.layout gllm.link.encodings gllm.messages msgspec nixl numpy"
+            ),
             "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",
             "gllm.models.partition": "",
             "gllm.cluster": "gllm.models.partition msgspec",

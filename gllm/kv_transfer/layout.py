@@ -90,6 +90,32 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
         """Size of the memory."""
         return self.offsets[-1].end
 
+    def find_strides(self, layer: int, heads: range) -> list[tuple[int, int, int]]:
+        """Return where the keys and values of some heads are in the memory.
+
+        Returns:
+            For keys, then for separate values: offset of the first token's bytes, distance between
+            two tokens, and bytes per token.
+
+        Raises:
+            KvLayoutError: The worker does not have the layer or the heads.
+        """
+        for each, offsets in zip(self.layers, self.offsets, strict=True):
+            if (
+                each.layer == layer
+                and each.heads.start <= heads.start <= heads.stop <= each.heads.stop
+            ):
+                first = heads.start - each.first_head
+                kinds = ((offsets.keys, each.key_bytes), (offsets.values, each.value_bytes))
+                return [
+                    (begin + first * width, each.num_heads * width, len(heads) * width)
+                    for begin, width in kinds
+                    if width
+                ]
+        raise KvLayoutError(
+            f"heads {heads.start} to {heads.stop - 1} of layer {layer} are elsewhere"
+        )
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over the layers and heads of the worker."""

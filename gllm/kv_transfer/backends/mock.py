@@ -1,0 +1,60 @@
+"""Delay in place of a network, for studies on one machine.
+
+Contents arrive as by another backend, but not before kappa x tokens / bandwidth.
+
+Source: TetriInfer's mock of its transfers (Hu et al., "Inference without Interference", 2024).
+"""
+
+import time
+from collections.abc import Callable
+
+from gllm.kv_transfer.backends.base import FetchTarget, KvBackend, ServedRead
+from gllm.kv_transfer.frames import KvConnection
+
+
+def mock_seconds(bytes_per_token: int, num_tokens: int, bytes_per_second: float) -> float:
+    """Return the duration of a transfer of so many tokens."""
+    return bytes_per_token * num_tokens / bytes_per_second
+
+
+class MockBackend:
+    """Adds the delay of a link to another backend."""
+
+    def __init__(
+        self,
+        inner: KvBackend,
+        bytes_per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Create a backend.
+
+        Args:
+            inner: Moves the bytes.
+            bytes_per_second: Of the link that is imitated.
+            clock: Time in seconds.
+            sleep: Waits for a number of seconds.
+
+        Raises:
+            ValueError: The bandwidth is not positive.
+        """
+        if not bytes_per_second > 0:
+            raise ValueError("the bandwidth of the mock backend must be positive")
+        self._inner, self._rate, self._clock, self._sleep = inner, bytes_per_second, clock, sleep
+
+    def serve(self, connection: KvConnection, read: ServedRead) -> None:
+        """See KvBackend."""
+        self._inner.serve(connection, read)
+
+    def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
+        """See KvBackend. All bytes are in place before the delay ends, none later."""
+        begin = self._clock()
+        self._inner.fetch(connection, target)
+        bytes_per_token = sum(
+            part.pages.bytes_per_token(part.part.layer, part.part.heads) for part in target.parts
+        )
+        end = begin + mock_seconds(bytes_per_token, target.request.num_tokens, self._rate)
+        while (left := end - self._clock()) > 0:
+            self._sleep(min(left, 0.1))
+            # Keeps the fetch alive, and ends it if it was cancelled.
+            target.on_bytes(0)

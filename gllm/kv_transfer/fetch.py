@@ -1,0 +1,125 @@
+"""One fetch at the receiving mover: its parts on each machine of the owner, and its deadline."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gllm.kv_transfer.backends.base import FetchTarget, KvBackend, TargetPart
+from gllm.kv_transfer.break_even import FetchDeadline
+from gllm.kv_transfer.endpoint import KvEndpoint
+from gllm.kv_transfer.frames import (
+    KvConnection,
+    KvFrameKind,
+    KvTransferError,
+    ReadConfirmed,
+    ReadPart,
+    ReadRequest,
+)
+from gllm.kv_transfer.layout import KvMove, find_moves
+from gllm.kv_transfer.pages import KvPages
+from gllm.messages.kv_transfer import FetchKv
+
+
+@dataclass
+class RunningFetch:
+    """State of a fetch that the mover's threads share."""
+
+    command: FetchKv
+    reader: int
+    """See ReadRequest."""
+    generation: int
+    deadline: FetchDeadline
+    on_started: Callable[[], None]
+    """Called with the first bytes."""
+    clock: Callable[[], float] = time.monotonic
+    num_bytes: int = 0
+    _is_cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """End the fetch soon; called on any thread."""
+        self._is_cancelled.set()
+
+    def check(self) -> None:
+        """Raise KvTransferError if the fetch has to end."""
+        if self._is_cancelled.is_set():
+            raise KvTransferError("the fetch was cancelled")
+        if self.deadline.is_late(self.clock()):
+            raise KvTransferError("the fetch is late")
+
+    def on_bytes(self, num_bytes: int) -> None:
+        """Note bytes that were written. Raises KvTransferError."""
+        if num_bytes:
+            if not self.num_bytes:
+                self.on_started()
+            self.num_bytes += num_bytes
+        self.deadline.on_bytes(self.clock())
+        self.check()
+
+
+def find_targets(
+    command: FetchKv, endpoint: KvEndpoint, pages: Sequence[KvPages], first_position: int = 0
+) -> dict[int, list[TargetPart]]:
+    """Return the parts of a fetch, by machine of the owner.
+
+    Args:
+        command: The fetch.
+        endpoint: Of the owner.
+        pages: KV caches of this machine's workers.
+        first_position: Workers of the receiving engine on machines before this one.
+
+    Raises:
+        KvLayoutError, KvPagesError: The layouts or blocks do not fit.
+    """
+    places = endpoint.places
+    layouts = [endpoint.machines[machine].layouts[place] for machine, place in places]
+    by_machine: dict[int, list[TargetPart]] = {}
+    for position, own in enumerate(pages, start=first_position):
+        offset = command.first_token % own.layout.block_size
+        slots = own.find_slots(command.block_ids, offset, command.num_tokens)
+        for move in find_moves(own.layout, layouts, position):
+            machine, place = places[move.peer]
+            part = TargetPart(_read_part(place, move), own, slots)
+            by_machine.setdefault(machine, []).append(part)
+    return by_machine
+
+
+def fetch_from_machine(
+    fetch: RunningFetch,
+    connection: KvConnection,
+    backend: KvBackend,
+    names: tuple[str, str],
+    parts: list[TargetPart],
+) -> None:
+    """Fetch the parts that one machine has.
+
+    Args:
+        fetch: The whole fetch.
+        connection: To the machine.
+        backend: Moves the bytes.
+        names: Of the backend and of the encoding.
+        parts: To be filled.
+
+    Raises:
+        OSError, KvFrameError: The connection ends.
+        KvTransferError: The machine refuses, the fetch has to end, or the blocks were not kept
+            until the last byte.
+    """
+    command = fetch.command
+    request = ReadRequest(
+        command.ticket,
+        fetch.reader,
+        command.first_token,
+        command.num_tokens,
+        *names,
+        [part.part for part in parts],
+    )
+    connection.send_struct(KvFrameKind.READ, request)
+    backend.fetch(connection, FetchTarget(request, parts, fetch.on_bytes))
+    connection.send(KvFrameKind.CONFIRM)
+    if not connection.receive_struct(KvFrameKind.CONFIRMED, ReadConfirmed).is_held:
+        raise KvTransferError("the other engine did not keep the blocks until the end")
+
+
+def _read_part(place: int, move: KvMove) -> ReadPart:
+    return ReadPart(place, move.layer, move.heads.start, len(move.heads))

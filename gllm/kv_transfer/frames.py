@@ -1,0 +1,238 @@
+"""Frames of a connection between two KV movers.
+
+The receiver of a KV cache sends READ. The owner answers with what the backend needs, and at the
+end, asked by CONFIRM, with CONFIRMED. It may send REFUSE in place of any answer. A connection
+serves one READ after another.
+"""
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Annotated, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from gllm.messages.kv_transfer import BlockId, Ticket, TokenCount
+
+_MAGIC, _VERSION = b"gK", 1
+_HEADER = struct.Struct("!2sBBI")
+"""Magic, version, kind, bytes of the payload."""
+RUN_HEADER = struct.Struct("!III")
+"""Begin of RUN: index of the part in READ, first token, number of tokens."""
+MAX_RUN_BYTES = 2**24
+TICK_SECONDS = 0.05
+"""Interval at which a wait for bytes checks whether it was cancelled."""
+
+_Index = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class KvFrameError(Exception):
+    """A frame is invalid; its connection ends."""
+
+
+class KvTransferError(Exception):
+    """A transfer has failed; the receiver computes the tokens itself."""
+
+
+class KvFrameKind(IntEnum):
+    """Kind of a frame."""
+
+    READ = 1
+    GRANT = 2
+    """Contents may be read in the owner's memory."""
+    RUN = 3
+    """Bytes of a run of tokens."""
+    CONFIRM = 4
+    CONFIRMED = 5
+    REFUSE = 6
+
+
+_MAX_BYTES = {
+    KvFrameKind.READ: 2**20,
+    KvFrameKind.GRANT: 2**22,
+    KvFrameKind.RUN: MAX_RUN_BYTES,
+    KvFrameKind.CONFIRM: 0,
+    KvFrameKind.CONFIRMED: 16,
+    KvFrameKind.REFUSE: 4096,
+}
+
+
+class ReadPart(msgspec.Struct, frozen=True, array_like=True):
+    """Head range of one layer, on one worker of the owner's machine."""
+
+    place: _Index
+    """Position of the worker in KvMachine.layouts."""
+    layer: _Index
+    first_head: _Index
+    num_heads: Annotated[int, Meta(ge=1, lt=2**31)]
+
+    @property
+    def heads(self) -> range:
+        """KV heads by their indices in the model."""
+        return range(self.first_head, self.first_head + self.num_heads)
+
+
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Payload of READ."""
+
+    ticket: Ticket
+    reader: Ticket
+    """Number of the fetch, unguessable; the first one that uses a ticket owns it."""
+    first_token: TokenCount
+    num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+    backend: str
+    encoding: str
+    """Encoding of runs on the wire: a name of LINK_ENCODINGS."""
+    parts: Annotated[list[ReadPart], Meta(min_length=1, max_length=2**14)]
+
+
+class ReadGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Payload of GRANT."""
+
+    block_ids: list[BlockId]
+    """Blocks of the sequence, from its first token on."""
+    details: bytes = b""
+    """Facts for the backend."""
+
+
+class ReadConfirmed(msgspec.Struct, frozen=True, array_like=True):
+    """Payload of CONFIRMED."""
+
+    is_held: bool
+    """True if the blocks were kept under the ticket until now."""
+
+
+_Payload = TypeVar("_Payload", ReadRequest, ReadGrant, ReadConfirmed)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decode_kv_payload(data: bytes, kind: type[_Payload]) -> _Payload:
+    """Return a payload. Raises KvFrameError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise KvFrameError(f"the payload of a frame is invalid: {error}") from error
+
+
+class KvConnection:
+    """Connection of two movers; used by one thread, except `shut_down`."""
+
+    def __init__(self, connection: socket.socket, check: Callable[[], None] | None = None) -> None:
+        """Use a connected socket.
+
+        Args:
+            connection: TCP, TLS or a Unix socket.
+            check: Called while nothing arrives; raises an error to end the wait.
+        """
+        self.socket = connection
+        self._check = check or (lambda: None)
+        self._timeout = 30.0
+        """Longest wait for the rest of a frame, and for the other end to read."""
+        self.restore_timeout()
+
+    def restore_timeout(self) -> None:
+        """Let waits be checked again after a direct use of the socket."""
+        self.socket.settimeout(TICK_SECONDS)
+
+    def send(self, kind: KvFrameKind, *parts: bytes | memoryview) -> None:
+        """Send a frame. Raises OSError."""
+        size = sum(len(part) for part in parts)
+        self._send_all(_HEADER.pack(_MAGIC, _VERSION, kind, size))
+        for part in parts:
+            self._send_all(part)
+
+    def send_struct(
+        self, kind: KvFrameKind, payload: ReadRequest | ReadGrant | ReadConfirmed
+    ) -> None:
+        """Send a frame with a struct. Raises OSError."""
+        self.send(kind, _encoder.encode(payload))
+
+    def receive(self, *expected: KvFrameKind) -> tuple[KvFrameKind, bytearray]:
+        """Wait for a frame; return its kind and payload.
+
+        Raises:
+            KvFrameError: The frame is invalid or of another kind.
+            KvTransferError: The other end refuses.
+            OSError: The connection has ended.
+        """
+        header = self._receive_all(_HEADER.size, is_first=True)
+        magic, version, number, size = _HEADER.unpack(header)
+        if magic != _MAGIC or version != _VERSION:
+            raise KvFrameError("the bytes are no frame of a KV mover of this version")
+        try:
+            kind = KvFrameKind(number)
+        except ValueError:
+            raise KvFrameError(f"the frame has the unknown kind {number}") from None
+        if size > _MAX_BYTES[kind]:
+            raise KvFrameError(f"a frame {kind.name} has {size} bytes")
+        if kind not in (*expected, KvFrameKind.REFUSE):
+            raise KvFrameError(f"{kind.name} at the wrong time")
+        payload = self._receive_all(size, is_first=False)
+        if kind == KvFrameKind.REFUSE and kind not in expected:
+            raise KvTransferError(f"the other engine refuses: {payload.decode(errors='replace')}")
+        return kind, payload
+
+    def receive_struct(self, kind: KvFrameKind, payload: type[_Payload]) -> _Payload:
+        """Wait for a frame with a struct; errors as in `receive`."""
+        return decode_kv_payload(bytes(self.receive(kind)[1]), payload)
+
+    def receive_run(self) -> tuple[int, int, int, NDArray[np.uint8]]:
+        """Wait for a RUN; return part, first token, number of tokens and contents."""
+        _, payload = self.receive(KvFrameKind.RUN)
+        if len(payload) < RUN_HEADER.size:
+            raise KvFrameError(f"a run of {len(payload)} bytes")
+        part, first, count = RUN_HEADER.unpack_from(payload)
+        return part, first, count, np.frombuffer(payload, np.uint8, offset=RUN_HEADER.size)
+
+    def refuse(self, cause: str) -> None:
+        """Refuse what the other end has requested. Raises OSError."""
+        self.send(KvFrameKind.REFUSE, cause.encode()[:1024])
+
+    def shut_down(self) -> None:
+        """End the connection; called on any thread."""
+        try:
+            # Not the method of SSLSocket, which would go on without encryption.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+    def _send_all(self, data: bytes | memoryview) -> None:
+        view, end = memoryview(data).cast("B"), time.monotonic() + self._timeout
+        while view:
+            try:
+                view = view[self.socket.send(view) :]
+                end = time.monotonic() + self._timeout
+            except (TimeoutError, ssl.SSLWantWriteError):
+                self._wait(end)
+
+    def _receive_all(self, size: int, is_first: bool) -> bytearray:
+        data = bytearray(size)
+        view, end = memoryview(data), time.monotonic() + self._timeout
+        while view:
+            try:
+                received = self.socket.recv_into(view)
+            except (TimeoutError, ssl.SSLWantReadError):
+                # A connection may be idle between two frames, but not in the middle of one.
+                is_idle = is_first and len(view) == size
+                self._wait(float("inf") if is_idle else end)
+                continue
+            if not received:
+                raise ConnectionError("the other end has closed the connection")
+            view = view[received:]
+        return data
+
+    def _wait(self, end: float) -> None:
+        """Check for the end of a wait. Raises TimeoutError or the error of `check`."""
+        self._check()
+        if time.monotonic() > end:
+            raise TimeoutError("the other end does not go on")
