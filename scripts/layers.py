@@ -44,17 +44,21 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.kernels gllm.transport.base gllm.transport.descriptors "
                 "gllm.transport.meeting_log gllm.transport.ring msgspec torch"
             ),
-            "gllm.link.commands": "gllm.link.encodings gllm.messages gllm.pacing msgspec",
+            "gllm.link.commands": (
+                "gllm.kv_transfer.layout gllm.link.encodings gllm.messages gllm.pacing msgspec"
+            ),
             "gllm.link.int8_encoding": "gllm.link.encodings numpy",
             "gllm.link": (
-                "gllm.link.commands gllm.link.encodings gllm.messages gllm.observability "
-                "gllm.pacing gllm.transport.base gllm.transport.descriptors "
-                "gllm.transport.meeting_log gllm.transport.ring msgspec setproctitle"
+                "gllm.kv_transfer gllm.kv_transfer.layout gllm.link.commands gllm.link.encodings "
+                "gllm.messages gllm.observability gllm.pacing gllm.transport.base "
+                "gllm.transport.descriptors gllm.transport.meeting_log gllm.transport.ring "
+                "msgspec setproctitle"
             ),
             "gllm.grammar.sources": "gllm.config",
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
+                "gllm.kv_transfer.layout "
                 "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.observability.logged_scheduler "

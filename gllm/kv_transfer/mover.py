@@ -22,7 +22,7 @@ from gllm.kv_transfer.fetch import RunningFetch, fetch_from_machine, find_target
 from gllm.kv_transfer.frames import KvConnection, KvFrameError, KvTransferError
 from gllm.kv_transfer.layout import KvLayout, KvMove, count_move_bytes
 from gllm.kv_transfer.pages import KvPages
-from gllm.kv_transfer.source import KvSource, KvSourceState, ServedCaches
+from gllm.kv_transfer.source import KvSourceServer, KvSourceState, ServedCaches
 from gllm.kv_transfer.tickets import HeldBlocks, TicketError
 from gllm.link.encodings import PLAIN
 from gllm.messages.kv_transfer import (
@@ -81,7 +81,7 @@ class KvMover:
         self._dial, self._clock = dial, clock
         self._state = KvSourceState()
         self._backends: dict[str, KvBackend] = {}
-        self._source = KvSource(self._state, self._find_backend, yield_to_activations)
+        self._source = KvSourceServer(self._state, self._find_backend, yield_to_activations)
         self._fetches: dict[tuple[int, int], RunningFetch] = {}
         """Fetches that have not ended, by generation and number."""
         self._estimates: dict[str, TransferEstimate] = {}

@@ -18,6 +18,8 @@ from gllm.kv_transfer.pages import KvPages, KvPagesError
 from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
 
 MAX_CONNECTIONS = 256
+_CLOSE_SECONDS = 5.0
+"""Limit for the end of a connection's thread."""
 
 
 @dataclass
@@ -41,7 +43,7 @@ class KvSourceState:
     """Connections that have sent invalid frames."""
 
 
-class KvSource:
+class KvSourceServer:
     """Answers the READs of other movers, each connection on a thread."""
 
     def __init__(
@@ -59,27 +61,30 @@ class KvSource:
         """
         self._state, self._make_backend = state, make_backend
         self._yield = yield_to_activations
-        self._connections: set[KvConnection] = set()
+        self._connections: dict[KvConnection, threading.Thread] = {}
+        """Open connections and their threads."""
 
     def adopt(self, connection: KvConnection) -> None:
         """Serve a connection on a thread; one too many is closed."""
         with self._state.lock:
             is_full = len(self._connections) >= MAX_CONNECTIONS
             if not is_full:
-                self._connections.add(connection)
+                thread = threading.Thread(
+                    target=self._run, args=(connection,), name="kv-source", daemon=True
+                )
+                self._connections[connection] = thread
+                thread.start()
         if is_full:
             connection.close()
-            return
-        threading.Thread(
-            target=self._run, args=(connection,), name="kv-source", daemon=True
-        ).start()
 
     def close(self) -> None:
         """End all connections."""
         with self._state.lock:
-            connections = list(self._connections)
+            connections = dict(self._connections)
         for connection in connections:
             connection.shut_down()
+        for thread in connections.values():
+            thread.join(_CLOSE_SECONDS)
 
     def _run(self, connection: KvConnection) -> None:
         try:
@@ -99,9 +104,9 @@ class KvSource:
             # The receiver has gone; it asks again if it needs the rest.
             pass
         finally:
-            with self._state.lock:
-                self._connections.discard(connection)
             connection.close()
+            with self._state.lock:
+                self._connections.pop(connection, None)
 
     def _answer(self, connection: KvConnection, request: ReadRequest) -> None:
         """Answer one READ. Raises OSError, and all reasons to refuse it."""

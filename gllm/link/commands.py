@@ -6,7 +6,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gllm.kv_transfer.layout import KvLayout
 from gllm.link.encodings import PLAIN
+from gllm.messages.kv_transfer import (
+    CancelKvFetch,
+    FetchKv,
+    KvFetched,
+    KvFetchStarted,
+    KvRevoked,
+    RevokeKv,
+    ServeKv,
+)
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 
@@ -75,6 +85,49 @@ class CloseLinkEdges(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
+class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
+    """Command: serve and fill the KV caches of a generation; KvCachesOpened answers.
+
+    Its descriptors are the memory of the workers' caches, in the order of the layouts. Caches of
+    an earlier generation are closed.
+    """
+
+    generation: int
+    layouts: list[KvLayout]
+    backend: str
+    """See gllm.kv_transfer.backends.registry."""
+    encoding: str = PLAIN
+    """Encoding of fetches over TCP: a name of LINK_ENCODINGS."""
+
+
+class CloseKvCaches(msgspec.Struct, frozen=True, tag=True):
+    """Command: end all tickets and fetches, without reports."""
+
+
+class MoveKv(msgspec.Struct, frozen=True, tag=True):
+    """Command of a generation's driver; ignored in other generations."""
+
+    generation: int
+    command: ServeKv | RevokeKv | FetchKv | CancelKvFetch
+
+
+class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
+    """Report that KV caches are served."""
+
+    generation: int
+    machine: bytes
+    """KvMachine of this machine (gllm.kv_transfer.endpoint); empty after an error."""
+    cause: str = ""
+    """Reason for which they are not served; empty for none."""
+
+
+class KvMoved(msgspec.Struct, frozen=True, tag=True):
+    """Report on a command of MoveKv."""
+
+    generation: int
+    report: KvFetchStarted | KvFetched | KvRevoked
+
+
 class LinkListening(msgspec.Struct, frozen=True, tag=True):
     """Report that the data mover is ready."""
 
@@ -111,9 +164,9 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     """Cause of the last refusal, by IP address."""
 
 
-LinkCommand = LinkIdentity | OpenLinkEdge | CloseLinkEdges
+LinkCommand = LinkIdentity | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches | MoveKv
 """Messages to a data mover."""
-LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport
+LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened | KvMoved
 """Messages to its parent."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -139,7 +192,9 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
             is_valid = len(descriptors) == int(command.has_tls)
         case OpenLinkEdge():
             is_valid = len(descriptors) >= 2 * command.num_lanes
-        case CloseLinkEdges():
+        case OpenKvCaches():
+            is_valid = len(descriptors) == len(command.layouts) > 0
+        case CloseLinkEdges() | CloseKvCaches() | MoveKv():
             is_valid = not descriptors
     if not is_valid:
         raise ValueError(f"{type(command).__name__} has {len(descriptors)} descriptors")

@@ -39,6 +39,8 @@ class FrameClass(IntEnum):
     PROBE = 21
     """Request for an ECHO, from the sending end of an idle connection."""
     ECHO = 22
+    KV_HELLO = 23
+    """First frame of a connection of two KV movers; gllm.kv_transfer.frames follow."""
 
 
 MAX_BYTES = {
@@ -50,6 +52,7 @@ MAX_BYTES = {
     FrameClass.MEETING: 2**14,
     FrameClass.PROBE: 0,
     FrameClass.ECHO: 0,
+    FrameClass.KV_HELLO: MAX_HELLO_BYTES,
 }
 """Largest payload by class; the slot limits activations further."""
 

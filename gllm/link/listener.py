@@ -68,7 +68,7 @@ class _Guest:
         while True:
             if self.header is None and len(self.data) == FRAME.size:
                 self.header = unpack_frame(self.data)
-                if self.header.frame_class != FrameClass.HELLO:
+                if self.header.frame_class not in (FrameClass.HELLO, FrameClass.KV_HELLO):
                     raise FrameError(f"the first frame is {self.header.frame_class.name}")
             size = FRAME.size + (self.header.length if self.header else 0)
             if self.header is not None and len(self.data) == size:

@@ -5,6 +5,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from gllm.link.commands import (
+    CloseKvCaches,
     CloseLinkEdges,
     LinkEdgeLost,
     LinkEdgeOpened,
@@ -19,6 +21,8 @@ from gllm.link.commands import (
     LinkListening,
     LinkMessage,
     LinkReport,
+    MoveKv,
+    OpenKvCaches,
     OpenLinkEdge,
     decode_link_command,
     encode_link_message,
@@ -33,6 +37,7 @@ from gllm.link.frames import (
     FrameHeader,
     encode_payload,
 )
+from gllm.link.kv_service import KvService
 from gllm.link.listener import Listener
 from gllm.link.receiver import ReceivingEnd
 from gllm.link.refusals import Refusals
@@ -47,6 +52,8 @@ REPORT_SECONDS, MIN_REPORT_SECONDS = 1.0, 0.1
 """Interval at which counters are reported, and the least one between two LinkReports."""
 LOST_TIMEOUTS = 2
 """Node timeouts without a connection after which an edge is lost."""
+MAX_YIELD_SECONDS, _YIELD_PAUSE_SECONDS = 1.0, 1e-3
+"""Longest time for which a chunk of a KV cache waits for activations, and between two looks."""
 
 
 class Outbox:
@@ -99,6 +106,7 @@ class DataMover:
         """Certificates that are accepted, and the context for them."""
         self._last_report: LinkReport | None = None
         self._is_changed = threading.Event()
+        self._kv = KvService(self._outbox.send, lambda: self._settings, self._yield_to_activations)
 
     def run(self) -> None:
         """Handle the parent's commands until it closes the channel."""
@@ -128,6 +136,8 @@ class DataMover:
                 self._open_edge(command, descriptors)
             case CloseLinkEdges(generation):
                 self._close_edges(generation)
+            case OpenKvCaches() | CloseKvCaches() | MoveKv() as command:
+                self._kv.handle(command, descriptors)
 
     def _begin(self, identity: LinkIdentity, descriptors: Sequence[int]) -> None:
         """Bind the data port and answer."""
@@ -199,6 +209,9 @@ class DataMover:
         self, connection: socket.socket, address: str, header: FrameHeader, hello: EdgeHello
     ) -> None:
         """Pass a connection on to its edge, or refuse it; called on the listener's thread."""
+        if header.frame_class == FrameClass.KV_HELLO:
+            self._kv.adopt(connection)
+            return
         with self._lock:
             end = self._edges.get((header.generation, header.edge))
             is_early = end is None and header.generation >= self._generation
@@ -220,6 +233,16 @@ class DataMover:
         with suppress(OSError):
             frames.send(name.header(FrameClass.ANSWER, answer))
         frames.close()
+
+    def _yield_to_activations(self) -> None:
+        """Wait while steps wait for a connection: a KV cache is less urgent than all of them."""
+        deadline = time.monotonic() + MAX_YIELD_SECONDS
+        while time.monotonic() < deadline:
+            with self._lock:
+                ends = list(self._edges.values())
+            if not any(end.state.num_queued_bytes for end in ends):
+                return
+            time.sleep(_YIELD_PAUSE_SECONDS)
 
     def _on_opened(self, name: EdgeName) -> None:
         self._outbox.send(LinkEdgeOpened(name.generation, name.edge))

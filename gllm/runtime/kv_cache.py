@@ -1,12 +1,15 @@
 """Memory of a stage's KV cache: layout and size. The scheduler assigns its blocks."""
 
 import math
+import mmap
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gllm.kv_transfer.layout import KvLayout, LayerLayout
 from gllm.models.spec import LayerSpec
 
 
@@ -65,3 +68,60 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def map_zeros(descriptor: int) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+    """Return a function that creates the tensors of a KVCache one after another in a file.
+
+    The layout of the file is that of KvLayout. Other processes that map the file read and write
+    the same memory; a page takes none until it is written. The tensors keep their memory when the
+    descriptor is closed.
+
+    Args:
+        descriptor: An empty file, for example a memfd.
+    """
+
+    def create(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin = os.fstat(descriptor).st_size
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(descriptor, begin + size)
+        memory = mmap.mmap(descriptor, size, offset=begin)
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+    return create
+
+
+def describe_layout(
+    model: str,
+    layers: range,
+    all_layers: Sequence[LayerSpec],
+    rank: int,
+    num_ranks: int,
+    cache: KVCache,
+) -> KvLayout:
+    """Return the layout of a worker's KV cache for transfers.
+
+    Args:
+        model: Digest of all that decides the numbers in the cache.
+        layers: Indices of the stage's layers.
+        all_layers: Layers of the whole model, not divided among ranks.
+        rank: Of the worker in its stage.
+        num_ranks: Workers of the stage.
+        cache: Of the worker.
+    """
+    layouts = []
+    for index, (keys, values) in zip(layers, cache.layers, strict=True):
+        entry = all_layers[index].attention.kv_entry
+        item_bytes = keys.dtype.itemsize
+        layouts.append(
+            LayerLayout(
+                index,
+                rank * entry.num_heads // num_ranks,
+                keys.shape[2],
+                keys.shape[3] * item_bytes,
+                0 if entry.is_shared else values.shape[3] * item_bytes,
+            )
+        )
+    dtype = str(cache.layers[0][0].dtype).removeprefix("torch.")
+    return KvLayout(model, dtype, cache.block_size, cache.num_blocks, layouts)

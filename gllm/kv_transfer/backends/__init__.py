@@ -1,1 +1,1 @@
-"""Backends: ways by which bytes of a KV cache get from one mover to another. One file each."""
+"""Backends of KV transfers, one file each: shared memory, TCP, a mock delay, NIXL."""

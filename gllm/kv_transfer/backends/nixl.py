@@ -34,7 +34,7 @@ class _NixlDetails(msgspec.Struct, frozen=True, array_like=True):
     """ReadGrant.details."""
 
     metadata: bytes
-    """Of the owner's agent."""
+    """Metadata of the owner's NIXL agent."""
     addresses: list[int]
     """Begin of the memory of each place of the request, in ascending order of places."""
     layouts: list[KvLayout]
