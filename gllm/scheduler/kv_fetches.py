@@ -58,8 +58,8 @@ class KvFetches:
     def start(self, now: float) -> list[KvFetch]:
         """Admit sequences in the order of their rank and return their fetches.
 
-        A sequence starts if its whole prefill fits into the free blocks, beside that of the first
-        waiting sequence, and the admission rule permits it.
+        A sequence starts if its whole prefill fits into the free blocks and the admission rule
+        permits it. It overtakes a prompt only if that one is admitted and still fits as well.
         """
         fetches: list[KvFetch] = []
         for sequence in list(self._pending):
@@ -116,14 +116,17 @@ class KvFetches:
     def _fits(self, sequence: Sequence) -> bool:
         """Return True if a sequence fits into the free blocks beside the first waiting sequence.
 
-        Fetches would otherwise overtake prompts that wait for more blocks, again and again.
+        Fetches would otherwise overtake prompts that wait for more blocks, again and again. They do
+        not overtake one that is not admitted yet, which would take their blocks back.
         """
-        kv_cache = self._kv_cache
+        kv_cache, head = self._kv_cache, self._queues.head
+        is_overtaking = head is not None and not head.is_fetch_pending
+        if head is not None and is_overtaking and head.seq not in kv_cache.running:
+            return False
         shared = kv_cache.find_shareable_blocks(sequence)
         missing = kv_cache.num_missing_blocks(sequence, sequence.num_prefill_tokens)
         missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
-        head = self._queues.head
-        if head is not None and not head.is_fetch_pending:
+        if head is not None and is_overtaking:
             num_tokens = head.num_prefill_tokens - head.num_scheduled_tokens
             missing += kv_cache.num_missing_blocks(head, num_tokens)
         return missing <= kv_cache.block_pool.num_free_blocks

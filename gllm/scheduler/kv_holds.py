@@ -53,6 +53,11 @@ class KvHolds:
         return ticket in self._states
 
     @property
+    def holds(self) -> list[KvHold]:
+        """All holds, in the order in which they began."""
+        return [state.hold for state in self._states.values()]
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks in holds, shared ones counted once."""
         return len({block for state in self._states.values() for block in state.hold.block_ids})

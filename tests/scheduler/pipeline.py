@@ -280,6 +280,8 @@ class Pipeline:
         """The invariants that hold after every step."""
         scheduler, pool = self.scheduler, self.scheduler.kv_cache.block_pool
         held = Counter(b for s in scheduler.kv_cache.running.values() for b in s.block_ids)
+        holds = scheduler.kv_cache.holds.holds
+        held += Counter(b for hold in holds for b in hold.block_ids)
         references = {b: n for b, n in enumerate(pool._references) if n}
         assert references == held
         cached = set(pool._evictable)

@@ -1,0 +1,117 @@
+"""Two engines that hand requests to each other: every request ends, every block returns."""
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.sequence import SchedulerRequest
+from tests.examples import num_examples
+from tests.scheduler.engine_pair import EnginePair
+from tests.scheduler.pipeline import generate
+from tests.scheduler.test_properties import configs, random_request
+
+STEPS = 250
+
+
+def check_end(pair: EnginePair) -> None:
+    """Each request has the tokens that one engine generates, and nothing is left."""
+    for client_id, request in pair.requests.items():
+        alone = generate(request)
+        is_whole = not {"abort", "error"} & set(pair.ended[client_id])
+        for output in pair.outputs[client_id]:
+            assert output == (alone if is_whole else alone[: len(output)])
+    for engine in pair.engines:
+        stats = engine.scheduler.stats()
+        assert (stats.unfinished, stats.in_flight, stats.fetching) == (0, 0, 0)
+        assert (stats.held_blocks, stats.kv_usage) == (0, 0.0)
+        assert not engine.scheduler.has_pending_fetches
+
+
+def drive(pair: EnginePair, steps: int) -> None:
+    """Arrivals, hand-offs both ways, aborts, failures and deaths in random order."""
+    rng = pair.rng
+    longest = min(config.max_model_len or 0 for config in pair.configs)
+    arrivals, fails = rng.choice([0.05, 0.2, 0.6]), rng.choice([0.0, 0.02, 0.3])
+    for _ in range(steps):
+        if rng.random() < arrivals and len(pair.clients) < 30:
+            pair.add(random_request(rng, 0, longest), rng.randrange(2), rng.random() < 0.8)
+        if rng.random() < 0.03 and pair.clients:
+            pair.abort(rng.choice(sorted(pair.clients)))
+        if rng.random() < 0.004:
+            pair.restart(rng.randrange(2))
+        if rng.random() < 0.005:
+            pair.engines[rng.randrange(2)].scheduler.reset_prefix_cache()
+        if rng.random() < 0.4:
+            pair.move(fails)
+        else:
+            pair.step(rng.randrange(2), fails=rng.random() < 0.01)
+
+
+@settings(
+    max_examples=num_examples(15, 300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(first=configs(), second=configs(), seed=st.integers(0, 2**32))
+def test_every_request_ends_and_every_block_returns(
+    first: SchedulerConfig, second: SchedulerConfig, seed: int
+) -> None:
+    """With fetches, holds, revocations, failed transfers, aborts and deaths at any state."""
+    pair = EnginePair([first, second], Random(seed))
+    drive(pair, STEPS)
+    pair.drain()
+    check_end(pair)
+
+
+def small_config(num_blocks: int, **changes: object) -> SchedulerConfig:
+    config = SchedulerConfig(block_size=4, expected_output_tokens=0, prefix_cache=False)
+    config = config.__class__(**{**vars(config), **changes})
+    return config.resolve(1, num_blocks, 40)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_engines_full_of_holds_for_each_other_go_on(seed: int) -> None:
+    """All blocks of both are held for requests that the other one has no block for."""
+    pair = EnginePair([small_config(10)] * 2, Random(seed))
+    for number in range(20):
+        prompt = [number, *range(11)]
+        pair.add(SchedulerRequest(0, prompt, 8), number % 2, is_handed_off=True)
+    for _ in range(200):
+        # Nothing is moved before both are full.
+        pair.step(0)
+        pair.step(1)
+    assert all(engine.scheduler.stats().kv_usage >= 0.9 for engine in pair.engines)
+    assert not any(engine.plans for engine in pair.engines)
+    pair.drain()
+    check_end(pair)
+    assert pair.num_revoked
+    assert pair.num_fetched
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_a_burst_waiting_kv_stays_at_the_prefill_engine(seed: int) -> None:
+    """Nothing is computed twice however long the decodes take: prefill waits for its blocks.
+
+    The decode engine admits only what fits to its end, so it never takes a reservation back.
+    """
+    configs = [small_config(40), small_config(20, policy="lightllm")]
+    pair = EnginePair(configs, Random(seed))
+    for number in range(40):
+        pair.add(SchedulerRequest(0, [number, *range(15)], 20), 0, is_handed_off=True)
+    most_held = 0
+    while pair.clients:
+        assert any([pair.step(0), pair.step(1), pair.move()])
+        most_held = max(most_held, pair.engines[0].scheduler.stats().held_blocks)
+    pair.drain()
+    check_end(pair)
+    prefill, decode = (engine.scheduler.stats() for engine in pair.engines)
+    abandoned = len(pair.abandoned)
+    assert prefill.prefill_tokens == 40 * 16
+    assert pair.num_failed == decode.failed_fetches == 0
+    assert pair.num_fetched == 40 - abandoned
+    assert most_held > 20
+    assert decode.prefill_tokens == abandoned * 17
