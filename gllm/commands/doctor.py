@@ -93,6 +93,9 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
     if model is not None:
         memory = available_memory_bytes()
         yield model_checks.check_memory(model, num_nodes, memory, bool(gpus))
+    if head[0] or (num_nodes or 1) > 1:
+        slow_start = host_checks.check_slow_start(values.link_congestion)
+        yield from (each for each in (slow_start,) if each is not None)
     if not head[0]:
         yield note("head", "not checked: pass --master-addr HOST:PORT")
         return

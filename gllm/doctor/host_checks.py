@@ -19,6 +19,7 @@ MIN_DESCRIPTORS = 4096
 MIN_SHARED_BYTES = 512 * 2**20
 """Size of /dev/shm that NCCL needs for the GPUs of one machine."""
 CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 KERNEL_CALLS = ("memfd_create", "pidfd_open", "eventfd")
 """System calls that gllm needs, by their names in module os."""
 
@@ -99,6 +100,29 @@ def check_congestion_control(name: str | None, path: Path = CONGESTION_CONTROLS)
         "congestion control",
         f"the kernel has {', '.join(available) or 'no list'}, but not {name} (--link-congestion)",
         f"run `sudo modprobe tcp_{name}`, or leave --link-congestion out",
+    )
+
+
+def check_slow_start(congestion: str | None, path: Path = SLOW_START_AFTER_IDLE) -> Finding | None:
+    """Check whether TCP forgets a link's rate while it is idle; None if the kernel does not say.
+
+    Args:
+        congestion: congestion control of the data connections; None for the system's default.
+        path: of the setting of this network namespace.
+    """
+    topic = "slow start after idle"
+    try:
+        is_on = path.read_text().strip() != "0"
+    except OSError:
+        return None
+    if not is_on:
+        return good(topic, "off: a data connection keeps its rate while it is idle")
+    if congestion == "bbr":
+        return good(topic, "on, but bbr keeps its rate while a connection is idle")
+    return note(
+        topic,
+        "on: after a pause TCP sends the first tokens to another machine at a lower rate",
+        "run `sudo sysctl net.ipv4.tcp_slow_start_after_idle=0`, or pass --link-congestion bbr",
     )
 
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from gllm.commands import doctor
 from gllm.config.nodes import NodesConfig
 from gllm.doctor import host_checks
 from gllm.doctor.finding import Verdict
@@ -53,6 +54,37 @@ def test_congestion_control(tmp_path):
     assert bad.verdict == Verdict.BAD
     assert "modprobe tcp_bbr" in bad.fix
     assert "reno, cubic" in bad.text
+
+
+def test_slow_start_after_idle(tmp_path):
+    path = tmp_path / "slow_start"
+
+    def check(congestion):
+        finding = host_checks.check_slow_start(congestion, path)
+        assert finding is not None
+        return finding
+
+    assert host_checks.check_slow_start(None, path) is None
+    path.write_text("1\n")
+    slow = check("cubic")
+    assert slow.verdict == Verdict.NOTE
+    assert "sysctl net.ipv4.tcp_slow_start_after_idle=0" in slow.fix
+    assert check(None) == slow
+    assert check("bbr").verdict == Verdict.GOOD
+    path.write_text("0\n")
+    assert check("cubic").verdict == Verdict.GOOD
+
+
+def test_slow_start_is_checked_where_nodes_are_used():
+    def topics(*flags):
+        values = doctor.make_parser().parse_args(list(flags))
+        nodes = NodesConfig(
+            nnodes=values.nnodes or 1, node_rank=values.node_rank, master_addr=values.master_addr
+        )
+        return [finding.topic for finding in doctor.run_checks(values, nodes)]
+
+    assert "slow start after idle" not in topics()
+    assert "slow start after idle" in topics("--nnodes", "2")
 
 
 def test_secret_file(tmp_path):

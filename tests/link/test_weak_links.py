@@ -183,6 +183,7 @@ def test_rate_and_round_trip_follow_the_link(congestion: str) -> None:
 
 
 @LONG
+@pytest.mark.timeout(SOAK_SECONDS + 300)
 def test_losses_and_jitter_for_long_stop_nothing() -> None:
     """Random losses of 1 % and 20 ms of jitter for 30 minutes: no hang, and no growing memory."""
     with weak_link() as link:
