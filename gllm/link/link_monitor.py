@@ -13,6 +13,14 @@ SAMPLE_SECONDS = 0.02
 PROBE_SECONDS = 1.0
 """Silence after which the round trip is probed. A probe and its echo take 200 bytes with all
 headers: 1 % of the capacity of a link of 0.2 Mbit/s."""
+WARM_PROBE_SECONDS = 0.2
+"""Silence after which a shaped connection is probed that carries steps now and then. TCP's
+retransmission timeout is at least as long, and after a longer silence cubic restarts from its
+initial window: the next step would leave at the pace of that, 10 ms later at 100 Mbit/s, 30 ms."""
+WARM_SECONDS = 60.0
+"""Time since the last step for which a connection is kept so."""
+MIN_WARM_BYTES_PER_SECOND = 125e3
+"""Least rate of a link that is kept so, of which these probes take less than 1 %."""
 FULL_WINDOW_SHARE = 0.9
 """Share of the congestion window from which on that is what bytes wait for."""
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.05, 0.1
@@ -41,6 +49,8 @@ class LinkMonitor:
         """Time since which the kernel has always had bytes to send."""
         self._sample_time = self._active_time = 0.0
         """Times of the last sample and of the last traffic."""
+        self._step_time = -inf
+        """Time at which a step last waited for this connection."""
         self._probe_time: float | None = None
         """Time of the probe that was not answered yet."""
         self._pacing = inf
@@ -67,6 +77,8 @@ class LinkMonitor:
             OSError: the connection is closed.
         """
         self._busy_since = min(self._busy_since, now) if is_busy else inf
+        if is_busy:
+            self._step_time = now
         if now - self._sample_time < SAMPLE_SECONDS or self._connection is None:
             return
         self._sample_time = now
@@ -106,11 +118,11 @@ class LinkMonitor:
         if self._active_time == self._sample_time:
             # Bytes are on their way.
             return max(0.0, self._sample_time + SAMPLE_SECONDS - now)
-        return max(0.0, self._active_time + PROBE_SECONDS - now)
+        return max(0.0, self._active_time + self._probe_seconds(now) - now)
 
     def should_probe(self, now: float) -> bool:
         """Return True if the connection has been idle; the caller then sends a probe."""
-        if now - self._active_time < PROBE_SECONDS:
+        if now - self._active_time < self._probe_seconds(now):
             return False
         self._active_time = now
         if self._probe_time is not None:
@@ -124,6 +136,13 @@ class LinkMonitor:
         if self._probe_time is not None:
             self.estimator.observe_round_trip(now, now - self._probe_time)
         self._probe_time = None
+
+    def _probe_seconds(self, now: float) -> float:
+        """Return the silence after which a probe is due."""
+        rate = self.estimator.bytes_per_second
+        is_fast = rate is not None and rate >= MIN_WARM_BYTES_PER_SECOND
+        is_warm = self._is_shaped and is_fast and now - self._step_time < WARM_SECONDS
+        return WARM_PROBE_SECONDS if is_warm else PROBE_SECONDS
 
     def _compare(self, now: float, last: TcpInfo, info: TcpInfo) -> LinkSample:
         """Return what has happened since the last sample."""

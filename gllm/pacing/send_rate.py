@@ -16,6 +16,11 @@ FIRST_TRIAL_SECONDS = 1.0
 MIN_TRIAL_SECONDS, TRIAL_ROUND_TRIPS = 0.1, 10
 """Longest duration of a trial, the larger of both: bbr sends more only in one of eight round trips.
 A queue ends a trial before."""
+MAX_TRIAL_QUEUE_BYTES = 400_000
+"""Bytes by which a trial may overfill a link until the queue is noticed, less than routers hold:
+at 400 Mbit/s and 30 ms a quarter more would be 1.2 MB by then."""
+NOTICE_ROUND_TRIPS, NOTICE_SECONDS = 1.5, 0.03
+"""Time until a queue is noticed: round trips, and the interval of the samples."""
 DRAIN_SHARE = 0.5
 """Share while a queue stands on the way, so that it becomes empty."""
 MIN_QUEUE_SECONDS = 0.15
@@ -80,4 +85,13 @@ class SendRate:
             round_trips = TRIAL_ROUND_TRIPS * (estimator.round_trip_seconds or 0.0)
             self._trial_end = now + max(MIN_TRIAL_SECONDS, round_trips)
             self._next_trial = self._trial_end + TRIAL_INTERVAL_SECONDS
-        return TRIAL_SHARE if now < self._trial_end else PACING_SHARE
+        return self._trial_share() if now < self._trial_end else PACING_SHARE
+
+    def _trial_share(self) -> float:
+        """Return the share of a trial, as large as the queues on the way permit."""
+        estimator = self._estimator
+        rate, round_trip = estimator.bytes_per_second, estimator.round_trip_seconds
+        if not rate:
+            return TRIAL_SHARE
+        seconds = NOTICE_ROUND_TRIPS * (round_trip or 0.0) + NOTICE_SECONDS
+        return min(TRIAL_SHARE, 1 + MAX_TRIAL_QUEUE_BYTES / (rate * seconds))

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from gllm.link.connection import FrameConnection
 from gllm.link.decode_clock import MAX_GAP_SECONDS, DecodeClock
-from gllm.link.link_monitor import PROBE_SECONDS, SAMPLE_SECONDS, LinkMonitor
+from gllm.link.link_monitor import (
+    PROBE_SECONDS,
+    SAMPLE_SECONDS,
+    WARM_SECONDS,
+    LinkMonitor,
+)
 from gllm.link.tcp import SO_MAX_PACING_RATE, TCP_NOTSENT_LOWAT, TcpInfo
 from gllm.pacing.send_rate import DRAIN_SHARE, MIN_UNSENT_BYTES, PACING_SHARE, TRIAL_SHARE
 
@@ -134,6 +139,43 @@ def test_only_silence_is_probed_and_once_until_the_answer() -> None:
     monitor.on_echo(sent + 0.02)
     assert monitor.estimator.round_trip_seconds == pytest.approx(0.02)
     assert monitor.should_probe(sent + 5)
+
+
+def test_a_connection_that_carries_steps_stays_warm() -> None:
+    """TCP forgets its window after a silence of 0.2 s and a round trip; probes come before."""
+    course = Course()
+    course.send(2)
+    course.send(2, round_trip=0.1)
+    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0, unsent_bytes=0)
+    monitor, begin = course.monitor, course.now
+
+    def probes(since: float, until: float) -> int:
+        """Return the probes of some seconds, all of them answered."""
+        count, now = 0, begin + since
+        while now < begin + until:
+            now += 0.01
+            monitor.observe(now, is_busy=False, has_prefill=False)
+            if monitor.should_probe(now):
+                monitor.on_echo(now)
+                count += 1
+        return count
+
+    assert probes(0, 2) in (9, 10)
+    # No more than once per second after a long silence.
+    probes(2, WARM_SECONDS + 1)
+    assert probes(WARM_SECONDS + 1, WARM_SECONDS + 5) in (3, 4)
+
+
+@pytest.mark.parametrize(("is_shaped", "rate"), [(False, RATE), (True, 1e5)])
+def test_slow_links_and_plain_connections_are_probed_seldom(is_shaped: bool, rate: float) -> None:
+    course = Course(is_shaped)
+    course.send(2, rate)
+    course.send(2, rate, round_trip=0.1)
+    assert course.monitor.estimator.bytes_per_second == pytest.approx(rate, rel=0.05)
+    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0, unsent_bytes=0)
+    course.monitor.observe(course.now + 0.05, is_busy=False, has_prefill=False)
+    assert not course.monitor.should_probe(course.now + 0.9)
+    assert course.monitor.should_probe(course.now + 1.1)
 
 
 def test_measurements_and_limits_of_a_real_connection() -> None:

@@ -17,7 +17,10 @@ from gllm.pacing.link_estimator import (
 from gllm.pacing.send_rate import (
     DRAIN_SHARE,
     FAST_BYTES_PER_SECOND,
+    MAX_TRIAL_QUEUE_BYTES,
     MIN_UNSENT_BYTES,
+    NOTICE_ROUND_TRIPS,
+    NOTICE_SECONDS,
     PACING_SHARE,
     TRIAL_SHARE,
     UNSENT_SECONDS,
@@ -224,6 +227,25 @@ def test_prefills_are_paced_and_decodes_are_not() -> None:
     assert set(shares) == {PACING_SHARE, TRIAL_SHARE}
     assert shares.count(TRIAL_SHARE) < 0.2 * len(shares)
     assert rate.pacing_bytes_per_second(30, has_prefill=False) == inf
+
+
+@given(st.floats(1e4, 1e8), st.floats(0.001, 0.3))
+def test_a_trial_overfills_a_link_by_no_more_than_a_short_queue(
+    rate: float, round_trip: float
+) -> None:
+    estimator = FixedEstimator(rate)
+    estimator.observe_round_trip(0.1, round_trip)
+    limits = SendRate(estimator)
+    shares = {
+        limits.pacing_bytes_per_second(0.02 * tick, has_prefill=True) / rate for tick in range(200)
+    }
+    trial = max(shares)
+    assert min(shares) == pytest.approx(PACING_SHARE)
+    assert 1 < trial <= TRIAL_SHARE * (1 + 1e-9)
+    # Until the queue shows in the round trips.
+    least = min(round_trip, 0.06)
+    noticed = NOTICE_ROUND_TRIPS * least + NOTICE_SECONDS
+    assert (trial - 1) * rate * noticed <= MAX_TRIAL_QUEUE_BYTES * (1 + 1e-6)
 
 
 def test_a_queue_ends_a_trial_and_is_drained() -> None:
