@@ -170,6 +170,7 @@ class NodeLinkResponse(ResponseSchema):
     loss_rate: float
     num_queued_bytes: int
     last_chunk_bytes: int
+    encoding: str
 
 
 class NodeRowResponse(ResponseSchema):
@@ -193,9 +194,10 @@ class NodeRowResponse(ResponseSchema):
 
 
 class NodeListResponse(ResponseSchema):
-    """Answer of /nodes: the machines of an engine, and refused connections by address."""
+    """Answer of /nodes: machines, micro-batches to be in flight, refused connections."""
 
     nodes: list[NodeRowResponse]
+    pipeline_depth: int
     num_node_losses: int
     refused_peers: dict[str, int]
 

@@ -111,6 +111,7 @@ class EdgeEnd(ABC):
             cause,
             self._num_failures,
             self.command.is_sender,
+            encoding=self._settings.encoding,
         )
 
     def start(self) -> None:

@@ -92,6 +92,8 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of steps that wait for the connection."""
     last_chunk_bytes: Count = 0
     """Size of the chunk that was sent last; 0 before the first one."""
+    encoding: str = ""
+    """Encoding of activations (`--link-encoding`), the same at both ends."""
 
 
 class JoinCluster(WireMessage, frozen=True):

@@ -23,7 +23,9 @@ def lost_node():
         links=[
             LinkState(0, "head", "tcp", False, 10, "refused"),
             LinkState(3, "head", "tcp", True, 32),
-            LinkState(4, "c", "tcp", True, 5, "", 2, True, "molink", 1e7, 0.06, 0.25, 700, 64),
+            LinkState(
+                4, "c", "tcp", True, 5, "", 2, True, "molink", 1e7, 0.06, 0.25, 700, 64, "int8"
+            ),
             LinkState(5, "c", "tcp", True, 0, "", 0, True, "serial"),
         ],
     )
@@ -62,6 +64,7 @@ async def test_nodes_with_all_fields(engine):
         "loss_rate": 0.25,
         "num_queued_bytes": 700,
         "last_chunk_bytes": 64,
+        "encoding": "int8",
     }
     assert lost["load"]["cpu_utilization"] is None
     assert (lost["state"], lost["last_cause"]) == ("lost", "no heartbeat for 5 s")

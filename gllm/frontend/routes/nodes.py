@@ -21,6 +21,7 @@ async def list_nodes(request: web.Request) -> web.Response:
     return web.json_response(
         {
             "nodes": [_to_json(report) for report in engine.nodes()],
+            "pipeline_depth": status.stats.depth,
             "num_node_losses": status.num_node_losses,
             "refused_peers": dict(status.refused_peers),
         }
