@@ -32,6 +32,7 @@ from gllm.experiments.weak_links_paper import (
     PlatformRow,
     WeakLinkSetting,
 )
+from gllm.experiments.weak_links_readings import READING_SYSTEMS, format_readings
 from gllm.experiments.weak_links_systems import (
     TrialFigures,
     WeakLinkTrial,
@@ -64,15 +65,16 @@ runs. Figures are means of two seeds. Weak links carry activations, plans and re
 | system | link policy | micro-batches in flight | delays per hop | tensors per token |
 | --- | --- | --- | --- | --- |
 | vllm | `concurrent` | 1 per stage | 3 | 2 |
-| helix | `serial` | 1 per stage | 3 | 2 |
+| helix | `serial` | none: each request by itself | 3 | 2 |
 | molink, first paper | `molink-paper` | 5 on 3 stages | 3 | 2 |
 | molink, platform paper | `fixed-chunk` | 2 per stage | 3 | 2 |
 | gllm | `molink` | two lanes, depth by its controller | 1 | 1 |
 
-The papers' systems are virtual engines, as in vLLM: schedulers with one micro-batch in flight each
-on the same stages and links, whole prompts before decodes. gllm is the production scheduler with
-what `gllm serve` chooses for stages that are connected by TCP: token throttling, two lanes, and
-micro-batches in flight that follow the times of stages and links.
+vllm and molink are virtual engines, as in vLLM: schedulers with one micro-batch in flight each on
+the same stages and links, whole prompts before decodes. Requests of helix travel by themselves, and
+each stage computes those that have arrived (`gllm/sim/request_pipelines.py`). gllm is the
+production scheduler with what `gllm serve` chooses for stages that are connected by TCP: token
+throttling, two lanes, and micro-batches in flight that follow the times of stages and links.
 
 One number is fitted, to vllm's TPOT at 100 Mbit/s, 30 ms and 0.3 requests/s: a message of the
 papers' systems takes three one-way delays per hop, because each is a remote call of its own. gllm
@@ -102,6 +104,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "## First paper, Tables 2 to 4\n\n" + _latency_table(rows, ours),
         "## First paper, Table 5\n\n" + _ablation_table(ablation),
         "## Directions and misses\n\n" + _misses(directions, far_cells(rows, ours)),
+        "## Readings of the baselines\n\n" + format_readings(rows, ours, ablation),
         "## Number of stages\n\n" + _stages_table(stages, figures),
         "## Platform paper, Tables 2 and 3\n\n" + _platform_table(platform_rows, figures),
         "## Platform paper, Table 4\n\n" + _server_table(rates, figures),
@@ -129,7 +132,8 @@ def _points(
     stages: Sequence[int],
 ) -> list[SimulationPoint]:
     """Return all settings and systems to simulate, each once."""
-    points = [(row.setting, system) for row in rows for system in LATENCY_SYSTEMS]
+    systems = (*LATENCY_SYSTEMS, *READING_SYSTEMS)
+    points = [(row.setting, system) for row in rows for system in systems]
     points += [(_ablation_setting(), system) for system in ABLATION_SYSTEMS.values()]
     points += [
         (replace(_ablation_setting(), num_stages=number), system)

@@ -3,8 +3,9 @@
 Owns the assumptions about each system and the simulation of one setting.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from random import Random
 from statistics import fmean
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from gllm.sim.hardware.stages import PipelineSpec
 from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
+from gllm.sim.request_pipelines import RequestPipelines
 from gllm.sim.virtual_engines import VirtualEngines
 from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
@@ -41,42 +43,58 @@ AWQ_BYTES_PER_WEIGHT = 0.53
 """Bytes of a weight of 4 bits with its share of scales and zero points, groups of 128."""
 
 
+class EngineKind(Enum):
+    """Micro-batches of a system."""
+
+    VIRTUAL = auto()
+    """Virtual engines: micro-batches of the same requests, each once in flight."""
+    PER_REQUEST = auto()
+    """Requests that travel by themselves; each stage computes those that have arrived."""
+    TWO_LANES = auto()
+    """gllm: one engine with two lanes, whose depth follows stages and links."""
+
+
 @dataclass(frozen=True)
 class ServingSystem:
     """A system on a pipeline with weak links."""
 
     link_policy: str
     """A name of LINK_POLICIES."""
-    batches_per_stage: float | None
-    """Virtual engines, and so micro-batches in flight, over the number of stages; None: one engine
-    with two lanes, whose depth follows stages and links."""
+    batches_per_stage: float
+    """Virtual engines, and so micro-batches in flight, over the number of stages; 0 without virtual
+    engines."""
     delays_per_hop: int
     """One-way delays until a message has arrived: 1 over a stream that is kept warm, more where
     each message is a call of its own whose flow-control windows open anew."""
     tensors_per_hop: int
     """Tensors of the hidden size per token: 2 where hidden states and residual travel apart."""
+    engine: EngineKind = EngineKind.VIRTUAL
 
     def num_batches(self, num_stages: int) -> int:
-        """Return the number of virtual engines; 1 without any."""
-        if self.batches_per_stage is None:
-            return 1
+        """Return the number of virtual engines."""
         return round(self.batches_per_stage * num_stages)
 
 
+IN_ORDER = "virtual engines in order"
+"""vllm's engines with messages first come, first served: see weak_links_readings."""
 SYSTEMS: Mapping[str, ServingSystem] = MappingProxyType(
     {
         "vllm": ServingSystem("concurrent", 1, 3, 2),
-        "helix": ServingSystem("serial", 1, 3, 2),
+        "helix": ServingSystem("serial", 0, 3, 2, EngineKind.PER_REQUEST),
+        IN_ORDER: ServingSystem("serial", 1, 3, 2),
         # The first paper: 5 micro-batches on 3 stages.
         "molink": ServingSystem("molink-paper", 5 / 3, 3, 2),
         "chunks only": ServingSystem("molink-paper", 1, 3, 2),
         "micro-batches only": ServingSystem("concurrent", 5 / 3, 3, 2),
         # The platform paper: a fixed chunk, at most 2 micro-batches per stage.
         "molink platform": ServingSystem("fixed-chunk", 2, 3, 2),
-        "gllm": ServingSystem("molink", None, 1, 1),
+        "gllm": ServingSystem("molink", 0, 1, 1, EngineKind.TWO_LANES),
     }
 )
 """Assumptions per system; docs/experiments/weak-links.md states which of them are fitted."""
+
+
+SimulatedEngine = VirtualEngines | RequestPipelines | SimulatedPipeline
 
 
 class TrialFigures(NamedTuple):
@@ -144,7 +162,11 @@ class LatencyRecorder(BasePipelineObserver):
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
         """Record the tokens of a step."""
         for seq in output.seqs:
-            self.lines[seq].record_output(now, 1)
+            self.on_token(seq, now)
+
+    def on_token(self, seq: int, now: float) -> None:
+        """Record a token."""
+        self.lines[seq].record_output(now, 1)
 
 
 def build_weak_pipeline(setting: WeakLinkSetting) -> PipelineSpec:
@@ -184,11 +206,8 @@ def simulate_weak_link(trial: WeakLinkTrial) -> TrialFigures:
     cost = WeakLinkCostModel(RooflineCostModel(hardware), system)
     blocks = min(hardware.stage_kv_blocks(SchedulerConfig.block_size, USABLE_MEMORY_SHARE))
     recorder = LatencyRecorder()
-    engine: VirtualEngines | SimulatedPipeline
-    if system.batches_per_stage is None:
-        engine = _build_engine(system, cost, recorder, setting.num_stages, blocks)
-    else:
-        engine = _build_virtual_engines(system, cost, recorder, setting.num_stages, blocks)
+    build = _BUILDERS[system.engine]
+    engine = build(system, cost, recorder, setting.num_stages, blocks)
     jobs = make_jobs(setting, trial.max_requests, trial.seed)
     engine.submit_each(iterate_scheduler_requests(jobs))
     engine.loop.run()
@@ -225,6 +244,33 @@ def _build_virtual_engines(
         policy="vllm", max_in_flight=1, prefix_cache=False, async_scheduling=False
     ).resolve(num_stages, num_blocks // num_engines, MAX_MODEL_LEN)
     return VirtualEngines(num_engines, config, cost, [recorder], system.link_policy)
+
+
+def _build_request_pipelines(
+    system: ServingSystem,
+    cost: CostModel,
+    recorder: LatencyRecorder,
+    num_stages: int,
+    num_blocks: int,
+) -> RequestPipelines:
+    """Return stages that batch what has arrived."""
+    return RequestPipelines(
+        num_stages,
+        num_blocks * SchedulerConfig.block_size,
+        cost,
+        recorder.on_added,
+        recorder.on_token,
+        system.link_policy,
+    )
+
+
+_BUILDERS: Mapping[EngineKind, Callable[..., SimulatedEngine]] = MappingProxyType(
+    {
+        EngineKind.VIRTUAL: _build_virtual_engines,
+        EngineKind.PER_REQUEST: _build_request_pipelines,
+        EngineKind.TWO_LANES: _build_engine,
+    }
+)
 
 
 def _mean_figures(lines: list[RequestTimeline]) -> TrialFigures:

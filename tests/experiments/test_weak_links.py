@@ -1,5 +1,6 @@
 """The experiment of weak links: what it simulates, and how it compares with the papers."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from gllm.experiments.weak_links_paper import (
     PaperLatencies,
     WeakLinkSetting,
 )
+from gllm.experiments.weak_links_readings import format_readings
 from gllm.experiments.weak_links_systems import (
+    IN_ORDER,
     SYSTEMS,
     TrialFigures,
     WeakLinkTrial,
@@ -86,6 +89,36 @@ def test_margins_are_proportional_to_tokens_but_for_one_cell() -> None:
             assert margin == pytest.approx(server.margin, abs=6)
 
 
+def test_readings_replace_columns_and_nothing_else() -> None:
+    """With the paper's own figures all directions agree, where no column stands for two."""
+    text = format_readings(LATENCY_ROWS, make_reader(1.0), as_figures(ABLATION))
+    rows = text.splitlines()[-3:]
+    assert ["140 of 140" in row for row in rows] == [True, True, False]
+    assert "| 0 of 25 " in rows[2], "helix is compared with itself"
+    # Slower messages in order lose the directions of the column that they stand for.
+    text = format_readings(LATENCY_ROWS, make_reader(5.0), as_figures(ABLATION))
+    rows = text.splitlines()[-3:]
+    assert "140 of 140" in rows[0]
+    assert "| 2 of 25 " in rows[1], "helix against vllm keeps those that rise"
+    assert "| 23 of 25 " in rows[2], "helix against vllm keeps those that fall"
+
+
+def make_reader(factor: float) -> Callable[[LatencyRow, str], TrialFigures]:
+    """Return the paper's figures; messages in order are those of helix times a factor."""
+
+    def read(row: LatencyRow, system: str) -> TrialFigures:
+        if system != IN_ORDER:
+            return TrialFigures(*row.cells[system][:3], 1.0)
+        ttft, tpot, e2el = (factor * value for value in row.cells["helix"][:3])
+        return TrialFigures(ttft, tpot, e2el, 1.0)
+
+    return read
+
+
+def as_figures(cells: Mapping[str, PaperLatencies]) -> dict[str, TrialFigures]:
+    return {name: TrialFigures(*cell[:3], 1.0) for name, cell in cells.items()}
+
+
 def test_jobs_have_the_lengths_of_the_setting() -> None:
     jobs = make_jobs(SMALL, 500, 0)
     assert len(jobs) == 500
@@ -99,7 +132,7 @@ def test_jobs_have_the_lengths_of_the_setting() -> None:
 def test_systems_differ_as_their_links_do() -> None:
     figures = {
         name: simulate_weak_link(WeakLinkTrial(SMALL, name, 12))
-        for name in ("vllm", "molink", "gllm")
+        for name in ("vllm", "helix", "molink", "gllm")
     }
     assert figures["molink"] == simulate_weak_link(WeakLinkTrial(SMALL, "molink", 12))
     assert figures["gllm"].tpot < 0.6 * figures["molink"].tpot
