@@ -1,0 +1,45 @@
+"""Step logs with KV that moves between engines: the logged calls make the same plans again."""
+
+import msgspec
+
+from gllm.observability.logged_scheduler import LoggedScheduler, replay_event
+from gllm.observability.step_log import KvTransferEvent, ScheduleEvent, StepLogEvent
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+
+from .test_kv_fetches import handed_off
+from .test_kv_holds import make_scheduler, run, ticket_request
+
+
+def test_logged_fetches_and_holds_make_the_same_plans_again() -> None:
+    config, log = make_scheduler(num_blocks=12).config, list[StepLogEvent]()
+    scheduler = LoggedScheduler(config, log.append, lambda: 0.0)
+    for seq in range(3):
+        scheduler.add(ticket_request(seq, 5), 0.0)
+    run(scheduler, 0.0)
+    for seq in range(3, 6):
+        scheduler.add(handed_off(seq, 9, max_tokens=5), 1.0)
+    fetches = scheduler.take_fetches(1.0)
+    scheduler.record_fetch_progress(fetches[0].seq)
+    scheduler.finish_fetch(fetches[0].seq, True, 1.0)
+    for fetch in fetches[1:]:
+        scheduler.finish_fetch(fetch.seq, False, 1.0)
+    scheduler.add(SchedulerRequest(6, [3] * 9, 4), 1.0)
+    run(scheduler, 1.0)
+    scheduler.renew_holds([100], 2.0)
+    scheduler.release_holds([102])
+    for ticket in scheduler.take_revocations(HOLD_LEASE_SECONDS + 1):
+        scheduler.confirm_revocation(ticket)
+    for fetch in scheduler.take_fetches(3.0):
+        scheduler.finish_fetch(fetch.seq, True, 3.0)
+    run(scheduler, 3.0)
+    encoded = msgspec.json.encode(log)
+    again, calls = Scheduler(config), set[str]()
+    for event in msgspec.json.decode(encoded, type=list[StepLogEvent]):
+        plan = replay_event(again, event)
+        assert not isinstance(event, ScheduleEvent) or plan == event.plan
+        if isinstance(event, KvTransferEvent):
+            calls.add(event.call)
+    assert len(calls) == 7
+    assert again.stats() == scheduler.stats()
