@@ -142,6 +142,7 @@ def to_event(request: SchedulerRequest, now: float) -> AddEvent:
         request.kv_ticket,
         request.kv_source_tokens,
         request.is_kv_foreign,
+        request.predicted_output_tokens,
     )
 
 
@@ -161,6 +162,7 @@ def to_request(event: AddEvent) -> SchedulerRequest:
         event.kv_ticket,
         event.kv_source_tokens,
         event.is_kv_foreign,
+        event.predicted_output_tokens,
     )
 
 

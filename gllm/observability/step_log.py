@@ -97,6 +97,7 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     kv_ticket: int = 0
     kv_source_tokens: int = 0
     is_kv_foreign: bool = False
+    predicted_output_tokens: int = 0
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, option
 from gllm.scheduler.lanes import LANE_NAMES
+from gllm.scheduler.prefill_order import PREFILL_ORDERS
 
 POLICY_NAMES = (
     "auto",
@@ -25,6 +26,9 @@ POLICY_NAMES = (
     "orca+",
     "lightllm",
     "fastertransformer",
+    "distserve",
+    "splitwise",
+    "tetri",
 )
 """Names of the policies of gllm.scheduler.policy_registry, and `auto`."""
 
@@ -34,9 +38,23 @@ MAX_BATCHED_TOKENS = {
     "orca+": 4096,
     "lightllm": 4096,
     "fastertransformer": 4096,
+    "distserve": 8192,
+    "splitwise": 8192,
 }
 """Default of max_num_batched_tokens by policy; #MaxP + 512 for the others."""
 
+PREFILL_BATCH_TOKENS = {"distserve": 512, "splitwise": 2048, "tetri": 512}
+"""Default of prefill_batch_tokens by policy, from the papers; the others do not use it."""
+
+KV_ADMISSION_NAMES = (
+    "auto",
+    "greedy",
+    "reserve-static",
+    "reserve-dynamic",
+    "reserve-max",
+    "distserve",
+)
+"""Names of the rules of gllm.scheduler.kv_admission, and `auto`."""
 
 TCP_DEPTH = 4
 """Default of max_in_flight per stage where stages are connected by TCP: a token's way takes longer
@@ -76,7 +94,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "maximum number of tokens per micro-batch; default: 2048 with sarathi, 4096 with vllm, "
-        "orca+, lightllm and fastertransformer, else #MaxP + 512",
+        "orca+, lightllm and fastertransformer, 8192 with distserve and splitwise, else #MaxP + "
+        "512",
         ge=1,
         le=INT32_MAX,
     )
@@ -89,6 +108,33 @@ class SchedulerConfig:
         "stages are connected by TCP, or 2 with one stage and async scheduling",
         ge=1,
         le=INT32_MAX,
+    )
+    prefill_order: str = option(
+        "fcfs",
+        "order of prompts; fcfs: by priority and arrival; sjf, ljf: groups by arrival, within a "
+        "group the shortest or the longest first",
+        choices=PREFILL_ORDERS,
+    )
+    prefill_group: int = option(
+        16,
+        "prompts per group of sjf and ljf; a group is prefilled before the next one is formed",
+        ge=1,
+        le=INT32_MAX,
+    )
+    prefill_batch_tokens: int | None = option(
+        None,
+        "prompt tokens per micro-batch; distserve (L_m, default 512) and splitwise (default 2048): "
+        "maximum for several prompts, a longer one runs alone; tetri: chunk size (default 512)",
+        ge=1,
+        le=INT32_MAX,
+    )
+    kv_admission: str = option(
+        "auto",
+        "rule by which waiting sequences get KV blocks; auto: that of the policy; greedy: the "
+        "prompt fits now; reserve-static, reserve-dynamic: it fits at the predicted length, or "
+        "until the shortest output ends; reserve-max: all fit at max_tokens; distserve: it fits "
+        "now, and prompts before their first decode have less than 5 % of the blocks",
+        choices=KV_ADMISSION_NAMES,
     )
     expected_output_tokens: int = option(
         256,
@@ -132,6 +178,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"min_prefill_tokens ({self.min_prefill_tokens}) is above "
                 f"max_prefill_tokens ({self.max_prefill_tokens}): lower one or raise the other"
+            )
+        if self.policy == "fastertransformer" and self.kv_admission != "auto":
+            raise ValueError(
+                f"kv_admission is {self.kv_admission}, but policy fastertransformer admits whole "
+                "batches by its own rule: choose auto or another policy"
             )
 
     @property
@@ -178,6 +229,10 @@ class SchedulerConfig:
             policy = "sarathi" if stages == 1 else "throttle"
         async_scheduling = self.async_scheduling and stages == 1
         max_num_batched_tokens = MAX_BATCHED_TOKENS.get(policy, self.max_prefill_tokens + 512)
+        max_num_batched_tokens = self.max_num_batched_tokens or max_num_batched_tokens
+        prefill_batch_tokens = self.prefill_batch_tokens or PREFILL_BATCH_TOKENS.get(
+            policy, max_num_batched_tokens
+        )
         max_in_flight = 2 if async_scheduling else stages * (TCP_DEPTH if has_tcp_edges else 1)
         return replace(
             self,
@@ -185,7 +240,8 @@ class SchedulerConfig:
             async_scheduling=async_scheduling,
             lanes=str(self.count_lanes(stages, has_tcp_edges, num_ranks)),
             max_in_flight=self.max_in_flight or max_in_flight,
-            max_num_batched_tokens=self.max_num_batched_tokens or max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_batch_tokens=prefill_batch_tokens,
             stages=stages,
             num_blocks=num_blocks,
             max_model_len=max_model_len,

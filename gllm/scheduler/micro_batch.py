@@ -4,10 +4,12 @@ The policy has the budgets, this module the limits: ready decodes, free blocks a
 max_num_batched_tokens.
 """
 
+import math
 from collections.abc import Mapping
 
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.decode_ageing import split_by_age
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.plan import ScheduledRow, count_tokens
 from gllm.scheduler.policy import SchedulingPolicy
@@ -31,6 +33,7 @@ class MicroBatchFiller:
         counters: SchedulerCounters,
     ) -> None:
         assert config.max_num_batched_tokens is not None
+        assert config.prefill_batch_tokens is not None
         self.is_decode_stalled = False
         """True if a decode of the last plan did not get a block."""
         self.max_prefill_tokens = config.max_num_batched_tokens
@@ -41,6 +44,7 @@ class MicroBatchFiller:
         self._async_scheduling = config.async_scheduling
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._prefill_batch_tokens = config.prefill_batch_tokens
         self._kv_cache = kv_cache
         self._admission = admission
         self._queues = queues
@@ -57,11 +61,14 @@ class MicroBatchFiller:
             now: current time in seconds.
             follows_decodes: the previous plan has decodes.
         """
+        self._queues.form_group()
         self._preemption.preempt_for_head()
         phase_pure = self._is_phase_pure
         is_prefill_turn = phase_pure and (follows_decodes or self._policy.runs_prefill_first)
         if is_prefill_turn and not self.is_decode_stalled:
             return self._schedule_prefills([], 0.0, now) or self._schedule_decodes()[0]
+        if self._policy.displaces_decodes and not (phase_pure or self.is_decode_stalled):
+            return self._fill_around_prompts(now)
         rows, cost = self._schedule_decodes()
         if rows and phase_pure:
             return rows
@@ -79,6 +86,7 @@ class MicroBatchFiller:
             prefill_fits: another plan of prefill may be in flight.
         """
         if prefill_fits:
+            self._queues.form_group()
             self._preemption.preempt_for_head()
         prefill_leads = self._policy.runs_prefill_first and not self.is_decode_stalled
         if prefill_leads and prefill_fits and (rows := self._schedule_prefills([], 0.0, now)):
@@ -92,14 +100,52 @@ class MicroBatchFiller:
             return []
         return self._schedule_prefills([], 0.0, now)
 
+    def _fill_around_prompts(self, now: float) -> list[ScheduledRow]:
+        """Return rows of decodes that have been displaced often, of prefill, and of other decodes.
+
+        The other decodes get the places that prefill leaves of `prefill_batch_tokens`.
+        """
+        budget = self._policy.decode_budget(self._queues.load())
+        aged, others = split_by_age(self._admission.select_decodes(self._queues.ready))
+        self.is_decode_stalled = False
+        max_tokens = self._max_num_batched_tokens
+        rows, cost = self._schedule_ready(aged, budget, max_tokens)
+        prefill = self._schedule_prefills(rows, cost, now)
+        max_tokens -= count_tokens(rows)
+        if prefill:
+            limit = min(self._prefill_batch_tokens - count_tokens(rows), max_tokens)
+            max_tokens = max(0, limit - count_tokens(prefill))
+        late, _ = self._schedule_ready(others, budget - cost, max_tokens)
+        if prefill:
+            scheduled = {row.seq for row in late}
+            for sequence in others[: max(0, math.ceil(budget - cost))]:
+                sequence.num_displacements += sequence.seq not in scheduled
+        single_token_rows = [row for row in rows + late if row.num_tokens == 1]
+        multi_token_rows = [row for row in rows + late if row.num_tokens > 1]
+        return single_token_rows + multi_token_rows + prefill
+
     def _schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
         """Return decode rows, those of one token first, and their cost for the policy."""
-        budget, cost = self._policy.decode_budget(self._queues.load()), 0.0
+        budget = self._policy.decode_budget(self._queues.load())
+        self.is_decode_stalled = False
+        decodes = self._admission.select_decodes(self._queues.ready)
+        return self._schedule_ready(decodes, budget, self._max_num_batched_tokens)
+
+    def _schedule_ready(
+        self, decodes: list[Sequence], budget: float, num_left: int
+    ) -> tuple[list[ScheduledRow], float]:
+        """Return rows of ready decodes, those of one token first, and their cost for the policy.
+
+        Args:
+            decodes: ready decodes in the order of service.
+            budget: the policy's budget for them.
+            num_left: limit of their tokens.
+        """
+        cost = 0.0
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
-        num_left, self.is_decode_stalled = self._max_num_batched_tokens, False
         ready, block_size = self._queues.ready, self._block_size
-        for sequence in self._admission.select_decodes(ready):
+        for sequence in decodes:
             if cost >= budget or not num_left:
                 break
             if sequence.seq not in ready:
@@ -129,10 +175,14 @@ class MicroBatchFiller:
         num_left = min(num_left, self.max_prefill_tokens)
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
+            self._queues.form_group()
             sequence = self._queues.waiting[0]
             if sequence.is_fetch_pending:
                 break  # It waits for blocks, which prompts behind it would take.
-            if rows and not (self._splits_prompts or sequence.num_waiting_tokens <= num_left):
+            max_whole_tokens = min(num_left, budget)
+            if rows and not (
+                self._splits_prompts or sequence.num_waiting_tokens <= max_whole_tokens
+            ):
                 break
             max_tokens = min(self._admit_prefill(sequence, now), num_left)
             if not max_tokens:

@@ -60,6 +60,9 @@ class SchedulingPolicy(Protocol):
 
     runs_prefill_first: bool
     """True if prefill is selected first and decodes run only in micro-batches without prefill."""
+    displaces_decodes: bool
+    """True if prefill is selected before the decodes of the same micro-batch. Decodes for which
+    `prefill_batch_tokens` leaves no place age (gllm/scheduler/decode_ageing.py)."""
     learns_step_times: bool
     """True if `observe_step` has to be called with the time of every step."""
     splits_prompts: bool
@@ -99,6 +102,7 @@ class TokenBudgetPolicy:
     """Base of the policies that budget tokens: every token costs one."""
 
     runs_prefill_first = False
+    displaces_decodes = False
     learns_step_times = False
     splits_prompts = True
     counts_idle_turns = False

@@ -4,9 +4,12 @@ from collections.abc import Callable
 
 from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.policies.distserve import DistServePolicy
 from gllm.scheduler.policies.fastertransformer import FasterTransformerPolicy
 from gllm.scheduler.policies.lightllm import LightLlmPolicy
 from gllm.scheduler.policies.orca_plus import OrcaPlusPolicy
+from gllm.scheduler.policies.splitwise import SplitwisePolicy
+from gllm.scheduler.policies.tetri import TetriPolicy
 from gllm.scheduler.policies.vllm import VllmPolicy
 from gllm.scheduler.policy import (
     PaperThrottlePolicy,
@@ -28,4 +31,7 @@ POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
     "orca+": OrcaPlusPolicy,
     "lightllm": LightLlmPolicy,
     "fastertransformer": FasterTransformerPolicy,
+    "distserve": DistServePolicy,
+    "splitwise": SplitwisePolicy,
+    "tetri": TetriPolicy,
 }

@@ -4,10 +4,14 @@ Updates the running sums of `Tally` with every change of a queue.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.policy import SchedulerLoad
+from gllm.scheduler.prefill_order import PrefillOrder
 from gllm.scheduler.queue_tally import QueueTally
 from gllm.scheduler.sequence import Sequence
 
@@ -20,24 +24,30 @@ class SequenceQueues:
 
     Args:
         kv_cache: KV cache of the pipeline, for the prefix cache and the free share.
-        async_scheduling: schedule a decode before the token of its previous step is known.
-        depth: micro-batches over which policies spread the decodes.
+        config: resolved configuration; policies spread the decodes over its stages at first.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, async_scheduling: bool, depth: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, config: SchedulerConfig) -> None:
         self.waiting: list[Sequence] = []
-        """Sequences with unscheduled prefill, best rank (priority, then arrival) first."""
+        """Sequences with unscheduled prefill, in the order of prefill; fcfs: best rank first."""
         self.ready: dict[int, Sequence] = {}
         """Decodes that can run, by sequence id; the one that became ready first comes first."""
         self.tally = QueueTally()
-        self.depth = depth
+        self.depth = config.stages
         self._kv_cache = kv_cache
-        self._async_scheduling = async_scheduling
+        self._async_scheduling = config.async_scheduling
+        order = PrefillOrder(config.prefill_order, config.prefill_group)
+        self._order = order
+        self._key: Callable[[Sequence], Any] = order.key if order.forms_groups else rank_of
 
     @property
     def head(self) -> Sequence | None:
-        """The waiting sequence of the best rank; None if none waits."""
+        """The waiting sequence that is prefilled first; None if none waits."""
         return self.waiting[0] if self.waiting else None
+
+    def form_group(self) -> None:
+        """Sort the next group of waiting sequences if the last one has been prefilled."""
+        self._order.form_group(self.waiting)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Add a sequence to the prefill queue.
@@ -48,11 +58,12 @@ class SequenceQueues:
         num_expected_tokens = max(num_cached_tokens, sequence.num_source_tokens)
         sequence.num_expected_cached_tokens = num_expected_tokens
         self.tally.add_waiting(sequence)
-        insort(self.waiting, sequence, key=rank_of)
+        self._order.join(sequence)
+        insort(self.waiting, sequence, key=self._key)
 
     def dequeue(self, sequence: Sequence) -> None:
         """Remove a sequence from the prefill queue if it is there."""
-        index = bisect_left(self.waiting, sequence.rank, key=rank_of)
+        index = bisect_left(self.waiting, self._key(sequence), key=self._key)
         if index < len(self.waiting) and self.waiting[index] is sequence:
             self.tally.remove_waiting(sequence)
             del self.waiting[index]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.in_flight import InFlightPlans
+from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.kv_fetches import KvFetch, KvFetches
 from gllm.scheduler.kv_holds import KvHold
@@ -68,8 +69,9 @@ class Scheduler:
         self._step_times = StepTimeCollector(observe, config.stages)
         self._last_plan_had_decodes = False
         self._counters = SchedulerCounters()
-        self._admission = policy.admission(config, self.kv_cache, output_lengths)
-        self._queues = SequenceQueues(self.kv_cache, config.async_scheduling, config.stages)
+        rule = ADMISSION_RULES.get(config.kv_admission, policy.admission)
+        self._admission = rule(config, self.kv_cache, output_lengths)
+        self._queues = SequenceQueues(self.kv_cache, config)
         self._preemption = PreemptionManager(
             config, self.kv_cache, self._admission, self._queues, self._counters
         )

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from gllm.scheduler.block_pool import TOKEN_TYPE, chain_hashes, root_hash
 from gllm.scheduler.plan import ON_DEVICE, ScheduledRow
 
+UNGROUPED = (2**62, 0)
+"""Prefill group of a sequence that has not joined one: behind all groups."""
+
 
 class SchedulerRequest(NamedTuple):
     """A request to the scheduler: `n` sequences seq .. seq + n - 1 with one prompt."""
@@ -41,6 +44,8 @@ class SchedulerRequest(NamedTuple):
     """Leading tokens of the first sequence whose KV can be fetched instead of computed."""
     is_kv_foreign: bool = False
     """True if the KV comes from outside the fleet: no block of the request is then published."""
+    predicted_output_tokens: int = 0
+    """Lower end of the predicted output length in tokens, `outputs` included; 0: no prediction."""
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.
@@ -139,6 +144,10 @@ class Sequence:
     """Time at which the request arrived, in seconds of the caller's clock."""
     queue_seconds: float = 0.0
     """Time from the arrival to the first micro-batch."""
+    prefill_group: tuple[int, int] = UNGROUPED
+    """Number of the prefill group, and the place within it (PrefillOrder)."""
+    num_displacements: int = 0
+    """Micro-batches whose prompts displaced this decode (DecodeAgeing)."""
 
     rank: tuple[int, float, int] = field(init=False)
     """Order of service: priority, then arrival."""

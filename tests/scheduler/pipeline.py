@@ -33,7 +33,7 @@ from gllm.scheduler.stage_work import count_query_key_pairs
 VOCABULARY = 50
 NAN = None
 """What a slot holds that a faulty row has written."""
-RESERVING_POLICIES = ("lightllm", "fastertransformer")
+RESERVING_POLICIES = ("lightllm", "fastertransformer", "splitwise")
 """Policies that admit a sequence only if the cache holds it to its end: they preempt nothing."""
 NOT_FINITE = "logits are not finite"
 

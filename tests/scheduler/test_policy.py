@@ -100,6 +100,9 @@ def test_decodes_never_exceed_what_is_ready() -> None:
         ("vllm", load(waiting=8000, decoding=9, free=0.01), 4096),
         ("orca+", load(waiting=8000, decoding=9, free=0.01), 4096),
         ("fastertransformer", load(waiting=8000, decoding=9, free=0.01), 4096),
+        ("distserve", load(waiting=8000, decoding=9, free=0.01), 512),
+        ("splitwise", load(waiting=8000, decoding=9, scheduled=8, free=0.01), 2040),
+        ("tetri", load(waiting=8000, decoding=9, free=0.01), 512),
         # Ten iterations of four stages pass between two prompts, unless one is unfinished.
         ("lightllm", load(waiting=8000), 4096),
         ("lightllm", load(waiting=8000, decoding=9, plans=39), 0),
@@ -133,6 +136,7 @@ def test_auto_is_sarathi_at_one_stage_and_throttle_at_more() -> None:
     assert resolved(stages=1).max_num_batched_tokens == 2048
     assert resolved(stages=2).policy == "throttle"
     assert resolved(stages=2).max_num_batched_tokens == 2560
+    assert resolved(stages=2).prefill_batch_tokens == 2560
     assert set(POLICIES) == set(POLICY_NAMES) - {"auto"}
 
 

@@ -5,7 +5,8 @@ from random import Random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import KV_ADMISSION_NAMES, POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.prefill_order import PREFILL_ORDERS
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.examples import num_examples
 from tests.scheduler.pipeline import Pipeline, generate
@@ -22,8 +23,14 @@ def configs(draw: st.DrawFn, lanes: str = "1") -> SchedulerConfig:
     max_model_len = draw(st.integers(2, 60))
     blocks = -(-max_model_len // block_size)
     prefill = draw(st.integers(1, 64))
+    policy = draw(st.sampled_from(POLICY_NAMES))
+    rules = ("auto",) if policy == "fastertransformer" else KV_ADMISSION_NAMES
     config = SchedulerConfig(
-        policy=draw(st.sampled_from(POLICY_NAMES)),
+        policy=policy,
+        prefill_order=draw(st.sampled_from(PREFILL_ORDERS)),
+        prefill_group=draw(st.integers(1, 8)),
+        prefill_batch_tokens=draw(st.none() | st.integers(1, 80)),
+        kv_admission=draw(st.sampled_from(rules)),
         max_prefill_tokens=prefill,
         min_prefill_tokens=draw(st.integers(1, prefill)),
         prefill_iterations=draw(st.integers(1, 8)),

@@ -1,0 +1,155 @@
+"""Rules of admission to the KV cache that are chosen by name (`--kv-admission`).
+
+They replace the rule of the policy. All admit a sequence to an empty cache. In their formulas C is
+the capacity of the cache, u the tokens of a running sequence, r its predicted remaining output
+tokens (at least 1) and p the prefill of the waiting sequence; gllm counts all of them in blocks. A
+request can carry a predicted output length (`SchedulerRequest.predicted_output_tokens`); otherwise
+it is predicted from finished outputs.
+
+Sources: "Inference without Interference" (TetriInfer, arXiv 2401.11181), decode scheduler: greedy,
+reserve-static, reserve-dynamic. "DistServe" (OSDI'24, arXiv 2401.09670), artifact: distserve.
+"Splitwise" (ISCA'24, arXiv 2311.18677), its simulator: reserve-max.
+"""
+
+from collections.abc import Container, Iterable
+
+from gllm.scheduler.admission import AdmissionController
+from gllm.scheduler.sequence import Sequence
+
+WAITING_SHARE = 0.05
+"""Share of the KV blocks below which accepted prompts wait, in DistServe's artifact."""
+
+
+class GreedyAdmission(AdmissionController):
+    """Admission if the prompt fits now: p <= C - sum(u)."""
+
+    def is_admissible(self, sequence: Sequence, victims: Container[int] = ()) -> bool:
+        """Return True if a waiting sequence may allocate KV blocks.
+
+        Args:
+            sequence: a sequence without blocks.
+            victims: sequence ids that would be preempted for it.
+        """
+        owners = [s for s in self._kv_cache.remaining_sequences() if s.seq not in victims]
+        return not owners or self._has_space(sequence, owners, victims)
+
+    def _has_space(
+        self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
+    ) -> bool:
+        """Return True if the cache has space for a sequence beside the owners of blocks."""
+        return self._fits_with_growth(sequence, 0, owners, 0, victims)
+
+    def _fits_with_growth(
+        self,
+        sequence: Sequence,
+        num_new_tokens: int,
+        owners: Iterable[Sequence],
+        num_owner_tokens: int,
+        victims: Container[int],
+    ) -> bool:
+        """Return True if the free blocks suffice for more tokens of all sequences.
+
+        Args:
+            sequence: a sequence without blocks.
+            num_new_tokens: tokens that it generates.
+            owners: sequences that hold blocks.
+            num_owner_tokens: tokens that each of them generates; their prompts count whole.
+            victims: sequence ids whose blocks count as free.
+        """
+        missing = sum(
+            owner.num_missing_blocks(len(owner.token_ids) + num_owner_tokens, self._block_size)
+            for owner in owners
+        )
+        return missing + self._count_missing(sequence, num_new_tokens) <= self._num_free(victims)
+
+    def _count_missing(self, sequence: Sequence, num_new_tokens: int) -> int:
+        """Return the free blocks that a waiting sequence takes for its prefill and more tokens."""
+        shared = self._kv_cache.find_shareable_blocks(sequence)
+        num_tokens = sequence.num_prefill_tokens + num_new_tokens
+        missing = sequence.num_missing_blocks(num_tokens, self._block_size) - len(shared)
+        return missing + self._kv_cache.block_pool.count_unreferenced(shared)
+
+    def _num_free(self, victims: Container[int]) -> int:
+        """Return the number of free blocks, those of victims included."""
+        if victims:
+            return self._kv_cache.num_reclaimable_blocks(victims)
+        return self._kv_cache.block_pool.num_free_blocks
+
+    def _predict_remaining(self, sequence: Sequence) -> int:
+        """Return the predicted number of tokens that a sequence still generates; at least 1."""
+        request, num_generated = sequence.request, sequence.num_output_tokens
+        predicted = request.predicted_output_tokens
+        if not predicted:
+            predicted = self.output_lengths.predict(request.max_tokens, num_generated)
+        return max(1, min(predicted, request.max_tokens) - num_generated)
+
+
+class StaticReservation(GreedyAdmission):
+    """Admission if the sequence fits at its predicted length: p + r <= C - sum(u)."""
+
+    def _has_space(
+        self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
+    ) -> bool:
+        remaining = self._predict_remaining(sequence)
+        return self._fits_with_growth(sequence, remaining, owners, 0, victims)
+
+
+class DynamicReservation(GreedyAdmission):
+    """Admission if all fit until the shortest has finished, just before it frees its blocks.
+
+    With r* the least r of the running sequences: sum(u + r*) + p + r* <= C.
+    """
+
+    def _has_space(
+        self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
+    ) -> bool:
+        growth = min(map(self._predict_remaining, owners))
+        return self._fits_with_growth(sequence, growth, owners, growth, victims)
+
+
+class LongestReservation(GreedyAdmission):
+    """Admission if the cache holds every sequence at its `max_tokens`; no decode lacks a block."""
+
+    def _has_space(
+        self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
+    ) -> bool:
+        missing = sum(
+            owner.num_missing_blocks(len(owner.token_ids) + _most_new(owner), self._block_size)
+            for owner in owners
+        )
+        missing += self._count_missing(sequence, _most_new(sequence))
+        return missing <= self._num_free(victims)
+
+
+class WaitingShareAdmission(GreedyAdmission):
+    """Admission if the prompt's blocks are free and few prompts wait for their first decode.
+
+    Blocks of the sequences that have not decoded have to be below WAITING_SHARE of all blocks.
+    """
+
+    def _has_space(
+        self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
+    ) -> bool:
+        num_waiting = sum(
+            -(-owner.num_prefill_tokens // self._block_size)
+            for owner in owners
+            if owner.num_scheduled_tokens <= owner.num_prefill_tokens
+        )
+        if num_waiting >= WAITING_SHARE * self._kv_cache.block_pool.num_blocks:
+            return False
+        return super()._has_space(sequence, owners, victims)
+
+
+def _most_new(sequence: Sequence) -> int:
+    """Return the largest number of tokens that a sequence may still generate."""
+    return sequence.request.max_tokens - sequence.num_output_tokens
+
+
+ADMISSION_RULES: dict[str, type[AdmissionController]] = {
+    "greedy": GreedyAdmission,
+    "reserve-static": StaticReservation,
+    "reserve-dynamic": DynamicReservation,
+    "reserve-max": LongestReservation,
+    "distserve": WaitingShareAdmission,
+}
+"""Rules by name; gllm.scheduler.config.KV_ADMISSION_NAMES lists the names."""
