@@ -32,6 +32,8 @@ EXPERIMENTS = {
     "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
     "interference": ("interference", "requests that slow each other down; --real: this engine"),
     "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
+    "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
+    "tetri": ("tetri", "TetriInfer: its workloads against colocated engines"),
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),

@@ -9,7 +9,7 @@ over the numbers of prompt and token machines for each objective. For throughput
 power or cost budget; for cost, power or space it is a throughput.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from gllm.sim.hardware.machines import ClusterDesign, MachineType, count_affordable
@@ -28,7 +28,7 @@ class DesignResult(NamedTuple):
 
     design: ClusterDesign
     value: float
-    """Throughput in requests per second, or the quantity that the cluster takes."""
+    """Throughput in requests per second."""
     num_evaluations: int
 
 
@@ -131,41 +131,49 @@ def _climb(value: Callable[[int], float], index: int, size: int) -> int:
         index = best
 
 
-def minimize_under_throughput(
+def find_border(
     pair: tuple[MachineType, MachineType],
-    objective: str,
     serves: Callable[[ClusterDesign], bool],
     limit: tuple[int, int],
-) -> DesignResult:
-    """Return the cheapest cluster that serves a throughput within the SLOs.
+) -> tuple[list[ClusterDesign], int]:
+    """Return the clusters that serve a throughput within the SLOs and lack no machine for it.
 
     Walks along the border between clusters that serve it and those that do not, from the most
-    prompt machines down: at most the sum of both limits in evaluations. Ties take the fewest
-    prompt machines.
+    prompt machines down: at most the sum of both limits in evaluations. For every number of prompt
+    machines that can serve it at all, the cluster with the fewest token machines is in the list.
 
     Args:
         pair: Prompt and token machine.
-        objective: A name of BUDGETS.
         serves: Returns True if a cluster serves the throughput.
         limit: Largest numbers of prompt and token machines.
+
+    Returns:
+        The clusters, with the most prompt machines first, and the number of evaluations.
 
     Raises:
         ValueError: The largest cluster does not serve the throughput.
     """
-    unit = BUDGETS[objective]
     memo = _Memo(pair, serves)
     num_prompt, num_token = limit[0], 1
-    candidates = []
+    border = []
     while num_prompt >= 1 and num_token <= limit[1]:
         if memo.value(num_prompt, num_token):
-            candidates.append(memo.design(num_prompt, num_token))
+            border.append(memo.design(num_prompt, num_token))
             num_prompt -= 1
         else:
             num_token += 1
-    if not candidates:
+    if not border:
         raise ValueError(
             f"{limit[0]} prompt and {limit[1]} token machines do not serve the throughput: raise "
             "the limit"
         )
-    best = min(candidates, key=lambda design: (round(unit(design), 9), design.num_prompt))
-    return DesignResult(best, unit(best), len(memo.values))
+    return border, len(memo.values)
+
+
+def choose_cheapest(border: Sequence[ClusterDesign], objective: str) -> ClusterDesign:
+    """Return the cluster that takes least of an objective, a name of BUDGETS.
+
+    Ties take the fewest prompt machines.
+    """
+    unit = BUDGETS[objective]
+    return min(border, key=lambda design: (round(unit(design), 9), design.num_prompt))

@@ -95,19 +95,18 @@ class SplitwiseCostModel(BaseCostModel):
         profile: Times of the model on the machine.
         stages: Number of pipeline stages; each takes an equal share of the machine's time. The
             paper's machines have one.
-        slowdown: Factor on all times, such as that of a power limit.
-
-    Raises:
-        ValueError: The slowdown is not above 0.
+        has_prefill: False for a machine that gets its prompts' KV cache from another one: a prompt
+            takes no time.
     """
 
-    def __init__(self, profile: SplitwiseProfile, stages: int = 1, slowdown: float = 1.0) -> None:
-        if not slowdown > 0:
-            raise ValueError(f"slowdown is {slowdown}: choose a factor above 0")
+    def __init__(
+        self, profile: SplitwiseProfile, stages: int = 1, has_prefill: bool = True
+    ) -> None:
         self._profile = profile
-        self._share = slowdown / stages
+        self._stages = stages
+        self._has_prefill = has_prefill
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of a micro-batch, the same on all stages."""
-        num_prompt_tokens = work.num_tokens - work.num_decodes
-        return self._share * self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes)
+        num_prompt_tokens = work.num_tokens - work.num_decodes if self._has_prefill else 0
+        return self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes) / self._stages

@@ -1,9 +1,9 @@
 """Machine types with price and power, and clusters of prompt and token machines.
 
 Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), Tables I and V. The figures are in
-gllm/sim/data/splitwise_machines.csv, relative to a DGX-A100 = 1. Table I names GB/s for InfiniBand
-and Gbit/s for NVLink, which is the wrong way round; the file has InfiniBand in Gbit/s. Table V
-gives an H100 machine another relative cost than Table I, from whose dollars the searches compute.
+gllm/sim/data/splitwise_machines.csv, relative to a DGX-A100 = 1. Table I's InfiniBand of 200 and
+400 GB/s is that of eight cards of 200 and 400 Gbit/s; its NVLink has Gbit/s where GB/s are meant.
+Table V gives an H100 machine another relative cost than Table I, whose cost the searches take.
 """
 
 import math
@@ -36,7 +36,7 @@ class MachineType(NamedTuple):
     power: float
     """Relative to a DGX-A100."""
     link: NetworkLink
-    """Network card: bytes per second, and no latency."""
+    """All network cards together, one per GPU: bytes per second, and no latency."""
 
     @property
     def memory_bytes(self) -> float:
@@ -78,7 +78,7 @@ def read_machines() -> dict[str, MachineType]:
             float(row["prompt_cost_table_v"]),
             float(row["token_cost_table_v"]),
             float(row["relative_power"]),
-            NetworkLink(float(row["link_gbit_per_s"]) * GBIT, 0.0),
+            NetworkLink(int(row["num_gpus"]) * float(row["nic_gbit_per_s"]) * GBIT, 0.0),
         )
     return machines
 

@@ -1,0 +1,227 @@
+"""Clusters of Splitwise in simulation: machines, workloads and the highest rate within the SLOs."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import log
+
+from gllm.experiments.split_pools import busy_seconds, simulate_pool, simulate_split
+from gllm.observability.latency import RequestTimeline
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.costs.splitwise import SplitwiseCostModel, read_profile
+from gllm.sim.deployment import Deployment
+from gllm.sim.hardware.machines import ClusterDesign, MachineType
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.metrics.slowdowns import (
+    RequestLatencies,
+    SloMargin,
+    check_slos,
+    measure_latencies,
+    worst_margin,
+)
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+
+MODEL = "bloom-176b"
+"""Model of the paper's cluster studies."""
+MAX_MODEL_LEN = 16384
+"""Holds every request of the traces."""
+USABLE_SHARE = 0.9
+"""Share of the GPUs' memory for weights and KV cache."""
+MAX_BATCH = 512
+"""Requests of a batch in splitwise-sim."""
+PROMPT_BATCH_TOKENS = 2048
+"""Prompt tokens of a batch, from which throughput does not rise."""
+OVERLAP_FACTOR = 10.0
+"""Factor on the bandwidth that stands for transfers under computation, as in splitwise-sim."""
+RATE_STEP = 1.05
+"""Rates of a search are powers of this."""
+MAX_FACTOR = 10
+"""Limit of a search, per rate at its start."""
+FIRST_STEP = 4
+"""First step of a search, as a power of RATE_STEP."""
+WORKLOADS = {"code": "azure-code", "conversation": "azure-conv"}
+"""Shipped traces of the paper's workloads; arrivals are Poisson's, as in the paper."""
+
+
+@dataclass(frozen=True)
+class ClusterPoint:
+    """One simulated point."""
+
+    design: ClusterDesign
+    workload: str
+    """A name of WORKLOADS."""
+    rate: float
+    """Requests per second."""
+    requests: int
+    is_static: bool = False
+    """True if all requests arrive at once, as a batch job."""
+    policy: str = "splitwise"
+    """Scheduling policy of every machine."""
+    stages: int = 1
+    """Pipeline stages of every machine."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PointOutcome:
+    """Figures of a simulated point."""
+
+    margins: list[SloMargin]
+    requests_per_second: float
+    """Completed requests over the time from the first arrival to the last token."""
+    busy_seconds: float
+
+    @property
+    def is_served(self) -> bool:
+        """Return True if all nine SLOs hold."""
+        return all(margin.is_met for margin in self.margins)
+
+    @property
+    def worst(self) -> SloMargin:
+        """Return the slowdown that is largest relative to its limit."""
+        return worst_margin(self.margins)
+
+
+def reference_latencies(prompt: int, output: int) -> RequestLatencies:
+    """Return the latencies of a request that is alone on a DGX-A100."""
+    profile = read_profile(MODEL, "a100-80gb")
+    ttft, tbt = profile.prompt_seconds(prompt), profile.token_seconds(1)
+    return RequestLatencies(ttft, tbt if output > 1 else None, ttft + (output - 1) * tbt)
+
+
+def build_machine(
+    machine: MachineType, policy: str, stages: int, has_prefill: bool = True
+) -> Deployment:
+    """Return the deployment of one machine: the model at TP 8, in equal stages."""
+    shape = MODELS[MODEL]
+    kv_bytes = shape.layers * shape.kv_bytes
+    weight_bytes = shape.parameters * shape.bytes_per_weight
+    config = SchedulerConfig(
+        policy=policy,
+        max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
+        max_num_seqs=MAX_BATCH,
+        prefix_cache=False,
+        async_scheduling=False,
+    )
+    blocks = machine.kv_tokens(weight_bytes, kv_bytes, USABLE_SHARE) // config.block_size
+    cost = SplitwiseCostModel(read_profile(MODEL, machine.device), stages, has_prefill)
+    layers = [shape.layers // stages] * stages
+    return Deployment(MODEL, layers, cost, config.resolve(stages, blocks, MAX_MODEL_LEN))
+
+
+def transfer_seconds(design: ClusterDesign, num_tokens: int) -> float:
+    """Return the visible time of a per-layer transfer; the slower of both cards counts."""
+    shape = MODELS[MODEL]
+    bandwidth = min(design.prompt.link.bandwidth, design.token.link.bandwidth)
+    return num_tokens * shape.layers * shape.kv_bytes / (bandwidth * OVERLAP_FACTOR)
+
+
+def simulate_point(point: ClusterPoint) -> PointOutcome:
+    """Simulate a point."""
+    arrivals = "static" if point.is_static else "poisson"
+    jobs = make_workload(
+        WORKLOADS[point.workload], point.requests, point.rate, arrivals, point.seed
+    )
+    lines, busy = _serve(point, jobs)
+    pairs = []
+    for line, job in zip(lines, jobs, strict=True):
+        if (latencies := measure_latencies(line)) is not None:
+            reference = reference_latencies(job.num_prompt_tokens, job.num_output_tokens)
+            pairs.append((latencies, reference))
+    span = max(line.times[-1] for line in lines) - jobs[0].arrival_seconds
+    return PointOutcome(check_slos(pairs), len(pairs) / span, busy)
+
+
+def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[RequestTimeline], float]:
+    """Return the timelines of the jobs and the busy time of all machines."""
+    design = point.design
+
+    def machines(machine: MachineType, count: int, has_prefill: bool) -> dict[str, Deployment]:
+        each = build_machine(machine, point.policy, point.stages, has_prefill)
+        return {f"{machine.name}-{index}": each for index in range(count)}
+
+    prompts = machines(design.prompt, design.num_prompt, True)
+    if not design.num_token:
+        run = simulate_pool(prompts, jobs, "least-tokens", point.seed)
+        return [run.requests[seq].line for seq in range(len(jobs))], busy_seconds(run)
+    tokens = machines(design.token, design.num_token, False)
+    split = simulate_split(
+        prompts, tokens, jobs, lambda count: transfer_seconds(design, count), seed=point.seed
+    )
+    return split.lines, split.busy_seconds
+
+
+@cache
+def mean_lengths(workload: str) -> tuple[float, float]:
+    """Return the mean prompt and output tokens of a workload."""
+    jobs = make_workload(WORKLOADS[workload], 4000)
+    return (
+        sum(job.num_prompt_tokens for job in jobs) / len(jobs),
+        sum(job.num_output_tokens for job in jobs) / len(jobs),
+    )
+
+
+def fluid_rate(design: ClusterDesign, workload: str) -> float:
+    """Return the rate at which one pool is saturated, without queues, in requests per second.
+
+    A prompt machine computes full batches; a token machine the largest batch that keeps the limit
+    of the median TBT and fits its KV cache. A cluster that is not split does both in turn.
+    """
+    prompt, output = mean_lengths(workload)
+    prompt_rate = _prompt_rate(design.prompt) / prompt
+    token_rate = _token_rate(design.token, prompt + output) / output
+    if not design.num_token:
+        return design.num_prompt / (1 / prompt_rate + 1 / token_rate)
+    return min(design.num_prompt * prompt_rate, design.num_token * token_rate)
+
+
+def _prompt_rate(machine: MachineType) -> float:
+    """Return the prompt tokens per second of full batches."""
+    seconds = read_profile(MODEL, machine.device).prompt_seconds(PROMPT_BATCH_TOKENS)
+    return PROMPT_BATCH_TOKENS / seconds
+
+
+def _token_rate(machine: MachineType, length: float) -> float:
+    """Return the output tokens per second of the largest batch within the median TBT's limit."""
+    token_seconds = read_profile(MODEL, machine.device).token_seconds
+    limit = 1.25 * read_profile(MODEL, "a100-80gb").token_seconds(1)
+    shape = MODELS[MODEL]
+    capacity = machine.kv_tokens(
+        shape.parameters * shape.bytes_per_weight, shape.layers * shape.kv_bytes, USABLE_SHARE
+    )
+    most = max(1, min(MAX_BATCH, int(capacity / length)))
+    batch = max((b for b in range(1, most + 1) if token_seconds(b) <= limit), default=1)
+    return batch / token_seconds(batch)
+
+
+def highest_rate(point: ClusterPoint) -> tuple[float, int]:
+    """Return the highest rate that meets all SLOs, and the number of simulations.
+
+    Rates are powers of RATE_STEP. The search begins near the point's rate, steps until one rate is
+    served and another is not, then bisects. 0 if a MAX_FACTORth of the point's rate is not served;
+    the search ends at about MAX_FACTOR times that rate, which few requests may be served at.
+    """
+    served: dict[int, bool] = {}
+
+    def is_served(index: int) -> bool:
+        if index not in served:
+            served[index] = simulate_point(replace(point, rate=RATE_STEP**index)).is_served
+        return served[index]
+
+    start = round(log(point.rate) / log(RATE_STEP))
+    reach = round(log(MAX_FACTOR) / log(RATE_STEP))
+    low = high = start
+    step = FIRST_STEP
+    if is_served(start):
+        while is_served(high := low + step):
+            if high > start + reach:
+                return RATE_STEP**high, len(served)
+            low, step = high, 2 * step
+    else:
+        while low > start - reach and not is_served(low := high - step):
+            high, step = low, 2 * step
+        if not is_served(low):
+            return 0.0, len(served)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_served(middle) else (low, middle)
+    return RATE_STEP**low, len(served)

@@ -1,0 +1,204 @@
+"""Search for Splitwise's clusters: designs by constraint and objective, and their baselines."""
+
+from dataclasses import dataclass, replace
+
+from gllm.experiments.splitwise_clusters import (
+    ClusterPoint,
+    fluid_rate,
+    highest_rate,
+    simulate_point,
+)
+from gllm.sim.design_search import (
+    choose_cheapest,
+    find_border,
+    maximal_designs,
+    maximize_throughput,
+)
+from gllm.sim.hardware.machines import (
+    ClusterDesign,
+    count_affordable,
+    machine_pair,
+    read_machines,
+)
+
+DESIGNS = ("AA", "HH", "HA", "HHcap")
+"""Prompt and token machine: A: DGX-A100, H: DGX-H100, cap: with a power limit."""
+BASELINES = {"Baseline-A100": "DGX-A100", "Baseline-H100": "DGX-H100"}
+"""Clusters whose machines do both phases."""
+NUM_H100 = 40
+"""Machines of the paper's Baseline-H100, whose power and cost are the budgets."""
+START_SHARE = 0.75
+"""First rate of a search, per rate at which one pool is saturated."""
+STRIDE = 3
+"""Distance of the first designs of a search, in prompt machines."""
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """Search for the highest rate of a design under a budget."""
+
+    design: str
+    """A name of DESIGNS or BASELINES."""
+    workload: str
+    constraint: str
+    """Name of a quantity of gllm.sim.design_search.BUDGETS."""
+    scale: int
+    """The cluster has this share of the paper's machines: 5 is a fifth."""
+    requests: int
+    policy: str
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """Best cluster of a search."""
+
+    task: SearchTask
+    cluster: ClusterDesign
+    rate: float
+    """Highest rate within the SLOs, requests per second."""
+    num_designs: int
+    num_simulations: int
+
+    @property
+    def full_rate(self) -> float:
+        """Return the rate of a cluster of the paper's size, in proportion."""
+        return self.rate * self.task.scale
+
+
+def budget(constraint: str, scale: int) -> float:
+    """Return the power or cost of the paper's Baseline-H100, scaled."""
+    h100 = read_machines()["DGX-H100"]
+    return NUM_H100 * (h100.power if constraint == "power" else h100.cost) / scale
+
+
+def baseline(name: str, constraint: str, scale: int) -> ClusterDesign:
+    """Return the cluster of a baseline that a budget admits."""
+    machine = read_machines()[BASELINES[name]]
+    price = machine.power if constraint == "power" else machine.cost
+    return ClusterDesign(machine, machine, count_affordable(budget(constraint, scale), price), 0)
+
+
+def measure_rate(
+    design: ClusterDesign, workload: str, requests: int, policy: str, stages: int = 1
+) -> tuple[float, int]:
+    """Return the highest rate of a cluster within the SLOs, and the number of simulations."""
+    rate = START_SHARE * fluid_rate(design, workload)
+    return highest_rate(
+        ClusterPoint(design, workload, rate, requests, policy=policy, stages=stages)
+    )
+
+
+def search_design(task: SearchTask) -> SearchOutcome:
+    """Return the best cluster of a design, or the rate of a baseline."""
+    num_simulations = 0
+
+    def evaluate(design: ClusterDesign) -> float:
+        nonlocal num_simulations
+        rate, count = measure_rate(design, task.workload, task.requests, task.policy, task.stages)
+        num_simulations += count
+        return rate
+
+    if task.design in BASELINES:
+        cluster = baseline(task.design, task.constraint, task.scale)
+        return SearchOutcome(task, cluster, evaluate(cluster), 1, num_simulations)
+    limit = budget(task.constraint, task.scale)
+    pair = machine_pair(task.design)
+    result = maximize_throughput(pair, task.constraint, limit, evaluate, STRIDE)
+    return SearchOutcome(task, result.design, result.value, result.num_evaluations, num_simulations)
+
+
+def fluid_optimum(task: SearchTask) -> ClusterDesign:
+    """Return the best cluster without queues, by an exhaustive search."""
+    pair = machine_pair(task.design)
+    designs = list(maximal_designs(pair, task.constraint, budget(task.constraint, task.scale)))
+    return max(designs, key=lambda design: fluid_rate(design, task.workload))
+
+
+@dataclass(frozen=True)
+class BorderTask:
+    """Search for the smallest clusters of a design that serve a rate."""
+
+    design: str
+    workload: str
+    rate: float
+    requests: int
+    policy: str
+
+
+@dataclass(frozen=True)
+class BorderOutcome:
+    """Cheapest clusters of a design that serve a rate."""
+
+    task: BorderTask
+    least_power: ClusterDesign
+    least_cost: ClusterDesign
+    num_simulations: int
+
+
+def search_border(task: BorderTask) -> BorderOutcome:
+    """Return the clusters of least power and cost that serve a rate.
+
+    The largest cluster has twice the machines that the fluid model needs, and one more of each.
+    """
+    pair = machine_pair(task.design)
+    one = ClusterDesign(*pair, 1, 10**6), ClusterDesign(*pair, 10**6, 1)
+    most_prompt, most_token = (
+        int(2 * task.rate / fluid_rate(design, task.workload)) + 2 for design in one
+    )
+
+    def serves(design: ClusterDesign) -> bool:
+        if fluid_rate(design, task.workload) < task.rate:
+            return False
+        point = ClusterPoint(design, task.workload, task.rate, task.requests, policy=task.policy)
+        return simulate_point(point).is_served
+
+    border, num_evaluations = find_border(pair, serves, (most_prompt, most_token))
+    return BorderOutcome(
+        task, choose_cheapest(border, "power"), choose_cheapest(border, "cost"), num_evaluations
+    )
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """Batch job on a cluster: all requests are there at once."""
+
+    name: str
+    cluster: ClusterDesign
+    workload: str
+    requests: int
+    policy: str
+
+
+def batch_rate(task: BatchTask) -> float:
+    """Return the completed requests per second of a batch job."""
+    point = ClusterPoint(
+        task.cluster, task.workload, 1.0, task.requests, is_static=True, policy=task.policy
+    )
+    return simulate_point(point).requests_per_second
+
+
+def measure_full(outcome: SearchOutcome) -> tuple[ClusterDesign, float, int]:
+    """Return the best cluster of a search in full size, its highest rate and the simulations.
+
+    The search begins at the scaled rate.
+    """
+    task, scale = outcome.task, outcome.task.scale
+    cluster = replace_sizes(outcome.cluster, scale)
+    point = ClusterPoint(
+        cluster,
+        task.workload,
+        max(outcome.full_rate, 1.0),
+        2 * task.requests,
+        policy=task.policy,
+        stages=task.stages,
+    )
+    rate, num_simulations = highest_rate(replace(point))
+    return cluster, rate, num_simulations
+
+
+def replace_sizes(design: ClusterDesign, factor: int) -> ClusterDesign:
+    """Return a cluster with a multiple of the machines."""
+    return design._replace(
+        num_prompt=design.num_prompt * factor, num_token=design.num_token * factor
+    )

@@ -1,0 +1,55 @@
+"""TetriInfer's workloads against colocated engines, and the dispatch of heavy decodes."""
+
+import pytest
+
+from gllm.experiments.tetri import NUM_INSTANCES, mean_most_heavy
+from gllm.experiments.tetri_cases import (
+    CAP,
+    HEAVY_OUTPUT,
+    HEAVY_PROMPT,
+    TetriCase,
+    sample_jobs,
+    scale_to_v100,
+    simulate_case,
+)
+from gllm.sim.costs.distserve import read_coefficients
+
+
+def change(workload: str, metric: str) -> float:
+    """Return the relative change against one colocated engine with a cap."""
+    ours = simulate_case(TetriCase(workload, "uniform", "tetri"))
+    base = simulate_case(TetriCase(workload, "uniform", "colocated", CAP, num_colocated=1))
+    return getattr(ours, metric) / getattr(base, metric) - 1
+
+
+@pytest.mark.parametrize(
+    ("workload", "metric", "limit"),
+    [("LPHD", "ttft", -0.9), ("Mixed", "ttft", -0.7), ("Mixed", "jct", -0.4)],
+)
+def test_prompts_and_jobs_are_faster_than_on_a_capped_engine(
+    workload: str, metric: str, limit: float
+) -> None:
+    assert change(workload, metric) <= limit
+
+
+@pytest.mark.parametrize("num_engines", NUM_INSTANCES)
+def test_heavy_decodes_are_spread(num_engines: int) -> None:
+    most = mean_most_heavy("po2", num_engines, 20)
+    assert most <= 18
+    assert most < mean_most_heavy("random", num_engines, 20)
+
+
+def test_sharegpt_requests_belong_to_their_class() -> None:
+    jobs = sample_jobs("HPLD", "sharegpt", 3, 40)
+    assert len(jobs) == 40
+    assert all(job.num_prompt_tokens > HEAVY_PROMPT for job in jobs)
+    assert all(job.num_output_tokens <= HEAVY_OUTPUT for job in jobs)
+    assert jobs != sample_jobs("HPLD", "sharegpt", 4, 40)
+
+
+def test_a_v100_is_slower_by_its_data_sheet() -> None:
+    a100 = read_coefficients("distserve", "opt-13b", 2)
+    v100 = scale_to_v100(a100)
+    assert v100.prefill.per_token / a100.prefill.per_token == pytest.approx(312 / 125)
+    assert v100.small_decode.third / a100.small_decode.third == pytest.approx(2039 / 900)
+    assert not v100.ranges
