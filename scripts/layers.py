@@ -58,7 +58,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
-                "gllm.kv_transfer.layout "
+                "gllm.kv_transfer.break_even gllm.kv_transfer.layout "
                 "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.observability.logged_scheduler "

@@ -21,6 +21,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedReques
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.observability.bubbles import BubbleMeter
+from gllm.runtime.driver_kv import DriverKv
 from gllm.runtime.driver_pacing import DriverPacing
 from gllm.runtime.plan_record import PlanRecord
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
@@ -63,6 +64,7 @@ class Driver:
         plan_record: PlanRecord | None = None,
         first_stage_ranks: MessageSender | None = None,
         pacing: DriverPacing | None = None,
+        has_kv_mover: bool = False,
     ) -> None:
         """Create the driver.
 
@@ -77,7 +79,10 @@ class Driver:
             plan_record: where uncommitted plans are recorded for the parent; None for nowhere.
             first_stage_ranks: channel to the other ranks of the first stage; None without any.
             pacing: sets the depth of the scheduler; None for a fixed one.
+            has_kv_mover: True if KV blocks can be given to other engines and fetched from them.
         """
+        self.kv = DriverKv(scheduler, frontend.send) if has_kv_mover else None
+        """Transfers of KV blocks; None if every request is computed here."""
         self._pacing = pacing
         self._plan_record = plan_record
         self._vocab_size = vocab_size
@@ -116,6 +121,8 @@ class Driver:
                 log.exception("request %d could not be submitted", message.seq)
             if self._held.pop(message.seq, None) is not None:
                 self._record_held()
+            if self.kv is not None:
+                self.kv.forget(message.seq)
             self._fail(message.seq, message.n, str(error) or type(error).__name__)
 
     def reject(self, message: RejectedRequest) -> None:
@@ -141,6 +148,8 @@ class Driver:
             message.outputs,
             message.age_seconds,
         )
+        if self.kv is not None:
+            request = self.kv.add_to(request, message)
         request.check(self.scheduler.config.max_model_len)
         message.check(self._vocab_size)
         now = time.monotonic()
@@ -239,6 +248,8 @@ class Driver:
         self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
         if (coefficients := self._step_costs.on_stage_times(message.steps)) is not None:
             self._frontend.send(StepCostReport(coefficients))
+            if self.kv is not None:
+                self.kv.coefficients = coefficients
 
     def on_link_times(self, message: LinkTimes) -> None:
         """Note the times of the links between machines."""
@@ -252,6 +263,8 @@ class Driver:
         """
         if self._pacing is not None:
             self._pacing.update(time.monotonic())
+        if self.kv is not None:
+            self.kv.start_fetches()
         while (plan := self._schedule()) is not None:
             self._has_new_stats = True
             if self._plan_record is not None:
@@ -262,6 +275,8 @@ class Driver:
             for receiver in self._receivers:
                 receiver.send_encoded(payload)
             self._first_stage(step)
+        if self.kv is not None:
+            self.kv.report_transfers()
         outputs, self._outputs = self._outputs, []
         if self._has_new_stats and not outputs:
             outputs = [(StepOutput([], [], [], []), [])]

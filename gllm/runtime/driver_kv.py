@@ -1,0 +1,144 @@
+"""The driver's part in transfers of KV blocks between engines.
+
+It passes the scheduler's fetches, holds and revocations to the KV mover, by way of the head
+process, and the mover's answers to the scheduler. docs/disaggregation.md has the whole path.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import count
+
+from gllm.kv_transfer.break_even import TransferEstimate, should_fetch
+from gllm.messages.base import WireMessage
+from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.kv_transfer import (
+    CancelKvFetch,
+    FetchKv,
+    KvFetched,
+    KvFetchStarted,
+    KvRevoked,
+    RevokeKv,
+    ServeKv,
+)
+from gllm.messages.requests import SubmitRequest
+from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.step_cost import StepCostCoefficients
+
+
+class DriverKv:
+    """Transfers of one driver."""
+
+    def __init__(self, scheduler: Scheduler, send: Callable[[WireMessage], None]) -> None:
+        """Create the object.
+
+        Args:
+            scheduler: of the driver.
+            send: sends to the head process, which has the KV mover.
+        """
+        self.coefficients: StepCostCoefficients | None = None
+        """Fitted step cost, for the decision whether a fetch is worth it."""
+        self._scheduler = scheduler
+        self._send = send
+        self._sources: dict[int, KvSource] = {}
+        """Sources of sequences whose fetch has not begun."""
+        self._numbers = count()
+        self._fetches: dict[int, tuple[KvFetch, KvSource]] = {}
+        """Fetches that run, by number."""
+        self._served: set[int] = set()
+        """Tickets that the mover may serve."""
+        self._estimates: dict[str, TransferEstimate] = {}
+        """Times of transfers, by the engine that has the blocks."""
+        self._bytes_per_token = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        """True while leases and fetches need a turn of the driver from time to time."""
+        return bool(self._fetches or self._served)
+
+    def add_to(self, request: SchedulerRequest, message: SubmitRequest) -> SchedulerRequest:
+        """Return a request with its ticket, and with the number of tokens that can be fetched."""
+        source, num_tokens = message.kv_source, 0
+        if source is not None:
+            # At least one token is computed, so that there are logits to sample from.
+            num_known = len(message.prompt) + min(map(len, message.outputs), default=0)
+            num_tokens = min(source.num_tokens, num_known - 1)
+        if source is not None and num_tokens:
+            self._sources[message.seq] = source
+        return request._replace(kv_ticket=message.kv_ticket, kv_source_tokens=num_tokens)
+
+    def forget(self, seq: int) -> None:
+        """Forget a sequence that cannot run."""
+        self._sources.pop(seq, None)
+
+    def start_fetches(self) -> None:
+        """Start the fetches of the scheduler; to be called before it schedules."""
+        now = time.monotonic()
+        for fetch in self._scheduler.take_fetches(now):
+            source = self._sources.pop(fetch.seq, None)
+            if not fetch.num_tokens:
+                continue
+            if source is None or not self._is_worth(fetch, source):
+                self._scheduler.finish_fetch(fetch.seq, False, now)
+                continue
+            number = next(self._numbers)
+            self._fetches[number] = fetch, source
+            self._send(
+                FetchKv(
+                    number,
+                    source.ticket,
+                    source.endpoint,
+                    fetch.first_token,
+                    fetch.num_tokens,
+                    fetch.block_ids,
+                )
+            )
+
+    def report_transfers(self) -> None:
+        """Pass new holds, revocations and cancellations on; to be called after each turn."""
+        scheduler, now = self._scheduler, time.monotonic()
+        for hold in scheduler.take_holds():
+            self._served.add(hold.ticket)
+            self._send(ServeKv(hold.ticket, hold.num_tokens, hold.block_ids))
+        for ticket in scheduler.take_revocations(now):
+            self._send(RevokeKv(ticket))
+        for seq in scheduler.take_fetch_cancellations():
+            self._sources.pop(seq, None)
+            numbers = [number for number, (fetch, _) in self._fetches.items() if fetch.seq == seq]
+            for number in numbers:
+                self._send(CancelKvFetch(number))
+
+    def on_message(
+        self, message: KvFetchStarted | KvFetched | KvRevoked | ReleaseKvHolds | RenewKvHolds
+    ) -> None:
+        """Handle an answer of the mover, or a command of a router."""
+        match message:
+            case ReleaseKvHolds(tickets):
+                self._scheduler.release_holds(tickets)
+            case RenewKvHolds(tickets):
+                self._scheduler.renew_holds(tickets, time.monotonic())
+            case KvFetchStarted(number) if number in self._fetches:
+                self._scheduler.record_fetch_progress(self._fetches[number][0].seq)
+            case KvFetched() if message.fetch in self._fetches:
+                self._on_fetched(message, *self._fetches.pop(message.fetch))
+            case KvRevoked(ticket):
+                self._served.discard(ticket)
+                self._scheduler.confirm_revocation(ticket)
+
+    def _on_fetched(self, message: KvFetched, fetch: KvFetch, source: KvSource) -> None:
+        if message.is_ok:
+            estimate = self._estimates.setdefault(source.engine, TransferEstimate())
+            estimate.observe(message.num_bytes, message.seconds)
+            self._bytes_per_token = message.num_bytes / fetch.num_tokens
+        self._scheduler.finish_fetch(fetch.seq, message.is_ok, time.monotonic())
+
+    def _is_worth(self, fetch: KvFetch, source: KvSource) -> bool:
+        """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
+        estimate = self._estimates.get(source.engine)
+        if estimate is None or self.coefficients is None:
+            # The first transfer measures the rate.
+            return True
+        seconds = estimate.predict(int(fetch.num_tokens * self._bytes_per_token))
+        compute = self.coefficients.predict_chunk_seconds(fetch.first_token, fetch.num_tokens)
+        return should_fetch(seconds, compute)
