@@ -9,10 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from gllm.fleet.dispatch_target import ChooseEngine, DispatchTarget, Parked, Submitted
+from gllm.fleet.dispatch_target import ChooseEngine, DispatchTarget, KvPeer, Parked, Submitted
+from gllm.fleet.handoffs import Handoffs, PairChooser
 from gllm.fleet.numerics import PATIENCE_SECONDS, NumericsIndex
-from gllm.fleet.output_checks import drop_stale, split_refused
+from gllm.fleet.output_checks import drop_stale, is_complete, split_refused
 from gllm.messages.requests import AbortSequences, EngineOutputs
+from gllm.routing.disaggregation.policy import EnginePair
 from gllm.runtime.delivery import SubmittedChoice, deliver
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_client import RequestClient, SendFunction
@@ -36,6 +38,7 @@ class FleetClient(RequestClient):
         migration_limit: int = MIGRATION_LIMIT,
         on_output_length: Callable[[int, int], None] | None = None,
         numerics_patience: float = PATIENCE_SECONDS,
+        pairs: PairChooser | None = None,
     ) -> None:
         """Create a client without engines.
 
@@ -47,6 +50,7 @@ class FleetClient(RequestClient):
                 an engine has finished.
             numerics_patience: seconds for which a request with tokens waits for an engine with
                 equal numerics; then another one may continue it, with another text.
+            pairs: chooses who prefills and who decodes; None if one engine does both.
         """
         if migration_limit < 2:
             raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
@@ -60,8 +64,9 @@ class FleetClient(RequestClient):
         self.num_stale_tokens = 0
         """Tokens that arrived from an engine which no longer had their request."""
         self._choose = choose
-        self._on_output_length = on_output_length
+        self._on_output_length = on_output_length or (lambda max_tokens, length: None)
         self._engines: dict[str, DispatchTarget] = {}
+        self.handoffs = Handoffs(self._engines, pairs)
         self._numerics = NumericsIndex(numerics_patience)
         self._parked: dict[RequestStream, Parked] = {}
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
@@ -88,16 +93,19 @@ class FleetClient(RequestClient):
         attached = self._engines.get(engine)
         return len(attached.streams) if attached is not None else 0
 
-    def attach(self, engine: str, numerics: str, send: SendFunction) -> None:
+    def attach(
+        self, engine: str, numerics: str, send: SendFunction, kv: KvPeer | None = None
+    ) -> None:
         """Use an engine from now on; parked requests are dispatched.
 
         Args:
             engine: name; an attached engine of this name is lost.
             numerics: digest of what its tokens depend on besides the request.
             send: sends to it, in order; must not raise once a message could be encoded.
+            kv: its part in hand-offs; None if it takes none.
         """
         self.detach(engine, "another session took its place", is_planned=False)
-        self._engines[engine] = DispatchTarget(engine, numerics, send)
+        self._engines[engine] = DispatchTarget(engine, numerics, send, kv)
         self._numerics.update(self._engines.values())
         self.dispatch_parked()
 
@@ -113,6 +121,7 @@ class FleetClient(RequestClient):
         attached = self._engines.pop(engine, None)
         if attached is None:
             return
+        self.handoffs.on_lost(engine)
         self._numerics.update(self._engines.values())
         owners = {seq: choice.stream for seq, choice in attached.choices.items()}
         for stream in list(attached.streams):
@@ -199,33 +208,50 @@ class FleetClient(RequestClient):
             return
         self.num_stale_tokens += drop_stale(attached, message)
         message, refused = split_refused(attached, message, self._ban)
+        message, prefilled = self.handoffs.split_prefilled(attached, message)
         ended = deliver(message, attached.choices)
+        self.handoffs.on_tokens(attached, message.outcome.seqs)
         if self._suspects.has_deaths:
             for seq in message.outcome.seqs:
                 if target := attached.choices.get(seq):
                     self._suspects.clear(target.stream)
         for stream, choice, _ in ended:
-            self._record_length(stream, choice)
+            if is_complete(stream, choice):
+                entry = stream.entry
+                self._on_output_length(entry.max_tokens, len(entry.outputs[choice]))
             self._remove(stream, [choice])
+        for stream, is_held in prefilled.items():
+            self.handoffs.on_prefilled(stream, is_held, time.monotonic())
+            self._take_back(attached, stream, "")
+            # Both engines together are one attempt.
+            stream.entry.num_attempts = 0
         self._move_refused(attached, refused)
         self._end_isolation(avoid=attached.name if refused else "")
         self._notify()
+        if prefilled:
+            self.continue_handoffs()
 
-    def _record_length(self, stream: RequestStream, choice: int) -> None:
-        """Report the length of an output that has ended, unless it failed or was aborted."""
-        end = stream.delta(choice).end
-        is_complete = end is not None and end.finish_reason in ("stop", "length")
-        if self._on_output_length is not None and is_complete:
-            entry = stream.entry
-            self._on_output_length(entry.max_tokens, len(entry.outputs[choice]))
+    def continue_handoffs(self) -> None:
+        """Submit prefilled requests whose reader goes on after token 1; renew and release holds.
+
+        To be called soon again while `handoffs.has_unread`, otherwise every second.
+        """
+        for stream in self.handoffs.pop_read(time.monotonic()):
+            self._place(stream)
 
     def _dispatch(self, stream: RequestStream) -> None:
-        target = self._find_engine(stream)
-        if target is not None:
-            self._submit_to(target, stream)
-        else:
+        if not self._place(stream):
             self._check_encoding(stream)
             self._parked[stream] = Parked(time.monotonic(), "")
+
+    def _place(self, stream: RequestStream, avoid: str = "") -> bool:
+        """Submit a new or parked request to the engine that is chosen for it, if one is."""
+        names = self._eligible(stream)[0] - {avoid, self._reserved}
+        pair = self.handoffs.choose(stream, names)
+        target = self._find_engine(stream, avoid) if pair is None else self._engines[pair.prefill]
+        if target is not None:
+            self._submit_to(target, stream, pair)
+        return target is not None
 
     def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
         """Return the engine that is chosen for a request, other than `avoid`, if one is."""
@@ -248,13 +274,16 @@ class FleetClient(RequestClient):
         """Submit parked requests, except suspects, if engines are chosen for them."""
         suspects = set(self._suspects.suspects(self._parked))
         for stream in streams:
-            if stream not in suspects and (target := self._find_engine(stream, avoid)):
-                self._submit_to(target, stream)
+            if stream not in suspects and not self.handoffs.is_reading(stream):
+                self._place(stream, avoid)
 
-    def _submit_to(self, engine: DispatchTarget, stream: RequestStream) -> None:
-        """Submit a new or parked request to an engine."""
+    def _submit_to(
+        self, engine: DispatchTarget, stream: RequestStream, pair: EnginePair | None = None
+    ) -> None:
+        """Submit a new or parked request to an engine, the first one of a pair if there is one."""
         self._numerics.on_submission(stream.entry, engine)
-        self._submit(stream, engine.send, engine.choices)
+        self._submit(stream, self.handoffs.sender(stream, engine, pair), engine.choices)
+        self.handoffs.on_submitted(stream, engine)
         stream.entry.engine = engine.name
         self.num_dispatched[engine.name] += 1
         parked = self._parked.pop(stream, None) or Parked(time.monotonic(), "")
@@ -268,6 +297,7 @@ class FleetClient(RequestClient):
         for seq in entry.seqs.values():
             del engine.choices[seq]
         entry.seqs.clear()
+        self.handoffs.on_given_back(stream, engine.name)
         submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
         self._pin_numerics(engine, stream)
         since = time.monotonic()
@@ -358,6 +388,7 @@ class FleetClient(RequestClient):
 
     def _on_removed(self, stream: RequestStream) -> None:
         self._parked.pop(stream, None)
+        self.handoffs.on_end(stream)
         self._suspects.clear(stream)
         if engine := self._engines.get(stream.entry.engine):
             engine.streams.pop(stream, None)

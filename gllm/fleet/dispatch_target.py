@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
 from gllm.runtime.delivery import SubmittedChoice
 from gllm.runtime.request_client import SendFunction
 from gllm.runtime.request_stream import RequestStream
@@ -16,6 +17,17 @@ others only if none of these was chosen for some time.
 """
 
 
+class KvPeer(NamedTuple):
+    """An engine that may give KV blocks to others, and fetch theirs."""
+
+    run: int
+    """Random number of this start of its head process."""
+    endpoint: Callable[[], bytes]
+    """Returns the address and layout of its KV cache; empty while it has none."""
+    send: Callable[[ReleaseKvHolds | RenewKvHolds], None]
+    """Sends a command about the blocks that it holds."""
+
+
 @dataclass(slots=True, eq=False)
 class DispatchTarget:
     """An attached engine, and the requests that it has."""
@@ -24,6 +36,8 @@ class DispatchTarget:
     numerics: str
     """Digest: engines of the same one continue each other's output."""
     send: SendFunction
+    kv: KvPeer | None = None
+    """None if the engine takes part in no hand-offs."""
     choices: dict[int, SubmittedChoice] = field(default_factory=dict)
     """By wire id."""
     streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)

@@ -64,7 +64,7 @@ class Dispatcher:
             others were refused too.
         """
         now = self._clock()
-        engines = self._candidates(names, now)
+        engines = self.candidates(names, now)
         if not engines:
             return None
         request = self._routing_request(stream.entry, engines[0].block_size)
@@ -94,7 +94,7 @@ class Dispatcher:
         Returns:
             The reason and the seconds after which a client may try again; None to accept it.
         """
-        engines = self._candidates(self.records, self._clock())
+        engines = self.candidates(self.records, self._clock())
         if not engines:
             return None
         request = RoutingRequest(
@@ -137,7 +137,7 @@ class Dispatcher:
         entry.num_refusals = 0
         return True
 
-    def _candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
+    def candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
         """Return the engines that take requests; ejected ones only if there are no others."""
         # In the order of attachment: that of a set of names differs from run to run.
         ready = [

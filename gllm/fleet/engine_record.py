@@ -67,7 +67,9 @@ class EngineRecord:
 
     def on_submitted(self, message: SubmitRequest, now: float) -> None:
         """Count a request that is sent to the engine."""
-        self._sent.on_sent(message.seq, self.num_next_tokens, now)
+        # Of what is fetched from another engine only the last token is computed.
+        num_tokens = self.num_next_tokens if message.kv_source is None else 1
+        self._sent.on_sent(message.seq, num_tokens, now)
         self._snapshot = None
 
     def snapshot(self, weight: float = 1.0) -> EngineSnapshot:

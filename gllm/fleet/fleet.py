@@ -21,14 +21,18 @@ from gllm.fleet.engine_checks import unfit_reason
 from gllm.fleet.engine_commands import EngineCommands
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
+from gllm.fleet.engine_senders import kv_peer, request_sender
 from gllm.fleet.fleet_links import FleetLinks
-from gllm.fleet.fleet_status import FleetStats, engine_row, forget_departed
+from gllm.fleet.fleet_status import FleetStats, engine_row, forget_departed, unready_cause
+from gllm.fleet.handoff_poll import HandoffPoll
 from gllm.fleet.link_config import FleetLinkConfig
+from gllm.fleet.pair_dispatcher import PairDispatcher
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.requests import EngineOutputs
+from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy_registry import make_policy
 
@@ -49,6 +53,7 @@ class Fleet:
         model_hash: str,
         max_model_len: int,
         create_links: type[FleetLinks] = FleetLinks,
+        pair_policy: PairPolicy | None = None,
     ) -> None:
         """Create the fleet; `start` begins to listen and to dial.
 
@@ -57,6 +62,7 @@ class Fleet:
             model_hash: of the router's model; engines of another one are refused.
             max_model_len: most tokens of prompt and output; engines with less are refused.
             create_links: class of the sessions with the engines.
+            pair_policy: chooses who prefills and who decodes; None if one engine does both.
 
         Raises:
             ValueError: an address or the secret cannot be used.
@@ -70,12 +76,17 @@ class Fleet:
         self._dispatcher = Dispatcher(
             make_policy(config.policy, Random()), FleetHealth(config.health), time.monotonic
         )
+        pairs = None
+        if pair_policy is not None:
+            pairs = PairDispatcher(pair_policy, self._dispatcher, time.monotonic)
         self.client = FleetClient(
             self._dispatcher.choose,
             config.migration_limit,
             self._dispatcher.output_lengths.record,
             config.recovery_patience,
+            pairs,
         )
+        self._handoff_poll = HandoffPoll(self.client)
         self._links = create_links(
             FleetLinkConfig(
                 hub=None if config.hub == "off" else config.hub,
@@ -249,6 +260,7 @@ class Fleet:
         self.died.set()
         if self._ticks is not None:
             self._ticks.cancel()
+        self._handoff_poll.close()
         self._commands.fail_all("the router was stopped")
         self.client.fail_all("the router was stopped")
         await self._links.stop()
@@ -282,14 +294,8 @@ class Fleet:
         self._dispatcher.health.on_attached(name, now)
         if self._dispatcher.policy.uses_prefixes:
             link.send(WatchKvCache(True))
-
-        def send(message: SubmitRequest | AbortSequences) -> None:
-            link.send(message)
-            if isinstance(message, SubmitRequest):
-                record.on_submitted(message, time.monotonic())
-
         self._on_engines_changed()
-        self.client.attach(name, announce.numerics, send)
+        self.client.attach(name, announce.numerics, request_sender(link, record), kv_peer(link))
 
     def _on_lost(self, link: EngineLink, cause: str) -> None:
         name, is_planned = link.name, link.is_leaving
@@ -322,6 +328,7 @@ class Fleet:
                 if message.outcome.seqs:
                     self._dispatcher.health.on_outputs(link.name, message.outcome.seqs, now)
                 self.client.on_outputs(link.name, message)
+                self._handoff_poll.on_outputs()
             case EngineReport():
                 self._on_report(link, record, message, now)
             case KvCacheEvents():
@@ -375,6 +382,7 @@ class Fleet:
                 continue
             if now - since > self._config.recovery_patience and self.client.num_running(name):
                 self.client.migrate(name, is_planned=False)
+        self._handoff_poll.on_tick()
         if self.client.num_parked:
             self.client.dispatch_parked()
             self.client.reject_parked(self._unready_cause(), self._config.park_timeout)
@@ -384,12 +392,7 @@ class Fleet:
         return since is not None and time.monotonic() - since > self._config.park_timeout
 
     def _unready_cause(self) -> str:
-        """Describe why no engine takes requests."""
-        records = sorted(self._dispatcher.records.values(), key=lambda record: record.name)
-        if not records:
-            return "no engine is attached to the router"
-        states = ", ".join(f"{record.name} is {record.state}" for record in records)
-        return f"no engine takes requests: {states}"
+        return unready_cause(self._dispatcher.records)
 
     def _find(self, name: str) -> EngineRecord:
         if name not in self._dispatcher.records:

@@ -122,3 +122,11 @@ def _add_counters(total: SchedulerStats, stats: SchedulerStats) -> SchedulerStat
     return total._replace(
         **{name: getattr(total, name) + getattr(stats, name) for name in COUNTERS}
     )
+
+
+def unready_cause(records: Mapping[str, EngineRecord]) -> str:
+    """Describe why no engine takes requests."""
+    if not records:
+        return "no engine is attached to the router"
+    states = ", ".join(f"{name} is {record.state}" for name, record in sorted(records.items()))
+    return f"no engine takes requests: {states}"

@@ -51,3 +51,9 @@ def without_ends(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
         return message
     finished = [end for end in message.outcome.finished if end.seq not in seqs]
     return msgspec.structs.replace(message, outcome=message.outcome._replace(finished=finished))
+
+
+def is_complete(stream: RequestStream, choice: int) -> bool:
+    """Return True if a choice that has ended neither failed nor was aborted."""
+    end = stream.delta(choice).end
+    return end is not None and end.finish_reason in ("stop", "length")

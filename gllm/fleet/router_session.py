@@ -13,6 +13,7 @@ from gllm.fleet.connection import PeerConnection
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import GreetEngine
+from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import WatchKvCache
 from gllm.messages.requests import (
     AbortSequences,
@@ -58,6 +59,8 @@ class RouterSession:
         self._unwatch: Callable[[], None] | None = None
         """Ends the subscription of KV events, if there is one."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tickets: set[int] = set()
+        """Tickets of the router under which KV blocks may be held."""
 
     @property
     def num_requests(self) -> int:
@@ -83,6 +86,11 @@ class RouterSession:
                 self._reject(range(seq, seq + min(n, MAX_N)), error)
             case WatchKvCache():
                 self._watch(message)
+            case ReleaseKvHolds(tickets):
+                self._tickets.difference_update(tickets)
+                self._engine.send_kv_command(message)
+            case RenewKvHolds():
+                self._engine.send_kv_command(message)
             case ResetPrefixCache(command_id):
                 task = asyncio.create_task(self._reset_prefix_cache(command_id))
                 self._tasks.add(task)
@@ -99,6 +107,9 @@ class RouterSession:
         self._running.clear()
         self._choices.clear()
         self._ready.clear()
+        tickets, self._tickets = sorted(self._tickets), set()
+        for start in range(0, len(tickets), MAX_TICKETS):
+            self._engine.send_kv_command(ReleaseKvHolds(tickets[start : start + MAX_TICKETS]))
 
     def _submit(self, message: SubmitRequest, refusal: str) -> None:
         """Start a request, or answer why it is not started."""
@@ -118,6 +129,8 @@ class RouterSession:
         except (TypeError, ValueError, OverflowError) as error:
             self._reject(seqs, f"the request cannot be sent: {error}")
         else:
+            if message.kv_ticket:
+                self._tickets.add(message.kv_ticket)
             running = _Running(stream, dict(zip(sorted(stream.alive), count(message.seq))))
             self._running[running] = None
             for choice, seq in running.seqs.items():

@@ -21,6 +21,7 @@ from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.control import ResetPrefixCache
+from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
 from gllm.messages.lifecycle import Shutdown
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
@@ -278,6 +279,11 @@ class Supervisor:
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""
         return await self.run_command(ResetPrefixCache, 1)
+
+    def send_kv_command(self, message: ReleaseKvHolds | RenewKvHolds) -> None:
+        """Pass a command about held KV blocks to the driver, if there is one."""
+        if self._recovery.state is RecoveryState.READY:
+            self._executor.send_to_driver(message)
 
     async def run_command(
         self, create: Callable[[int], WireMessage], num_workers: int | None = None

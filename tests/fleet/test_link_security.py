@@ -53,6 +53,8 @@ TO_ENGINE = {
     "ResetPrefixCache",
     "NoticeToEngine",
     "RefuseEngine",
+    "ReleaseKvHolds",
+    "RenewKvHolds",
 }
 
 

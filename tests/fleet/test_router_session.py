@@ -1,8 +1,10 @@
 """Requests of a router on an engine: their output under the router's wire ids, aborts and ends."""
 
+import msgspec
 import pytest
 
 from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import AbortSequences, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
@@ -182,3 +184,17 @@ async def test_kv_events_and_commands(links: Links) -> None:
     await until(lambda: CommandDone(12, 0, "the engine is recovering") in router.messages)
     await router.links.stop()
     await until(lambda: watched[-1] == WatchKvCache(False))
+
+
+async def test_holds_of_a_router_end_with_its_session(links: Links) -> None:
+    router, engine, _ = await links.pair()
+    for ticket in (5, 6):
+        message = request(10 * ticket, [1, 2], 1)
+        router.link().send(msgspec.structs.replace(message, kv_ticket=ticket))
+    router.link().send(RenewKvHolds([5, 6]))
+    router.link().send(ReleaseKvHolds([5]))
+    await until(lambda: len(engine.kv_commands) == 2)
+    assert engine.kv_commands == [RenewKvHolds([5, 6]), ReleaseKvHolds([5])]
+    await router.links.stop()
+    await until(lambda: len(engine.kv_commands) == 3)
+    assert engine.kv_commands[2] == ReleaseKvHolds([6])

@@ -1,0 +1,25 @@
+"""Functions that send to an attached engine, for the client of a router."""
+
+import time
+
+from gllm.fleet.dispatch_target import KvPeer
+from gllm.fleet.engine_link import EngineLink
+from gllm.fleet.engine_record import EngineRecord
+from gllm.messages.requests import AbortSequences, SubmitRequest
+from gllm.runtime.request_client import SendFunction
+
+
+def request_sender(link: EngineLink, record: EngineRecord) -> SendFunction:
+    """Return the function that sends requests to an engine, and counts them as its load."""
+
+    def send(message: SubmitRequest | AbortSequences) -> None:
+        link.send(message)
+        if isinstance(message, SubmitRequest):
+            record.on_submitted(message, time.monotonic())
+
+    return send
+
+
+def kv_peer(link: EngineLink) -> KvPeer:
+    """Return an engine's part in hand-offs, with its endpoint as announced last."""
+    return KvPeer(link.announce.run, lambda: link.announce.kv_endpoint, link.send)

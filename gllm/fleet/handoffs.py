@@ -1,0 +1,285 @@
+"""Hand-offs of a router's requests: their states, and the commands about held KV blocks.
+
+The client submits and parks the requests; this object says when and to which engine, and sends the
+commands to the engines that hold blocks.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from gllm.fleet.dispatch_target import DispatchTarget
+from gllm.fleet.output_checks import without_ends
+from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.handoff import (
+    Handoff,
+    HandoffAction,
+    HandoffLimits,
+    HandoffState,
+    ReleaseHold,
+    RenewHold,
+)
+from gllm.runtime.journal import JournalEntry
+from gllm.runtime.request_client import SendFunction
+from gllm.runtime.request_stream import RequestStream
+
+
+class PairChooser(Protocol):
+    """Chooses the engines of both phases of a request."""
+
+    def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
+        """Return the engines of a request, of those named; None to leave it to the policy."""
+
+    def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
+        """Return the engine that decodes a request that another one has prefilled; None if none."""
+
+    def on_prefilled(self, stream: RequestStream) -> None:
+        """Note that a request has its first token."""
+
+    def on_ended(self, stream: RequestStream) -> None:
+        """Note that a request has ended; unknown ones are ignored."""
+
+    def on_engine_lost(self, engine: str) -> None:
+        """Note that an engine has gone."""
+
+
+class Handoffs:
+    """Requests with a hand-off that is not over."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, DispatchTarget],
+        pairs: PairChooser | None,
+        limits: HandoffLimits | None = None,
+    ) -> None:
+        """Create the table.
+
+        Args:
+            engines: attached engines by name, kept up to date by the caller.
+            pairs: chooses the engines; None for no hand-offs.
+            limits: of times; None for the defaults.
+        """
+        self.num_ended: Counter[str] = Counter()
+        """Hand-offs by outcome; see Handoff."""
+        self._engines = engines
+        self._pairs = pairs
+        self._limits = limits or HandoffLimits()
+        self._by_stream: dict[RequestStream, Handoff] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Hand-offs that are not over."""
+        return len(self._by_stream)
+
+    @property
+    def has_unread(self) -> bool:
+        """True if a request waits for the reader of token 1."""
+        return any(each.state is HandoffState.READY for each in self._by_stream.values())
+
+    def state_of(self, stream: RequestStream) -> HandoffState:
+        """Return the state of a request's hand-off, DONE without one."""
+        handoff = self._by_stream.get(stream)
+        return HandoffState.DONE if handoff is None else handoff.state
+
+    def is_reading(self, stream: RequestStream) -> bool:
+        """Return True while the text of token 1 may still end a request."""
+        return self.state_of(stream) is HandoffState.READY
+
+    def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
+        """Return the engines of a request's next submission; None to leave them to the policy.
+
+        Args:
+            stream: a request that no engine has.
+            names: engines that may get it.
+
+        Returns:
+            The engine to submit to in `prefill`. A pair of two engines begins a hand-off if it is
+            passed to `sender`.
+        """
+        if self._pairs is None:
+            return None
+        handoff = self._by_stream.get(stream)
+        able = frozenset(name for name in names if _endpoint(self._engines[name]))
+        if not names:
+            return None
+        if handoff is not None:
+            decode = handoff.decode if handoff.decode in names else ""
+            decode = decode or self._pairs.choose_decode(stream, able) or ""
+            return EnginePair(decode, decode) if decode in names else None
+        if not _can_be_handed_off(stream.entry):
+            return None
+        pair = self._pairs.choose(stream, able) if able else None
+        if pair is None or pair.prefill not in able:
+            return None
+        if pair.decode is None or pair.decode == pair.prefill:
+            return pair
+        decode = pair.decode
+        is_equal = decode in able and self._has_equal_numerics(pair.prefill, decode)
+        return pair if is_equal else None
+
+    def sender(
+        self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair | None
+    ) -> SendFunction:
+        """Return the function that submits a request to an engine.
+
+        Args:
+            stream: the request.
+            engine: the engine.
+            pair: result of `choose`, if it named the engine.
+        """
+        handoff = self._by_stream.get(stream)
+        if handoff is None and pair is not None and pair.prefill != pair.decode:
+            return self._prefill_sender(stream, engine, pair)
+        source = None if handoff is None else self._source(stream, handoff, engine)
+        if source is None:
+            return engine.send
+
+        def send(message: SubmitRequest | AbortSequences) -> None:
+            engine.send(msgspec.structs.replace(message, kv_source=source))
+
+        return send
+
+    def on_submitted(self, stream: RequestStream, engine: DispatchTarget) -> None:
+        """Note that a request was submitted."""
+        if handoff := self._by_stream.get(stream):
+            self._execute(handoff.on_submitted(engine.name))
+
+    def split_prefilled(
+        self, engine: DispatchTarget, message: EngineOutputs
+    ) -> tuple[EngineOutputs, dict[RequestStream, bool]]:
+        """Return a message without the ends of prefilled requests that go on elsewhere, and these.
+
+        Returns:
+            The message, and for each of these requests True if the engine holds its blocks.
+        """
+        prefilled: dict[RequestStream, bool] = {}
+        seqs = set()
+        if self._by_stream:
+            for end in message.outcome.finished:
+                choice = engine.choices.get(end.seq)
+                if choice is None or end.finish_reason != "length":
+                    continue
+                if self.state_of(choice.stream) is HandoffState.PREFILL:
+                    seqs.add(end.seq)
+                    prefilled[choice.stream] = end.kv_ticket != 0
+        return without_ends(message, seqs), prefilled
+
+    def on_prefilled(self, stream: RequestStream, is_held: bool, now: float) -> None:
+        """Note that a request has token 1, and that the engine holds its blocks or does not."""
+        handoff = self._by_stream[stream]
+        handoff.on_prefilled(now)
+        if not is_held:
+            handoff.on_not_held()
+        if self._pairs is not None:
+            self._pairs.on_prefilled(stream)
+
+    def on_tokens(self, engine: DispatchTarget, seqs: Iterable[int]) -> None:
+        """Note tokens of an engine, by wire id."""
+        if not self._by_stream:
+            return
+        for seq in seqs:
+            choice = engine.choices.get(seq)
+            handoff = self._by_stream.get(choice.stream) if choice is not None else None
+            if handoff is not None:
+                self._execute(handoff.on_decoded())
+
+    def on_given_back(self, stream: RequestStream, engine: str) -> None:
+        """Note that an engine has a request no more."""
+        if handoff := self._by_stream.get(stream):
+            actions = handoff.on_given_back(engine)
+            self._forget_if_done(stream, handoff)
+            self._execute(actions)
+
+    def on_end(self, stream: RequestStream) -> None:
+        """Note that a request has ended."""
+        if self._pairs is not None:
+            self._pairs.on_ended(stream)
+        if handoff := self._by_stream.get(stream):
+            actions = handoff.on_end()
+            self._forget_if_done(stream, handoff)
+            self._execute(actions)
+
+    def on_lost(self, engine: str) -> None:
+        """Note that an engine is gone, before its requests are given back."""
+        if self._pairs is not None:
+            self._pairs.on_engine_lost(engine)
+        for handoff in self._by_stream.values():
+            handoff.on_lost(engine)
+
+    def pop_read(self, now: float) -> list[RequestStream]:
+        """Renew and release holds that are due; return the requests that go on after token 1."""
+        streams = []
+        for stream, handoff in self._by_stream.items():
+            was_reading = handoff.state is HandoffState.READY
+            is_read = was_reading and not stream.deltas
+            self._execute(handoff.on_read() if is_read else handoff.on_tick(now))
+            if was_reading and handoff.state is HandoffState.TRANSFER:
+                streams.append(stream)
+        return streams
+
+    def _prefill_sender(
+        self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair
+    ) -> SendFunction:
+        """Return the function that submits a request for one token, to be held."""
+
+        def send(message: SubmitRequest | AbortSequences) -> None:
+            ticket = secrets.randbelow(2**63 - 1) + 1
+            engine.send(msgspec.structs.replace(message, max_tokens=1, kv_ticket=ticket))
+            # Only now: encoding may raise.
+            handoff = self._by_stream[stream] = Handoff(pair, ticket, self._limits)
+            handoff.start()
+
+        return send
+
+    def _source(
+        self, stream: RequestStream, handoff: Handoff, engine: DispatchTarget
+    ) -> KvSource | None:
+        """Return the source of a request's blocks; None if the engine has to compute them."""
+        holder = self._engines.get(handoff.pair.prefill)
+        if holder is None or holder is engine or holder.kv is None or not handoff.is_held:
+            return None
+        if not _endpoint(engine) or not self._has_equal_numerics(holder.name, engine.name):
+            return None
+        num_tokens = len(stream.entry.prompt)
+        return KvSource(
+            holder.name, holder.kv.run, handoff.ticket, num_tokens, holder.kv.endpoint()
+        )
+
+    def _has_equal_numerics(self, engine: str, other: str) -> bool:
+        return self._engines[engine].numerics == self._engines[other].numerics
+
+    def _forget_if_done(self, stream: RequestStream, handoff: Handoff) -> None:
+        if handoff.state is HandoffState.DONE:
+            self.num_ended[handoff.outcome] += 1
+            del self._by_stream[stream]
+
+    def _execute(self, actions: Iterable[HandoffAction]) -> None:
+        """Send the commands about holds; submissions are the client's."""
+        for action in actions:
+            if not isinstance(action, ReleaseHold | RenewHold):
+                continue
+            holder = self._engines.get(action.engine)
+            if holder is not None and holder.kv is not None:
+                kind = ReleaseKvHolds if isinstance(action, ReleaseHold) else RenewKvHolds
+                holder.kv.send(kind([action.ticket]))
+
+
+def _endpoint(engine: DispatchTarget) -> bytes:
+    """Return the address of an engine's KV cache; empty if it neither gives nor fetches blocks."""
+    return b"" if engine.kv is None else engine.kv.endpoint()
+
+
+def _can_be_handed_off(entry: JournalEntry) -> bool:
+    """Return True for a new request of one choice with more than one token to generate."""
+    return (
+        entry.n == 1
+        and entry.max_tokens > 1
+        and not entry.num_output_tokens
+        and entry.sampling.prompt_logprobs is None
+        and not entry.sampling.embeds
+    )

@@ -1,0 +1,196 @@
+"""Requests that one engine prefills and another one decodes: same text, whatever dies when."""
+
+from functools import cache
+from random import Random
+
+import pytest
+
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.routing.handoff import HandoffState
+from gllm.runtime.request_stream import RequestStream
+from tests.grammar.writing import FOLDER
+from tests.runtime.generations import Stages
+from tests.runtime.kv_engines import KvCluster, load_stages
+
+GREEDY = SequenceSamplingParams(temperature=0)
+SAMPLED = SequenceSamplingParams(temperature=1, seed=11)
+MAX_TOKENS = 6
+
+
+@cache
+def stages_of(name: str, num_stages: int = 1, block_size: int = 8) -> Stages:
+    """Weights are loaded once per engine; each cluster has new drivers over them."""
+    return load_stages(FOLDER, num_stages, block_size)
+
+
+def cluster(*names: str) -> KvCluster:
+    return KvCluster({name: stages_of(name) for name in names or ("P", "D")})
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    rng = Random(seed)
+    return [[rng.randrange(3, 2048) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+def submit(
+    rig: KvCluster, prompt: list[int], sampling: SequenceSamplingParams = GREEDY, n: int = 1
+) -> RequestStream:
+    return rig.client.submit(prompt, sampling, MAX_TOKENS, [], n)
+
+
+def text(stream: RequestStream) -> list[list[int]]:
+    return [stream.entry.outputs[choice] for choice in range(stream.entry.n)]
+
+
+def expected(*prompts: list[int], sampling: SequenceSamplingParams = GREEDY) -> list[list[int]]:
+    """Return the output of each prompt on one engine."""
+    rig = cluster("one")
+    streams = [submit(rig, prompt, sampling) for prompt in prompts]
+    rig.run(streams)
+    return [text(stream)[0] for stream in streams]
+
+
+def test_100_prompts_through_a_pair_have_the_text_of_one_engine() -> None:
+    given = prompts(100)
+    one, pair = cluster("one"), cluster()
+    for start in range(0, len(given), 20):
+        some = given[start : start + 20]
+        alone = [submit(one, prompt) for prompt in some]
+        apart = [submit(pair, prompt) for prompt in some]
+        one.run(alone)
+        pair.run(apart)
+        assert [*map(text, apart)] == [*map(text, alone)]
+    assert pair.client.handoffs.num_ended == {"transferred": 100}
+    assert pair.client.num_resumed_requests == 0
+    decode = pair.engines["D"].scheduler.stats()
+    assert decode.failed_fetches == 0
+    assert decode.fetched_tokens == sum(map(len, given))
+    pair.check_empty()
+    one.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [((1, 8), (2, 8)), ((2, 8), (1, 8)), ((1, 16), (1, 8)), ((2, 4), (1, 16))],
+)
+def test_stages_and_block_sizes_may_differ(
+    prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    rig = KvCluster({"P": stages_of("P", *prefill), "D": stages_of("D", *decode)})
+    given = prompts(8, seed=2)
+    streams = [submit(rig, prompt) for prompt in given]
+    rig.run(streams)
+    assert [text(stream)[0] for stream in streams] == expected(*given)
+    assert rig.engines["D"].scheduler.stats().fetched_tokens > 0
+    rig.check_empty()
+
+
+def reach(rig: KvCluster, stream: RequestStream, state: HandoffState) -> None:
+    """Run until the hand-off of a request is in a state."""
+    if state is HandoffState.TRANSFER:
+        rig.moves_kv = False
+
+    def has_state() -> bool:
+        return rig.client.handoffs.state_of(stream) is state
+
+    if state is HandoffState.READY:
+        # Token 1 is not read.
+        while not has_state():
+            rig.step()
+    else:
+        rig.run([stream], until=has_state)
+    assert has_state()
+
+
+STATES = [
+    HandoffState.PREFILL,
+    HandoffState.READY,
+    HandoffState.TRANSFER,
+    HandoffState.DECODE,
+]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("victim", ["P", "D", "abort", "refuse"])
+@pytest.mark.parametrize("state", STATES)
+def test_a_death_at_each_state(
+    state: HandoffState, victim: str, sampling: SequenceSamplingParams
+) -> None:
+    rig = cluster()
+    (prompt,) = prompts(1, seed=3)
+    stream = submit(rig, prompt, sampling)
+    reach(rig, stream, state)
+    match victim:
+        case "abort":
+            rig.client.abort_streams([stream])
+        case "refuse":
+            for engine in rig.engines.values():
+                for fetch in list(engine.fetches):
+                    engine.end_fetch(fetch, False)
+        case _:
+            rig.kill(victim)
+    rig.moves_kv = True
+    rig.run([stream])
+    if victim != "abort":
+        assert text(stream) == expected(prompt, sampling=sampling)
+    rig.check_empty()
+
+
+def test_the_text_of_token_1_may_end_the_request() -> None:
+    rig = cluster()
+    (prompt,) = prompts(1, seed=4)
+    stream = submit(rig, prompt)
+    reach(rig, stream, HandoffState.READY)
+    rig.client.abort(stream, [0])
+    for _ in range(5):
+        rig.step()
+    assert rig.client.num_dispatched == {"P": 1}
+    assert rig.client.handoffs.num_ended == {"ended": 1}
+    rig.check_empty()
+
+
+def test_requests_that_stay_on_one_engine() -> None:
+    """Several choices, scored prompts, embeddings and requests of one token."""
+    rig = cluster()
+    scored = SequenceSamplingParams(temperature=0, prompt_logprobs=1)
+    streams = [
+        submit(rig, [5, 6, 7], SAMPLED, n=3),
+        submit(rig, [5, 6, 7], scored),
+        rig.client.submit([5, 6, 7], GREEDY, 1, []),
+    ]
+    rig.run(streams)
+    assert not rig.client.handoffs.num_ended
+    assert set(rig.client.num_dispatched) == {"D"}
+    rig.check_empty()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_deaths_aborts_and_refusals_in_any_order(seed: int) -> None:
+    rng = Random(seed)
+    rig = cluster("P", "D", "E")
+    given = prompts(12, seed=100 + seed)
+    streams = [submit(rig, prompt) for prompt in given]
+    aborted = set()
+    for _ in range(60):
+        rig.moves_kv = rng.random() < 0.7
+        rig.step()
+        for stream in streams:
+            if rng.random() < 0.7:
+                stream.pop_deltas()
+        rig.client.continue_handoffs()
+        if rng.random() < 0.1:
+            for engine in rig.engines.values():
+                for fetch in list(engine.fetches):
+                    engine.end_fetch(fetch, rng.random() < 0.5)
+        if rng.random() < 0.05 and len(rig.engines) > 1:
+            rig.kill(rng.choice(sorted(rig.engines)))
+        if rng.random() < 0.05:
+            number = rng.randrange(len(streams))
+            aborted.add(number)
+            rig.client.abort_streams([streams[number]])
+    rig.moves_kv = True
+    rig.run(streams)
+    for number, (whole, stream) in enumerate(zip(expected(*given), streams, strict=True)):
+        (tokens,) = text(stream)
+        assert tokens == (whole[: len(tokens)] if number in aborted else whole)
+    rig.check_empty()
