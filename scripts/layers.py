@@ -27,9 +27,11 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.link.encodings gllm.observability gllm.pacing gllm.routing gllm.scheduler "
                 "yaml"
             ),
+            "gllm.kv_transfer.break_even": "",
             "gllm.kv_transfer.layout": "msgspec",
             "gllm.kv_transfer": (
-                "gllm.kv_transfer.layout gllm.link.encodings gllm.messages msgspec nixl numpy"
+                "gllm.kv_transfer.break_even gllm.kv_transfer.layout gllm.link.encodings "
+                "gllm.messages msgspec nixl numpy"
             ),
             "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",
             "gllm.models.partition": "",
