@@ -5,7 +5,7 @@ commits happen here. Decisions are the scheduler's, and times are the cost model
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
@@ -13,6 +13,7 @@ from gllm.observability.step_log import (
 )
 from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
@@ -73,6 +74,22 @@ def _check_links(links: PipelineLinks, num_stages: int, loop: EventLoop) -> None
         raise ValueError("links are in another event loop than the pipeline: make them in its loop")
 
 
+class KvRequestListener(Protocol):
+    """Receiver of what a scheduler asks of the KV cache of other engines, and of its own for them.
+
+    Answers: `finish_fetch` and `confirm_revocation` of the pipeline.
+    """
+
+    def on_fetch(self, fetch: KvFetch, now: float) -> None:
+        """Fetch KV cache from another engine."""
+
+    def on_fetch_cancelled(self, seq: int, now: float) -> None:
+        """Stop the fetch of a sequence; one under way still has to be answered."""
+
+    def on_revoked(self, ticket: int, now: float) -> None:
+        """Stop reading the blocks of a ticket of this engine."""
+
+
 class SimulatedPipeline:
     """One generation of a pipeline: it runs until it is empty or stopped, and never starts again.
 
@@ -87,6 +104,7 @@ class SimulatedPipeline:
             `report_step_times_at` does.
         output_lengths: Output lengths that the scheduler begins with.
         devices: Device of each stage, shared with other engines; default: devices of its own.
+        kv_listener: Moves KV cache between engines; None: no request has KV cache elsewhere.
 
     Raises:
         ValueError: The links do not fit the number of stages, or are in another loop.
@@ -104,6 +122,7 @@ class SimulatedPipeline:
         reports_step_times: bool = True,
         output_lengths: OutputLengths | None = None,
         devices: Sequence[SimulatedDevice] | None = None,
+        kv_listener: KvRequestListener | None = None,
     ) -> None:
         self.loop = loop or EventLoop()
         self.cost = cost
@@ -116,6 +135,7 @@ class SimulatedPipeline:
             if log is None
             else LoggedScheduler(config, log, lambda: self.loop.now, output_lengths)
         )
+        self._kv_listener = kv_listener
         self.reports_step_times = reports_step_times and (
             log is not None or self.scheduler.learns_step_times
         )
@@ -184,6 +204,18 @@ class SimulatedPipeline:
         """
         self.loop.push(time, REPORT, self._on_report, (stage, steps))
 
+    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
+        """Note that KV cache has arrived, or never will; ignored once the pipeline has stopped."""
+        if not self.is_stopped:
+            self.scheduler.finish_fetch(seq, is_ok, now)
+            self._request_turn(now)
+
+    def confirm_revocation(self, ticket: int, now: float) -> None:
+        """Note that nobody reads the blocks of a ticket any more; they become free."""
+        if not self.is_stopped:
+            self.scheduler.confirm_revocation(ticket)
+            self._request_turn(now)
+
     def stop(self, now: float) -> list[SchedulerRequest]:
         """End the pipeline now, as a failure does: nothing that is under way has an effect.
 
@@ -225,6 +257,9 @@ class SimulatedPipeline:
         self._is_turn_due = False
         if self.is_stopped:
             return
+        if self._kv_listener is not None and self.scheduler.has_pending_fetches:
+            for fetch in self.scheduler.take_fetches(now):
+                self._kv_listener.on_fetch(fetch, now)
         while (plan := self.scheduler.schedule(now)) is not None:
             self._num_steps = plan.step + 1
             batch = InFlightBatch(plan, len(self._stages))
@@ -236,6 +271,17 @@ class SimulatedPipeline:
             else:
                 self._send_plan(now, batch)
         self._notify_scheduled(None, now)
+        if self._kv_listener is not None:
+            self._report_kv_changes(self._kv_listener, now)
+
+    def _report_kv_changes(self, listener: KvRequestListener, now: float) -> None:
+        """Report fetches and held blocks that the scheduler has given up."""
+        # The simulated mover knows of a hold by the end of its request.
+        self.scheduler.take_holds()
+        for seq in self.scheduler.take_fetch_cancellations():
+            listener.on_fetch_cancelled(seq, now)
+        for ticket in self.scheduler.take_revocations(now):
+            listener.on_revoked(ticket, now)
 
     def _notify_scheduled(self, batch: InFlightBatch | None, now: float) -> None:
         if not self.observers:

@@ -14,7 +14,12 @@ from gllm.sim.cluster.changes import (
     EngineStart,
     sort_changes,
 )
-from gllm.sim.cluster.engine import ClusterEngine, ClusterEngineState, EngineRun
+from gllm.sim.cluster.engine import (
+    ClusterEngine,
+    ClusterEngineState,
+    EngineKvListener,
+    EngineRun,
+)
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import ClusterRouter
 from gllm.sim.cluster.transfers import KvTransfer, KvTransfers
@@ -73,6 +78,7 @@ class SimulatedCluster:
         self.transfers = KvTransfers(self._on_transfer_end)
         self._router = router
         self._open_log = open_log
+        self._kv_listener: EngineKvListener | None = None
         self._routable: list[ClusterEngine] = []
         """Engines that the router takes for ready."""
         self._min_model_len = 0
@@ -90,6 +96,7 @@ class SimulatedCluster:
         deployment: Deployment,
         startup_seconds: float = 0.0,
         links: PipelineLinks | None = None,
+        role: str = "mixed",
     ) -> None:
         """Start a new engine now.
 
@@ -98,6 +105,7 @@ class SimulatedCluster:
             deployment: Model, cost model and configuration.
             startup_seconds: Time until the engine takes requests.
             links: Links made elsewhere, in the cluster's loop; default: links of its own.
+            role: prefill, decode or mixed; only pair policies read it.
 
         Raises:
             ValueError: There is an engine of that name.
@@ -106,7 +114,15 @@ class SimulatedCluster:
             raise ValueError(f"there is an engine {name!r}: choose another name")
         log = None if self._open_log is None else self._open_log(name)
         engine = self.engines[name] = ClusterEngine(
-            name, deployment, self.loop, self._router.needs, self, links, log
+            name,
+            deployment,
+            self.loop,
+            self._router.needs,
+            self,
+            links,
+            log,
+            role,
+            self._kv_listener,
         )
         self._start_up(engine, startup_seconds)
 
@@ -241,7 +257,10 @@ class SimulatedCluster:
         if name is None:
             heappush(self._queue, (request.rank, request))
         else:
-            self._find_engine(name, engines).submit(request, self._submissions, now)
+            self._submit(self._find_engine(name, engines), request, now)
+
+    def _submit(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
+        engine.submit(request, self._submissions, now)
 
     def _able_engines(self, request: ClusterRequest) -> list[ClusterEngine]:
         """Return the routable engines that can run a request.
@@ -296,7 +315,7 @@ class SimulatedCluster:
             if name is None:
                 others.append(item)
                 break
-            self._find_engine(name, [engine]).submit(request, self._submissions, now)
+            self._submit(self._find_engine(name, [engine]), request, now)
         if others:
             self._queue += others
             heapify(self._queue)

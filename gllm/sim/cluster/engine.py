@@ -8,6 +8,7 @@ from gllm.observability.step_log import RestartEvent, StepLogEvent
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.plan import SchedulerStats
 from gllm.sim.cluster.generation import EngineGeneration
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
@@ -16,7 +17,7 @@ from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.run_record import RunRecord
-from gllm.sim.pipeline import PipelineLinks
+from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline
 
 
 class ClusterEngineState(Enum):
@@ -58,6 +59,22 @@ class EngineListener(Protocol):
         """Note an engine that may be able to run another request."""
 
 
+class EngineKvListener(Protocol):
+    """Receiver of what concerns KV cache that moves between engines."""
+
+    def on_begun(self, engine: "ClusterEngine", request: ClusterRequest, now: float) -> None:
+        """Note a request of which the first chunk has been computed, if it was watched."""
+
+    def on_fetch(self, engine: "ClusterEngine", fetch: KvFetch, now: float) -> None:
+        """Fetch KV cache for an engine."""
+
+    def on_fetch_cancelled(self, engine: "ClusterEngine", seq: int, now: float) -> None:
+        """Stop the fetch of a sequence of an engine."""
+
+    def on_revoked(self, engine: "ClusterEngine", ticket: int, now: float) -> None:
+        """Stop reading the blocks that an engine holds under a ticket."""
+
+
 class ClusterEngine:
     """Engine of a simulated cluster.
 
@@ -69,6 +86,8 @@ class ClusterEngine:
         listener: Receiver of the engine's events.
         links: Links made elsewhere; None: links of its own.
         log: Receives the step log of all generations; None: no log.
+        role: prefill, decode or mixed.
+        kv_listener: Moves KV cache between engines; None: none moves.
     """
 
     def __init__(
@@ -80,8 +99,12 @@ class ClusterEngine:
         listener: EngineListener,
         links: PipelineLinks | None = None,
         log: Callable[[StepLogEvent], None] | None = None,
+        role: str = "mixed",
+        kv_listener: EngineKvListener | None = None,
     ) -> None:
         self.name = name
+        self.role = role
+        """Label that pair policies read; it may change at any time."""
         self.deployment = deployment
         self.state = ClusterEngineState.STARTING
         self.is_draining = False
@@ -92,12 +115,15 @@ class ClusterEngine:
         """Requests that the router sent to the engine after its death."""
         self.has_pull_event = False
         """True while an event is due that offers waiting requests to the engine."""
+        self.watched_seqs: set[int] = set()
+        """Sequences whose first computed chunk is to be reported."""
         self.lives = [EngineLife(loop.now)]
         self._generations: list[EngineGeneration] = []
         self._restarts: list[RestartEvent] = []
         self._loop = loop
         self._needs = needs
         self._listener = listener
+        self._kv_listener = kv_listener
         self._links = links
         self._log = log
 
@@ -126,6 +152,8 @@ class ClusterEngine:
     def snapshot(self) -> EngineSnapshot:
         """Return the state that a router knows; of a lost engine the last one."""
         snapshot = self._generations[-1].snapshot()
+        if self.role != snapshot.role:
+            snapshot = snapshot._replace(role=self.role)
         if not self.unsent_requests:
             return snapshot
         num_tokens = sum(len(each.request.prompt_token_ids) for each in self.unsent_requests)
@@ -135,18 +163,24 @@ class ClusterEngine:
         """Apply the changes of the engine's prefix cache since the last call to an index."""
         self._generations[-1].update_index(prefixes)
 
-    def submit(self, request: ClusterRequest, submissions: SubmissionLog, now: float) -> None:
-        """Send a request to the engine.
+    def submit(self, request: ClusterRequest, submissions: SubmissionLog, now: float) -> int | None:
+        """Send a request to the engine; return its sequence id, None from a dead engine.
 
         Raises:
             ValueError: The request can never run.
         """
         if self.state is not ClusterEngineState.READY:
             self.unsent_requests.append(request)
-            return
+            return None
         seq = submissions.add(request)
         self.requests[seq] = request
         self._generations[-1].pipeline.submit(request.submission(seq, now), now)
+        return seq
+
+    @property
+    def pipeline(self) -> SimulatedPipeline:
+        """Return the pipeline of the latest generation."""
+        return self._generations[-1].pipeline
 
     # Lifecycle.
 
@@ -187,7 +221,14 @@ class ClusterEngine:
         self.lives[-1] = self.lives[-1]._replace(ready_time=now)
         self._generations.append(
             EngineGeneration(
-                self.name, deployment, self._loop, self._needs, self, self._links, self._log
+                self.name,
+                deployment,
+                self._loop,
+                self._needs,
+                self,
+                self._links,
+                self._log,
+                None if self._kv_listener is None else self,
             )
         )
 
@@ -214,9 +255,33 @@ class ClusterEngine:
             for resumed in self._generations[-1].pipeline.stop(now):
                 request = self.requests[resumed.seq]
                 request.request = request.request._replace(outputs=resumed.outputs)
+        self.watched_seqs.clear()
         self.lives[-1] = self.lives[-1]._replace(end_time=now)
 
-    # Listener of a generation.
+    # Listener of a generation and of its scheduler's KV requests.
+
+    @property
+    def _kv(self) -> EngineKvListener:
+        assert self._kv_listener is not None
+        return self._kv_listener
+
+    def on_begun(self, seqs: list[int], now: float) -> None:
+        """Report watched sequences once."""
+        for seq in seqs:
+            self.watched_seqs.discard(seq)
+            self._kv.on_begun(self, self.requests[seq], now)
+
+    def on_fetch(self, fetch: KvFetch, now: float) -> None:
+        """Report a fetch."""
+        self._kv.on_fetch(self, fetch, now)
+
+    def on_fetch_cancelled(self, seq: int, now: float) -> None:
+        """Report a fetch that is no longer needed."""
+        self._kv.on_fetch_cancelled(self, seq, now)
+
+    def on_revoked(self, ticket: int, now: float) -> None:
+        """Report a ticket that must not be used any more."""
+        self._kv.on_revoked(self, ticket, now)
 
     def on_admitted(self, now: float) -> None:
         """Report that requests may have got their KV blocks."""

@@ -18,7 +18,7 @@ from gllm.sim.depth_control import start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.run_recorder import RunRecorder
-from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline
+from gllm.sim.pipeline import KvRequestListener, PipelineLinks, SimulatedPipeline
 
 
 class GenerationListener(Protocol):
@@ -29,6 +29,13 @@ class GenerationListener(Protocol):
 
     def on_admitted(self, now: float) -> None:
         """Note a micro-batch: requests that waited may hold KV blocks now."""
+
+    @property
+    def watched_seqs(self) -> set[int]:
+        """Return the sequences whose first committed rows are to be reported."""
+
+    def on_begun(self, seqs: list[int], now: float) -> None:
+        """Note watched sequences of which a row has been committed."""
 
 
 class EngineGeneration:
@@ -42,6 +49,7 @@ class EngineGeneration:
         listener: Receiver of finished sequences.
         links: Links made elsewhere; None: links of its own.
         log: Receives the events of the step log after the start; None: no log.
+        kv_listener: Moves KV cache between engines; None: no request has KV cache elsewhere.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class EngineGeneration:
         listener: GenerationListener,
         links: PipelineLinks | None = None,
         log: Callable[[StepLogEvent], None] | None = None,
+        kv_listener: KvRequestListener | None = None,
     ) -> None:
         config = deployment.scheduler
         self._listener = listener
@@ -69,6 +78,7 @@ class EngineGeneration:
             loop=loop,
             links=links,
             output_lengths=deployment.output_lengths,
+            kv_listener=kv_listener,
         )
         start_depth(self.pipeline, deployment.depth)
         if needs.prefixes:
@@ -146,5 +156,8 @@ class EngineGeneration:
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
         """Report finished sequences."""
         self.last_event_time = now
+        if watched := self._listener.watched_seqs:
+            begun = dict.fromkeys(row.seq for row in plan.rows if row.seq in watched)
+            self._listener.on_begun(list(begun), now)
         if output.finished:
             self._listener.on_finished([each.seq for each in output.finished], now)

@@ -13,7 +13,7 @@ from gllm.sim.workloads.requests import WorkloadRequest
 class ClusterRequest:
     """Unfinished request of a cluster, which may be submitted to several engines in turn."""
 
-    __slots__ = ("arrival_time", "index", "job", "request")
+    __slots__ = ("arrival_time", "index", "job", "kv_source_tokens", "kv_ticket", "request")
 
     def __init__(
         self, index: int, job: WorkloadRequest, request: SchedulerRequest, arrival_time: float
@@ -25,6 +25,16 @@ class ClusterRequest:
         """Request to the scheduler, with the output of former engines."""
         self.arrival_time = arrival_time
         """Time in seconds at which the router received the request."""
+        self.kv_ticket = 0
+        """Ticket under which the next engine, which only computes the prompt, holds its blocks; 0
+        for an engine that runs the request to its end."""
+        self.kv_source_tokens = 0
+        """Tokens whose KV cache the next engine fetches; 0 for none."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens so far, as far as the cluster knows."""
+        return len(self.request.outputs[0]) if self.request.outputs else 0
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +48,13 @@ class ClusterRequest:
 
     def submission(self, seq: int, now: float) -> SchedulerRequest:
         """Return the request as it is submitted to an engine at a time, as sequence `seq`."""
-        return self.request._replace(seq=seq, age_seconds=now - self.arrival_time)
+        request = self.request._replace(seq=seq, age_seconds=now - self.arrival_time)
+        if self.kv_ticket:
+            max_tokens = self.num_output_tokens + 1
+            return request._replace(max_tokens=max_tokens, kv_ticket=self.kv_ticket)
+        if self.kv_source_tokens:
+            return request._replace(kv_source_tokens=self.kv_source_tokens)
+        return request
 
 
 class Submission(NamedTuple):
@@ -48,10 +64,12 @@ class Submission(NamedTuple):
     """Position of the request in the workload."""
     num_resumed_tokens: int
     """Output of former engines with which the request came."""
+    is_handoff: bool
+    """True if the former engine was to compute the prompt only."""
 
 
 class SubmissionLog:
-    """Submissions of a cluster by sequence id; 12 bytes each.
+    """Submissions of a cluster by sequence id; 13 bytes each.
 
     Sequence ids count up over all engines, so that each request of a scheduler has a greater id
     than the ones before.
@@ -60,17 +78,19 @@ class SubmissionLog:
     def __init__(self) -> None:
         self._indexes = array("q")
         self._num_resumed_tokens = array("i")
+        self._handoffs = array("b")
 
     def add(self, request: ClusterRequest) -> int:
         """Add the next submission of a request; return its sequence id."""
-        outputs = request.request.outputs
         self._indexes.append(request.index)
-        self._num_resumed_tokens.append(len(outputs[0]) if outputs else 0)
+        self._num_resumed_tokens.append(request.num_output_tokens)
+        self._handoffs.append(request.kv_source_tokens > 0)
         return len(self._indexes) - 1
 
     def __getitem__(self, seq: int) -> Submission:
         """Return the submission of a sequence."""
-        return Submission(self._indexes[seq], self._num_resumed_tokens[seq])
+        is_handoff = bool(self._handoffs[seq])
+        return Submission(self._indexes[seq], self._num_resumed_tokens[seq], is_handoff)
 
 
 def join_submissions(
@@ -111,11 +131,12 @@ def _join(parts: Sequence[tuple[int, ServedRequest]], submissions: SubmissionLog
     times = [each.first_scheduled_time for _, each in parts]
     return ServedRequest(
         first.num_prompt_tokens,
-        first.max_tokens,
+        # An engine that hands over has a limit of its own.
+        max(each.max_tokens for _, each in parts),
         line,
         received_time=parts[-1][1].received_time,
         num_preemptions=sum(each.num_preemptions for _, each in parts),
-        num_resumptions=len(parts) - 1,
+        num_resumptions=sum(not submissions[seq].is_handoff for seq, _ in parts[1:]),
         first_scheduled_time=next((time for time in times if time is not None), None),
         preempted_seconds=sum(each.preempted_seconds for _, each in parts),
     )

@@ -79,6 +79,24 @@ class KvTransfers:
             TrafficClass.KV_CACHE, cost, self._on_arrival, number, owner=transfer
         )
 
+    def cancel(self, transfer: KvTransfer) -> bool:
+        """Stop a transfer without a report; return False if it does not travel."""
+        for number, each in self._under_way.items():
+            if each is transfer:
+                del self._under_way[number]
+                transfer.path.link.drop(transfer)
+                return True
+        return False
+
+    def on_path_lost(self, source: str, target: str, now: float) -> None:
+        """Lose the transfers from an engine to another one."""
+        for transfer in list(self._under_way.values()):
+            if (transfer.source, transfer.target) == (source, target):
+                self.cancel(transfer)
+                if transfer.on_lost is not None:
+                    transfer.on_lost(now)
+                self._on_end(transfer, now)
+
     def on_engine_dead(self, engine: str) -> None:
         """Break the transfers from and to an engine."""
         for number, transfer in list(self._under_way.items()):

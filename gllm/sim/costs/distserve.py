@@ -91,6 +91,40 @@ def read_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients
     )
 
 
+def interpolate_coefficients(system: str, model: str, tp: int) -> DistServeCoefficients:
+    """Return the published coefficients, or those between the neighbouring sizes, without ranges.
+
+    Coefficients are interpolated linearly in 1 / tp, because most times are nearly in proportion to
+    it.
+
+    Raises:
+        ValueError: The size lies outside the published ones.
+    """
+    rows = [
+        row for row in read_table(COEFFICIENTS_FILE)
+        if (row["system"], row["model"]) == (system, model)
+    ]  # fmt: skip
+    sizes = sorted(int(row["tp"]) for row in rows)
+    if tp in sizes or not sizes or not sizes[0] < tp < sizes[-1]:
+        return read_coefficients(system, model, tp)
+    below = max(size for size in sizes if size < tp)
+    above = min(size for size in sizes if size > tp)
+    share = (1 / below - 1 / tp) / (1 / below - 1 / above)
+    lower, upper = (read_coefficients(system, model, size) for size in (below, above))
+
+    def mix(first: PhaseCoefficients, second: PhaseCoefficients) -> PhaseCoefficients:
+        pairs = zip(first, second, strict=True)
+        return PhaseCoefficients(*((1 - share) * a + share * b for a, b in pairs))
+
+    return DistServeCoefficients(
+        mix(lower.prefill, upper.prefill),
+        mix(lower.small_decode, upper.small_decode),
+        mix(lower.large_decode, upper.large_decode),
+        lower.batch_threshold,
+        {},
+    )
+
+
 def measured_ranges(model: str, tp: int) -> dict[str, tuple[float, float]]:
     """Return the ranges that the measured batches cover; empty if their sizes are not published."""
     limit = GRID_TOKENS.get((model, tp))

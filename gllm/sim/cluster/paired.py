@@ -1,0 +1,363 @@
+"""Cluster whose requests are prefilled by one engine and decoded by another, which fetches the KV.
+
+Decisions are those of production: a pair policy chooses the engines, and each scheduler holds,
+fetches and revokes KV cache. Whatever fails ends as an ordinary prefill at the decode engine.
+"""
+
+from collections.abc import Iterable, Mapping
+from heapq import heappush
+from itertools import count
+from typing import NamedTuple
+
+from gllm.routing.disaggregation.policy import DecodeChoice, PairPolicy
+from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
+from gllm.sim.cluster.changes import ClusterChange
+from gllm.sim.cluster.cluster import ClusterRun, LogOpener, SimulatedCluster
+from gllm.sim.cluster.engine import ClusterEngine
+from gllm.sim.cluster.handoffs import (
+    HandoffRecord,
+    KvNetwork,
+    LinkFailure,
+    SimulatedHandoff,
+    make_record,
+)
+from gllm.sim.cluster.pair_router import LengthPredictor, PairRouter
+from gllm.sim.cluster.requests import ClusterRequest
+from gllm.sim.cluster.transfers import KvTransfer
+from gllm.sim.deployment import Deployment
+from gllm.sim.event_loop import ABORT
+from gllm.sim.pipeline import OUTPUT_TOKEN_ID
+from gllm.sim.workloads.requests import WorkloadRequest
+
+RENEWAL_SECONDS = HOLD_LEASE_SECONDS / 3
+"""Time between the renewals of a hold's lease by the router."""
+ROLE_SECONDS = 1.0
+"""Least time between two questions for role changes."""
+
+
+class PairedRun(NamedTuple):
+    """Run of a cluster with hand-offs."""
+
+    cluster: ClusterRun
+    handoffs: dict[int, HandoffRecord]
+    """Last hand-off of each request that had one, by position in the workload."""
+
+
+class PairedCluster(SimulatedCluster):
+    """Cluster with a pair policy.
+
+    Args:
+        router: Chooses the engines of each request.
+        network: Links between the engines.
+        open_log: Opens the step log of each engine; None: no logs.
+    """
+
+    def __init__(
+        self, router: PairRouter, network: KvNetwork, open_log: LogOpener | None = None
+    ) -> None:
+        super().__init__(router, open_log=open_log)
+        self._kv_listener = self
+        self._pairs = router
+        self._network = network
+        self._tickets = count(1)
+        self._prefill_seqs: dict[int, int] = {}
+        """Sequence at the prefill engine, by position of the request."""
+        self._handoffs: dict[int, SimulatedHandoff] = {}
+        """Hand-offs under way and ended ones, the latest of each request."""
+        self._by_ticket: dict[int, SimulatedHandoff] = {}
+        """Hand-offs whose blocks are held."""
+        self._by_seq: dict[tuple[str, int], SimulatedHandoff] = {}
+        """Hand-offs that have a decode engine, by its name and the sequence there."""
+        self._broken_paths: set[tuple[str, str]] = set()
+        self._has_renewal = False
+        self._next_role_time = 0.0
+
+    def fail_links(self, failures: Iterable[LinkFailure]) -> None:
+        """Break ways between engines at their times."""
+        for failure in failures:
+            self.loop.push(failure.time, ABORT, self._break_path, failure)
+            self.loop.push(failure.time + failure.seconds, ABORT, self._mend_path, failure)
+
+    def _break_path(self, now: float, failure: LinkFailure) -> None:
+        self._broken_paths.add((failure.source, failure.target))
+        self.transfers.on_path_lost(failure.source, failure.target, now)
+
+    def _mend_path(self, now: float, failure: LinkFailure) -> None:
+        self._broken_paths.discard((failure.source, failure.target))
+
+    # Routing.
+
+    def _dispatch(self, request: ClusterRequest, now: float) -> None:
+        """Send a request to a prefill engine, or with its held KV cache to a decode engine."""
+        self._change_roles(now)
+        handoff = self._handoffs.get(request.index)
+        if handoff is not None and handoff.has_source:
+            if request.num_output_tokens == handoff.num_output_tokens:
+                self._continue(handoff, None, now)
+                return
+            self._release(handoff, now)
+        super()._dispatch(request, now)
+
+    def _submit(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
+        """Submit a new request, for one token if another engine decodes it."""
+        request.kv_ticket = request.kv_source_tokens = 0
+        pair = self._pairs.pair(request.request)
+        num_missing = request.request.max_tokens - request.num_output_tokens
+        if pair.decode != pair.prefill and num_missing > 1:
+            request.kv_ticket = next(self._tickets)
+        seq = engine.submit(request, self._submissions, now)
+        if seq is None or not request.kv_ticket:
+            return
+        self._prefill_seqs[request.index] = seq
+        if self._pairs.decode_choice is DecodeChoice.FIRST_CHUNK and pair.decode is None:
+            engine.watched_seqs.add(seq)
+
+    def on_begun(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
+        """Choose the decode engine after the first chunk of a prompt."""
+        self._pairs.route_decode(request.request, self._routable, now)
+
+    def on_finished(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
+        """Begin the hand-off of a request whose prompt has been computed; end another one."""
+        if not request.kv_ticket:
+            super().on_finished(engine, request, now)
+            return
+        known = request.request.outputs[0] if request.request.outputs else []
+        outputs = [[*known, OUTPUT_TOKEN_ID]]
+        request.request = request.request._replace(outputs=outputs)
+        handoff = SimulatedHandoff(
+            request,
+            request.kv_ticket,
+            engine.name,
+            self._prefill_seqs.pop(request.index),
+            len(request.request.prompt_token_ids) + len(known),
+            request.num_output_tokens,
+            now,
+        )
+        request.kv_ticket = 0
+        self._handoffs[request.index] = self._by_ticket[handoff.ticket] = handoff
+        self._pairs.on_prefill_ended(request.request, now)
+        self._renew_later(now)
+        self._continue(handoff, self._pairs.pair(request.request).decode, now)
+
+    def _continue(self, handoff: SimulatedHandoff, target: str | None, now: float) -> None:
+        """Send a request with its first token to its decode engine.
+
+        Args:
+            handoff: The hand-off; its blocks are held.
+            target: Engine that has been chosen before; None to choose one now.
+            now: Time in seconds.
+        """
+        request = handoff.request
+        names = [engine.name for engine in self._routable]
+        if target not in names:
+            target = self._pairs.route_decode(request.request, self._routable, now)
+        if target is None:
+            heappush(self._queue, (request.rank, request))
+            return
+        self._drop_decode(handoff)
+        engine = self.engines[target]
+        request.kv_source_tokens = handoff.num_tokens
+        handoff.target = target
+        seq = engine.submit(request, self._submissions, now)
+        if seq is not None:
+            handoff.decode_seq = seq
+            self._by_seq[target, seq] = handoff
+
+    def _pull(self, now: float, engine: ClusterEngine) -> None:
+        """Route the waiting requests again, over all engines."""
+        engine.has_pull_event = False
+        waiting, self._queue = sorted(self._queue), []
+        for _, request in waiting:
+            self._dispatch(request, now)
+
+    def _change_roles(self, now: float) -> None:
+        if now < self._next_role_time:
+            return
+        self._next_role_time = now + ROLE_SECONDS
+        for change in self._pairs.role_changes(self._routable, now):
+            self.engines[change.engine].role = change.role
+
+    # Fetches and holds.
+
+    def on_fetch(self, engine: ClusterEngine, fetch: KvFetch, now: float) -> None:
+        """Send the KV cache, or report that it is lost."""
+        handoff = self._by_seq[engine.name, fetch.seq]
+        handoff.fetch_time = now
+        if not fetch.num_tokens:
+            handoff.arrival_time = now
+            self._release(handoff, now)
+            return
+        handoff.is_fetching = True
+        path = handoff.source, engine.name
+        if not handoff.has_source or path in self._broken_paths:
+            self._end_fetch(handoff, False, now)
+        elif handoff.source == engine.name:
+            handoff.arrival_time = now
+            self._end_fetch(handoff, True, now)
+        else:
+            handoff.transfer = self._make_transfer(handoff, fetch.num_tokens)
+            if not self.start_transfer(handoff.transfer):
+                # The source is dead, which the engine learns with everybody else.
+                handoff.transfer = None
+
+    def _make_transfer(self, handoff: SimulatedHandoff, num_tokens: int) -> KvTransfer:
+        source, target = handoff.source, handoff.target
+
+        def on_done(now: float) -> None:
+            handoff.arrival_time = now
+            self._end_fetch(handoff, True, now)
+
+        return KvTransfer(
+            source,
+            target,
+            self._network.num_bytes(source, target, num_tokens),
+            self._network.path(source, target, self.loop),
+            on_done,
+            lambda now: self._on_lost(handoff, now),
+        )
+
+    def _on_lost(self, handoff: SimulatedHandoff, now: float) -> None:
+        # If the decode engine is gone, another one may fetch the blocks.
+        if handoff.transfer is not None:
+            self._end_fetch(handoff, False, now)
+
+    def _end_fetch(self, handoff: SimulatedHandoff, is_ok: bool, now: float) -> None:
+        """Report the end of a fetch to the decode engine and free the blocks at the source."""
+        handoff.transfer = None
+        if handoff.is_fetching:
+            handoff.is_fetching = False
+            pipeline = self.engines[handoff.target].pipeline
+            pipeline.finish_fetch(handoff.decode_seq, is_ok, now)
+            self._by_seq.pop((handoff.target, handoff.decode_seq), None)
+        self._release(handoff, now)
+
+    def _release(self, handoff: SimulatedHandoff, now: float) -> None:
+        """Free the blocks at the source, which nobody reads any more."""
+        if not handoff.has_source:
+            return
+        handoff.has_source = False
+        del self._by_ticket[handoff.ticket]
+        source = self.engines[handoff.source]
+        source.pipeline.confirm_revocation(handoff.ticket, now)
+        self._end_if_drained(source, now)
+
+    def on_fetch_cancelled(self, engine: ClusterEngine, seq: int, now: float) -> None:
+        """Stop a fetch, and free the blocks at the source."""
+        handoff = self._by_seq.get((engine.name, seq))
+        if handoff is not None:
+            self._abandon(handoff, now)
+
+    def on_revoked(self, engine: ClusterEngine, ticket: int, now: float) -> None:
+        """Give blocks back to an engine that needs them; the decode engine computes the prompt."""
+        self._abandon(self._by_ticket[ticket], now)
+
+    def _abandon(self, handoff: SimulatedHandoff, now: float) -> None:
+        if handoff.transfer is not None:
+            self.transfers.cancel(handoff.transfer)
+        self._end_fetch(handoff, False, now)
+
+    def _drop_decode(self, handoff: SimulatedHandoff) -> None:
+        """Forget the decode engine that a request had, which is gone."""
+        self._by_seq.pop((handoff.target, handoff.decode_seq), None)
+        handoff.is_fetching, handoff.fetch_time, handoff.transfer = False, None, None
+
+    def _renew_later(self, now: float) -> None:
+        if not self._has_renewal:
+            self._has_renewal = True
+            self.loop.push(now + RENEWAL_SECONDS, ABORT, self._renew, None)
+
+    def _renew(self, now: float, _: None) -> None:
+        """Renew the leases of all holds, as the router does."""
+        self._has_renewal = False
+        for handoff in self._by_ticket.values():
+            self.engines[handoff.source].pipeline.scheduler.renew_holds([handoff.ticket], now)
+        if self._by_ticket:
+            self._renew_later(now)
+
+    # Engines that end.
+
+    def _end_if_drained(self, engine: ClusterEngine, now: float) -> None:
+        """End a draining engine that has no requests, transfers and held blocks."""
+        if engine.is_draining and any(
+            handoff.source == engine.name for handoff in self._by_ticket.values()
+        ):
+            return
+        super()._end_if_drained(engine, now)
+
+    def _end(self, engine: ClusterEngine, now: float) -> None:
+        """End an engine: its held blocks are lost, its requests are routed again."""
+        for handoff in list(self._by_ticket.values()):
+            if handoff.source == engine.name:
+                handoff.has_source = False
+                del self._by_ticket[handoff.ticket]
+                if handoff.transfer is None:
+                    # It may wait for a dead source.
+                    self._end_fetch(handoff, False, now)
+            elif handoff.target == engine.name:
+                self._drop_decode(handoff)
+        super()._end(engine, now)
+
+    # Results.
+
+    def run_pairs(self) -> PairedRun:
+        """Run all events; return the records.
+
+        Raises:
+            ValueError: The workload is not sorted, or a request fits no engine.
+        """
+        run = self.run()
+        records = {
+            index: make_record(handoff, self._start_time)
+            for index, handoff in sorted(self._handoffs.items())
+        }
+        return PairedRun(run, records)
+
+    def _start_time(self, engine: str, seq: int) -> float | None:
+        for record in self.engines[engine].records:
+            if seq in record.requests:
+                return record.requests[seq].first_scheduled_time
+        return None
+
+
+def simulate_pairs(
+    deployments: Mapping[str, Deployment],
+    roles: Mapping[str, str],
+    jobs: Iterable[WorkloadRequest],
+    policy: PairPolicy,
+    network: KvNetwork,
+    changes: Iterable[ClusterChange] = (),
+    link_failures: Iterable[LinkFailure] = (),
+    predict_length: LengthPredictor | None = None,
+    open_log: LogOpener | None = None,
+) -> PairedRun:
+    """Simulate a workload on a cluster that separates prefill and decode.
+
+    Args:
+        deployments: Engines by name, ready at the beginning.
+        roles: prefill, decode or mixed, by engine; default: mixed.
+        jobs: Sorted by time; may be a generator.
+        policy: A new pair policy.
+        network: New links between the engines.
+        changes: Failures, drains and starts of engines.
+        link_failures: Failures of ways between engines.
+        predict_length: Predicted output length by the true one; default: the true one.
+        open_log: Opens the step log of each engine; None: no logs.
+
+    Raises:
+        ValueError: The workload is not sorted, a request fits no engine, or a change or a role
+            names an engine that does not exist by then.
+    """
+    unknown = set(roles) - set(deployments)
+    if unknown:
+        raise ValueError(
+            f"roles names {', '.join(sorted(unknown))}, but the engines are "
+            f"{', '.join(deployments)}: name one of these"
+        )
+    cluster = PairedCluster(PairRouter(policy, predict_length), network, open_log)
+    for name, deployment in deployments.items():
+        cluster.add_engine(name, deployment, role=roles.get(name, "mixed"))
+    cluster.apply_each(changes)
+    cluster.fail_links(link_failures)
+    cluster.submit_each(jobs)
+    return cluster.run_pairs()
