@@ -1,0 +1,139 @@
+"""Flips by load: an idle engine of one phase gets the role of the other phase.
+
+Source: "Inference without Interference" (TetriInfer, arXiv 2401.11181), section 3.5: a watcher may
+flip an instance whose load is below 10 % for one minute; the evaluation flips instances that are
+idle for one minute. Here an engine is flipped only if the engines of the other phase are loaded, so
+that an idle fleet does not flip back and forth.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gllm.routing.disaggregation.policy import RoleChange
+from gllm.routing.disaggregation.role_pools import OPPOSITE_ROLES
+from gllm.routing.state import EngineSnapshot
+
+
+@dataclass(frozen=True)
+class FlipConfig:
+    """Conditions of a flip."""
+
+    low_load: float = 0.1
+    """Mean load below which an engine may be flipped."""
+    high_load: float = 0.5
+    """Mean load of the other phase from which it gets a further engine. Greater than `low_load`, so
+    that a flipped engine is not flipped back by the same load."""
+    window_seconds: float = 60.0
+    """Time over which loads are averaged; each role of an engine is observed for at least this
+    long, and as much time lies between two flips of a fleet."""
+
+    def __post_init__(self) -> None:
+        """Check the fields. Raises ValueError that names the field and the fix."""
+        if not 0 < self.low_load < self.high_load <= 1:
+            raise ValueError(
+                f"low_load is {self.low_load} and high_load is {self.high_load}, but "
+                "0 < low_load < high_load <= 1 is required"
+            )
+        if self.window_seconds <= 0:
+            raise ValueError(f"window_seconds is {self.window_seconds}, but has to be positive")
+
+
+def phase_load(engine: EngineSnapshot) -> float:
+    """Return the load of an engine in [0, 1], by its role.
+
+    A prefill engine is loaded while it has prompt tokens to compute. A decode engine is loaded by
+    its share of seats or KV blocks in use, and fully while requests wait for them.
+    """
+    if engine.role == "prefill":
+        return float(engine.num_waiting_tokens > 0 or engine.stats.in_flight > 0)
+    if engine.stats.waiting or engine.num_sent > engine.max_num_seqs:
+        return 1.0
+    seats = engine.num_requests / engine.max_num_seqs
+    return min(1.0, max(seats, engine.stats.kv_usage, 0.0))
+
+
+class FlipPolicy:
+    """Watcher of the loads; it returns at most one flip at a time.
+
+    A phase keeps its last engine. Mixed engines are neither observed nor flipped.
+    """
+
+    def __init__(self, config: FlipConfig | None = None) -> None:
+        """Create a policy that has observed nothing."""
+        self._config = config or FlipConfig()
+        self._windows: dict[str, _LoadWindow] = {}
+        self._flipped_at: float | None = None
+
+    def observe(self, engines: Sequence[EngineSnapshot], now: float) -> RoleChange | None:
+        """Note the present loads and return the engine to flip, if any.
+
+        Args:
+            engines: all attached engines; those that do not take requests are not flipped, but
+                count as engines of their role no more.
+            now: time in seconds, not less than before.
+        """
+        ready = {each.name: each for each in engines if each.state == "ready"}
+        for name in [name for name in self._windows if name not in ready]:
+            del self._windows[name]
+        for name, engine in ready.items():
+            window = self._windows.get(name)
+            if window is None or window.role != engine.role:
+                window = self._windows[name] = _LoadWindow(engine.role, now)
+            window.add(phase_load(engine), now, self._config.window_seconds)
+        if self._flipped_at is not None and now - self._flipped_at < self._config.window_seconds:
+            return None
+        change = self._find_flip(now)
+        if change is not None:
+            self._flipped_at = now
+        return change
+
+    def _find_flip(self, now: float) -> RoleChange | None:
+        """Return the idlest engine whose role is too idle while the other one is loaded."""
+        loads: dict[str, dict[str, float]] = {role: {} for role in OPPOSITE_ROLES}
+        sizes = dict.fromkeys(OPPOSITE_ROLES, 0)
+        for name, window in self._windows.items():
+            if window.role not in OPPOSITE_ROLES:
+                continue
+            sizes[window.role] += 1
+            if now - window.since >= self._config.window_seconds:
+                loads[window.role][name] = window.mean(now, self._config.window_seconds)
+        for role, other in OPPOSITE_ROLES.items():
+            idle = {
+                name: load for name, load in loads[role].items() if load < self._config.low_load
+            }
+            demand = loads[other]
+            # Engines whose window is not complete are not known to need help.
+            if not idle or sizes[role] < 2 or not demand or len(demand) < sizes[other]:
+                continue
+            if sum(demand.values()) / len(demand) >= self._config.high_load:
+                return RoleChange(min(sorted(idle), key=loads[role].__getitem__), other)
+        return None
+
+
+class _LoadWindow:
+    """Loads of one engine in one role."""
+
+    def __init__(self, role: str, now: float) -> None:
+        self.role = role
+        self.since = now
+        """Time of the first observation."""
+        self._loads: deque[tuple[float, float]] = deque()
+        """Times and loads; a load holds until the next one."""
+
+    def add(self, load: float, now: float, window_seconds: float) -> None:
+        """Add a load; those that ended before the window are forgotten."""
+        if self._loads and self._loads[-1][1] == load:
+            return
+        self._loads.append((now, load))
+        while len(self._loads) > 1 and self._loads[1][0] <= now - window_seconds:
+            self._loads.popleft()
+
+    def mean(self, now: float, window_seconds: float) -> float:
+        """Return the mean load of the last seconds; these have been observed."""
+        total, end = 0.0, now
+        for start, load in reversed(self._loads):
+            begin = max(start, now - window_seconds)
+            total += load * max(0.0, end - begin)
+            end = begin
+        return total / window_seconds
