@@ -111,8 +111,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.engine": (
                 "gllm gllm.cluster gllm.config gllm.engine.chat gllm.engine.fleet_control "
                 "gllm.engine.interface gllm.engine.request_checks gllm.fleet gllm.grammar "
-                "gllm.messages gllm.models gllm.observability gllm.ray gllm.runtime gllm.scheduler "
-                "gllm.text msgspec tqdm"
+                "gllm.messages gllm.models gllm.observability gllm.ray gllm.routing gllm.runtime "
+                "gllm.scheduler gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
                 "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.fleet_control "

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import input_file, parse_list
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
+from gllm.routing.flip import FlipConfig
 from gllm.routing.health import HealthConfig
 from gllm.routing.policy_registry import POLICIES
 
@@ -77,6 +79,17 @@ class RouterConfig:
         flags=("--policy", "--routing-logic"),
         parse=parse_policy,
     )
+    preset: str | None = option(
+        None,
+        "choose an engine for the prefill and one for the decode of each request, as a system does "
+        "that separates both; engines announce their --role; default: one engine for both",
+        choices=tuple(PAIR_POLICIES),
+    )
+    flip: bool | None = option(
+        None,
+        "give the role of the other phase to prefill and decode engines that are idle while that "
+        "phase is loaded; default: on with --preset tetri",
+    )
     shed: bool = option(
         False, "refuse requests with 429 whose --slo-ttft or --slo-tpot no engine is likely to meet"
     )
@@ -107,9 +120,20 @@ class RouterConfig:
         le=INT32_MAX,
     )
     health: HealthConfig = field(default_factory=HealthConfig)
+    flip_conditions: FlipConfig = field(default_factory=FlipConfig)
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""
         convert_fields(self)
         if self.hub == "off" and not self.engines:
             raise ValueError("hub is off and engines is empty: the router needs one of both")
+
+    @property
+    def flips(self) -> bool:
+        """True if idle engines get another role."""
+        return self.preset == "tetri" if self.flip is None else self.flip
+
+    @property
+    def decode_choice(self) -> str:
+        """Moment at which the preset chooses the decode engine; empty without a preset."""
+        return "" if self.preset is None else PAIR_POLICIES[self.preset].decode_choice.value

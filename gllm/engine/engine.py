@@ -94,3 +94,12 @@ class Engine(TextEngine):
             EngineUnavailableError: the engine is not ready.
         """
         return self._pipeline.drain_node(name)
+
+    def set_role(self, role: str) -> str:
+        """Announce another role to all routers, and return the one before; requests go on.
+
+        Raises:
+            RoleSwitchError: the engine has no routers.
+        """
+        attachment = self._pipeline.attachment
+        return super().set_role(role) if attachment is None else attachment.set_role(role)

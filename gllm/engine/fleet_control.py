@@ -59,14 +59,46 @@ class RouterTotals(msgspec.Struct, frozen=True):
     attached; the rest of their text may differ."""
     stale_outputs: int
     """Tokens that arrived from an engine after their request had been taken elsewhere."""
+    preset: str = ""
+    """Policy that chooses the engines of prefill and decode apart; empty without."""
+    decode_choice: str = ""
+    """Moment at which it chooses the decode engine: arrival, first_chunk or prefill_end."""
+    flips: bool = False
+    """True if idle engines get another role."""
+    role_changes: dict[str, int] = {}
+    """Changes of role that this router has commanded, by new role."""
 
 
 class UnknownEngineError(Exception):
     """No engine with this name is attached to the router."""
 
 
+class EngineRoles(Protocol):
+    """Roles of a router's engines."""
+
+    def set_role(self, name: str, role: str) -> str:
+        """Command an engine to take another role; its running requests go on where they are.
+
+        The role is shown once the engine has announced it.
+
+        Args:
+            name: of the engine.
+            role: mixed, prefill or decode.
+
+        Returns:
+            The role that it has at present.
+
+        Raises:
+            UnknownEngineError: No engine has this name.
+        """
+
+
 class FleetControl(Protocol):
     """A router's view of its engines, and their control."""
+
+    @property
+    def roles(self) -> EngineRoles:
+        """Roles of the engines."""
 
     def engines(self) -> list[EngineRow]:
         """Return the attached engines, by name."""

@@ -1,6 +1,7 @@
 """Engine of a router: text of requests that a fleet of engines computes."""
 
 from dataclasses import replace
+from random import Random
 
 from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import FleetControl
@@ -9,6 +10,7 @@ from gllm.fleet.fleet import Fleet
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.identity import hash_model
+from gllm.routing.disaggregation.policy_registry import make_pair_policy
 
 
 class FleetEngine(TextEngine):
@@ -33,7 +35,8 @@ class FleetEngine(TextEngine):
                 f"max_model_len is {max_model_len}, but the model's context is {context_length} "
                 "tokens"
             )
-        self._fleet = Fleet(config, hash_model(folder), max_model_len)
+        pairs = None if config.preset is None else make_pair_policy(config.preset, Random())
+        self._fleet = Fleet(config, hash_model(folder), max_model_len, pair_policy=pairs)
         super().__init__(
             self._fleet,
             served_model_name or config.model,

@@ -172,6 +172,10 @@ def embedding_error(message: str, kind: ErrorKind) -> Exception:
             return EmbeddingError(message)
 
 
+class RoleSwitchError(Exception):
+    """The engine has no role that routers see."""
+
+
 class ProfileError(Exception):
     """A profile could not be started or stopped; the message gives the reason."""
 
@@ -312,6 +316,13 @@ class EngineInterface(Protocol):
             UnknownNodeError: there is no such machine.
             NodeDrainError: it cannot be drained.
             EngineUnavailableError: the engine is not ready.
+        """
+
+    def set_role(self, role: str) -> str:
+        """Announce another role to all routers, and return the one before; requests go on.
+
+        Raises:
+            RoleSwitchError: the engine has no routers.
         """
 
     def describe(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from gllm.engine.interface import (
     OutputDelta,
     PoisonRequestError,
     ProfileError,
+    RoleSwitchError,
     UnknownNodeError,
     embedding_error,
 )
@@ -312,6 +313,10 @@ class TextEngine:
     def drain_node(self, name: str) -> str:
         """See EngineInterface; a router has no machines."""
         raise UnknownNodeError(f"there is no machine {name!r}")
+
+    def set_role(self, role: str) -> str:
+        """See EngineInterface; only an engine with routers has a role."""
+        raise RoleSwitchError("the engine has no routers: start it with --router or --hub")
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

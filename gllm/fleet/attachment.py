@@ -1,13 +1,19 @@
 """Attachment of an engine to routers: it dials them, or they dial it."""
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable
 
+import msgspec
+
+from gllm.config.attachment import ROLES
 from gllm.fleet.attached_engine import AttachedEngine
 from gllm.fleet.connection import PeerConnection
 from gllm.fleet.connection_pool import ConnectionPool
 from gllm.fleet.identity import is_valid_name
 from gllm.fleet.link_config import FleetLinkConfig
+from gllm.fleet.report_pacer import ReportPacer
 from gllm.fleet.router_session import RouterSession
 from gllm.messages.codec import AnyMessage, decode_for_engine
 from gllm.messages.fleet import (
@@ -20,6 +26,7 @@ from gllm.messages.fleet import (
     NoticeToEngine,
     RefuseEngine,
     RefuseRouter,
+    SetEngineRole,
     is_compatible,
 )
 from gllm.runtime.host_names import Resolve, resolve_host
@@ -53,14 +60,18 @@ class RouterAttachment:
         self._engine = engine
         self._announce = announce
         self._announced: AnnounceEngine | None = None
-        self._reported = ("", "")
-        """State and cause of the latest report."""
+        self._role: str | None = None
+        """Role by command of a router or an operator; None for that of the configuration."""
+        self._reported = ("", "", 0)
+        """State, cause and leader of the latest report."""
+        self._pacer = ReportPacer()
         self._sessions: dict[PeerConnection, RouterSession | None] = {}
         """None before the router has been accepted."""
         self._refusals: dict[str, str] = {}
         """Causes of the latest refusals by routers, by address."""
         self._pool = ConnectionPool(config, decode_for_engine, self, resolve)
         engine.add_change_listener(self._on_change)
+        engine.client.set_stats_listener(self._on_stats)
 
     @property
     def hub_address(self) -> str:
@@ -71,6 +82,27 @@ class RouterAttachment:
     def routers(self) -> list[RouterSession]:
         """Accepted routers."""
         return [session for session in self._sessions.values() if session is not None]
+
+    @property
+    def role(self) -> str:
+        """Role that the engine announces."""
+        return self._current_announcement().role
+
+    def set_role(self, role: str) -> str:
+        """Announce a role to all routers; running requests go on. Return the role before.
+
+        Raises:
+            ValueError: there is no such role.
+        """
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}, but has to be one of {', '.join(ROLES)}")
+        before = self.role
+        if role != before:
+            log.info("the role is %s from now on, and was %s", role, before)
+            self._role = role
+            self._announce_changes()
+            self._report()
+        return before
 
     async def start(self) -> None:
         """Listen and dial. Raises OSError if the hub's address cannot be bound."""
@@ -93,7 +125,7 @@ class RouterAttachment:
     def on_connected(self, connection: PeerConnection) -> None:
         """See PeerHandler."""
         self._sessions[connection] = None
-        self._announced = self._announce()
+        self._announced = self._current_announcement()
         connection.send(self._announced)
 
     def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
@@ -109,6 +141,8 @@ class RouterAttachment:
             case DrainEngine(is_on) if session is not None:
                 log.info("router %s %s", session.greeting.router, "drains" if is_on else "undrains")
                 self._set_draining(is_on)
+            case SetEngineRole(role) if session is not None and role in ROLES:
+                self.set_role(role)
             case _ if session is not None:
                 session.on_message(message, self._refusal())
 
@@ -126,12 +160,22 @@ class RouterAttachment:
         """See PeerHandler."""
         if not self._sessions:
             return
+        self._announce_changes()
+        self._report()
+
+    def _current_announcement(self) -> AnnounceEngine:
         announce = self._announce()
+        if self._role is None:
+            return announce
+        return msgspec.structs.replace(announce, role=self._role)
+
+    def _announce_changes(self) -> None:
+        """Announce the engine again if one of the facts has changed."""
+        announce = self._current_announcement()
         if announce != self._announced:
             self._announced = announce
             for connection in self._sessions:
                 connection.send(announce)
-        self._report()
 
     def _on_refused(self, connection: PeerConnection, cause: str) -> None:
         """End a session because the router refuses this engine."""
@@ -158,7 +202,8 @@ class RouterAttachment:
             log.info("attached to router %s (%s)", greeting.router, connection.address)
             connection.is_established = True
             self._sessions[connection] = RouterSession(connection, greeting, self._engine)
-            connection.send(self._current_report())
+            # To all routers, because the new one may lead.
+            self._report()
             return
         connection.send(RefuseRouter(cause))
         self._pool.close(connection, cause, is_refused=True)
@@ -169,6 +214,7 @@ class RouterAttachment:
         session = self._sessions.pop(connection, None)
         if session is not None:
             session.end()
+            self._on_change()
         return session
 
     def _set_draining(self, is_on: bool) -> None:
@@ -190,21 +236,34 @@ class RouterAttachment:
         if self.is_draining and state in ("ready", "recovering"):
             state = "draining"
         client = engine.client
-        self._reported = state, engine.state_cause
+        leader = min((session.greeting.run for session in self.routers), default=0)
+        self._reported = state, engine.state_cause, leader
         return EngineReport(
-            state, engine.state_cause, client.stats, client.coefficients, client.num_requests
+            state,
+            engine.state_cause,
+            client.stats,
+            client.coefficients,
+            client.num_requests,
+            leader,
         )
 
     def _report(self) -> None:
         """Send a report to all routers."""
+        self._pacer.on_reported(time.monotonic())
         report = self._current_report()
         for session in self.routers:
             session.connection.send(report)
 
     def _on_change(self) -> None:
-        """Report at once if the state has changed."""
+        """Report at once if the state or the leading router has changed."""
         reported = self._reported
         report = self._current_report()
         if self._reported != reported:
             for session in self.routers:
                 session.connection.send(report)
+
+    def _on_stats(self) -> None:
+        """Report changed loads soon: other routers choose by them too."""
+        delay = self._pacer.on_change(time.monotonic()) if self._sessions else None
+        if delay is not None:
+            asyncio.get_running_loop().call_later(delay, self._report)

@@ -15,6 +15,7 @@ from gllm.config.router import RouterConfig
 from gllm.config.slo import Slo
 from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
 from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
+from gllm.fleet import fleet_status
 from gllm.fleet.client import FleetClient
 from gllm.fleet.dispatcher import Dispatcher
 from gllm.fleet.engine_checks import unfit_reason
@@ -23,10 +24,11 @@ from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
 from gllm.fleet.engine_senders import kv_peer, request_sender
 from gllm.fleet.fleet_links import FleetLinks
-from gllm.fleet.fleet_status import FleetStats, engine_row, forget_departed, unready_cause
 from gllm.fleet.handoff_poll import HandoffPoll
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.fleet.pair_dispatcher import PairDispatcher
+from gllm.fleet.prefix_events import apply_kv_events
+from gllm.fleet.role_control import RoleControl
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
@@ -100,8 +102,12 @@ class Fleet:
             self._on_lost,
             self._on_message,
         )
+        self.roles = RoleControl(
+            self._links, self._dispatcher.records, config, time.monotonic, pair_policy
+        )
+        """See FleetControl."""
         self._commands = EngineCommands()
-        self._stats = FleetStats()
+        self._stats = fleet_status.FleetStats()
         self._num_lost: Counter[str] = Counter()
         self._num_refused = 0
         self._unready_since: float | None = time.monotonic()
@@ -154,7 +160,7 @@ class Fleet:
         now = time.monotonic()
         ejected = self._dispatcher.health.ejected(now)
         return [
-            engine_row(
+            fleet_status.engine_row(
                 record,
                 self._links.links[name],
                 weight=self._dispatcher.health.weight(name, now),
@@ -168,16 +174,14 @@ class Fleet:
 
     def totals(self) -> RouterTotals:
         """See FleetControl."""
-        return RouterTotals(
-            policy=self._config.policy,
-            num_parked=self.client.num_parked,
-            migrations=dict(self.client.num_migrations),
-            lost_engines=dict(self._num_lost),
+        return fleet_status.router_totals(
+            self._config,
+            self.client,
+            self._dispatcher.num_shed,
+            lost_engines=self._num_lost,
             refused_engines=self._num_refused,
             refused_peers=self._links.num_refused_peers,
-            shed_requests=dict(self._dispatcher.num_shed),
-            inexact_migrations=self.client.num_inexact_migrations,
-            stale_outputs=self.client.num_stale_tokens,
+            role_changes=self.roles.num_changes,
         )
 
     def check_accepting(self) -> None:
@@ -315,7 +319,7 @@ class Fleet:
         self._commands.on_lost(name, cause)
         self._on_engines_changed()
         self.client.detach(name, cause, is_planned)
-        forget_departed(self.client.num_dispatched, self._dispatcher.records)
+        fleet_status.forget_departed(self.client.num_dispatched, self._dispatcher.records)
 
     def _on_message(self, link: EngineLink, message: AnyMessage) -> None:
         record = self._dispatcher.records.get(link.name)
@@ -332,7 +336,7 @@ class Fleet:
             case EngineReport():
                 self._on_report(link, record, message, now)
             case KvCacheEvents():
-                self._on_kv_events(link, message)
+                apply_kv_events(self._dispatcher.policy.prefixes, link, message)
             case CommandDone():
                 self._commands.on_done(link.name, message)
 
@@ -348,14 +352,6 @@ class Fleet:
             log.info("engine %s is %s%s", record.name, record.state, why)
             self._on_engines_changed()
             self.client.dispatch_parked()
-
-    def _on_kv_events(self, link: EngineLink, events: KvCacheEvents) -> None:
-        stored = [digest for blocks in events.stored for digest in blocks.digests]
-        is_current = self._dispatcher.policy.prefixes.on_events(
-            link.name, events.number, stored, events.removed, events.is_cleared
-        )
-        if not is_current:
-            link.send(WatchKvCache(True))
 
     def _on_engines_changed(self) -> None:
         """Note whether an engine takes requests."""
@@ -383,6 +379,7 @@ class Fleet:
             if now - since > self._config.recovery_patience and self.client.num_running(name):
                 self.client.migrate(name, is_planned=False)
         self._handoff_poll.on_tick()
+        self.roles.on_tick()
         if self.client.num_parked:
             self.client.dispatch_parked()
             self.client.reject_parked(self._unready_cause(), self._config.park_timeout)
@@ -392,7 +389,7 @@ class Fleet:
         return since is not None and time.monotonic() - since > self._config.park_timeout
 
     def _unready_cause(self) -> str:
-        return unready_cause(self._dispatcher.records)
+        return fleet_status.unready_cause(self._dispatcher.records)
 
     def _find(self, name: str) -> EngineRecord:
         if name not in self._dispatcher.records:

@@ -2,7 +2,9 @@
 
 from collections.abc import Container, Mapping
 
-from gllm.engine.fleet_control import EngineRow
+from gllm.config.router import RouterConfig
+from gllm.engine.fleet_control import EngineRow, RouterTotals
+from gllm.fleet.client import FleetClient
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
 from gllm.scheduler.plan import SchedulerStats
@@ -103,6 +105,44 @@ def engine_row(
         num_requests=num_requests,
         num_dispatched=num_dispatched,
         weight=weight,
+    )
+
+
+def router_totals(
+    config: RouterConfig,
+    client: FleetClient,
+    num_shed: Mapping[str, int],
+    *,
+    lost_engines: Mapping[str, int],
+    refused_engines: int,
+    refused_peers: int,
+    role_changes: Mapping[str, int],
+) -> RouterTotals:
+    """Return a router's counters since its start.
+
+    Args:
+        config: of the router.
+        client: with the requests.
+        num_shed: refused requests by reason.
+        lost_engines: ends of sessions by kind.
+        refused_engines: engines that cannot serve the router's requests.
+        refused_peers: connections that were refused.
+        role_changes: commanded changes by new role.
+    """
+    return RouterTotals(
+        policy=config.policy,
+        num_parked=client.num_parked,
+        migrations=dict(client.num_migrations),
+        lost_engines=dict(lost_engines),
+        refused_engines=refused_engines,
+        refused_peers=refused_peers,
+        shed_requests=dict(num_shed),
+        inexact_migrations=client.num_inexact_migrations,
+        stale_outputs=client.num_stale_tokens,
+        preset=config.preset or "",
+        decode_choice=config.decode_choice,
+        flips=config.flips,
+        role_changes=dict(role_changes),
     )
 
 

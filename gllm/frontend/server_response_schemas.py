@@ -126,6 +126,10 @@ class RouterTotalsResponse(ResponseSchema):
     shed_requests: dict[str, int]
     inexact_migrations: int
     stale_outputs: int
+    preset: str
+    decode_choice: str
+    flips: bool
+    role_changes: dict[str, int]
 
 
 class EngineListResponse(ResponseSchema):
@@ -133,6 +137,23 @@ class EngineListResponse(ResponseSchema):
 
     engines: list[EngineRowResponse]
     router: RouterTotalsResponse
+
+
+class EngineRoleResponse(ResponseSchema):
+    """Answer of /engines/{name}/role: the new role of the engine, and the one that it had."""
+
+    name: str
+    role: str
+    previous_role: str
+
+
+class RoleSwitchResponse(ResponseSchema):
+    """Answer of /pd_role_switch."""
+
+    success: bool
+    message: str
+    old_role: str
+    new_role: str
 
 
 class DrainResponse(ResponseSchema):

@@ -20,6 +20,7 @@ from gllm.messages.fleet import (
     RefuseEngine,
     RefuseRouter,
     RouterHeartbeat,
+    SetEngineRole,
 )
 from gllm.messages.forward import ForwardDecoder
 from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
@@ -118,6 +119,7 @@ ToEngine = (
     | AbortSequences
     | WatchKvCache
     | DrainEngine
+    | SetEngineRole
     | ResetPrefixCache
     | NoticeToEngine
     | RefuseEngine

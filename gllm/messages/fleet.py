@@ -95,6 +95,9 @@ class EngineReport(WireMessage, frozen=True):
     """Fitted cost of a step; None before enough steps ran."""
     num_requests: int = 0
     """Running requests of all routers and of the engine's own frontend."""
+    leader: int = 0
+    """Run of the router that may change the engine's role by itself: the lowest of those attached.
+    0: none."""
 
 
 class RouterHeartbeat(WireMessage, frozen=True):
@@ -108,6 +111,14 @@ class DrainEngine(WireMessage, frozen=True):
 
     is_fenced: ClassVar[bool] = False
     is_on: bool
+
+
+class SetEngineRole(WireMessage, frozen=True):
+    """Command to an engine: announce another role to all routers. Running requests go on."""
+
+    is_fenced: ClassVar[bool] = False
+    role: str
+    """mixed, prefill or decode."""
 
 
 class NoticeToEngine(WireMessage, frozen=True):

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gllm.config.field_types import convert_fields
+from gllm.config.options import MAX_TIMEOUT_SECONDS, option
 from gllm.routing.disaggregation.policy import RoleChange
 from gllm.routing.disaggregation.role_pools import OPPOSITE_ROLES
 from gllm.routing.state import EngineSnapshot
@@ -19,24 +21,32 @@ from gllm.routing.state import EngineSnapshot
 class FlipConfig:
     """Conditions of a flip."""
 
-    low_load: float = 0.1
-    """Mean load below which an engine may be flipped."""
-    high_load: float = 0.5
-    """Mean load of the other phase from which it gets a further engine. Greater than `low_load`, so
-    that a flipped engine is not flipped back by the same load."""
-    window_seconds: float = 60.0
-    """Time over which loads are averaged; each role of an engine is observed for at least this
-    long, and as much time lies between two flips of a fleet."""
+    flip_low_load: float = option(
+        0.1, "mean load of an engine below which it may be flipped, from 0 to 1", gt=0, lt=1
+    )
+    flip_high_load: float = option(
+        0.5,
+        "mean load of the other phase from which it gets an engine, above --flip-low-load, so that "
+        "the engine is not flipped back by the same load",
+        gt=0,
+        le=1,
+    )
+    flip_seconds: float = option(
+        60.0,
+        "time over which loads are averaged: an engine is observed for this long before a flip, "
+        "and the fleet flips at most one engine in it",
+        gt=0,
+        le=MAX_TIMEOUT_SECONDS,
+    )
 
     def __post_init__(self) -> None:
         """Check the fields. Raises ValueError that names the field and the fix."""
-        if not 0 < self.low_load < self.high_load <= 1:
+        convert_fields(self)
+        if self.flip_low_load >= self.flip_high_load:
             raise ValueError(
-                f"low_load is {self.low_load} and high_load is {self.high_load}, but "
-                "0 < low_load < high_load <= 1 is required"
+                f"flip_low_load is {self.flip_low_load}, but has to be below flip_high_load "
+                f"({self.flip_high_load})"
             )
-        if self.window_seconds <= 0:
-            raise ValueError(f"window_seconds is {self.window_seconds}, but has to be positive")
 
 
 def phase_load(engine: EngineSnapshot) -> float:
@@ -80,8 +90,8 @@ class FlipPolicy:
             window = self._windows.get(name)
             if window is None or window.role != engine.role:
                 window = self._windows[name] = _LoadWindow(engine.role, now)
-            window.add(phase_load(engine), now, self._config.window_seconds)
-        if self._flipped_at is not None and now - self._flipped_at < self._config.window_seconds:
+            window.add(phase_load(engine), now, self._config.flip_seconds)
+        if self._flipped_at is not None and now - self._flipped_at < self._config.flip_seconds:
             return None
         change = self._find_flip(now)
         if change is not None:
@@ -96,17 +106,16 @@ class FlipPolicy:
             if window.role not in OPPOSITE_ROLES:
                 continue
             sizes[window.role] += 1
-            if now - window.since >= self._config.window_seconds:
-                loads[window.role][name] = window.mean(now, self._config.window_seconds)
+            if now - window.since >= self._config.flip_seconds:
+                loads[window.role][name] = window.mean(now, self._config.flip_seconds)
         for role, other in OPPOSITE_ROLES.items():
-            idle = {
-                name: load for name, load in loads[role].items() if load < self._config.low_load
-            }
+            low_load = self._config.flip_low_load
+            idle = {name: load for name, load in loads[role].items() if load < low_load}
             demand = loads[other]
             # Engines whose window is not complete are not known to need help.
             if not idle or sizes[role] < 2 or not demand or len(demand) < sizes[other]:
                 continue
-            if sum(demand.values()) / len(demand) >= self._config.high_load:
+            if sum(demand.values()) / len(demand) >= self._config.flip_high_load:
                 return RoleChange(min(sorted(idle), key=loads[role].__getitem__), other)
         return None
 

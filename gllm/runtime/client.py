@@ -6,7 +6,7 @@ the tokens that were delivered.
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs
@@ -48,6 +48,7 @@ class EngineClient(RequestClient):
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker()
         self._is_isolating = False
         """True while suspects run one after the other and other requests are parked."""
+        self._on_stats: Callable[[], None] | None = None
         self._retired: dict[int, RequestStream] = {}
         """Requests that were taken back from the driver for that, by wire id, until it is idle."""
 
@@ -92,6 +93,10 @@ class EngineClient(RequestClient):
     def output_lengths(self) -> dict[int, list[int]]:
         """Lengths of the last outputs by class, with which the next scheduler begins."""
         return self._totals.output_lengths
+
+    def set_stats_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each report of `stats`."""
+        self._on_stats = listener
 
     def attach(self, send: SendFunction) -> None:
         """Submit the parked requests to a driver, in order of arrival, and from now on new ones.
@@ -240,6 +245,8 @@ class EngineClient(RequestClient):
         if tokens or message.outcome.finished:
             self._last_progress = time.monotonic()
         self._totals.on_stats(stats)
+        if self._on_stats is not None:
+            self._on_stats()
         if tokens:
             self.step_sizes[1 << (tokens - 1).bit_length()] += 1
         ended = deliver(message, self._choices)

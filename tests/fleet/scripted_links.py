@@ -6,7 +6,7 @@ from typing import Any
 
 from gllm.fleet.engine_link import EngineLink
 from gllm.messages.base import WireMessage
-from gllm.messages.fleet import AnnounceEngine, EngineReport
+from gllm.messages.fleet import AnnounceEngine, EngineReport, GreetEngine
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
@@ -86,6 +86,7 @@ class ScriptedLinks:
 
     hub_address = ""
     num_refused_peers = 0
+    greeting = GreetEngine(1, 1, "router", 77)
 
     def __init__(
         self,

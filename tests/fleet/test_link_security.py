@@ -50,6 +50,7 @@ TO_ENGINE = {
     "AbortSequences",
     "WatchKvCache",
     "DrainEngine",
+    "SetEngineRole",
     "ResetPrefixCache",
     "NoticeToEngine",
     "RefuseEngine",

@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
-from gllm.engine.interface import EngineStatus, ModelInfo, OutputDelta, ProfileError
+from gllm.engine.interface import (
+    EngineStatus,
+    ModelInfo,
+    OutputDelta,
+    ProfileError,
+    RoleSwitchError,
+)
 from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.messages.node_report import NodeReport
@@ -180,6 +186,7 @@ class FakeEngine:
     profile_error: str = ""
     max_model_len: int = 256
     fleet: FleetControl | None = None
+    role: str | None = None
     node_reports: list[NodeReport] = field(default_factory=lambda: [node_report()])
     num_node_losses: int = 0
     num_malformed_frames: int = 0
@@ -315,6 +322,12 @@ class FakeEngine:
             raise answer
         self.asked.append(f"drain {name}")
         return answer
+
+    def set_role(self, role: str) -> str:
+        if self.role is None:
+            raise RoleSwitchError("the engine has no routers")
+        before, self.role = self.role, role
+        return before
 
     def describe(self) -> dict[str, Any]:
         return {"state": self.state}

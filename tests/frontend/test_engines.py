@@ -27,6 +27,15 @@ class ScriptedFleet:
 
     done: list[object] = field(default_factory=list)
 
+    @property
+    def roles(self) -> "ScriptedFleet":
+        return self
+
+    def set_role(self, name: str, role: str) -> str:
+        self.undrain_engine(name)
+        self.done[-1] = (name, role)
+        return "mixed"
+
     def engines(self) -> list[EngineRow]:
         return [row("a"), row("b", "draining")]
 
@@ -80,9 +89,52 @@ async def test_drain_and_undrain(engine, fleet):
     assert fleet.done == [("a", False), ("b", True), ("b", False)]
 
 
+async def test_roles_of_engines_are_changed(engine, fleet):
+    async with serving(engine) as server:
+        answer = await server.post("/engines/a/role", {"role": "decode"})
+        assert answer.json == {"name": "a", "role": "decode", "previous_role": "mixed"}
+        answer = await server.post("/engines/c/role", {"role": "decode"})
+        assert (answer.status, answer.error["code"]) == (404, "engine_not_found")
+        for body in ({"role": "idle"}, {}):
+            answer = await server.post("/engines/a/role", body)
+            assert (answer.status, answer.error["param"]) == (400, "role")
+    assert fleet.done == [("a", "decode")]
+
+
+async def test_roles_are_switched_in_the_form_of_sglang(engine, fleet):
+    async with serving(engine) as server:
+        for url in ("b", "http://b/"):
+            body = {"worker_url": url, "new_role": "prefill", "drain_timeout_secs": 5}
+            answer = await server.post("/pd_role_switch", body)
+            # Both engines of the fleet have one address, so only the name is clear.
+            assert answer.status == (200 if url == "b" else 400)
+        answer = await server.post("/pd_role_switch", {"new_role": "prefill"})
+        assert (answer.status, answer.error["code"]) == (400, "role_switch_refused")
+        answer = await server.post("/pd_role_switch", {"worker_url": "b", "new_role": "mixed"})
+        assert answer.json["message"] == "already in target role"
+    assert fleet.done == [("b", "prefill"), ("b", "mixed")]
+
+
+async def test_an_engine_with_routers_switches_its_own_role(engine):
+    async with serving(engine) as server:
+        answer = await server.post("/pd_role_switch", {"new_role": "decode"})
+        assert (answer.status, answer.error["code"]) == (400, "role_switch_refused")
+        assert "no routers" in answer.error["message"]
+        engine.role = "prefill"
+        answer = await server.post("/pd_role_switch", {"new_role": "decode"})
+        assert answer.json == {
+            "success": True, "message": "ok", "old_role": "prefill", "new_role": "decode",
+        }  # fmt: skip
+        assert engine.role == "decode"
+        answer = await server.post("/pd_role_switch", {"new_role": "both"})
+        assert (answer.status, answer.error["param"]) == (400, "new_role")
+
+
 async def test_an_engine_is_no_router(server):
     for path in ("/engines/a/drain", "/engines/a/undrain"):
         assert (await server.post(path, {})).error["code"] == "not_a_router"
+    answer = await server.post("/engines/a/role", {"role": "decode"})
+    assert answer.error["code"] == "not_a_router"
     assert (await get(server, "/engines"))[1]["error"]["code"] == "not_a_router"
 
 

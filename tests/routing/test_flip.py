@@ -1,5 +1,7 @@
 """Flips by load: idle for a minute, demand on the other side, never the last of a role."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from gllm.routing.state import EngineSnapshot
 from tests.examples import num_examples
 from tests.routing.disaggregation.engines import engine
 
-BUSY_PREFILL = {"waiting_tokens": 100, "running": 1}
-BUSY_DECODE = {"running": 200, "kv_usage": 0.8}
+BUSY_PREFILL: dict[str, Any] = {"waiting_tokens": 100, "running": 1}
+BUSY_DECODE: dict[str, Any] = {"running": 200, "kv_usage": 0.8}
 
 
 def watch(
@@ -56,7 +58,7 @@ def test_a_load_above_a_tenth_keeps_the_role() -> None:
     policy, flips = FlipPolicy(), []
     for now in range(300):
         # Busy for 1 of 8 seconds.
-        load = BUSY_PREFILL if now % 8 == 0 else {}
+        load: dict[str, Any] = BUSY_PREFILL if now % 8 == 0 else {}
         engines = [engine("p0", "prefill", **load), engine("p1", "prefill", **load)]
         flips.append(policy.observe([*engines, engine("d", "decode", **BUSY_DECODE)], float(now)))
     assert not any(flips)
@@ -91,7 +93,9 @@ class Fleet:
         engines = []
         for name, role in self.roles.items():
             load = loads[name]
-            stats = {"waiting_tokens": int(load > 0.5)} if role == "prefill" else {"kv_usage": load}
+            stats: dict[str, Any] = (
+                {"waiting_tokens": int(load > 0.5)} if role == "prefill" else {"kv_usage": load}
+            )
             engines.append(engine(name, role, **stats))
         if change := self.policy.observe(engines, now):
             self.apply(change.engine, change.role, now)
@@ -122,7 +126,9 @@ def test_flips_keep_a_role_its_last_engine_and_their_distance(
             fleet.observe(loads, now)
 
 
-@pytest.mark.parametrize("fields", [{"low_load": 0.6}, {"window_seconds": 0.0}, {"high_load": 1.5}])
+@pytest.mark.parametrize(
+    "fields", [{"flip_low_load": 0.6}, {"flip_seconds": 0.0}, {"flip_high_load": 1.5}]
+)
 def test_impossible_conditions_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         FlipConfig(**fields)

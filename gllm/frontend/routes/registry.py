@@ -13,6 +13,7 @@ from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.messages import CountTokensFields, MessagesFields
 from gllm.frontend.fields.responses import CompactFields, InputTokensFields, ResponsesFields
+from gllm.frontend.fields.roles import EngineRoleFields, RoleSwitchFields
 from gllm.frontend.fields.token_generation import GenerateFields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.routes import (
@@ -31,6 +32,7 @@ from gllm.frontend.routes import (
     page,
     render,
     responses,
+    roles,
     server_info,
     sleep,
     token_generation,
@@ -305,6 +307,23 @@ FLEET_ENDPOINTS = (
         engines.undrain_engine,
         response_schema=server_schemas.StatusResponse,
         path_parameters=(ENGINE_NAME,),
+        is_control=True,
+    ),
+    Endpoint(
+        "POST",
+        "/engines/{name}/role",
+        roles.set_engine_role,
+        request_schema=EngineRoleFields,
+        response_schema=server_schemas.EngineRoleResponse,
+        path_parameters=(ENGINE_NAME,),
+        is_control=True,
+    ),
+    Endpoint(
+        "POST",
+        "/pd_role_switch",
+        roles.switch_role,
+        request_schema=RoleSwitchFields,
+        response_schema=server_schemas.RoleSwitchResponse,
         is_control=True,
     ),
 )

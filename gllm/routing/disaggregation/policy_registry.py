@@ -1,6 +1,5 @@
 """Registry of pair policies by name."""
 
-from collections.abc import Callable
 from random import Random
 
 from gllm.routing.disaggregation.distserve import DistServePairPolicy
@@ -8,7 +7,7 @@ from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
 from gllm.routing.disaggregation.tetri import TetriPairPolicy
 
-PAIR_POLICIES: dict[str, Callable[[Random], PairPolicy]] = {
+PAIR_POLICIES: dict[str, type[PairPolicy]] = {
     "distserve": DistServePairPolicy,
     "splitwise": SplitwisePairPolicy,
     "tetri": TetriPairPolicy,
