@@ -3,10 +3,10 @@
 Source: Helix (arXiv 2406.01566, section 3 "per-request pipelines", and the runtime that its authors
 published, Thesys-lab/Helix-ASPLOS25). Its coordinator starts a prompt when it arrives, and the next
 decode of a request as soon as the last token of this very request is back: there are no
-micro-batches that wait for each other. Each stage computes whatever has arrived (`run_worker` of
-llm_sys/worker.py): all whole prompts up to a number of tokens, then the decodes; the output of each
-request is a message of its own, sent first come, first served. On a line of stages all flow takes
-the one path there is, so that nothing is left of its max-flow placement.
+micro-batches that wait for each other. Each stage of that runtime computes whatever has arrived:
+all whole prompts up to a number of tokens, then the decodes; the output of each request is a
+message of its own, sent first come, first served. On a line of stages all flow takes the one path
+there is, so that nothing is left of its max-flow placement.
 """
 
 from collections import deque
