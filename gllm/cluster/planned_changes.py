@@ -284,7 +284,9 @@ class PlannedChanges(RecoveryPhases):
             return [*self._pool.fill_standbys(now)]
         stage = self.find_costliest(stages)
         degree = self._degrees[stage]
-        spares = self._nodes.fit(self._nodes.spares, degree)
+        coming = set(self._change.shape.nodes) if self._change else set()
+        idle = [node for node in self._nodes.spares if node not in coming]
+        spares = self._nodes.fit(idle, degree)
         self._pool.num_preloading = dict.fromkeys(spares, degree)
         actions: list[Action] = [*self._pool.fill_standbys(now)]
         for node in spares:

@@ -84,6 +84,8 @@ def _add_stats(past: SchedulerStats, present: SchedulerStats) -> SchedulerStats:
         prefix_hits=past.prefix_hits + present.prefix_hits,
         prefill_tokens=past.prefill_tokens + present.prefill_tokens,
         decode_tokens=past.decode_tokens + present.decode_tokens,
+        fetched_tokens=past.fetched_tokens + present.fetched_tokens,
+        failed_fetches=past.failed_fetches + present.failed_fetches,
     )
 
 

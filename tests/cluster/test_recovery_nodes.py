@@ -4,7 +4,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gllm.cluster.actions import (
@@ -95,6 +95,15 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
         ),
         max_size=60,
     ),
+)
+@example(  # A spare's workers, of which a planned change has reserved the first.
+    stages=[(1, 0), (1, 1)],
+    max_restarts=0,
+    num_standbys=0,
+    seed=0,
+    spare_preloads=True,
+    flags=(False, False, True, True),
+    rows=[("answer", 0, 0.0), ("eager", 0, 0.0)],
 )
 def test_random_losses_end_in_a_ready_or_a_dead_engine(
     stages: list[tuple[int, int]],

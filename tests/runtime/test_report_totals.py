@@ -16,6 +16,8 @@ GAUGES = (
     "decode_context_tokens",
     "decoding",
     "depth",
+    "fetching",
+    "held_blocks",
 )
 COUNTERS = [name for name in SchedulerStats._fields if name not in GAUGES]
 
