@@ -13,7 +13,7 @@ of the same layers, embedding and LM head in steps that were measured outside of
     host + layers (curve(tokens) + attention) + embedding tokens + head + f samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
@@ -33,13 +33,15 @@ ROUNDS = 6
 SWEEPS = 3000
 """Passes of the coordinate descent in all rounds together."""
 INTERRUPTED = 3.0
-"""Times the fitted time that a step, plan or message takes at least if another program interrupted
+"""Times its fitted time that a step, plan or sampling takes at least if another program interrupted
 it."""
 FILTERS = 4
 """Fits of the same samples, each without those that the one before says were interrupted."""
 TOKENS, DECODES, CHUNKS, CONTEXT = "tokens", "decodes", "prefill chunks", "context"
 
 Array = NDArray[np.float64]
+Fit = Callable[[Array, Array], list[float]]
+"""Coefficients from features and seconds."""
 Span = tuple[int, bool, bool]
 """(number of layers, embedding in front, LM head behind)."""
 
@@ -185,12 +187,13 @@ class FittedCostModel(MeasuredCostModel):
             self._span_fit = _SpanFit(profile.spans)
             if len(layers) > 1:
                 self._host_seconds = _measure_host(profile)
+        # Other programs do not interrupt messages, they only start their receivers late, often.
         self._link = _fit_line(profile.links)
         self._bytes, self._other_link = profile.activation_bytes, link
         if profile.links:
             self._other_link = None
-        self._plan = _fit_line(profile.plans)
-        self._sampling = _fit_line(profile.sampling)
+        self._plan = _fit_line(profile.plans, fit_uninterrupted)
+        self._sampling = _fit_line(profile.sampling, fit_uninterrupted)
         self._return = _fit_line(profile.returns)
         self._ranges = _measure_ranges(profile.steps)
 
@@ -284,7 +287,7 @@ def _measure_host(profile: CostProfile) -> float:
         return 0.0
     constant, slope = _fit_line(profile.samplers)
     rows = median(step.samples for step in profile.steps if step.decodes)
-    pause, pause_slope = _fit_line(profile.sampling)
+    pause, pause_slope = _fit_line(profile.sampling, fit_uninterrupted)
     return max(0.0, pause - constant + (pause_slope - slope) * rows)
 
 
@@ -305,11 +308,13 @@ def _measure_ranges(steps: Sequence[StepSample]) -> MeasuredRanges:
     return MeasuredRanges(ranges, "the profile")
 
 
-def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def _fit_line(
+    points: Sequence[tuple[int, float]], fit: Fit = fit_nonnegative
+) -> tuple[float, float]:
     """Return (seconds at zero, seconds per unit), neither negative; zeros without points."""
     if not points:
         return 0.0, 0.0
     rows = np.array([[1.0, count] for count, _ in points])
     seconds = np.array([max(value, 1e-7) for _, value in points])
-    constant, slope = fit_uninterrupted(rows, seconds)
+    constant, slope = fit(rows, seconds)
     return constant, slope
