@@ -15,4 +15,12 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [72, 105]},
     "/abort": {"abort_all": True},
+    "/engines/{name}/role": {"role": "decode"},
+    "/pd_role_switch": {"new_role": "decode"},
 }
+
+NEED_ROUTERS: dict[str, str] = {
+    "/engines/{name}/role": "not_a_router",
+    "/pd_role_switch": "role_switch_refused",
+}
+"""Code of the error with which an engine without routers answers an example."""
