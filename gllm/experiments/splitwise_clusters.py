@@ -56,8 +56,6 @@ class ClusterPoint:
     """True if all requests arrive at once, as a batch job."""
     policy: str = "splitwise"
     """Scheduling policy of every machine."""
-    stages: int = 1
-    """Pipeline stages of every machine."""
     seed: int = 0
 
 
@@ -88,10 +86,8 @@ def reference_latencies(prompt: int, output: int) -> RequestLatencies:
     return RequestLatencies(ttft, tbt if output > 1 else None, ttft + (output - 1) * tbt)
 
 
-def build_machine(
-    machine: MachineType, policy: str, stages: int, has_prefill: bool = True
-) -> Deployment:
-    """Return the deployment of one machine: the model at TP 8, in equal stages."""
+def build_machine(machine: MachineType, policy: str, has_prefill: bool = True) -> Deployment:
+    """Return the deployment of one machine: the model at TP 8, in one stage."""
     shape = MODELS[MODEL]
     kv_bytes = shape.layers * shape.kv_bytes
     weight_bytes = shape.parameters * shape.bytes_per_weight
@@ -103,9 +99,8 @@ def build_machine(
         async_scheduling=False,
     )
     blocks = machine.kv_tokens(weight_bytes, kv_bytes, USABLE_SHARE) // config.block_size
-    cost = SplitwiseCostModel(read_profile(MODEL, machine.device), stages, has_prefill)
-    layers = [shape.layers // stages] * stages
-    return Deployment(MODEL, layers, cost, config.resolve(stages, blocks, MAX_MODEL_LEN))
+    cost = SplitwiseCostModel(read_profile(MODEL, machine.device), has_prefill)
+    return Deployment(MODEL, [shape.layers], cost, config.resolve(1, blocks, MAX_MODEL_LEN))
 
 
 def transfer_seconds(design: ClusterDesign, num_tokens: int) -> float:
@@ -136,7 +131,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
     design = point.design
 
     def machines(machine: MachineType, count: int, has_prefill: bool) -> dict[str, Deployment]:
-        each = build_machine(machine, point.policy, point.stages, has_prefill)
+        each = build_machine(machine, point.policy, has_prefill)
         return {f"{machine.name}-{index}": each for index in range(count)}
 
     prompts = machines(design.prompt, design.num_prompt, True)

@@ -46,7 +46,6 @@ class SearchTask:
     """The cluster has this share of the paper's machines: 5 is a fifth."""
     requests: int
     policy: str
-    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,11 @@ def baseline(name: str, constraint: str, scale: int) -> ClusterDesign:
 
 
 def measure_rate(
-    design: ClusterDesign, workload: str, requests: int, policy: str, stages: int = 1
+    design: ClusterDesign, workload: str, requests: int, policy: str
 ) -> tuple[float, int]:
     """Return the highest rate of a cluster within the SLOs, and the number of simulations."""
     rate = START_SHARE * fluid_rate(design, workload)
-    return highest_rate(
-        ClusterPoint(design, workload, rate, requests, policy=policy, stages=stages)
-    )
+    return highest_rate(ClusterPoint(design, workload, rate, requests, policy=policy))
 
 
 def search_design(task: SearchTask) -> SearchOutcome:
@@ -95,7 +92,7 @@ def search_design(task: SearchTask) -> SearchOutcome:
 
     def evaluate(design: ClusterDesign) -> float:
         nonlocal num_simulations
-        rate, count = measure_rate(design, task.workload, task.requests, task.policy, task.stages)
+        rate, count = measure_rate(design, task.workload, task.requests, task.policy)
         num_simulations += count
         return rate
 
@@ -191,7 +188,6 @@ def measure_full(outcome: SearchOutcome) -> tuple[ClusterDesign, float, int]:
         max(outcome.full_rate, 1.0),
         2 * task.requests,
         policy=task.policy,
-        stages=task.stages,
     )
     rate, num_simulations = highest_rate(replace(point))
     return cluster, rate, num_simulations

@@ -104,7 +104,7 @@ class Handoff:
 
     @property
     def is_held(self) -> bool:
-        """True until the prefill engine is told to free the blocks, or is lost."""
+        """True until the prefill engine is lost or told to free the blocks."""
         return self._may_be_held
 
     @property

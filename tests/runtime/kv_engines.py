@@ -48,7 +48,7 @@ class KvEngine:
         self.name = name
         self.stages = stages
         self.served: dict[int, ServeKv] = {}
-        """What the mover may read, by ticket."""
+        """Holds that the mover may read, by ticket."""
         self.fetches: deque[FetchKv] = deque()
         """Fetches that have not ended."""
         self._cluster = cluster

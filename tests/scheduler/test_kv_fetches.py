@@ -97,7 +97,7 @@ def test_choices_fork_from_a_fetched_prompt() -> None:
 
 
 def test_what_was_not_fetched_is_prefilled() -> None:
-    """As of a resumed request whose output is longer than the source."""
+    """The output of a resumed request may be longer than the source."""
     scheduler = make_scheduler()
     start_fetch(scheduler, handed_off(0, 9, 9, outputs=[[9, 8, 7]]))
     scheduler.finish_fetch(0, True, 1.0)

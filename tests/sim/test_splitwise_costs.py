@@ -89,12 +89,11 @@ def test_iterations_take_the_measured_times() -> None:
         read_points(MODEL, "a100-80gb", 4)
 
 
-def test_stages_share_the_time_of_a_machine() -> None:
+def test_a_machine_without_prefill_takes_no_time_for_prompts() -> None:
     profile = read_profile(MODEL, "h100-80gb")
     work = StageWork(0, 1000, ((0, 990),), 10, 5000, 11)
     whole = SplitwiseCostModel(profile).stage_seconds(0, work)
     assert whole == pytest.approx(profile.iteration_seconds(990, 10))
-    assert SplitwiseCostModel(profile, 4).stage_seconds(2, work) == pytest.approx(whole / 4)
     tokens_only = SplitwiseCostModel(profile, has_prefill=False).stage_seconds(0, work)
     assert tokens_only == pytest.approx(profile.token_seconds(10))
 

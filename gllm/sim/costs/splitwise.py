@@ -89,24 +89,19 @@ def read_profile(model: str, device: str, tp: int = 8) -> SplitwiseProfile:
 
 
 class SplitwiseCostModel(BaseCostModel):
-    """Engine with Splitwise's measurements.
+    """Engine of one stage with Splitwise's measurements.
 
     Args:
         profile: Times of the model on the machine.
-        stages: Number of pipeline stages; each takes an equal share of the machine's time. The
-            paper's machines have one.
         has_prefill: False for a machine that gets its prompts' KV cache from another one: a prompt
             takes no time.
     """
 
-    def __init__(
-        self, profile: SplitwiseProfile, stages: int = 1, has_prefill: bool = True
-    ) -> None:
+    def __init__(self, profile: SplitwiseProfile, has_prefill: bool = True) -> None:
         self._profile = profile
-        self._stages = stages
         self._has_prefill = has_prefill
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of a micro-batch, the same on all stages."""
+        """Return the time of a micro-batch."""
         num_prompt_tokens = work.num_tokens - work.num_decodes if self._has_prefill else 0
-        return self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes) / self._stages
+        return self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes)
