@@ -57,14 +57,13 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 
 
 def median_figures(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds, figure by figure."""
-    first = figures[0]
+    """Medians over rounds, figure by figure; a count that a round does not have is 0."""
     made: dict[str, Any] = {}
-    for name, value in first.items():
-        values = [each[name] for each in figures]
-        if isinstance(value, dict):
-            made[name] = median_figures(values) if value else {}
-        elif isinstance(value, list):
+    for name in dict.fromkeys(name for each in figures for name in each):
+        values = [each.get(name, 0) for each in figures]
+        if isinstance(values[0], dict):
+            made[name] = median_figures(values)
+        elif isinstance(values[0], list):
             made[name] = [median(column) for column in zip(*values, strict=True)]
         else:
             made[name] = median(values)

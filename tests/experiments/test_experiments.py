@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,3 +202,8 @@ def test_rates_are_shares_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_medians_over_rounds() -> None:
     rounds = [{"a": n, "b": {"c": 10 * n}, "d": [n, -n], "e": {}} for n in (1, 5, 2)]
     assert median_figures(rounds) == {"a": 2, "b": {"c": 20}, "d": [2, -2], "e": {}}
+
+
+def test_a_count_that_a_round_lacks_is_zero() -> None:
+    rounds: list[dict[str, Any]] = [{"n": {"8": 4}}, {"n": {"8": 2, "16": 6}}, {"n": {"16": 2}}]
+    assert median_figures(rounds) == {"n": {"8": 2, "16": 2}}

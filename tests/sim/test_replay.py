@@ -23,6 +23,7 @@ from gllm.sim.compare import (
     comparison_table,
     median_latency_error,
     median_request_error,
+    normalized_latency_error,
     request_errors,
 )
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
@@ -204,6 +205,10 @@ def test_a_slower_machine_is_divided_out(profile: CostProfile) -> None:
         errors = request_errors(both, metric, at_speed=True)
         assert len(errors) == 24
         assert sorted(errors)[12] < 0.1
+    for percent in (50, 95):
+        error, at_speed = (normalized_latency_error(both, percent, each) for each in (False, True))
+        assert error < -0.15
+        assert abs(at_speed) < 0.1
     interrupted = compare_runs(run_slow(InterruptedCostModel(deployment().cost)), profile)
     # Interruptions delay requests too, so they are part of the machine's speed.
     assert interrupted.slowdown == pytest.approx(both.slowdown * (0.99 + 0.01 * 20), rel=0.05)
