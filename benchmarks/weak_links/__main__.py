@@ -71,7 +71,7 @@ class Sections:
     def _measure_engines(self) -> list[dict[str, Any]]:
         options = self._options
         counts = (1, 16) if options.quick else (1, 4, 16, 64)
-        plan = EnginePlan(options.stages, counts, 4.0 if options.quick else 6.0)
+        plan = EnginePlan(options.stages, counts, 4.0 if options.quick else 20.0)
         return measure_engines(options.congestion, self._model, plan, self.progress)
 
     def _measure_simulator(self) -> list[dict[str, Any]]:

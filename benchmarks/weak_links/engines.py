@@ -19,6 +19,8 @@ from gllm.observability.latency import percentile
 STEP_SECONDS = 0.005
 """Least time of a stage's step: a device that is not shared with the other stages."""
 KV_CACHE = "256MiB"
+LINK_WARM_UP_SECONDS, WARM_UP_STREAMS = 8.0, 4
+"""Load that does not count, in which new connections find the rate of their links."""
 
 
 class EnginePlan(NamedTuple):
@@ -72,6 +74,8 @@ def measure_engine(
     flags = engine_flags(name, congestion, plan.num_stages)
     with running_engine(model, plan.num_stages, flags) as (rig, engine):
         set_links(rig, BASE_LINK)
+        with rig.inside(0):
+            asyncio.run(run_load(engine.url, WARM_UP_STREAMS, LINK_WARM_UP_SECONDS, seed=-1))
         for seed, count in enumerate(plan.stream_counts):
             with rig.inside(0):
                 figures = asyncio.run(run_load(engine.url, count, plan.window_seconds, seed))
