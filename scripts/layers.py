@@ -23,15 +23,16 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.observability.step_log": "gllm.scheduler msgspec",
             "gllm.observability.logged_scheduler": ("gllm.observability.step_log gllm.scheduler"),
             "gllm.link.encodings": "",
+            "gllm.kv_transfer.backend_names": "",
             "gllm.config": (
-                "gllm.link.encodings gllm.observability gllm.pacing gllm.routing gllm.scheduler "
-                "yaml"
+                "gllm.kv_transfer.backend_names gllm.link.encodings gllm.observability "
+                "gllm.pacing gllm.routing gllm.scheduler yaml"
             ),
             "gllm.kv_transfer.break_even": "",
             "gllm.kv_transfer.layout": "msgspec",
             "gllm.kv_transfer": (
-                "gllm.kv_transfer.break_even gllm.kv_transfer.layout gllm.link.encodings "
-                "gllm.messages msgspec nixl numpy"
+                "gllm.kv_transfer.backend_names gllm.kv_transfer.break_even "
+                "gllm.kv_transfer.layout gllm.link.encodings gllm.messages msgspec nixl numpy"
             ),
             "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",
             "gllm.models.partition": "",

@@ -22,6 +22,8 @@ from gllm.config.flags import (
 )
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.kv_transfer.backend_names import AUTO, check_backend_name
+from gllm.link.encodings import LINK_ENCODINGS, PLAIN
 from gllm.scheduler.config import SchedulerConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,6 +35,10 @@ DEVICES = ("auto", "cpu", "cuda")
 """Values of --device."""
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
 """Values of --kv-cache-dtype."""
+KV_TRANSFER_ON_GPU = (
+    "kv_transfer needs KV caches in the memory of the host, but the stages are on GPUs: set device "
+    "to cpu, or leave kv_transfer out"
+)
 MAX_RANKS = 64
 """Most workers of one stage; a worker gets an edge to each worker of the next stage."""
 ATTENTION_BACKENDS = ("auto", "flash-attn", "native", "torch", "triton")
@@ -195,6 +201,19 @@ class EngineConfig:
         '"tcp://127.0.0.1:5557"}; default: none',
         parse=parse_kv_events,
     )
+    kv_transfer: str | None = option(
+        None,
+        "give the KV blocks of prompts to other engines and fetch theirs: auto (without a value: "
+        "shared memory on one machine, else TCP), shm, tcp, nixl, or mock:GIGABYTES_PER_SECOND, "
+        "which waits as long as a link of that bandwidth; on CPUs of one machine; default: off",
+        flags=("--kv-transfer", "--kv-transfer-config", "--kv-export"),
+        bare=AUTO,
+    )
+    kv_transfer_encoding: str = option(
+        PLAIN,
+        "encoding of KV blocks over TCP; int8 takes about half of the bytes of bfloat16 and rounds",
+        choices=tuple(LINK_ENCODINGS),
+    )
     trusted_network: bool = option(
         False,
         "all hosts that reach this one may read prompts: permits what is not encrypted, KV cache "
@@ -221,12 +240,24 @@ class EngineConfig:
                 f"debug_slowdown {self.debug_slowdown} has to give a factor for each of the "
                 f"{stages} stages (pipeline_parallel_size)"
             )
+        self._check_kv_transfer()
         address = self.kv_events_config.exposed_address if self.kv_events_config else None
         if address is not None and not self.trusted_network:
             raise ValueError(
                 f"kv_events_config publishes token ids on {address}, where other hosts can read "
                 "them: use a loopback address, or set trusted_network if all of them may"
             )
+
+    def _check_kv_transfer(self) -> None:
+        """Check `kv_transfer`, whose caches are in the memory of this machine."""
+        if self.kv_transfer is None:
+            return
+        try:
+            check_backend_name(self.kv_transfer)
+        except ValueError as error:
+            raise FieldError("kv_transfer", f"kv_transfer: {error}") from None
+        if self.device == "cuda":
+            raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
 
     @property
     def stage_degrees(self) -> tuple[int, ...]:

@@ -130,8 +130,8 @@ def read_flags(path: str) -> dict[str, Any]:
 def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) -> list[str]:
     """Return a value of a YAML file as command-line arguments; null gives none.
 
-    A list repeats a repeatable flag and is joined by commas for other flags. Raises ValueError if
-    the flag cannot have such a value.
+    A list repeats a repeatable flag and is joined by commas for other flags; true and false switch
+    a flag whose value may be left out. Raises ValueError if the flag cannot have such a value.
     """
     if value is None:
         return []
@@ -139,6 +139,8 @@ def flag_arguments(flag: str, action: argparse.Action, value: object, key: str) 
         if not isinstance(value, bool):
             raise ValueError(f"{key} is {value!r:.100}, but has to be true or false")
         return [flag if value else "--no-" + flag.removeprefix("--")]
+    if action.nargs == "?" and isinstance(value, bool):
+        return [flag] if value else []
     parts = value if isinstance(value, list) else [value]
     if not all(type(part) in (int, float, str) for part in parts):
         raise ValueError(
@@ -333,6 +335,8 @@ def _flag_options(spec: "dataclasses.Field[Any]", hint: Any) -> dict[str, Any]:
     kind = number_type_of(hint)
     parse = spec.metadata.get("parse", kind or str)
     options["type"] = FlagType(parse, kind, spec.metadata.get("range"))
+    if "bare" in spec.metadata:
+        options |= {"nargs": "?", "const": spec.metadata["bare"]}
     if "choices" in spec.metadata:
         options["choices"] = spec.metadata["choices"]
     else:

@@ -67,7 +67,8 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
     Args:
         default: default value of the field.
         text: help text of the flag.
-        metadata: arguments of `bounded`, and `choices`, `flags`, `parse`, `repeat`, `secret`.
+        metadata: arguments of `bounded_field`, and `bare` (the value of the flag without one),
+            `choices`, `flags`, `parse`, `repeat`, `secret`.
     """
     return bounded_field(default, help=text, **metadata)
 

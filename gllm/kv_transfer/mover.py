@@ -14,8 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gllm.kv_transfer.backend_names import AUTO, check_backend_name
 from gllm.kv_transfer.backends.base import KvBackend, TargetPart
-from gllm.kv_transfer.backends.registry import AUTO, check_backend_name, make_backend
+from gllm.kv_transfer.backends.registry import make_backend
 from gllm.kv_transfer.break_even import FetchDeadline, TransferEstimate
 from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, decode_endpoint
 from gllm.kv_transfer.fetch import RunningFetch, fetch_from_machine, find_targets

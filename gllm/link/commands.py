@@ -95,7 +95,7 @@ class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
     generation: int
     layouts: list[KvLayout]
     backend: str
-    """See gllm.kv_transfer.backends.registry."""
+    """See gllm.kv_transfer.backend_names."""
     encoding: str = PLAIN
     """Encoding of fetches over TCP: a name of LINK_ENCODINGS."""
 

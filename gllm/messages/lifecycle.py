@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from gllm.kv_transfer.layout import KvLayout
 from gllm.messages.base import WireMessage
 
 
@@ -79,6 +80,8 @@ class StageReady(WireMessage, frozen=True):
     """Report that a rank of a stage has its KV cache and runs plans."""
 
     stage: int
+    kv_layout: KvLayout | None = None
+    """Layout of the KV cache in StageAssignment.kv_memory; None without --kv-transfer."""
 
 
 class StageFailed(WireMessage, frozen=True):

@@ -111,6 +111,8 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
     """Memory that the ranks of the stage share; None where the stage has one rank."""
     plan_record: int | None = None
     """Descriptor of the file in which the driver records the plans in flight; None elsewhere."""
+    kv_memory: int | None = None
+    """Descriptor of an empty file for the KV cache, which others map; None: in own memory."""
     restart_cause: str = ""
     """Reason for which the previous generation ended; empty in the first one."""
     num_resumed_requests: int = 0
@@ -201,10 +203,10 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """All descriptors: of the edges, of the region, then of the plan record."""
+        """All descriptors: of the edges, the region, the plan record, then the KV cache."""
         incoming = [] if self.incoming is None else [self.incoming]
         region = [] if self.region is None else [self.region]
-        own = [] if self.plan_record is None else [self.plan_record]
+        own = [each for each in (self.plan_record, self.kv_memory) if each is not None]
         shared: list[Edge | Region] = [*incoming, *self.outgoing, *region]
         return [*(each for files in shared for each in files.descriptors), *own]
 
@@ -258,11 +260,13 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
         return [received[each] for each in descriptors]
 
     replace = msgspec.structs.replace
-    incoming, region, record = message.incoming, message.region, message.plan_record
+    incoming, region = message.incoming, message.region
+    record, memory = message.plan_record, message.kv_memory
     return replace(
         message,
         incoming=incoming and replace(incoming, descriptors=receive(incoming.descriptors)),
         outgoing=[replace(e, descriptors=receive(e.descriptors)) for e in message.outgoing],
         region=region and replace(region, descriptors=receive(region.descriptors)),
         plan_record=None if record is None else received[record],
+        kv_memory=None if memory is None else received[memory],
     )

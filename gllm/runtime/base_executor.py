@@ -16,6 +16,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.kernels.attention_backends import AttentionRequirements, BackendChoice, choose_backend
 from gllm.kernels.native.library import describe_kernels
+from gllm.kv_transfer.layout import KvLayout
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
@@ -29,7 +30,7 @@ from gllm.runtime.device import (
     get_capability,
 )
 from gllm.runtime.executor import DeviceTime
-from gllm.runtime.kv_cache import KVCache, block_bytes
+from gllm.runtime.kv_cache import KVCache, block_bytes, describe_layout, map_zeros
 from gllm.runtime.logprobs import PromptChunk, create_prompt_chunks
 from gllm.runtime.sampling import SamplingMetadata, build_sampling_metadata, fail_guides
 from gllm.runtime.sampling_state import (
@@ -79,6 +80,7 @@ class BaseExecutor(StageWeights, ABC):
         if (reason := unsupported_reason(model_config.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
         self.model = shard(model_config.model, rank, num_ranks)
+        self._whole_model = model_config.model
         self._rank, self._num_ranks = rank, num_ranks
         self._groups: StageGroups | None = None
         self.layers = layers
@@ -110,14 +112,19 @@ class BaseExecutor(StageWeights, ABC):
     @property
     def numerics(self) -> str:
         """See Executor."""
+        # Ranks add up parts of what one rank adds up at once.
+        ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
+        return f"{self.kv_numerics}{ranks}"
+
+    @property
+    def kv_numerics(self) -> str:
+        """See Executor."""
         if self.device.type == "cpu":
             kernels = describe_kernels(self.dtype)
         else:
             kernels = f"compute capability {get_capability(self.device)}, torch {torch.__version__}"
         dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
-        # Ranks add up parts of what one rank adds up at once.
-        ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
-        return f"{self.device.type}: {kernels}; {dtypes}; attention {self.backend}{ranks}"
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {self.backend}"
 
     def _choose_attention_backend(
         self, config: EngineConfig, gpu_capability: tuple[int, int] | None
@@ -172,13 +179,19 @@ class BaseExecutor(StageWeights, ABC):
         if hasattr(self, "_cache"):
             del self._cache
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
         """See Executor."""
-        self._cache = KVCache(self._layer_specs, num_blocks, block_size, self.cache_dtype)
+        zeros = None if kv_memory is None else map_zeros(kv_memory)
+        self._cache = KVCache(self._layer_specs, num_blocks, block_size, self.cache_dtype, zeros)
         plan_attention = partial(plan_windows, backend=self.backend)
         self._batch_config = BatchConfig(
             num_blocks, block_size, self.dtype, self._windows, plan_attention
         )
+
+    def describe_kv_cache(self, model: str) -> KvLayout:
+        """See Executor."""
+        layers = self._whole_model.layers
+        return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
 
     @property
     def _windows(self) -> frozenset[int | None]:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gllm.kv_transfer.layout import KvLayout
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.spec import ModelSpec
@@ -66,6 +67,10 @@ class Executor(Protocol):
     def numerics(self) -> str:
         """See StageLoaded; once the weights are loaded."""
 
+    @property
+    def kv_numerics(self) -> str:
+        """Part of `numerics` that decides the numbers in the KV cache, on any number of ranks."""
+
     def log_choices(self) -> None:
         """Log what was chosen for the stage: attention backend, dtypes, kernels."""
 
@@ -98,8 +103,23 @@ class Executor(Protocol):
         Called with the weights loaded, before `allocate`; not at all where a stage has one rank.
         """
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Allocate the KV cache."""
+    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
+        """Allocate the KV cache.
+
+        Args:
+            num_blocks: usable blocks.
+            block_size: tokens per block.
+            kv_memory: descriptor of an empty file for it; None for own memory.
+
+        Raises:
+            FieldError: the file cannot have that size, or the device has memory of its own.
+        """
+
+    def describe_kv_cache(self, model: str) -> KvLayout:
+        """Return the layout of the KV cache, which is allocated in a file.
+
+        model: see KvLayout.
+        """
 
     def register(self, message: RegisterSequences) -> "Future[bytes] | None":
         """Register sequences that later plans name.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gllm.config.field_types import FieldError
 from gllm.kv_transfer.layout import KvLayout, LayerLayout
 from gllm.models.spec import LayerSpec
 
@@ -77,6 +78,8 @@ def map_zeros(descriptor: int) -> Callable[[tuple[int, ...], torch.dtype], Tenso
     the same memory; a page takes none until it is written. The tensors keep their memory when the
     descriptor is closed.
 
+    The function raises FieldError if the process may not have a file or mappings of that size.
+
     Args:
         descriptor: An empty file, for example a memfd.
     """
@@ -85,8 +88,16 @@ def map_zeros(descriptor: int) -> Callable[[tuple[int, ...], torch.dtype], Tenso
         num_bytes = math.prod(shape) * dtype.itemsize
         begin = os.fstat(descriptor).st_size
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(descriptor, begin + size)
-        memory = mmap.mmap(descriptor, size, offset=begin)
+        try:
+            os.ftruncate(descriptor, begin + size)
+            memory = mmap.mmap(descriptor, size, offset=begin)
+        except OSError as error:
+            raise FieldError(
+                "kv_cache_memory",
+                f"kv_transfer cannot have a KV cache of {begin + size} bytes or more in a file "
+                f"({error.strerror}): lower kv_cache_memory, or raise the limits of file size and "
+                "address space (ulimit -f, ulimit -v)",
+            ) from error
         return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
     return create

@@ -171,6 +171,7 @@ class LocalNode(Node):
         if self._kernel_ratios is not None:
             os.close(self._kernel_ratios)
             self._kernel_ratios = None
+        self.close_kv_memory()
         self.on_generation_ready()
 
     def _send(self, assignment: StageAssignment) -> None:

@@ -4,6 +4,7 @@ The supervisor decides which workers there are and which stages they run; a node
 This module imports no torch.
 """
 
+import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -52,6 +53,9 @@ class Node(ABC):
         self.node_name = node_name
         self.remote_edges: RemoteEdges | None = None
         """Connects edges to other machines; None in an engine on one machine."""
+        self.kv_memory: dict[int, int] = {}
+        """Descriptors of the files in which the workers of the present generation have their KV
+        caches, by sender; empty without --kv-transfer. They are closed by the next `assign`."""
         self._name = name
         self._driver_folder: Path | None = None
         """Private folder of the socket of the current generation's driver."""
@@ -152,8 +156,11 @@ class Node(ABC):
         if self.remote_edges is not None:
             self.remote_edges.close_edges(placement.generation - 1)
         self._driver_folder = Path(tempfile.mkdtemp(prefix=f"{self._name}-driver-"))
+        self.close_kv_memory()
         with ExitStack() as files:
             edges, regions = self._create_files(assignment, files)
+            if assignment.config.kv_transfer is not None:
+                self._create_kv_memory(placement)
             for worker in placement.workers_on(self.node_name):
                 has_driver = (worker.stage, worker.rank) == (0, 0)
                 self._send(
@@ -167,6 +174,7 @@ class Node(ABC):
                         [edge for spec, edge in edges if _is_source(worker, spec)],
                         regions.get(worker.stage),
                         plan_record if has_driver else None,
+                        self.kv_memory.get(worker.sender),
                         assignment.restart_cause,
                         assignment.num_resumed_requests,
                         output_lengths or {} if has_driver else {},
@@ -207,6 +215,21 @@ class Node(ABC):
                 regions[stage] = create_region(f"{self._name}-region-{stage}")
                 files.callback(regions[stage].close)
         return edges, regions
+
+    def _create_kv_memory(self, placement: Placement) -> None:
+        """Create an empty file for the KV cache of each of this machine's workers.
+
+        Raises:
+            OSError: a file cannot be created.
+        """
+        for worker in placement.workers_on(self.node_name):
+            name = f"{self._name}-kv-{worker.sender}"
+            self.kv_memory[worker.sender] = os.memfd_create(name)
+
+    def close_kv_memory(self) -> None:
+        """Close this process's descriptors of KV caches, whose workers have ended or will."""
+        while self.kv_memory:
+            os.close(self.kv_memory.popitem()[1])
 
     def _open_remote(
         self, assignment: NodeAssignment, number: int, edge: Edge, nodes: tuple[str, str]

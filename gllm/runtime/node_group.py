@@ -27,6 +27,7 @@ class NodeGroup(Node):
         """
         super().__init__()
         self.local = local
+        self.kv_memory = local.kv_memory
         self.local_peer = LinkPeer(LOCAL_NODE, "", b"")
         """Data connections of this machine."""
         self.remotes: dict[str, RemoteNode] = {}

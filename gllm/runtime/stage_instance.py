@@ -150,7 +150,7 @@ class StageInstance:
         )
         if not assignment.has_driver:
             self._sessions.connect()
-            self._send(StageReady(assignment.stage))
+            self._send(StageReady(assignment.stage, self._resources.kv_layout))
             return
         self._create_driver(config)
         self._on_stage_connected(assignment.sender)
@@ -195,7 +195,7 @@ class StageInstance:
     def _on_stage_connected(self, sender: int) -> None:
         """Report the driver's worker as ready once every worker has connected."""
         if self._sessions.on_connected(sender):
-            self._send(StageReady(0))
+            self._send(StageReady(0, self._resources.kv_layout))
 
     def _handle_message(self, message: AnyMessage) -> None:
         match message:

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gllm.config.engine import KV_TRANSFER_ON_GPU
+from gllm.config.field_types import FieldError
 from gllm.models.config import ModelConfig, read_config
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import DeviceBackend
@@ -175,6 +177,8 @@ def create_backend(
         FieldError: weights, KV cache or attention cannot be as configured.
     """
     if num_gpus:
+        if assignment.config.kv_transfer is not None:
+            raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
         from gllm.runtime.cuda.backend import CudaBackend
 
         return CudaBackend(assignment, model, num_gpus, layers)

@@ -7,9 +7,12 @@ at any moment of that.
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
+from gllm.kv_transfer.layout import KvLayout
 from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.steps import GrammarReady, StepDone
+from gllm.models.identity import hash_model, hash_numerics
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.backend import DeviceBackend
 from gllm.runtime.device import available_memory_bytes, trim_memory
@@ -46,6 +49,8 @@ class StageResources:
         """
         self.runner: StageRunner | None = None
         """Threads that compute and sample, once they are started."""
+        self.kv_layout: KvLayout | None = None
+        """Layout of the KV cache, once it is allocated in memory that other processes map."""
         self._assignment = assignment
         self._on_error = on_error
         loaders = [prepared, None if previous is None else previous.loader]
@@ -82,8 +87,13 @@ class StageResources:
         with self._lock:
             if self._is_cancelled:
                 return
-            self.executor.bind_thread()
-            self.executor.allocate(num_blocks, block_size)
+            executor, kv_memory = self.executor, self._assignment.kv_memory
+            executor.bind_thread()
+            executor.allocate(num_blocks, block_size, kv_memory)
+            if kv_memory is not None:
+                folder = Path(self._assignment.model_folder)
+                model = hash_numerics(hash_model(folder), executor.kv_numerics)
+                self.kv_layout = executor.describe_kv_cache(model)
             self.backend.prepare_steps()
 
     def start_threads(

@@ -7,9 +7,10 @@ from typing import cast
 import numpy as np
 import pytest
 
+from gllm.kv_transfer.backend_names import check_backend_name
 from gllm.kv_transfer.backends.base import FetchTarget, KvBackend
 from gllm.kv_transfer.backends.mock import MockBackend
-from gllm.kv_transfer.backends.registry import check_backend_name, make_backend
+from gllm.kv_transfer.backends.registry import make_backend
 from gllm.kv_transfer.frames import KvConnection
 from gllm.kv_transfer.pages import KvPagesError, find_slots
 from gllm.messages.kv_transfer import (

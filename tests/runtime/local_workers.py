@@ -95,6 +95,7 @@ class LocalWorkers(Node):
         """Wait until the workers have ended."""
         self._on_exit = lambda sender, how: None
         await asyncio.gather(*self._runs.values(), *self._ends)
+        self.close_kv_memory()
         self.on_generation_ready()
 
     def _send(self, assignment: StageAssignment) -> None:

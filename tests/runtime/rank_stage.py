@@ -41,7 +41,8 @@ class RankStage:
             if len(self.ranks) > 1:
                 executor.join(groups)
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
+        assert kv_memory is None, "each rank has a KV cache of its own"
         for executor in self.ranks:
             executor.allocate(num_blocks, block_size)
 

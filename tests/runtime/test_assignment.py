@@ -133,6 +133,34 @@ def named_edges(placement: Placement) -> list[tuple[PlaceName, PlaceName]]:
     ]
 
 
+@pytest.mark.parametrize("degrees", [[1], [2, 1]])
+def test_each_worker_has_a_file_for_its_kv_cache_in_each_generation(degrees: list[int]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    node = RecordingNode()
+    layers = [(stage, stage + 1) for stage in range(len(degrees))]
+    seen = set()
+    for generation in (1, 2):
+        slots = [Slot(11 + place) for place in range(sum(degrees))]
+        placement = make_placement(generation, layers, slots, degrees)
+        config = EngineConfig(kv_transfer="auto")
+        node.assign(NodeAssignment(placement, config), Path("folder"))
+        received = node.received[-sum(degrees) :]
+        assert list(node.kv_memory) == placement.senders
+        for message in received:
+            assert message.kv_memory is not None
+            (file,) = files([message.kv_memory])
+            assert (file,) == files([node.kv_memory[message.sender]])
+            assert os.fstat(message.kv_memory).st_size == 0
+            seen.add(file)
+    assert len(seen) == 2 * sum(degrees), "no file belongs to two generations"
+    # Without the flag there are none, and those of the generation before are closed.
+    node.assign(NodeAssignment(placement, EngineConfig()), Path("folder"))
+    assert not node.kv_memory
+    assert {message.kv_memory for message in node.received[-sum(degrees) :]} == {None}
+    node.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_files_that_cannot_be_created_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.config.engine import EngineConfig
+from gllm.config.engine import KV_TRANSFER_ON_GPU, EngineConfig
+from gllm.config.field_types import FieldError
 from gllm.kernels.attention_backends import BACKENDS
 from gllm.kernels.attention_plan import PagedBatch
 from gllm.kernels.masking import num_bitmask_words
@@ -128,8 +129,10 @@ class CudaStartUp(BaseExecutor):
         self._last_tokens = LastTokenTable(queues, (max_steps + 1) * scheduler.max_num_seqs)
         self._graphs = DecodeGraphs(queues, self.stream, get_block_table)
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
+    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
         """See Executor."""
+        if kv_memory is not None:
+            raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
         # Two blocks that no sequence holds: one stays zero, padding is written to the other.
         zeros, specs = self._queues.zeros, self._layer_specs
         self._cache = KVCache(specs, num_blocks + 1, block_size, self.cache_dtype, zeros)
