@@ -4,7 +4,6 @@ The client submits and parks the requests; this object says when and to which en
 commands to the engines that hold blocks.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -15,6 +14,7 @@ from gllm.fleet.dispatch_target import DispatchTarget
 from gllm.fleet.output_checks import without_ends
 from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.tickets import make_ticket
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import (
     Handoff,
@@ -228,7 +228,7 @@ class Handoffs:
         """Return the function that submits a request for one token, to be held."""
 
         def send(message: SubmitRequest | AbortSequences) -> None:
-            ticket = secrets.randbelow(2**63 - 1) + 1
+            ticket = make_ticket()
             engine.send(msgspec.structs.replace(message, max_tokens=1, kv_ticket=ticket))
             # Only now: encoding may raise.
             handoff = self._by_stream[stream] = Handoff(pair, ticket, self._limits)

@@ -1,18 +1,12 @@
-"""Tickets: permissions to read the KV blocks of one sequence. Pure, without locks."""
+"""Tickets that a mover serves. Pure, without locks."""
 
-import secrets
 from dataclasses import dataclass
 
-MAX_TICKET = 2**63 - 1
+from gllm.messages.tickets import MAX_TICKET
 
 
 class TicketError(Exception):
     """A ticket permits nothing of what is requested."""
-
-
-def make_ticket() -> int:
-    """Return a ticket that nobody can guess; never 0."""
-    return secrets.randbelow(MAX_TICKET) + 1
 
 
 @dataclass

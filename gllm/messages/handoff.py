@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gllm.messages.base import WireMessage
-from gllm.messages.kv_transfer import Ticket
+from gllm.messages.tickets import Ticket
 
 MAX_TICKETS = 1024
 """Most tickets per message."""

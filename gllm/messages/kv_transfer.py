@@ -9,9 +9,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from gllm.messages.base import WireMessage
+from gllm.messages.tickets import Ticket
 
-Ticket = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-"""Permission to read the blocks of one sequence; see gllm.kv_transfer.tickets."""
 FetchNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """Number of a fetch, which the driver chooses; never used twice in a generation."""
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]

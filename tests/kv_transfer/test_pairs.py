@@ -5,8 +5,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from gllm.kv_transfer.tickets import make_ticket
 from gllm.messages.kv_transfer import FetchKv
+from gllm.messages.tickets import make_ticket
 from tests.kv_transfer.engines import CachedEngine, dial_plain, make_contents
 from tests.kv_transfer.layouts import cut_layouts
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gllm.kv_transfer.tickets import MAX_TICKET, HeldBlocks, TicketBook, TicketError, make_ticket
+from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
+from gllm.messages.tickets import MAX_TICKET, make_ticket
 
 
 def test_tickets_are_large_and_different() -> None:
