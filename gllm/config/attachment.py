@@ -27,7 +27,9 @@ class AttachmentConfig:
         "default: none",
     )
     role: str = option(
-        "mixed", "role of the engine, which routers show and do not use", choices=ROLES
+        "mixed",
+        "role of the engine, for routers with --preset and for hand-offs by bootstrap fields",
+        choices=ROLES,
     )
     name: str | None = option(
         None, "name of the engine, unique in the fleet; default: host name and process id"

@@ -66,6 +66,18 @@ class ServerConfig:
     api_key_file: str | None = option(
         None, "file of API keys, one per line, with # before comments; default: none"
     )
+    control_key_file: str | None = option(
+        None,
+        "file of control keys, one per line: requests that show one may have hand-off fields of "
+        "other routers, and engines with the same key accept each other's hand-offs; default: such "
+        "fields are refused",
+    )
+    control_network: tuple[str, ...] = option(
+        (),
+        "network such as 10.0.0.0/8 whose addresses need to show no control key, and in which a "
+        "bootstrap_host may be; repeatable, needs --control-key-file",
+        repeat=True,
+    )
     rate_limit: int | None = option(
         None,
         "requests per minute for each API key, or each address without keys; default: no limit",
@@ -152,6 +164,11 @@ class ServerConfig:
                     f"allowed_hosts has {host!r}, but has to have * or host names such as "
                     "example.com or *.example.com, without scheme, port and path"
                 )
+        if self.control_network and self.control_key_file is None:
+            raise ValueError(
+                "control_network is given without control_key_file: engines authenticate hand-offs "
+                "with the key"
+            )
         pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         missing = [name for name, value in pair.items() if value is None]
         if len(missing) == 1:

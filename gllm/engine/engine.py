@@ -3,15 +3,20 @@
 Imports no torch: the worker processes compute.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
+from gllm.engine.interface import KvParticipant
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
-from gllm.fleet.announcement import attach_to_routers
+from gllm.fleet.announcement import EngineAnnouncer, attach_to_routers
+from gllm.messages.fleet import AnnounceEngine
+from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds
 from gllm.messages.node_report import NodeReport
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
@@ -77,6 +82,8 @@ class Engine(TextEngine):
             backend.attachment = attach_to_routers(
                 backend.supervisor, self.model, plan.folder, self.config, attachment
             )
+        self._folder = plan.folder
+        self._attachment_config = attachment or AttachmentConfig()
 
     def nodes(self) -> list[NodeReport]:
         """Return the state of each machine of the engine, the head first."""
@@ -95,6 +102,21 @@ class Engine(TextEngine):
         """
         return self._pipeline.drain_node(name)
 
+    def kv_participant(self) -> KvParticipant | None:
+        """Return the engine as it takes part in hand-offs; None if it does not."""
+        announce = self._announce()
+        if not announce.kv_endpoint:
+            return None
+        return KvParticipant(
+            announce.name, announce.run, announce.role, announce.numerics, announce.kv_endpoint
+        )
+
+    def release_kv(self, tickets: list[int]) -> None:
+        """Free KV blocks that are kept under tickets; unknown tickets are ignored."""
+        for start in range(0, len(tickets), MAX_TICKETS):
+            batch = tickets[start : start + MAX_TICKETS]
+            self._supervisor.send_kv_command(ReleaseKvHolds(batch))
+
     def set_role(self, role: str) -> str:
         """Announce another role to all routers, and return the one before; requests go on.
 
@@ -103,3 +125,13 @@ class Engine(TextEngine):
         """
         attachment = self._pipeline.attachment
         return super().set_role(role) if attachment is None else attachment.set_role(role)
+
+    @cached_property
+    def _announce(self) -> Callable[[], AnnounceEngine]:
+        """Function that describes the engine with the present figures."""
+        attachment = self._pipeline.attachment
+        if attachment is not None:
+            return lambda: attachment.announcement
+        return EngineAnnouncer(
+            self._supervisor, self.model, self._folder, self.config, self._attachment_config
+        )

@@ -13,6 +13,7 @@ import msgspec
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
+from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeDrainError as NodeDrainError
 from gllm.messages.node_report import NodeReport
 from gllm.messages.node_report import UnknownNodeError as UnknownNodeError
@@ -47,6 +48,9 @@ class OutputDelta(msgspec.Struct, frozen=True):
     first delta."""
     error_kind: ErrorKind = ""
     """Kind of the error, which decides whether a client should send the request again."""
+    num_held_tokens: int = 0
+    """Leading tokens whose KV cache the engine keeps under the request's ticket; set on the last
+    delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,22 @@ class ModelInfo:
     """Unix time of the start, in seconds."""
     root: str = ""
     """Folder or hub name from which the model was loaded; empty if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvParticipant:
+    """An engine as it takes part in hand-offs."""
+
+    engine: str
+    """Name of the engine, unique in its fleet."""
+    run: int
+    """Random number of the start of the engine's head process."""
+    role: str
+    """mixed, prefill or decode."""
+    numerics: str
+    """Digest of all that the KV cache of a prompt depends on."""
+    endpoint: bytes
+    """Address of the KV cache for other engines; empty while it has none, as during a recovery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +265,13 @@ class EngineInterface(Protocol):
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        handoffs: Sequence[KvHandoff] = (),
     ) -> Sequence[RequestHandle]:
         """Start one request per prompt, all or none; each handle has to be closed.
 
         `request_id` is the id by which `abort` finds the requests. `slo` and `session` are hints
         for routers: latencies that the client asks for, and a name whose requests go to one engine.
+        `handoffs` has the part of each prompt in a hand-off; it is empty without one.
 
         Raises:
             FieldError: The engine cannot run such a request.
@@ -324,6 +346,12 @@ class EngineInterface(Protocol):
         Raises:
             RoleSwitchError: the engine has no routers.
         """
+
+    def kv_participant(self) -> KvParticipant | None:
+        """Return the engine as it takes part in hand-offs; None if it does not."""
+
+    def release_kv(self, tickets: list[int]) -> None:
+        """Free KV blocks that are kept under tickets; unknown tickets are ignored."""
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""

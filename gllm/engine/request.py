@@ -135,6 +135,7 @@ def _delta(
         queue_seconds=first.queue_seconds,
         logprobs=logprobs,
         prompt_logprobs=piece.prompt_logprobs or [],
+        num_held_tokens=end.num_kv_tokens if end is not None and end.kv_ticket else 0,
     )
 
 

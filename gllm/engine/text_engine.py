@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any, Self
@@ -22,6 +23,7 @@ from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
     EngineStatus,
     EngineUnavailableError,
+    KvParticipant,
     ModelInfo,
     OutputDelta,
     PoisonRequestError,
@@ -33,6 +35,7 @@ from gllm.engine.interface import (
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
 from gllm.engine.request_checks import check_options, check_request, encode_prompt, truncate_prompt
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
+from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeReport
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import ModelConfig, model_notes
@@ -166,6 +169,7 @@ class TextEngine:
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        handoffs: Sequence[KvHandoff] = (),
     ) -> list[RequestState]:
         """Start one request per prompt, all or none; each handle has to be closed.
 
@@ -189,8 +193,8 @@ class TextEngine:
         )
         streams: list[RequestStream] = []
         try:
-            for prompt in prompts:
-                streams.append(send(prompt))
+            for prompt, handoff in zip_longest(prompts, handoffs):
+                streams.append(send(prompt, handoff))
         except (TypeError, ValueError, OverflowError, PoisonRequestError) as error:
             for stream in streams:
                 self._client.release(stream)
@@ -318,6 +322,13 @@ class TextEngine:
         """See EngineInterface; only an engine with routers has a role."""
         raise RoleSwitchError("the engine has no routers: start it with --router or --hub")
 
+    def kv_participant(self) -> KvParticipant | None:
+        """Return None: a router hands requests off by itself."""
+        return None
+
+    def release_kv(self, tickets: list[int]) -> None:
+        """See EngineInterface; nothing is kept here."""
+
     def describe(self) -> dict[str, Any]:
         """Return the engine's configuration and state as JSON values."""
         return self._backend.describe()
@@ -363,6 +374,7 @@ class TextEngine:
         slo: Slo | None,
         session: str,
         prompt: list[int],
+        handoff: KvHandoff | None,
     ) -> RequestStream:
         num_free = self.model.max_model_len - len(prompt)
         # At the end of a grammar only EOS is allowed, so EOS has to end the output.
@@ -379,4 +391,5 @@ class TextEngine:
             request_id,
             session,
             slo,
+            handoff,
         )

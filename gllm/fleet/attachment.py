@@ -84,6 +84,11 @@ class RouterAttachment:
         return [session for session in self._sessions.values() if session is not None]
 
     @property
+    def announcement(self) -> AnnounceEngine:
+        """Description of the engine with the present figures."""
+        return self._current_announcement()
+
+    @property
     def role(self) -> str:
         """Role that the engine announces."""
         return self._current_announcement().role

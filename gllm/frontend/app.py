@@ -11,6 +11,7 @@ from gllm.frontend import errors
 from gllm.frontend.connection import ConnectionRunner
 from gllm.frontend.context import CONTEXT, SERVER_CONFIG, ServerContext
 from gllm.frontend.endpoint import register_endpoints
+from gllm.frontend.handoffs import registry
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.middleware import arrival, cors, draining, keys, observe, origin, rate_limit
 from gllm.frontend.routes.registry import ENDPOINTS
@@ -30,6 +31,7 @@ def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
     app[CONTEXT] = ServerContext(engine, config, Metrics(engine))
     for middleware in MIDDLEWARE:
         middleware.install(app, config)
+    registry.install(app, engine, config)
     register_endpoints(app, ENDPOINTS)
     return app
 

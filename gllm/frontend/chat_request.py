@@ -10,6 +10,7 @@ from gllm.engine.chat import PreparedChat, prepare_chat
 from gllm.frontend.context import ServerContext
 from gllm.frontend.fields.chat import ChatCompletionFields, ChatTemplateOptions
 from gllm.frontend.fields.generation import to_sampling_params
+from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.request_run import PreparedRequest
 from gllm.text.chat.output_parser import create_reasoning_counter_factory
 from gllm.text.chat.request import ChatRequest
@@ -17,7 +18,7 @@ from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
 
 async def prepare_chat_request(
-    context: ServerContext, fields: ChatCompletionFields
+    context: ServerContext, fields: ChatCompletionFields, handoff: HandoffLeg | None = None
 ) -> PreparedRequest:
     """Return a chat, rendered and checked, ready for the engine. Raises FieldError."""
     model, tokenizer = context.engine.model, context.engine.tokenizer
@@ -39,9 +40,10 @@ async def prepare_chat_request(
     return PreparedRequest(
         fields,
         [chat.token_ids],
-        chat.params,
+        chat.params if handoff is None else handoff.limit(chat.params),
         output_format=chat.output_format,
         new_reasoning_counter=create_reasoning_counter_factory(tokenizer, chat.output_format),
+        handoff=handoff,
     )
 
 

@@ -68,6 +68,7 @@ class ChoiceWriter:
         self._chunk_prefix = self._encoder.encode(self._envelope)[:-1] + b',"choices":['
         """Encoded chunk up to its choice, the same for all chunks."""
         self._num_choices = request.num_choices
+        self._handoff = request.handoff
         self._token_ids = bool(fields.return_token_ids)
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
@@ -95,11 +96,16 @@ class ChoiceWriter:
         return [self._chunk(choice, usage) for choice in choices]
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the chunk with the token counts, if requested, and the end of the stream."""
-        if not self._usage_at_end:
+        """Return the chunk with the token counts, if requested, and the end of the stream.
+
+        The chunk also has the fields of a hand-off, if there are any.
+        """
+        extra = self._handoff_fields()
+        if self._usage_at_end:
+            extra["usage"] = usage.to_openai()
+        if not extra:
             return [DONE]
-        chunk = {**self._envelope, "choices": [], "usage": usage.to_openai()}
-        return [ServerSentEvent(chunk), DONE]
+        return [ServerSentEvent({**self._envelope, "choices": [], **extra}), DONE]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the error and the end of the stream."""
@@ -116,7 +122,12 @@ class ChoiceWriter:
             "choices": formatted,
             "usage": usage.to_openai(),
             **self._format.extra_fields(choices),
+            **self._handoff_fields(),
         }
+
+    def _handoff_fields(self) -> JsonObject:
+        """Return the fields that a hand-off adds to the answer."""
+        return {} if self._handoff is None else self._handoff.answer_fields()
 
     def _build_frame(self, index: int, usage: UsageCounter) -> tuple[bytes, bytes]:
         (choice,) = self._format.delta_choices(OutputDelta(index, TEXT_PLACEHOLDER, []), False)

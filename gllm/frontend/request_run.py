@@ -9,9 +9,11 @@ from msgspec.structs import replace
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta, RequestHandle
 from gllm.frontend.fields.generation import BaseCompletionFields
+from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.request_metrics import RequestMetrics
 from gllm.frontend.routing_hints import NO_HINTS, RoutingHints
+from gllm.messages.handoff import KvHandoff
 from gllm.text.output.parser import PLAIN_TEXT, OutputFormat
 from gllm.text.output.reasoning import ReasoningTokenCounter
 
@@ -31,6 +33,8 @@ class PreparedRequest:
     """Reasoning and tool calls that the text of the choices may contain."""
     new_reasoning_counter: Callable[[], ReasoningTokenCounter] | None = None
     """Factory of a choice's counter of reasoning tokens; None if they are not counted."""
+    handoff: HandoffLeg | None = None
+    """This engine's half of a hand-off; None for an ordinary request."""
 
     @property
     def num_choices(self) -> int:
@@ -80,16 +84,23 @@ class RequestRun:
         return max((handle.num_resumptions for handle in self._handles), default=0)
 
     async def start(self) -> None:
-        """Submit the requests to the engine. Raises the errors of `EngineInterface.submit`."""
-        fields = self._request.fields
+        """Submit the requests to the engine.
+
+        Raises the errors of `EngineInterface.submit` and of `HandoffLeg.prepare`.
+        """
+        request, fields = self._request, self._request.fields
+        handoffs: Sequence[KvHandoff] = ()
+        if request.handoff is not None:
+            handoffs = await request.handoff.prepare(request.prompts, request.params)
         self._handles = await self._engine.submit(
-            self._request.prompts,
-            self._request.params,
+            request.prompts,
+            request.params,
             priority=fields.priority or 0,
             cache_salt=fields.cache_salt or "",
             request_id=self._request_id,
             slo=self._hints.slo,
             session=self._hints.session,
+            handoffs=handoffs,
         )
         for handle in self._handles:
             handle.set_listener(self._notify)
@@ -119,6 +130,8 @@ class RequestRun:
                 self.prompt_metrics[prompt].on_delta(delta)
                 if delta.finish_reason is not None:
                     self._num_running -= 1
+                    if self._request.handoff is not None:
+                        self._request.handoff.on_ended(prompt, delta.num_held_tokens)
                 deltas.append(self._to_answer(delta, prompt))
         return deltas
 

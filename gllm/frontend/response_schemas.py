@@ -41,6 +41,17 @@ class CompletionUsage(ResponseSchema):
     completion_tokens_details: CompletionTokensDetails | Unset = UNSET
 
 
+class KvTransferParams(ResponseSchema):
+    """Hand-off to the engine that decodes; routers pass it on unchanged."""
+
+    do_remote_prefill: Literal[True]
+    do_remote_decode: Literal[False]
+    remote_engine_id: str
+    remote_block_ids: list[int]
+    remote_host: None
+    remote_port: None
+
+
 class TopLogprob(ResponseSchema):
     """One of the most likely tokens at a position, with its log-probability."""
 
@@ -123,6 +134,7 @@ class ChatCompletionResponse(ResponseSchema):
     choices: list[ChatChoice]
     usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | Unset = UNSET
+    kv_transfer_params: KvTransferParams | Unset | None = UNSET
 
 
 class ChatMessageDelta(ResponseSchema):
@@ -155,6 +167,7 @@ class ChatCompletionChunk(ResponseSchema):
     model: str
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | Unset = UNSET
+    kv_transfer_params: KvTransferParams | Unset | None = UNSET
 
 
 class GeneratedTokens(ResponseSchema):
@@ -172,7 +185,7 @@ class GenerateResponse(ResponseSchema):
     request_id: str
     choices: list[GeneratedTokens]
     prompt_logprobs: PromptLogprobs | None
-    kv_transfer_params: None
+    kv_transfer_params: KvTransferParams | None
     usage: CompletionUsage
 
 
@@ -182,6 +195,7 @@ class GenerateEvent(ResponseSchema):
     request_id: str
     choices: list[GeneratedTokens]
     usage: CompletionUsage | Unset = UNSET
+    kv_transfer_params: KvTransferParams | Unset | None = UNSET
 
 
 class RenderedRequest(ResponseSchema):
@@ -229,6 +243,7 @@ class CompletionResponse(ResponseSchema):
     model: str
     choices: list[CompletionChoice]
     usage: CompletionUsage | Unset = UNSET
+    kv_transfer_params: KvTransferParams | Unset | None = UNSET
 
 
 class ResponsesOutputItem(ResponseSchema):

@@ -31,6 +31,18 @@ class KvSource(msgspec.Struct, frozen=True, array_like=True):
     """Leading tokens of the request whose KV is held."""
     endpoint: bytes
     """`AnnounceEngine.kv_endpoint` of the engine; routers pass it on unread."""
+    is_foreign: bool = False
+    """True if a router of another project hands the request off: the prefix cache of the receiver
+    never has these blocks."""
+
+
+class KvHandoff(msgspec.Struct, frozen=True):
+    """Part of a submission that belongs to a hand-off; see SubmitRequest."""
+
+    ticket: int = 0
+    """Ticket under which the KV blocks are kept at the end; 0 to free them."""
+    source: KvSource | None = None
+    """Engine that holds the KV cache of the first tokens; None to compute it."""
 
 
 class ReleaseKvHolds(WireMessage, frozen=True):

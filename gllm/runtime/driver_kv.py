@@ -66,7 +66,11 @@ class DriverKv:
             num_tokens = min(source.num_tokens, num_known - 1)
         if source is not None and num_tokens:
             self._sources[message.seq] = source
-        return request._replace(kv_ticket=message.kv_ticket, kv_source_tokens=num_tokens)
+        return request._replace(
+            kv_ticket=message.kv_ticket,
+            kv_source_tokens=num_tokens,
+            is_kv_foreign=source is not None and source.is_foreign,
+        )
 
     def forget(self, seq: int) -> None:
         """Forget a sequence that cannot run."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from gllm.config.slo import Slo
 from gllm.messages.codec import encode
+from gllm.messages.handoff import KvHandoff
 from gllm.messages.requests import AbortSequences, ErrorKind, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.delivery import SubmittedChoice
@@ -57,6 +58,7 @@ class RequestClient(ABC):
         request_id: str = "",
         session: str = "",
         slo: Slo | None = None,
+        handoff: KvHandoff | None = None,
     ) -> RequestStream:
         """Send a request to a scheduler, or park it.
 
@@ -71,6 +73,7 @@ class RequestClient(ABC):
             request_id: for `abort_request`.
             session: requests of one session have prefixes in common.
             slo: service-level objective.
+            handoff: part of it in a hand-off; None without one.
 
         Raises:
             TypeError, ValueError, OverflowError: an argument cannot be encoded; nothing was sent.
@@ -80,6 +83,8 @@ class RequestClient(ABC):
         entry = JournalEntry(
             prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt, arrival, session, slo
         )
+        if handoff is not None:
+            entry.kv_ticket, entry.kv_source = handoff.ticket, handoff.source
         return self.submit_entry(entry, request_id)
 
     def submit_entry(self, entry: JournalEntry, request_id: str = "") -> RequestStream:

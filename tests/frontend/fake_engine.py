@@ -6,6 +6,7 @@ Owns the scripted behaviour. Knows nothing of HTTP.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
     EngineStatus,
+    KvParticipant,
     ModelInfo,
     OutputDelta,
     ProfileError,
@@ -22,6 +24,7 @@ from gllm.engine.interface import (
 )
 from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.grammar.sources.structured_output import to_grammar_source
+from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeLoad
 from gllm.messages.reports import BubbleReport, StageUtilization
@@ -44,6 +47,7 @@ class Call:
     request_id: str = ""
     slo: Slo | None = None
     session: str = ""
+    handoff: KvHandoff | None = None
     aborted: bool = False
     closed: bool = False
     finished: bool = False
@@ -92,7 +96,7 @@ class FakeRequest:
     async def _run(self) -> None:
         try:
             async for delta in self._script:
-                self._bring(delta)
+                self._bring(self._with_hold(delta))
                 self._left -= {delta.index} if delta.finish_reason else set()
                 if self._call.aborted:
                     for index in self._left:
@@ -103,6 +107,13 @@ class FakeRequest:
         except RuntimeError as error:
             self._error = error
             self._news()
+
+    def _with_hold(self, delta: OutputDelta) -> OutputDelta:
+        """A delta that says what is held, as a scheduler does at an end by length."""
+        handoff = self._call.handoff
+        if handoff is None or not handoff.ticket or delta.finish_reason != "length":
+            return delta
+        return replace(delta, num_held_tokens=len(self._call.prompt))
 
     def _bring(self, delta: OutputDelta) -> None:
         was_empty = not self._deltas
@@ -191,6 +202,10 @@ class FakeEngine:
     num_node_losses: int = 0
     num_malformed_frames: int = 0
     refused_peers: dict[str, int] = field(default_factory=dict)
+    participant: KvParticipant | None = None
+    """Its part in hand-offs."""
+    released: list[int] = field(default_factory=list)
+    """Tickets that were released."""
 
     @property
     def model(self) -> ModelInfo:
@@ -251,6 +266,7 @@ class FakeEngine:
         request_id: str = "",
         slo: Slo | None = None,
         session: str = "",
+        handoffs: Sequence[KvHandoff] = (),
     ) -> "list[FakeRequest]":
         prompts = [truncate_prompt(prompt, params, self.model) for prompt in prompts]
         for prompt in prompts:
@@ -258,7 +274,8 @@ class FakeEngine:
         if params.structured is not None:
             to_grammar_source(params.structured)
         given = (params, priority, cache_salt, request_id, slo, session)
-        calls = [Call(prompt, *given) for prompt in prompts]
+        parts = zip_longest(prompts, handoffs)
+        calls = [Call(prompt, *given, handoff) for prompt, handoff in parts]
         self.calls += calls
         if self.raises is not None:
             for call in calls:
@@ -328,6 +345,12 @@ class FakeEngine:
             raise RoleSwitchError("the engine has no routers")
         before, self.role = self.role, role
         return before
+
+    def kv_participant(self) -> KvParticipant | None:
+        return self.participant
+
+    def release_kv(self, tickets: list[int]) -> None:
+        self.released += tickets
 
     def describe(self) -> dict[str, Any]:
         return {"state": self.state}

@@ -27,6 +27,8 @@ from gllm.frontend.fields.structured import (
 CacheSalt = Annotated[str, Meta(max_length=128)]
 Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
 Seconds = Annotated[float, Meta(gt=0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Room = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 RequestId = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]
 ParseSpecial = Annotated[
     bool | None,
@@ -190,7 +192,30 @@ class SamplingFields(ModelRequestFields):
     ] = None
 
 
-class BaseCompletionFields(SamplingFields):
+class HandoffFields(SamplingFields):
+    """Fields by which routers of other projects direct hand-offs; see gllm.frontend.handoffs."""
+
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "vLLM's hand-off between engines: with do_remote_decode the answer has the "
+            "kv_transfer_params for the engine that decodes; only for routers, see "
+            "docs/disaggregation.md"
+        ),
+    ] = None
+    bootstrap_host: Annotated[
+        str | list[str] | None,
+        doc("SGLang's hand-off between engines: host of the prefill engine; only for routers"),
+    ] = None
+    bootstrap_port: Annotated[
+        Port | list[Port | None] | None, doc("HTTP port of the prefill engine; only for routers")
+    ] = None
+    bootstrap_room: Annotated[
+        Room | list[Room] | None, doc("random number of the hand-off; only for routers")
+    ] = None
+
+
+class BaseCompletionFields(HandoffFields):
     """Fields of chat completions and completions."""
 
     ignored_fields: ClassVar[Mapping[str, str]] = {

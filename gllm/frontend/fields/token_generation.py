@@ -53,9 +53,6 @@ class GenerateFields(ModelRequestFields):
     required_fields: ClassVar[tuple[str, ...]] = ("token_ids", "sampling_params")
     unsupported_fields: ClassVar[Mapping[str, UnsupportedField]] = {
         "features": UnsupportedField("is not supported: the model reads text only", ({},)),
-        "kv_transfer_params": UnsupportedField(
-            "is not supported: engines compute the whole request", ({},)
-        ),
     }
 
     token_ids: Annotated[list[Int32] | None, doc("token ids of the prompt", minItems=1)] = None
@@ -79,6 +76,9 @@ class GenerateFields(ModelRequestFields):
     slo_ttft: Annotated[Seconds | None, doc("as in completions")] = None
     slo_tpot: Annotated[Seconds | None, doc("as in completions")] = None
     prompt_cache_key: Annotated[Session | None, doc("as in completions")] = None
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None, doc("as in completions; only for routers")
+    ] = None
 
 
 TOP_LEVEL_NAMES = frozenset(GenerateFields.__struct_fields__) - {"token_ids", "sampling_params"}

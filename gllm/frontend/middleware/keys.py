@@ -32,16 +32,25 @@ class ApiKeys:
 
 
 def read_api_keys(config: ServerConfig) -> ApiKeys:
-    """Return the keys of the configuration and of its file. Raise ValueError naming the flag."""
+    """Return the keys of the configuration and of its files. Raise ValueError naming the flag.
+
+    If clients need an API key, a control key is one too.
+    """
     keys = list(config.api_key)
     if config.api_key_file is not None:
-        keys += _keys_of_file(config.api_key_file)
+        keys += read_keys(config.api_key_file, "--api-key-file")
+    if keys and config.control_key_file is not None:
+        keys += read_keys(config.control_key_file, "--control-key-file")
     return ApiKeys(keys)
 
 
-def _keys_of_file(path: str) -> list[str]:
-    """Return the keys of a file: one per line, without empty lines and lines starting with #."""
-    flag = f"--api-key-file {path}"
+def read_keys(path: str, flag: str) -> list[str]:
+    """Return the keys of a file: one per line, without empty lines and lines starting with #.
+
+    Raises:
+        ValueError: the file cannot be used; the message names the flag.
+    """
+    flag = f"{flag} {path}"
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -75,9 +84,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 def _check(request: web.Request, keys: ApiKeys) -> int:
     """Return the index of a request's key. Raise ApiError if it has no valid key."""
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    keys_sent = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
-    keys_sent += [token.strip()] if scheme.lower() == "bearer" else []
+    keys_sent = sent_keys(request)
     for key in keys_sent:
         if (index := keys.index_of(key)) is not None:
             return index
@@ -89,6 +96,13 @@ def _check(request: web.Request, keys: ApiKeys) -> int:
         error = ApiError(401, why, code="missing_api_key")
         error.headers["WWW-Authenticate"] = 'Bearer realm="gllm"'
     raise error
+
+
+def sent_keys(request: web.Request) -> list[str]:
+    """Return the keys that a request shows."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    keys = [request.headers["X-Api-Key"]] if "X-Api-Key" in request.headers else []
+    return keys + ([token.strip()] if scheme.lower() == "bearer" else [])
 
 
 def _digest(text: str) -> bytes:

@@ -10,6 +10,7 @@ from gllm.frontend.choices import CollectedChoice
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.message_json import MessageDeltaWriter, message_to_json
 from gllm.frontend.request_run import PreparedRequest
@@ -22,8 +23,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     fields = await read_fields(request, ChatCompletionFields)
     context.check_model(fields.model)
-    with context.admit():
-        prepared = await prepare_chat_request(context, fields)
+    with context.admit(), open_handoff(request, fields) as handoff:
+        prepared = await prepare_chat_request(context, fields, handoff)
         choice_format = ChatChoiceFormat(context.engine.tokenizer, prepared)
         writer = ChoiceWriter(request, prepared, choice_format)
         return await send_answer(request, context, prepared, writer)

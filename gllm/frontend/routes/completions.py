@@ -21,6 +21,7 @@ from gllm.frontend.fields.completions import (
 )
 from gllm.frontend.fields.generation import to_sampling_params
 from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
 from gllm.text.detokenizer import IncrementalDetokenizer
@@ -34,11 +35,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     context.check_model(fields.model)
     engine = context.engine
     texts, params = parse_completion(fields, context)
-    with context.admit(len(texts)):
+    with context.admit(len(texts)), open_handoff(request, fields) as handoff:
+        params = params if handoff is None else handoff.limit(params)
         prompts = await asyncio.to_thread(prepare_prompts, engine, texts, params, bool(fields.echo))
         choice_format = CompletionChoiceFormat(engine.tokenizer, fields, params, prompts)
         token_ids = [prompt.token_ids for prompt in prompts]
-        prepared = PreparedRequest(fields, token_ids, params, fields.has_output)
+        prepared = PreparedRequest(fields, token_ids, params, fields.has_output, handoff=handoff)
         writer = ChoiceWriter(request, prepared, choice_format)
         return await send_answer(request, context, prepared, writer)
 

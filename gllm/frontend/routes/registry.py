@@ -22,6 +22,7 @@ from gllm.frontend.routes import (
     control,
     embeddings,
     engines,
+    handoffs,
     health,
     loads,
     messages,
@@ -316,6 +317,15 @@ FLEET_ENDPOINTS = (
         request_schema=EngineRoleFields,
         response_schema=server_schemas.EngineRoleResponse,
         path_parameters=(ENGINE_NAME,),
+        is_control=True,
+    ),
+    Endpoint(
+        "GET",
+        "/kv_handoffs/{room}",
+        handoffs.get_grant,
+        content_type="text/plain",
+        path_parameters=(PathParameter("room", "`bootstrap_room` of the request"),),
+        is_public=True,
         is_control=True,
     ),
     Endpoint(

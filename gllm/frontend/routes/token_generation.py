@@ -16,6 +16,7 @@ from gllm.frontend.fields.token_generation import (
     GenerateFields,
     convert_to_completion,
 )
+from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
 from gllm.frontend.sse import DONE, ServerSentEvent
@@ -41,8 +42,9 @@ async def generate_tokens(request: web.Request) -> web.StreamResponse:
             prompt_logprobs=completion.prompt_logprobs,
         )
         check_request(token_ids, params, model)
-        with context.admit():
-            prepared = PreparedRequest(completion, [token_ids], params)
+        with context.admit(), open_handoff(request, completion) as handoff:
+            params = params if handoff is None else handoff.limit(params)
+            prepared = PreparedRequest(completion, [token_ids], params, handoff=handoff)
             request_id = completion.request_id or request[REQUEST_ID]
             writer = TokenWriter(context.engine.tokenizer, prepared, request_id)
             return await send_answer(request, context, prepared, writer)
@@ -59,6 +61,7 @@ class TokenWriter:
         """Number of most likely tokens to return per output token; None: no log-probabilities."""
         self._num_prompt_logprobs = request.params.prompt_logprobs
         """The same for prompt tokens."""
+        self._handoff = request.handoff
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and bool(options.continuous_usage_stats)
 
@@ -77,10 +80,13 @@ class TokenWriter:
         return [ServerSentEvent(event)]
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
-        """Return the token counts, if requested, and the end of the stream."""
-        if not self._usage_at_end:
+        """Return the token counts and the fields of a hand-off, if any, and the stream's end."""
+        extra = self._handoff_fields()
+        if self._usage_at_end:
+            extra["usage"] = usage.to_openai()
+        if not extra:
             return [DONE]
-        event = {"request_id": self._request_id, "choices": [], "usage": usage.to_openai()}
+        event = {"request_id": self._request_id, "choices": [], **extra}
         return [ServerSentEvent(event), DONE]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
@@ -101,7 +107,12 @@ class TokenWriter:
             "prompt_logprobs": prompt,
             "kv_transfer_params": None,
             "usage": usage.to_openai(),
+            **self._handoff_fields(),
         }
+
+    def _handoff_fields(self) -> JsonObject:
+        """Return the fields that a hand-off adds to the answer."""
+        return {} if self._handoff is None else self._handoff.answer_fields()
 
     def _choice(
         self,

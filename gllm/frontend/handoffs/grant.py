@@ -1,0 +1,122 @@
+"""Grants: what an engine that has prefilled prompts tells the one that decodes them.
+
+A router carries a grant from one to the other as text that it cannot change: it is authenticated
+with the control key, which both engines have.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from array import array
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from gllm.messages.tickets import Ticket
+
+VERSION = 1
+_MAC_BYTES = 32
+_DIGEST_BYTES = 16
+MAX_GRANT_CHARACTERS = 2**20
+"""Longest grant that is read; endpoints of many workers are the largest part."""
+
+
+class GrantError(Exception):
+    """A text is no grant of an engine with the same control key."""
+
+
+class HeldPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt whose KV blocks an engine keeps."""
+
+    ticket: Ticket
+    num_tokens: Annotated[int, Meta(ge=1)]
+    """Leading tokens of the prompt whose KV is held."""
+    digest: bytes
+    """Digest of these tokens; see `digest_tokens`."""
+
+
+class KvGrant(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks that another engine may fetch, for each prompt of a request."""
+
+    version: int
+    engine: str
+    """Name of the engine that holds the blocks."""
+    run: int
+    """Random number of the start of that engine's head process."""
+    numerics: str
+    """Digest of all that the contents of the blocks depend on, besides the tokens."""
+    endpoint: bytes
+    """Address of the engine's KV cache."""
+    prompts: list[HeldPrompt | None]
+    """None for a prompt whose blocks are not held."""
+
+
+def digest_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return a digest of token ids."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+
+
+class GrantSealer:
+    """Authenticates grants, and requests for them, with the control keys of both engines."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """Create a sealer.
+
+        Args:
+            keys: control keys, at least one; the first one signs and all are accepted.
+        """
+        self._secrets = [hashlib.sha256(b"gllm hand-off\0" + key.encode()).digest() for key in keys]
+
+    def seal(self, grant: KvGrant) -> str:
+        """Return a grant as printable text."""
+        body = msgspec.msgpack.encode(grant)
+        return base64.urlsafe_b64encode(self._sign(b"grant\0" + body) + body).decode()
+
+    def unseal(self, text: str) -> KvGrant:
+        """Return the grant of a text. Raises GrantError."""
+        if len(text) > MAX_GRANT_CHARACTERS:
+            raise GrantError("the grant is too long")
+        try:
+            data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+        except (UnicodeEncodeError, binascii.Error):
+            raise GrantError("the grant is not printable text of an engine") from None
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not self._is_signed(b"grant\0" + body, mac):
+            raise GrantError("the grant is not of an engine with this control key")
+        try:
+            grant = msgspec.msgpack.decode(body, type=KvGrant)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise GrantError(f"the grant cannot be read: {error}") from None
+        if grant.version != VERSION:
+            raise GrantError(f"the grant has version {grant.version}, not {VERSION}")
+        return grant
+
+    def prove(self, room: int) -> str:
+        """Return the proof that a request for the grant of a room is of an engine with the key.
+
+        The key itself is not sent, because a client names the receiver.
+        """
+        return self._sign(_room_message(room)).hex()
+
+    def check_proof(self, room: int, proof: str) -> bool:
+        """Return True if a proof is that of `prove`."""
+        try:
+            return self._is_signed(_room_message(room), bytes.fromhex(proof))
+        except ValueError:
+            return False
+
+    def _sign(self, message: bytes) -> bytes:
+        return hmac.digest(self._secrets[0], message, "sha256")
+
+    def _is_signed(self, message: bytes, mac: bytes) -> bool:
+        is_equal = False
+        for secret in self._secrets:
+            is_equal |= hmac.compare_digest(mac, hmac.digest(secret, message, "sha256"))
+        return is_equal
+
+
+def _room_message(room: int) -> bytes:
+    return b"room\0" + str(room).encode()

@@ -1,0 +1,213 @@
+"""Both halves of a hand-off over HTTP: the prefill, and the decode.
+
+Whatever fails in a hand-off is an ordinary prefill of the decode engine.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from gllm.config.sampling import SamplingParams
+from gllm.engine.interface import EngineInterface
+from gllm.frontend.handoffs.grant import (
+    VERSION,
+    GrantError,
+    GrantSealer,
+    HeldPrompt,
+    KvGrant,
+    digest_tokens,
+)
+from gllm.messages.handoff import KvHandoff, KvSource
+from gllm.messages.tickets import make_ticket
+
+log = logging.getLogger(__name__)
+
+
+class HandoffLeg(Protocol):
+    """One half of a hand-off, as the run of a request sees it."""
+
+    def limit(self, params: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters of this half."""
+
+    async def prepare(
+        self, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> Sequence[KvHandoff]:
+        """Return the part of each prompt in the hand-off; empty for ordinary requests."""
+
+    def on_ended(self, prompt: int, num_held_tokens: int) -> None:
+        """Note the end of a prompt, and of how many tokens the engine keeps the KV cache."""
+
+    def answer_fields(self) -> dict[str, Any]:
+        """Return the fields to add to the answer, once all prompts have ended."""
+
+    def close(self) -> None:
+        """End the half, whether or not its prompts have ended."""
+
+
+class PrefillLeg:
+    """First half: computes one token per prompt, and keeps the KV blocks of the prompts."""
+
+    def __init__(
+        self,
+        engine: EngineInterface,
+        sealer: GrantSealer,
+        publish: Callable[[str], None] | None = None,
+        to_fields: Callable[[str], dict[str, Any]] | None = None,
+    ) -> None:
+        """Create the half of a request.
+
+        Args:
+            engine: runs the request.
+            sealer: of the grant.
+            publish: called once with the grant, or with an empty text if nothing is held; None if
+                the answer has the grant.
+            to_fields: returns the fields of the answer for such a text; None for no fields.
+        """
+        self._engine = engine
+        self._sealer = sealer
+        self._publish = publish
+        self._to_fields = to_fields
+        self._prompts: Sequence[list[int]] = ()
+        self._tickets: list[int] = []
+        self._held: dict[int, int] = {}
+        """Numbers of held tokens, by prompt."""
+        self._num_ended = 0
+        self._grant: str | None = None
+        """None until all prompts have ended."""
+
+    def limit(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters for one choice of one token: the KV cache of the prompt is needed."""
+        return replace(params, n=1, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+
+    async def prepare(
+        self, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> Sequence[KvHandoff]:
+        """See HandoffLeg."""
+        participant = self._engine.kv_participant()
+        if participant is None or not participant.endpoint:
+            return ()
+        self._prompts = prompts
+        self._tickets = [make_ticket() for _ in prompts]
+        return [KvHandoff(ticket) for ticket in self._tickets]
+
+    def on_ended(self, prompt: int, num_held_tokens: int) -> None:
+        """See HandoffLeg."""
+        self._num_ended += 1
+        if num_held_tokens and self._tickets:
+            self._held[prompt] = num_held_tokens
+        if self._num_ended == len(self._prompts):
+            self._end(self._seal())
+
+    def answer_fields(self) -> dict[str, Any]:
+        """See HandoffLeg."""
+        return {} if self._to_fields is None else self._to_fields(self._grant or "")
+
+    def close(self) -> None:
+        """Publish that there is no grant and free the blocks, if a prompt has not ended."""
+        if self._grant is None:
+            self._end("")
+            self._engine.release_kv([self._tickets[prompt] for prompt in self._held])
+
+    def _end(self, grant: str) -> None:
+        self._grant = grant
+        if self._publish is not None:
+            self._publish(grant)
+
+    def _seal(self) -> str:
+        """Return the grant; empty if no blocks are held."""
+        participant = self._engine.kv_participant()
+        if participant is None or not participant.endpoint or not self._held:
+            return ""
+        held: list[HeldPrompt | None] = []
+        for number, prompt in enumerate(self._prompts):
+            num_tokens = min(self._held.get(number, 0), len(prompt))
+            digest = digest_tokens(prompt[:num_tokens])
+            ticket = self._tickets[number]
+            held.append(HeldPrompt(ticket, num_tokens, digest) if num_tokens else None)
+        return self._sealer.seal(
+            KvGrant(
+                VERSION,
+                participant.engine,
+                participant.run,
+                participant.numerics,
+                participant.endpoint,
+                held,
+            )
+        )
+
+
+class DecodeLeg:
+    """Second half: fetches the KV blocks of the prompts instead of computing them."""
+
+    def __init__(
+        self,
+        engine: EngineInterface,
+        sealer: GrantSealer,
+        read_grant: Callable[[], Awaitable[str]],
+    ) -> None:
+        """Create the half of a request.
+
+        Args:
+            engine: runs the request.
+            sealer: of the grant.
+            read_grant: returns the grant; empty if there is none. May raise FieldError for a field
+                of the request.
+        """
+        self._engine = engine
+        self._sealer = sealer
+        self._read_grant = read_grant
+
+    def limit(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters unchanged."""
+        return params
+
+    async def prepare(
+        self, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> Sequence[KvHandoff]:
+        """See HandoffLeg; raises the FieldError of `read_grant`."""
+        text = await self._read_grant()
+        if not text:
+            return ()
+        try:
+            grant = self._sealer.unseal(text)
+            self._check(grant, prompts, params)
+        except GrantError as error:
+            log.warning("a prompt that another engine has prefilled is computed here: %s", error)
+            return ()
+        return [KvHandoff() if held is None else _to_handoff(grant, held) for held in grant.prompts]
+
+    def on_ended(self, prompt: int, num_held_tokens: int) -> None:
+        """Do nothing: the blocks are the other engine's."""
+
+    def answer_fields(self) -> dict[str, Any]:
+        """Return an empty object: the answer is an ordinary one."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _check(self, grant: KvGrant, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+        """Raise GrantError if the blocks of a grant are of no use for a request."""
+        participant = self._engine.kv_participant()
+        if participant is None or not participant.endpoint:
+            raise GrantError("this engine has no KV cache for transfers at present")
+        if grant.run == participant.run:
+            self._engine.release_kv([held.ticket for held in grant.prompts if held is not None])
+            raise GrantError("this engine has prefilled it itself")
+        if grant.numerics != participant.numerics:
+            raise GrantError("the engines differ in weights, dtypes, kernels or ranks")
+        if params.prompt_logprobs is not None:
+            raise GrantError("log-probabilities of the prompt need its computation")
+        if len(grant.prompts) != len(prompts):
+            raise GrantError(f"{len(grant.prompts)} prompts were prefilled, not {len(prompts)}")
+        for held, prompt in zip(grant.prompts, prompts, strict=True):
+            if held is not None and digest_tokens(prompt[: held.num_tokens]) != held.digest:
+                raise GrantError("another prompt was prefilled")
+
+
+def _to_handoff(grant: KvGrant, held: HeldPrompt) -> KvHandoff:
+    source = KvSource(
+        grant.engine, grant.run, held.ticket, held.num_tokens, grant.endpoint, is_foreign=True
+    )
+    return KvHandoff(0, source)

@@ -1,0 +1,72 @@
+"""`kv_transfer_params` of vLLM, in the form of its NixlConnector.
+
+The router sends the request for one token with `do_remote_decode` to the prefill engine, and the
+`kv_transfer_params` of the answer with the request to the decode engine.
+"""
+
+from typing import Any
+
+from gllm.config.field_types import FieldError
+from gllm.frontend.fields.generation import HandoffFields
+from gllm.frontend.handoffs.dialect import HandoffBorder
+from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
+
+FIELD = "kv_transfer_params"
+
+
+class NixlDialect:
+    """HandoffDialect of vLLM's NixlConnector. `remote_engine_id` has the grant."""
+
+    field_names = (FIELD,)
+
+    def parse(self, fields: HandoffFields, border: HandoffBorder) -> HandoffLeg | None:
+        """See HandoffDialect."""
+        params = fields.kv_transfer_params or {}
+        is_prefill = _read_flag(params, "do_remote_decode")
+        is_decode = _read_flag(params, "do_remote_prefill")
+        if is_prefill and is_decode:
+            raise FieldError(
+                FIELD,
+                f"{FIELD} has do_remote_decode and do_remote_prefill: an engine has one half of a "
+                "hand-off, so set one of them to false",
+            )
+        if is_prefill:
+            return PrefillLeg(border.engine, border.sealer, to_fields=to_answer_fields)
+        if not is_decode:
+            return None
+        grant = params.get("remote_engine_id")
+        if not isinstance(grant, str):
+            raise FieldError(
+                FIELD,
+                f"{FIELD}.remote_engine_id is no text: pass on {FIELD} of the prefill engine's "
+                "answer unchanged",
+            )
+
+        async def read_grant() -> str:
+            return grant
+
+        return DecodeLeg(border.engine, border.sealer, read_grant)
+
+
+def to_answer_fields(grant: str) -> dict[str, Any]:
+    """Return the fields of the prefill engine's answer; null if it holds no blocks."""
+    if not grant:
+        return {FIELD: None}
+    return {
+        FIELD: {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": grant,
+            "remote_block_ids": [],
+            "remote_host": None,
+            "remote_port": None,
+        }
+    }
+
+
+def _read_flag(params: dict[str, Any], name: str) -> bool:
+    """Return a member of the parameters. Raises FieldError."""
+    value = params.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise FieldError(FIELD, f"{FIELD}.{name} is {value!r:.200}, but has to be true or false")
+    return bool(value)

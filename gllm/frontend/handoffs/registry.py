@@ -1,0 +1,85 @@
+"""The dialects of hand-offs over HTTP, and the check who may use them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from gllm.config.server import ServerConfig
+from gllm.engine.interface import EngineInterface
+from gllm.frontend.context import CONTEXT
+from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.generation import HandoffFields
+from gllm.frontend.handoffs.access import CONTROL_KEY_HEADER, ControlAccess
+from gllm.frontend.handoffs.dialect import HandoffBorder, HandoffDialect
+from gllm.frontend.handoffs.grant import GrantSealer
+from gllm.frontend.handoffs.legs import HandoffLeg
+from gllm.frontend.handoffs.nixl import NixlDialect
+from gllm.frontend.handoffs.room_client import RoomClient
+from gllm.frontend.handoffs.sglang import SglangDialect
+
+DIALECTS: tuple[HandoffDialect, ...] = (NixlDialect(), SglangDialect())
+"""A new dialect is a line here, and its fields in HandoffFields."""
+
+BORDER = web.AppKey("handoff_border", HandoffBorder)
+"""Key of the state of an application; absent if no control key is configured."""
+
+
+def install(app: web.Application, engine: EngineInterface, config: ServerConfig) -> None:
+    """Add the state of hand-offs to an application if a control key is configured.
+
+    Raises:
+        ValueError: the key file cannot be used; the message names the flag.
+    """
+    access = ControlAccess(config)
+    if access.is_enabled:
+        sealer = GrantSealer(access.keys)
+        client = RoomClient(config, access, sealer)
+        client.install(app)
+        app[BORDER] = HandoffBorder(engine, access, sealer, client)
+
+
+@contextmanager
+def open_handoff(request: web.Request, fields: HandoffFields) -> Iterator[HandoffLeg | None]:
+    """Yield this engine's half of a request's hand-off, which ends with the block.
+
+    Yields None for an ordinary request.
+
+    Raises:
+        ApiError: the client may not direct hand-offs, or this server takes part in none.
+        FieldError: a field is invalid.
+    """
+    leg = _read_leg(request, fields)
+    try:
+        yield leg
+    finally:
+        if leg is not None:
+            leg.close()
+
+
+def _read_leg(request: web.Request, fields: HandoffFields) -> HandoffLeg | None:
+    """Return the half of a request. Raises the errors of `open_handoff`."""
+    for dialect in DIALECTS:
+        used = [name for name in dialect.field_names if getattr(fields, name) not in (None, {})]
+        if used:
+            return dialect.parse(fields, _check_access(request, used[0]))
+    return None
+
+
+def _check_access(request: web.Request, name: str) -> HandoffBorder:
+    """Return the state of hand-offs. Raises ApiError that names a field and the fix."""
+    border, engine = request.app.get(BORDER), request.app[CONTEXT].engine
+    if engine.fleet is not None:
+        cause = "this server is a router, which hands requests off by itself: remove the field"
+    elif border is None:
+        cause = "hand-offs need an engine that is started with --kv-transfer and --control-key-file"
+    elif engine.kv_participant() is None:
+        cause = "this engine gives and fetches no KV blocks: start it with --kv-transfer"
+    elif not border.access.permits(request):
+        cause = (
+            f"only routers may send it: show a key of --control-key-file as `{CONTROL_KEY_HEADER}: "
+            "KEY` or `Authorization: Bearer KEY`, or send from a network of --control-network"
+        )
+    else:
+        return border
+    raise ApiError(400, f"{name} is refused: {cause}", param=name, code="handoff_refused")
