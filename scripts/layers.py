@@ -30,9 +30,11 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.kv_transfer.break_even": "",
             "gllm.kv_transfer.layout": "msgspec",
+            "gllm.kv_transfer.endpoint": "gllm.kv_transfer.layout msgspec",
             "gllm.kv_transfer": (
                 "gllm.kv_transfer.backend_names gllm.kv_transfer.break_even "
-                "gllm.kv_transfer.layout gllm.link.encodings gllm.messages msgspec nixl numpy"
+                "gllm.kv_transfer.endpoint gllm.kv_transfer.layout gllm.link.encodings "
+                "gllm.messages msgspec nixl numpy"
             ),
             "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",
             "gllm.models.partition": "",
@@ -52,7 +54,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.link.int8_encoding": "gllm.link.encodings numpy",
             "gllm.link": (
-                "gllm.kv_transfer gllm.kv_transfer.layout gllm.link.commands gllm.link.encodings "
+                "gllm.kv_transfer gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
+                "gllm.link.commands gllm.link.encodings "
                 "gllm.messages gllm.observability gllm.pacing gllm.transport.base "
                 "gllm.transport.descriptors gllm.transport.meeting_log gllm.transport.ring "
                 "msgspec setproctitle"
@@ -61,7 +64,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
-                "gllm.kv_transfer.break_even gllm.kv_transfer.layout "
+                "gllm.kv_transfer.break_even gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
                 "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.observability.logged_scheduler "

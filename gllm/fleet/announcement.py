@@ -72,6 +72,8 @@ class EngineAnnouncer:
             num_stages,
             limits.max_num_seqs,
             limits.max_num_batched_tokens or 0,
+            supervisor.kv_mover.endpoint,
+            supervisor.kv_mover.bytes_per_token,
         )
 
 

@@ -260,7 +260,9 @@ class RouterAttachment:
             session.connection.send(report)
 
     def _on_change(self) -> None:
-        """Report at once if the state or the leading router has changed."""
+        """Announce and report at once what has changed: facts, the state, the leading router."""
+        if self._sessions:
+            self._announce_changes()
         reported = self._reported
         report = self._current_report()
         if self._reported != reported:

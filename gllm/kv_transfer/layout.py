@@ -160,6 +160,17 @@ def count_move_bytes(layout: KvLayout, moves: Sequence[KvMove]) -> int:
     return sum(len(move.heads) * sizes[move.layer] for move in moves)
 
 
+def count_token_bytes(layouts: Sequence[KvLayout]) -> int:
+    """Return the bytes of one token over all layers and heads; replicated heads count once."""
+    sizes = {
+        (each.layer, head): each.bytes_per_head
+        for layout in layouts
+        for each in layout.layers
+        for head in each.heads
+    }
+    return sum(sizes.values())
+
+
 def _find_layer_moves(
     own: LayerLayout, by_layer: dict[int, list[tuple[int, LayerLayout]]]
 ) -> list[KvMove]:

@@ -48,6 +48,7 @@ from gllm.runtime.deaths import DeathLog
 from gllm.runtime.edge_gate import EdgeGate
 from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.kv_memory import count_placement_blocks, limit_blocks
+from gllm.runtime.kv_mover import EngineKvMover
 from gllm.runtime.node_group import NodeGroup
 from gllm.runtime.plan_record import read_uncommitted
 from gllm.runtime.worker_channels import WorkerChannels
@@ -116,6 +117,9 @@ class ActionExecutor:
         self.commands = CommandRunner()
         self.kv_events = KvEventSource()
         """Changes of the prefix cache of the present driver."""
+        self.kv_mover = EngineKvMover(
+            self.send_to_driver, config.kv_transfer, config.kv_transfer_encoding
+        )
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present generation's workers, by sender."""
         self.num_blocks = 0
@@ -151,6 +155,7 @@ class ActionExecutor:
     def close(self) -> None:
         """Drop the actions that have not been executed, and release the plan record."""
         self._actions.clear()
+        self.kv_mover.close()
         self._close_plan_record()
 
     def _close_plan_record(self) -> None:
@@ -161,7 +166,7 @@ class ActionExecutor:
     def fail_all(self, cause: str) -> None:
         """End all requests and commands with an error, because the engine has died."""
         self._client.fail_all(cause)
-        self.kv_events.detach()
+        self._detach_driver()
         self.commands.fail_all(cause)
 
     def execute(self, actions: list[Action]) -> None:
@@ -216,7 +221,7 @@ class ActionExecutor:
                 self._warm_up(generation)
             case DetachClient(cause):
                 self._client.detach(cause)
-                self.kv_events.detach()
+                self._detach_driver()
                 self.commands.fail_all(cause)
             case AttachClient():
                 self._client.attach(self.send_to_driver)
@@ -252,7 +257,7 @@ class ActionExecutor:
         head = self.connections
         # A warm-up request of the generation before may not have ended.
         self._client.detach(self._deaths.cause)
-        self.kv_events.detach()
+        self._detach_driver()
         self.loaded.clear()
         self.edges.begin(placement)
         self._close_plan_record()
@@ -328,9 +333,17 @@ class ActionExecutor:
             count = int(min(max(count, num_needed), limit))
         return min(count, most)
 
+    def _detach_driver(self) -> None:
+        """End what belongs to the present driver, which has ended."""
+        self.kv_events.detach()
+        self.kv_mover.end_generation()
+
     def _warm_up(self, generation: int) -> None:
         """Generate one token."""
-        self.connections.nodes.on_generation_ready()
+        head = self.connections
+        head.nodes.on_generation_ready()
+        assert self._recovery.placement is not None
+        self.kv_mover.open(generation, self._recovery.placement.senders, head.nodes.local.kv_memory)
         loop = asyncio.get_running_loop()
         # Before the first request, so that token ids of all blocks are known.
         self.kv_events.attach(self.send_to_driver)

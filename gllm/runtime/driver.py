@@ -14,7 +14,9 @@ import msgspec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvRevoked
 from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
@@ -250,6 +252,14 @@ class Driver:
             self._frontend.send(StepCostReport(coefficients))
             if self.kv is not None:
                 self.kv.coefficients = coefficients
+
+    def on_kv_message(
+        self, message: KvFetchStarted | KvFetched | KvRevoked | ReleaseKvHolds | RenewKvHolds
+    ) -> None:
+        """Handle a message about KV blocks of other engines, which may free some."""
+        if self.kv is not None:
+            self.kv.on_message(message)
+            self._has_new_stats = True
 
     def on_link_times(self, message: LinkTimes) -> None:
         """Note the times of the links between machines."""

@@ -84,7 +84,6 @@ def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
         case LinkTimes():
             driver.on_link_times(message)
         case KvFetchStarted() | KvFetched() | KvRevoked() | ReleaseKvHolds() | RenewKvHolds():
-            if driver.kv is not None:
-                driver.kv.on_message(message)
+            driver.on_kv_message(message)
         case _:
             raise ValueError(f"the driver has no use for {type(message).__name__}")

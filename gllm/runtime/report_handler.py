@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable
 
 from gllm.cluster.actions import Action
+from gllm.cluster.placement import Placement
 from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone
 from gllm.messages.kv_cache import KvCacheEvents
+from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, RevokeKv, ServeKv
 from gllm.messages.lifecycle import (
     GenerationClosed,
     Heartbeat,
@@ -71,6 +73,17 @@ class ReportHandler:
         self._progress = progress
         self._execute = execute
 
+    def begin_generation(self, placement: Placement) -> None:
+        """Expect the reports of a generation's workers."""
+        self._progress.clear()
+        if self.liveness is not None:
+            self.liveness.watch(placement)
+
+    def close(self) -> None:
+        """Watch the workers no longer."""
+        if self.liveness is not None:
+            self.liveness.close()
+
     def on_message(self, sender: int, message: AnyMessage) -> None:
         """Handle a message of a worker."""
         match message:
@@ -82,6 +95,8 @@ class ReportHandler:
                     self._on_utilization(message, time.monotonic())
             case KvCacheEvents():
                 self._executor.kv_events.on_events(message)
+            case ServeKv() | RevokeKv() | FetchKv() | CancelKvFetch():
+                self._executor.kv_mover.handle(message)
             case Heartbeat():
                 self._deaths.heartbeats[sender] = message
                 if self.liveness is not None:
@@ -113,7 +128,8 @@ class ReportHandler:
             case StageLoaded():
                 self._executor.loaded[sender] = message
                 self._execute(self._recovery.on_loaded(sender, now, message.keeps_weights))
-            case StageReady():
+            case StageReady(kv_layout=layout):
+                self._executor.kv_mover.add_layout(sender, layout)
                 self._execute(self._recovery.on_ready(sender, now))
             case GenerationClosed():
                 self._execute(self._recovery.on_closed(sender, now))

@@ -34,6 +34,9 @@ from gllm.runtime.threads import run_in_thread
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 
+TURN_SECONDS = 1.0
+"""Time after which a driver takes a turn without a message while leases run."""
+
 
 class StageInstance:
     """One rank of a stage in one generation; called on the event loop."""
@@ -74,6 +77,8 @@ class StageInstance:
         self._sessions = StageSessions(assignment, context, run, self.handle, self._fail)
         self._reporter: StageReporter | None = None
         self._driver: Driver | None = None
+        self._turn_timer: asyncio.TimerHandle | None = None
+        """Next turn of a driver whose transfers of KV blocks have leases."""
         self._step_log: StepLogWriter | None = None
         self._plan_record: PlanRecord | None = None
 
@@ -112,6 +117,7 @@ class StageInstance:
                 self._handle_message(message)
             if self._driver is not None:
                 self._driver.run_turn()
+                self._schedule_turn()
         except Exception as error:
             self._fail(error)
 
@@ -131,6 +137,8 @@ class StageInstance:
         if self._reporter is not None:
             self._reporter.close()
         self._driver = None
+        if self._turn_timer is not None:
+            self._turn_timer.cancel()
         for file in (self._step_log, self._plan_record):
             if file is not None:
                 file.close()
@@ -186,7 +194,20 @@ class StageInstance:
             plan_record=self._plan_record,
             first_stage_ranks=other_ranks,
             pacing=pacing,
+            has_kv_mover=assignment.config.kv_transfer is not None,
         )
+
+    def _schedule_turn(self) -> None:
+        """Take a turn later if leases of KV blocks can end without a message."""
+        driver = self._driver
+        if driver is None or driver.kv is None or not driver.kv.is_active:
+            return
+        if self._turn_timer is None:
+            self._turn_timer = self._loop.call_later(TURN_SECONDS, self._on_turn_timer)
+
+    def _on_turn_timer(self) -> None:
+        self._turn_timer = None
+        self.handle([])
 
     def _on_started(self, starting: "asyncio.Task[None]") -> None:
         if not starting.cancelled() and (error := starting.exception()) is not None:

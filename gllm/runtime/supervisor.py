@@ -83,6 +83,8 @@ class Supervisor:
         self._recovery = make_recovery(config, planner, nodes)
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self.kv_events = self._executor.kv_events
+        self.kv_mover = self._executor.kv_mover
+        self.kv_mover.on_change = self._notify_changed
         self._death_handler = DeathHandler(
             self._recovery, self._executor, self.client, self.deaths, self._execute
         )
@@ -298,9 +300,7 @@ class Supervisor:
         """Execute the actions that follow from an event."""
         for action in actions:
             if isinstance(action, AssignGeneration):
-                self._progress.clear()
-                if self._reports.liveness is not None:
-                    self._reports.liveness.watch(action.placement)
+                self._reports.begin_generation(action.placement)
         try:
             self._executor.execute(actions)
         except Exception as error:
@@ -319,8 +319,7 @@ class Supervisor:
             return
         self.cause = cause
         self._timer.cancel()
-        if self._reports.liveness is not None:
-            self._reports.liveness.close()
+        self._reports.close()
         self._executor.fail_all(cause)
         self._end_workers()
         self.died.set()

@@ -24,10 +24,14 @@ def announce(
     num_blocks: int = 100,
     numerics: str = "cpu",
     config: EngineConfig = CONFIG,
+    endpoint: bytes = b"",
     **options: Any,
 ) -> AnnounceEngine:
     supervisor = SimpleNamespace(
-        num_blocks=num_blocks, numerics=numerics, layers=[range(2), range(2, 4)]
+        num_blocks=num_blocks,
+        numerics=numerics,
+        layers=[range(2), range(2, 4)],
+        kv_mover=SimpleNamespace(endpoint=endpoint, bytes_per_token=96 if endpoint else 0),
     )
     attachment = AttachmentConfig(**options)
     return EngineAnnouncer(cast(Supervisor, supervisor), MODEL, DEMO, config, attachment)()
@@ -40,6 +44,12 @@ def test_facts_of_an_engine() -> None:
     assert (facts.block_size, facts.num_blocks, facts.max_num_seqs) == (16, 100, 256)
     assert facts.max_num_batched_tokens > CONFIG.scheduler.max_prefill_tokens
     assert facts.model_hash == hash_model(DEMO)
+
+
+def test_an_engine_with_transfers_announces_their_endpoint() -> None:
+    facts = announce(endpoint=b"here")
+    assert (facts.kv_endpoint, facts.kv_bytes_per_token) == (b"here", 96)
+    assert (announce().kv_endpoint, announce().kv_bytes_per_token) == (b"", 0)
 
 
 def test_limits_that_were_set() -> None:

@@ -1,0 +1,182 @@
+"""The head's owner of KV transfers: real gllm-link processes that end, generations that change."""
+
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import msgspec
+import psutil
+import pytest
+
+from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
+from gllm.kv_transfer.mover import read_host_id
+from gllm.messages.kv_transfer import (
+    CancelKvFetch,
+    FetchKv,
+    KvFetched,
+    KvRevoked,
+    RevokeKv,
+    ServeKv,
+)
+from tests.runtime.kv_workers import BLOCKS, NUM_TOKENS, KvWorkers, until
+
+
+@asynccontextmanager
+async def engines(*all_workers: KvWorkers) -> AsyncIterator[None]:
+    """Begin generation 1 of engines, wait for their endpoints, and close them at the end."""
+    try:
+        for workers in all_workers:
+            workers.begin(1)
+        await until(lambda: all(workers.mover.endpoint for workers in all_workers))
+        yield
+    finally:
+        for workers in all_workers:
+            workers.mover.close()
+            # Each map has a descriptor of its own.
+            workers.pages.clear()
+
+
+@contextmanager
+def silent_endpoint(workers: KvWorkers) -> Iterator[bytes]:
+    """An endpoint of this machine at which nobody answers, so that fetches stay."""
+    name = f"gllm-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(f"\0{name}")
+        listening.listen()
+        machine = KvMachine(read_host_id(), name, "", b"", workers.layouts)
+        yield encode_endpoint(KvEndpoint([machine]))
+
+
+async def test_blocks_get_from_one_engine_to_the_other() -> None:
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    owner, receiver = KvWorkers(pp=2), KvWorkers(pp=1)
+    async with engines(owner, receiver):
+        assert owner.num_changes == receiver.num_changes == 1
+        # Four layers with two heads of 8 + 8 bytes.
+        assert owner.mover.bytes_per_token == receiver.mover.bytes_per_token == 4 * 2 * 16
+        owner.serve(5)
+        owner.serve(6)
+        assert owner.mover.num_holds == 2
+        receiver.fetch(0, 6, owner.mover.endpoint)
+        receiver.fetch(1, 7, owner.mover.endpoint)
+        fetched, refused = await receiver.ended(0), await receiver.ended(1)
+        assert fetched.is_ok, fetched.cause
+        assert not refused.is_ok
+        assert "not held" in refused.cause
+        # One worker has what two have there.
+        assert receiver.read() == owner.read()
+        assert len(receiver.pages) == 1
+        assert len(owner.pages) == 2
+        owner.send(RevokeKv(6))
+        await until(lambda: owner.reports == [KvRevoked(6)])
+        assert owner.mover.num_holds == 1
+        totals = receiver.mover.totals
+        assert (totals.num_fetched, totals.num_failed) == (1, 1)
+        assert totals.num_bytes == NUM_TOKENS * 4 * 2 * 16
+        assert totals.seconds > 0
+        assert owner.mover.totals.num_served == 2
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    assert not [each for each in psutil.Process().children() if "gllm-link" in each.name()]
+
+
+async def test_a_process_that_ends_revokes_and_fails_everything_and_the_next_one_serves() -> None:
+    owner, receiver = KvWorkers(), KvWorkers()
+    async with engines(owner, receiver):
+        before = owner.mover.endpoint
+        owner.serve(5)
+        owner.serve(6)
+        with silent_endpoint(owner) as silent:
+            receiver.fetch(0, 5, silent)
+            receiver.fetch(1, 5, silent)
+            owner.kill()
+            receiver.kill()
+            for number in range(2):
+                assert not (await receiver.ended(number)).is_ok
+        await until(lambda: len(owner.reports) == 2)
+        assert owner.reports == [KvRevoked(5), KvRevoked(6)]
+        assert owner.mover.num_holds == 0
+        # Between two processes everything is answered at once, and no endpoint is announced.
+        if owner.mover.process_id is None:
+            assert not owner.mover.endpoint
+            owner.send(ServeKv(7, NUM_TOKENS, BLOCKS))
+            owner.send(RevokeKv(8))
+            assert owner.reports[2:] == [KvRevoked(7), KvRevoked(8)]
+        await until(lambda: owner.mover.endpoint and receiver.mover.endpoint)
+        assert owner.mover.endpoint != before
+        assert owner.num_changes == 3
+        assert owner.mover.num_restarts == receiver.mover.num_restarts == 1
+        owner.serve(9)
+        receiver.fetch(2, 9, before)
+        receiver.fetch(3, 9, owner.mover.endpoint)
+        assert not (await receiver.ended(2)).is_ok, "the former endpoint is nobody's"
+        assert (await receiver.ended(3)).is_ok
+        assert receiver.read() == owner.read()
+
+
+async def test_nothing_of_a_generation_reaches_the_next_driver() -> None:
+    owner, receiver = KvWorkers(), KvWorkers()
+    async with engines(owner, receiver):
+        owner.serve(5)
+        with silent_endpoint(owner) as silent:
+            receiver.fetch(0, 5, silent)
+            receiver.begin(2)
+            # What comes between two generations is of a driver that has ended.
+            receiver.mover.end_generation()
+            receiver.send(FetchKv(1, 5, silent, 0, NUM_TOKENS, BLOCKS))
+            receiver.send(CancelKvFetch(0))
+            assert not receiver.mover.endpoint
+            receiver.begin(3)
+            await until(lambda: receiver.mover.endpoint)
+        receiver.fetch(0, 5, owner.mover.endpoint)
+        assert (await receiver.ended(0)).is_ok
+        assert receiver.read() == owner.read()
+        assert [each.fetch for each in receiver.reports if isinstance(each, KvFetched)] == [0]
+        owner.begin(2)
+        assert owner.mover.num_holds == 0
+        await until(lambda: owner.mover.endpoint)
+        receiver.fetch(1, 5, owner.mover.endpoint)
+        assert not (await receiver.ended(1)).is_ok, "the ticket was of the generation before"
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+async def test_workers_without_a_shared_cache_take_no_part(num_shared: int) -> None:
+    workers = KvWorkers(pp=2)
+    try:
+        workers.begin(1, num_shared)
+        workers.serve(5)
+        workers.fetch(0, 5, b"")
+        assert KvRevoked(5) in workers.reports
+        assert not (await workers.ended(0)).is_ok
+        assert not workers.mover.endpoint
+        assert workers.mover.process_id is None
+    finally:
+        workers.mover.close()
+
+
+async def test_caches_that_cannot_be_opened_are_answered_for() -> None:
+    workers = KvWorkers(backend="tcp")
+    wrong = msgspec.structs.replace(workers.layouts[0], num_blocks=10**6)
+    try:
+        workers.mover.add_layout(0, wrong)
+        memory = os.memfd_create("cache")
+        workers.mover.open(1, [0], {0: memory})
+        os.close(memory)
+        workers.send(ServeKv(5, NUM_TOKENS, BLOCKS))
+        workers.fetch(0, 5, b"")
+        assert not (await workers.ended(0)).is_ok
+        assert KvRevoked(5) in workers.reports
+        workers.fetch(1, 5, b"")
+        assert not (await workers.ended(1)).is_ok
+        assert not workers.mover.endpoint
+    finally:
+        workers.mover.close()
+
+
+def test_an_engine_without_transfers_starts_no_process() -> None:
+    workers = KvWorkers(backend=None)
+    workers.begin(1)
+    assert not workers.mover.is_enabled
+    assert workers.mover.process_id is None
+    workers.mover.close()
