@@ -104,9 +104,9 @@ class Engine(TextEngine):
 
     def kv_participant(self) -> KvParticipant | None:
         """Return the engine as it takes part in hand-offs; None if it does not."""
-        announce = self._announce()
-        if not announce.kv_endpoint:
+        if self.config.kv_transfer is None:
             return None
+        announce = self._announce()
         return KvParticipant(
             announce.name, announce.run, announce.role, announce.numerics, announce.kv_endpoint
         )

@@ -74,6 +74,7 @@ class EngineAnnouncer:
             limits.max_num_batched_tokens or 0,
             supervisor.kv_mover.endpoint,
             supervisor.kv_mover.bytes_per_token,
+            policy=limits.policy,
         )
 
 

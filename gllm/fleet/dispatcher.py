@@ -79,6 +79,18 @@ class Dispatcher:
         record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
         return name
 
+    def predict_output(self, entry: JournalEntry) -> int:
+        """Predict the length of a request's output in tokens, earlier output included.
+
+        The request carries the prediction to its engine once outputs of its class have ended here;
+        an engine has seen fewer outputs than its routers.
+        """
+        num_generated = min((len(entry.outputs[choice]) for choice in entry.alive), default=0)
+        length = self.output_lengths.predict(entry.max_tokens, num_generated)
+        is_known = self.output_lengths.has_history(entry.max_tokens)
+        entry.predicted_output_tokens = length if is_known else 0
+        return length
+
     def reason_to_shed(
         self, prompt: Sequence[int], max_tokens: int, priority: int, cache_salt: str, slo: Slo
     ) -> tuple[str, int] | None:
@@ -157,7 +169,7 @@ class Dispatcher:
         return RoutingRequest(
             num_prompt_tokens=len(entry.prompt) + sum(num_generated),
             block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
-            num_output_tokens=self.output_lengths.predict(entry.max_tokens, least) - least,
+            num_output_tokens=self.predict_output(entry) - least,
             max_tokens=entry.max_tokens - least,
             priority=entry.priority,
             session=entry.session,

@@ -1,6 +1,7 @@
 """Check that an engine can serve a router's requests."""
 
 from gllm.messages.fleet import AnnounceEngine
+from gllm.scheduler.config import LOCAL_PRESETS
 
 
 def unfit_reason(announce: AnnounceEngine, model: str, model_hash: str, max_model_len: int) -> str:
@@ -23,3 +24,18 @@ def unfit_reason(announce: AnnounceEngine, model: str, model_hash: str, max_mode
             f"{max_model_len}: start the router with --max-model-len"
         )
     return ""
+
+
+def preset_warning(announce: AnnounceEngine, preset: str | None) -> str:
+    """Return how an engine's scheduling differs from that of a router's preset; empty if not.
+
+    Args:
+        announce: of the engine.
+        preset: of the router; None without.
+    """
+    if preset is None or announce.policy in ("", LOCAL_PRESETS[preset].policy):
+        return ""
+    return (
+        f"engine {announce.name} has policy {announce.policy}, but the router has --preset "
+        f"{preset}: start the engine with --preset {preset}"
+    )

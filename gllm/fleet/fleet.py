@@ -18,7 +18,7 @@ from gllm.engine.interface import EngineStatus, EngineUnavailableError, Overload
 from gllm.fleet import fleet_status
 from gllm.fleet.client import FleetClient
 from gllm.fleet.dispatcher import Dispatcher
-from gllm.fleet.engine_checks import unfit_reason
+from gllm.fleet.engine_checks import preset_warning, unfit_reason
 from gllm.fleet.engine_commands import EngineCommands
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
@@ -293,6 +293,8 @@ class Fleet:
             link.refuse(cause)
             return
         log.info("engine %s (%s) is attached, %s", name, link.address, link.report.state)
+        if warning := preset_warning(announce, self._config.preset):
+            log.warning("%s", warning)
         record = EngineRecord(announce, link.report, now)
         self._dispatcher.records[name] = record
         self._dispatcher.health.on_attached(name, now)

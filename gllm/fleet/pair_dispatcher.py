@@ -68,7 +68,7 @@ class PairDispatcher:
         if stream not in self._keys:
             self._keys[stream] = next(self._numbers)
         entry = stream.entry
-        length = self._dispatcher.output_lengths.predict(entry.max_tokens, entry.num_output_tokens)
+        length = self._dispatcher.predict_output(entry)
         return PairRequest(
             self._keys[stream], len(entry.prompt), PredictedLength(length, length + 1)
         )

@@ -80,6 +80,8 @@ class AnnounceEngine(WireMessage, frozen=True):
     engine neither gives nor fetches KV blocks. Routers pass it on unread."""
     kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0
     """Bytes of a token's KV over all layers; 0 if unknown."""
+    policy: str = ""
+    """Scheduling policy; empty if unknown."""
 
 
 class EngineReport(WireMessage, frozen=True):

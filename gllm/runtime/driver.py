@@ -149,6 +149,7 @@ class Driver:
             message.sampling.prompt_logprobs is None,
             message.outputs,
             message.age_seconds,
+            predicted_output_tokens=message.predicted_output_tokens,
         )
         if self.kv is not None:
             request = self.kv.add_to(request, message)

@@ -6,7 +6,9 @@ Source of the symbols: "gLLM: Global Balanced Pipeline Parallelism System for Di
 Serving with Token Throttling" (SC'25, arXiv 2504.14775), section on token throttling.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, option
@@ -56,6 +58,23 @@ KV_ADMISSION_NAMES = (
 )
 """Names of the rules of gllm.scheduler.kv_admission, and `auto`."""
 
+
+class LocalPreset(NamedTuple):
+    """Options of an engine in a system that separates prefill and decode."""
+
+    policy: str
+    prefill_order: str
+    kv_admission: str
+
+
+LOCAL_PRESETS: Mapping[str, LocalPreset] = {
+    "distserve": LocalPreset("distserve", "fcfs", "distserve"),
+    "splitwise": LocalPreset("splitwise", "fcfs", "auto"),
+    "tetri": LocalPreset("tetri", "sjf", "reserve-dynamic"),
+}
+"""By the name of the router's preset. Source: DistServe (arXiv 2401.09670), Splitwise (arXiv
+2311.18677) and TetriInfer (arXiv 2401.11181), as set up in the evaluations."""
+
 TCP_DEPTH = 4
 """Default of max_in_flight per stage where stages are connected by TCP: a token's way takes longer
 there than its computation."""
@@ -65,6 +84,12 @@ there than its computation."""
 class SchedulerConfig:
     """Scheduler options of the user; `resolve` derives the values that are None."""
 
+    preset: str | None = option(
+        None,
+        "policy, prefill_order and kv_admission of a system that separates prefill and decode, as "
+        "the preset of the router needs them; default: none",
+        choices=tuple(LOCAL_PRESETS),
+    )
     policy: str = option(
         "auto",
         "scheduling policy; auto: sarathi with one stage, throttle with more",
@@ -110,10 +135,10 @@ class SchedulerConfig:
         le=INT32_MAX,
     )
     prefill_order: str = option(
-        "fcfs",
+        "auto",
         "order of prompts; fcfs: by priority and arrival; sjf, ljf: groups by arrival, within a "
-        "group the shortest or the longest first",
-        choices=PREFILL_ORDERS,
+        "group the shortest or the longest first; auto: that of the preset, or fcfs",
+        choices=("auto", *PREFILL_ORDERS),
     )
     prefill_group: int = option(
         16,
@@ -174,6 +199,7 @@ class SchedulerConfig:
             ValueError: a value is invalid; the message names the field and the fix.
         """
         convert_fields(self)
+        self._apply_preset()
         if self.min_prefill_tokens > self.max_prefill_tokens:
             raise ValueError(
                 f"min_prefill_tokens ({self.min_prefill_tokens}) is above "
@@ -184,6 +210,18 @@ class SchedulerConfig:
                 f"kv_admission is {self.kv_admission}, but policy fastertransformer admits whole "
                 "batches by its own rule: choose auto or another policy"
             )
+
+    def _apply_preset(self) -> None:
+        """Replace `auto` by the values of the preset. Raises ValueError for another policy."""
+        preset = LOCAL_PRESETS.get(self.preset or "", LocalPreset(self.policy, "fcfs", "auto"))
+        if self.policy not in ("auto", preset.policy):
+            raise ValueError(
+                f"policy is {self.policy}, but preset {self.preset} sets policy {preset.policy}: "
+                "leave one of both out"
+            )
+        for name, value in preset._asdict().items():
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, value)
 
     @property
     def num_lanes(self) -> int:

@@ -67,6 +67,10 @@ class OutputLengthPredictor:
         """Add a sequence that finished after `length` output tokens, neither aborted nor failed."""
         self._histories.setdefault(max_tokens.bit_length(), _History()).record(length)
 
+    def has_history(self, max_tokens: int) -> bool:
+        """Return True if outputs of the class of a limit have been recorded."""
+        return max_tokens.bit_length() in self._histories
+
     def predict(self, max_tokens: int, generated: int) -> int:
         """Return the expected final length of an output, in tokens; at most `max_tokens`.
 

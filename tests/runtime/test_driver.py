@@ -14,6 +14,7 @@ from gllm.runtime.driver import Driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import REFIT_INTERVAL_STEPS
 from gllm.scheduler.step_times import REPORTED_STEP_INTERVAL
@@ -181,3 +182,18 @@ def test_the_frontend_gets_the_fitted_cost_of_steps() -> None:
     assert [report.coefficients.predict_seconds(work) for report in reports] == [
         pytest.approx(0.25, rel=0.1)
     ]
+
+
+def test_a_predicted_length_gets_to_the_scheduler() -> None:
+    requests = []
+
+    class Recording(Scheduler):
+        def add(self, request: SchedulerRequest, now: float) -> None:
+            requests.append(request)
+            super().add(request, now)
+
+    config = SchedulerConfig().resolve(1, 64, 128)
+    driver = Driver(Recording(config), Heard().send, [], Heard(), False)
+    sampling = SequenceSamplingParams()
+    driver.submit(SubmitRequest(5, [1], sampling, 4, [], predicted_output_tokens=3))
+    assert [request.predicted_output_tokens for request in requests] == [3]

@@ -227,3 +227,19 @@ def test_every_request_gets_its_tokens_in_a_small_cache(
     pipe = pipeline(policy, stages, num_blocks, **options)
     play(pipe, Random(seed), 20, output=30)
     assert pipe.scheduler.kv_cache.free_share == 1
+
+
+def test_presets_are_the_papers_set_ups() -> None:
+    """The order and the admission may be chosen otherwise, the policy not."""
+    options = [SchedulerConfig(preset=name) for name in ("distserve", "splitwise", "tetri")]
+    assert [(each.policy, each.prefill_order, each.kv_admission) for each in options] == [
+        ("distserve", "fcfs", "distserve"),
+        ("splitwise", "fcfs", "auto"),
+        ("tetri", "sjf", "reserve-dynamic"),
+    ]
+    chosen = SchedulerConfig(preset="tetri", prefill_order="fcfs", kv_admission="greedy")
+    assert (chosen.prefill_order, chosen.kv_admission) == ("fcfs", "greedy")
+    assert chosen.resolve(1, 64, 128).prefill_batch_tokens == 512
+    assert SchedulerConfig().prefill_order == "fcfs"
+    with pytest.raises(ValueError, match="policy is throttle, but preset tetri sets policy tetri"):
+        SchedulerConfig(preset="tetri", policy="throttle")
