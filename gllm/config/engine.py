@@ -214,6 +214,12 @@ class EngineConfig:
         "encoding of KV blocks over TCP; int8 takes about half of the bytes of bfloat16 and rounds",
         choices=tuple(LINK_ENCODINGS),
     )
+    kv_fetch: str = option(
+        "auto",
+        "KV blocks that are fetched: auto, those that are predicted to be there sooner than "
+        "computed; always, all of them, for measurements",
+        choices=("auto", "always"),
+    )
     trusted_network: bool = option(
         False,
         "all hosts that reach this one may read prompts: permits what is not encrypted, KV cache "

@@ -5,11 +5,16 @@ far. All functions are pure; time is an argument.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 DEADLINE_FACTOR = 3.0
 """Predicted durations after which a fetch without progress is late."""
 DEADLINE_SECONDS = 2.0
 """Added to that; also the time for which arrived bytes extend the deadline."""
+RETRY_SECONDS = 30.0
+"""Time after which a measured rate is no longer a reason to fetch nothing."""
+TRUSTED_FACTOR = 2.0
+"""Transfers of more than so many times the largest measured one are not predicted."""
 _DECAY = 0.9
 """Weight of the transfers so far against the next one."""
 _MIN_SPREAD = 0.05
@@ -63,6 +68,38 @@ def should_fetch(transfer_seconds: float | None, compute_seconds: float | None) 
     if transfer_seconds is None or compute_seconds is None:
         return True
     return transfer_seconds < compute_seconds
+
+
+@dataclass
+class FetchDecision:
+    """Decides about fetches from one engine, and learns from them.
+
+    What is not fetched is not measured, so the estimate is trusted only for sizes like the measured
+    ones, and for a limited time: otherwise one slow or small transfer could end all fetches.
+    """
+
+    estimate: TransferEstimate = field(default_factory=TransferEstimate)
+    _largest: int = 0
+    """Bytes of the largest transfer."""
+    _time: float = -inf
+    """Time of the last transfer."""
+
+    def observe(self, num_bytes: int, seconds: float, now: float) -> None:
+        """Note a complete transfer."""
+        self.estimate.observe(num_bytes, seconds)
+        self._largest, self._time = max(self._largest, num_bytes), now
+
+    def is_worth(self, num_bytes: int, compute_seconds: float | None, now: float) -> bool:
+        """Return whether to fetch so many bytes.
+
+        Args:
+            num_bytes: of the keys and values.
+            compute_seconds: predicted for the prefill of their tokens; None if unknown.
+            now: Time in seconds.
+        """
+        if num_bytes > TRUSTED_FACTOR * self._largest or now - self._time > RETRY_SECONDS:
+            return True
+        return should_fetch(self.estimate.predict(num_bytes), compute_seconds)
 
 
 def find_crossing_tokens(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from gllm.kv_transfer.break_even import TransferEstimate, should_fetch
+from gllm.kv_transfer.break_even import FetchDecision
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_transfer import (
@@ -39,17 +39,19 @@ class DriverKv:
         """
         self.coefficients: StepCostCoefficients | None = None
         """Fitted step cost, for the decision whether a fetch is worth it."""
+        self.fetches_always = False
+        """True if a fetch is always worth it."""
         self._scheduler = scheduler
         self._send = send
         self._sources: dict[int, KvSource] = {}
         """Sources of sequences whose fetch has not begun."""
         self._numbers = count()
-        self._fetches: dict[int, tuple[KvFetch, KvSource]] = {}
-        """Fetches that run, by number."""
+        self._fetches: dict[int, tuple[KvFetch, KvSource, float]] = {}
+        """Fetches that run and their begins, by number."""
         self._served: set[int] = set()
         """Tickets that the mover may serve."""
-        self._estimates: dict[str, TransferEstimate] = {}
-        """Times of transfers, by the engine that has the blocks."""
+        self._decisions: dict[str, FetchDecision] = {}
+        """Decisions on fetches, by the engine that has the blocks."""
         self._bytes_per_token = 0.0
 
     @property
@@ -83,11 +85,11 @@ class DriverKv:
             source = self._sources.pop(fetch.seq, None)
             if not fetch.num_tokens:
                 continue
-            if source is None or not self._is_worth(fetch, source):
+            if source is None or not self._is_worth(fetch, source, now):
                 self._scheduler.finish_fetch(fetch.seq, False, now)
                 continue
             number = next(self._numbers)
-            self._fetches[number] = fetch, source
+            self._fetches[number] = fetch, source, now
             self._send(
                 FetchKv(
                     number,
@@ -109,7 +111,7 @@ class DriverKv:
             self._send(RevokeKv(ticket))
         for seq in scheduler.take_fetch_cancellations():
             self._sources.pop(seq, None)
-            numbers = [number for number, (fetch, _) in self._fetches.items() if fetch.seq == seq]
+            numbers = [number for number, (fetch, *_) in self._fetches.items() if fetch.seq == seq]
             for number in numbers:
                 self._send(CancelKvFetch(number))
 
@@ -130,19 +132,23 @@ class DriverKv:
                 self._served.discard(ticket)
                 self._scheduler.confirm_revocation(ticket)
 
-    def _on_fetched(self, message: KvFetched, fetch: KvFetch, source: KvSource) -> None:
+    def _on_fetched(
+        self, message: KvFetched, fetch: KvFetch, source: KvSource, begin: float
+    ) -> None:
+        now = time.monotonic()
         if message.is_ok:
-            estimate = self._estimates.setdefault(source.engine, TransferEstimate())
-            estimate.observe(message.num_bytes, message.seconds)
+            decision = self._decisions.setdefault(source.engine, FetchDecision())
+            # With the ways to the mover and back, for which the request waits too.
+            decision.observe(message.num_bytes, now - begin, now)
             self._bytes_per_token = message.num_bytes / fetch.num_tokens
-        self._scheduler.finish_fetch(fetch.seq, message.is_ok, time.monotonic())
+        self._scheduler.finish_fetch(fetch.seq, message.is_ok, now)
 
-    def _is_worth(self, fetch: KvFetch, source: KvSource) -> bool:
+    def _is_worth(self, fetch: KvFetch, source: KvSource, now: float) -> bool:
         """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
-        estimate = self._estimates.get(source.engine)
-        if estimate is None or self.coefficients is None:
+        decision = self._decisions.get(source.engine)
+        if self.fetches_always or decision is None or self.coefficients is None:
             # The first transfer measures the rate.
             return True
-        seconds = estimate.predict(int(fetch.num_tokens * self._bytes_per_token))
+        num_bytes = int(fetch.num_tokens * self._bytes_per_token)
         compute = self.coefficients.predict_chunk_seconds(fetch.first_token, fetch.num_tokens)
-        return should_fetch(seconds, compute)
+        return decision.is_worth(num_bytes, compute, now)

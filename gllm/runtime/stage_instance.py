@@ -196,6 +196,8 @@ class StageInstance:
             pacing=pacing,
             has_kv_mover=assignment.config.kv_transfer is not None,
         )
+        if self._driver.kv is not None:
+            self._driver.kv.fetches_always = assignment.config.kv_fetch == "always"
 
     def _schedule_turn(self) -> None:
         """Take a turn later if leases of KV blocks can end without a message."""

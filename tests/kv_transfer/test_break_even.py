@@ -5,7 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.kv_transfer.break_even import (
+    RETRY_SECONDS,
+    TRUSTED_FACTOR,
     FetchDeadline,
+    FetchDecision,
     TransferEstimate,
     find_crossing_tokens,
     should_fetch,
@@ -72,6 +75,37 @@ def test_unknown_rates_are_measured_by_fetching() -> None:
     assert should_fetch(None, 1.0)
     assert should_fetch(1.0, None)
     assert find_crossing_tokens(TransferEstimate(), 1, 1.0) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**8), st.floats(1e-4, 100)), min_size=1, max_size=20),
+    st.integers(1, 10**9),
+    st.floats(1e-6, 1),
+    st.floats(0, 2 * RETRY_SECONDS),
+)
+def test_only_what_was_measured_lately_is_a_reason_against_a_fetch(
+    transfers: list[tuple[int, float]], num_bytes: int, compute_seconds: float, age: float
+) -> None:
+    decision = FetchDecision()
+    assert decision.is_worth(num_bytes, compute_seconds, 0.0)
+    for now, (size, seconds) in enumerate(transfers):
+        decision.observe(size, seconds, float(now))
+    is_worth = decision.is_worth(num_bytes, compute_seconds, len(transfers) - 1 + age)
+    is_known = num_bytes <= TRUSTED_FACTOR * max(size for size, _ in transfers)
+    if is_known and age < RETRY_SECONDS - 1e-3:
+        assert is_worth == should_fetch(decision.estimate.predict(num_bytes), compute_seconds)
+    elif not is_known or age > RETRY_SECONDS + 1e-3:
+        assert is_worth
+
+
+def test_a_link_that_has_become_fast_is_used_again() -> None:
+    decision = FetchDecision()
+    decision.observe(10**6, 10.0, now=0.0)
+    asked = [now for now in range(1, 200) if decision.is_worth(10**6, 0.1, float(now))]
+    assert asked[0] == RETRY_SECONDS + 1
+    for now in range(31, 61):
+        decision.observe(10**6, 0.01, float(now))
+    assert decision.is_worth(10**6, 0.1, 61.0)
 
 
 def test_deadline_is_extended_while_bytes_arrive() -> None:
