@@ -75,6 +75,7 @@ class EngineAnnouncer:
             supervisor.kv_mover.endpoint,
             supervisor.kv_mover.bytes_per_token,
             policy=limits.policy,
+            kv_digest=supervisor.kv_mover.digest,
         )
 
 

@@ -246,8 +246,8 @@ class FleetClient(RequestClient):
 
     def _place(self, stream: RequestStream, avoid: str = "") -> bool:
         """Submit a new or parked request to the engine that is chosen for it, if one is."""
-        names = self._eligible(stream)[0] - {avoid, self._reserved}
-        pair = self.handoffs.choose(stream, names)
+        excluded = {avoid, self._reserved}
+        pair = self.handoffs.choose(stream, self._eligible(stream)[0] - excluded, excluded)
         target = self._find_engine(stream, avoid) if pair is None else self._engines[pair.prefill]
         if target is not None:
             self._submit_to(target, stream, pair)
@@ -281,9 +281,9 @@ class FleetClient(RequestClient):
         self, engine: DispatchTarget, stream: RequestStream, pair: EnginePair | None = None
     ) -> None:
         """Submit a new or parked request to an engine, the first one of a pair if there is one."""
-        self._numerics.on_submission(stream.entry, engine)
         self._submit(stream, self.handoffs.sender(stream, engine, pair), engine.choices)
         self.handoffs.on_submitted(stream, engine)
+        self._numerics.on_submission(stream.entry, engine)
         stream.entry.engine = engine.name
         self.num_dispatched[engine.name] += 1
         parked = self._parked.pop(stream, None) or Parked(time.monotonic(), "")

@@ -26,6 +26,8 @@ class KvPeer(NamedTuple):
     """Returns the address and layout of its KV cache; empty while it has none."""
     send: Callable[[ReleaseKvHolds | RenewKvHolds], None]
     """Sends a command about the blocks that it holds."""
+    digest: Callable[[], str] = str
+    """Returns the digest of what decides the numbers in its KV cache; empty if unknown."""
 
 
 @dataclass(slots=True, eq=False)

@@ -22,4 +22,9 @@ def request_sender(link: EngineLink, record: EngineRecord) -> SendFunction:
 
 def kv_peer(link: EngineLink) -> KvPeer:
     """Return an engine's part in hand-offs, with its endpoint as announced last."""
-    return KvPeer(link.announce.run, lambda: link.announce.kv_endpoint, link.send)
+    return KvPeer(
+        link.announce.run,
+        lambda: link.announce.kv_endpoint,
+        link.send,
+        lambda: link.announce.kv_digest,
+    )

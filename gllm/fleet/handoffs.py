@@ -5,7 +5,7 @@ commands to the engines that hold blocks.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Protocol
 
 import msgspec
@@ -90,12 +90,16 @@ class Handoffs:
         """Return True while the text of token 1 may still end a request."""
         return self.state_of(stream) is HandoffState.READY
 
-    def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
+    def choose(
+        self, stream: RequestStream, names: frozenset[str], excluded: Set[str] = frozenset()
+    ) -> EnginePair | None:
         """Return the engines of a request's next submission; None to leave them to the policy.
 
         Args:
             stream: a request that no engine has.
-            names: engines that may get it.
+            names: engines that may get it. One that is prefilled also goes to engines that may
+                fetch its blocks.
+            excluded: engines that may not get it.
 
         Returns:
             The engine to submit to in `prefill`. A pair of two engines begins a hand-off if it is
@@ -104,6 +108,8 @@ class Handoffs:
         if self._pairs is None:
             return None
         handoff = self._by_stream.get(stream)
+        if handoff is not None and handoff.state is HandoffState.TRANSFER:
+            names |= self._successors(handoff) - excluded
         able = frozenset(name for name in names if _endpoint(self._engines[name]))
         if not names:
             return None
@@ -119,8 +125,7 @@ class Handoffs:
         if pair.decode is None or pair.decode == pair.prefill:
             return pair
         decode = pair.decode
-        is_equal = decode in able and self._has_equal_numerics(pair.prefill, decode)
-        return pair if is_equal else None
+        return pair if decode in able and self._may_exchange(pair.prefill, decode) else None
 
     def sender(
         self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair | None
@@ -147,6 +152,9 @@ class Handoffs:
     def on_submitted(self, stream: RequestStream, engine: DispatchTarget) -> None:
         """Note that a request was submitted."""
         if handoff := self._by_stream.get(stream):
+            if handoff.state is HandoffState.TRANSFER and engine.name in self._successors(handoff):
+                # On other numbers of ranks, too, it goes on as intended.
+                stream.entry.numerics = engine.numerics
             self._execute(handoff.on_submitted(engine.name))
 
     def split_prefilled(
@@ -243,15 +251,29 @@ class Handoffs:
         holder = self._engines.get(handoff.pair.prefill)
         if holder is None or holder is engine or holder.kv is None or not handoff.is_held:
             return None
-        if not _endpoint(engine) or not self._has_equal_numerics(holder.name, engine.name):
+        if not _endpoint(engine) or not self._may_exchange(holder.name, engine.name):
             return None
         num_tokens = len(stream.entry.prompt)
         return KvSource(
             holder.name, holder.kv.run, handoff.ticket, num_tokens, holder.kv.endpoint()
         )
 
-    def _has_equal_numerics(self, engine: str, other: str) -> bool:
-        return self._engines[engine].numerics == self._engines[other].numerics
+    def _successors(self, handoff: Handoff) -> frozenset[str]:
+        """Return the engines that may go on after token 1."""
+        names = {handoff.decode} & self._engines.keys()
+        if handoff.pair.prefill in self._engines:
+            names |= {
+                each for each in self._engines if self._may_exchange(handoff.pair.prefill, each)
+            }
+        return frozenset(names)
+
+    def _may_exchange(self, name: str, other_name: str) -> bool:
+        """Return True if the numbers in the KV caches of two engines are the same."""
+        engine, other = self._engines[name], self._engines[other_name]
+        digests = [each.kv.digest() if each.kv is not None else "" for each in (engine, other)]
+        if all(digests):
+            return digests[0] == digests[1]
+        return engine.numerics == other.numerics
 
     def _forget_if_done(self, stream: RequestStream, handoff: Handoff) -> None:
         if handoff.state is HandoffState.DONE:

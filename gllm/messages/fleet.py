@@ -82,6 +82,9 @@ class AnnounceEngine(WireMessage, frozen=True):
     """Bytes of a token's KV over all layers; 0 if unknown."""
     policy: str = ""
     """Scheduling policy; empty if unknown."""
+    kv_digest: str = ""
+    """Digest of all that decides the numbers in the KV cache, on any number of ranks. Engines of
+    equal ones exchange blocks; empty if unknown, then those of equal numerics do."""
 
 
 class EngineReport(WireMessage, frozen=True):

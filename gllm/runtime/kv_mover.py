@@ -90,6 +90,8 @@ class EngineKvMover:
         """Address and layouts of the caches for other engines; empty while they are not served."""
         self.bytes_per_token = 0
         """Bytes of one token's keys and values over all layers and heads; 0 before the start."""
+        self.digest = ""
+        """Digest of all that decides the numbers in the caches; empty before the start."""
         self.totals = KvTransferTotals()
         self.on_change: Callable[[], None] = lambda: None
         """Called when the endpoint has changed."""
@@ -147,6 +149,7 @@ class EngineKvMover:
             caches.is_refused = True
             return
         self.bytes_per_token = count_token_bytes(caches.layouts)
+        self.digest = caches.layouts[0].model
         if self._child.is_running:
             self._open_caches(caches)
 

@@ -31,7 +31,11 @@ def announce(
         num_blocks=num_blocks,
         numerics=numerics,
         layers=[range(2), range(2, 4)],
-        kv_mover=SimpleNamespace(endpoint=endpoint, bytes_per_token=96 if endpoint else 0),
+        kv_mover=SimpleNamespace(
+            endpoint=endpoint,
+            bytes_per_token=96 if endpoint else 0,
+            digest="numbers" if endpoint else "",
+        ),
     )
     attachment = AttachmentConfig(**options)
     return EngineAnnouncer(cast(Supervisor, supervisor), MODEL, DEMO, config, attachment)()
@@ -49,7 +53,9 @@ def test_facts_of_an_engine() -> None:
 def test_an_engine_with_transfers_announces_their_endpoint() -> None:
     facts = announce(endpoint=b"here")
     assert (facts.kv_endpoint, facts.kv_bytes_per_token) == (b"here", 96)
-    assert (announce().kv_endpoint, announce().kv_bytes_per_token) == (b"", 0)
+    assert facts.kv_digest == "numbers"
+    facts = announce()
+    assert (facts.kv_endpoint, facts.kv_bytes_per_token, facts.kv_digest) == (b"", 0, "")
 
 
 def test_limits_that_were_set() -> None:

@@ -208,10 +208,12 @@ class KvCluster:
         for name, stages in engines.items():
             self.attach(name, stages)
 
-    def attach(self, name: str, stages: Stages) -> None:
+    def attach(
+        self, name: str, stages: Stages, numerics: str = "x", digest: Callable[[], str] = str
+    ) -> None:
         engine = self.engines[name] = KvEngine(name, stages, self)
-        peer = KvPeer(1, name.encode, engine.receive)
-        self.client.attach(name, "x", engine.receive, peer)
+        peer = KvPeer(1, name.encode, engine.receive, digest)
+        self.client.attach(name, numerics, engine.receive, peer)
 
     def kill(self, name: str) -> None:
         """End an engine without a warning; its KV goes with it."""

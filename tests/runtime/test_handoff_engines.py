@@ -15,6 +15,12 @@ from tests.runtime.kv_engines import KvCluster, load_stages
 GREEDY = SequenceSamplingParams(temperature=0)
 SAMPLED = SequenceSamplingParams(temperature=1, seed=11)
 MAX_TOKENS = 6
+STATES = [
+    HandoffState.PREFILL,
+    HandoffState.READY,
+    HandoffState.TRANSFER,
+    HandoffState.DECODE,
+]
 
 
 @cache
@@ -85,6 +91,51 @@ def test_stages_and_block_sizes_may_differ(
     rig.check_empty()
 
 
+def test_numerics_may_differ_if_the_numbers_in_the_caches_do_not() -> None:
+    """As they do for other numbers of ranks."""
+    rig = KvCluster({})
+    rig.attach("P", stages_of("P"), "x", lambda: "same")
+    rig.attach("D", stages_of("D"), "x; 2 ranks", lambda: "same")
+    given = prompts(8, seed=3)
+    streams = [submit(rig, prompt) for prompt in given]
+    rig.run(streams)
+    assert [text(stream)[0] for stream in streams] == expected(*given)
+    assert rig.client.handoffs.num_ended == {"transferred": 8}
+    assert rig.client.num_inexact_migrations == 0
+    rig.check_empty()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_tokens_stay_with_the_numerics_that_computed_them(state: HandoffState) -> None:
+    """Of two decode engines of two ranks one is lost; the engine that prefills has one rank."""
+    rig = KvCluster({})
+    rig.attach("P", stages_of("P"), "x", lambda: "same")
+    rig.attach("D", stages_of("D"), "x; 2 ranks", lambda: "same")
+    rig.attach("E", stages_of("E"), "x; 2 ranks", lambda: "same")
+    (whole,) = expected(list(range(5, 30)))
+    stream = submit(rig, list(range(5, 30)))
+    reach(rig, stream, state)
+    rig.kill("D")
+    rig.moves_kv = True
+    rig.run([stream])
+    assert text(stream)[0] == whole
+    assert rig.client.num_inexact_migrations == 0
+    has_computed = state in (HandoffState.TRANSFER, HandoffState.DECODE)
+    assert rig.client.num_dispatched["E"] == has_computed
+    rig.check_empty()
+
+
+@pytest.mark.parametrize("digest", ["", "other"])
+def test_no_blocks_of_other_numbers_are_fetched(digest: str) -> None:
+    rig = KvCluster({})
+    rig.attach("P", stages_of("P"), "x", lambda: "same")
+    rig.attach("D", stages_of("D"), "y", lambda: digest)
+    streams = [submit(rig, prompt) for prompt in prompts(3)]
+    rig.run(streams)
+    assert not rig.client.handoffs.num_ended
+    rig.check_empty()
+
+
 def reach(rig: KvCluster, stream: RequestStream, state: HandoffState) -> None:
     """Run until the hand-off of a request is in a state."""
     if state is HandoffState.TRANSFER:
@@ -100,14 +151,6 @@ def reach(rig: KvCluster, stream: RequestStream, state: HandoffState) -> None:
     else:
         rig.run([stream], until=has_state)
     assert has_state()
-
-
-STATES = [
-    HandoffState.PREFILL,
-    HandoffState.READY,
-    HandoffState.TRANSFER,
-    HandoffState.DECODE,
-]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
