@@ -90,6 +90,17 @@ def test_times_of_one_handoff() -> None:
     assert run.cluster.requests[0].max_tokens == OUTPUT
 
 
+def test_decodes_begin_soon_after_their_kv_has_arrived() -> None:
+    jobs = [JOB._replace(arrival_seconds=index * STEP, num_output_tokens=20) for index in range(9)]
+    run = serve(jobs, blocks=400)
+    check_all_served(run, jobs)
+    for index, record in run.handoffs.items():
+        second_token = run.cluster.requests[index].line.times[1]
+        assert record.arrival_time is not None
+        assert record.decode_time is not None
+        assert record.arrival_time <= record.decode_time <= second_token - STEP + 1e-9
+
+
 def test_a_request_of_one_token_is_not_handed_over() -> None:
     jobs = [JOB._replace(num_output_tokens=1)]
     run = serve(jobs)

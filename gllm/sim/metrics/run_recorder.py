@@ -36,6 +36,8 @@ class RunRecorder:
         """By unfinished sequence, time of the last commit of a prefill chunk."""
         self._prefill_counts: dict[int, int] = {}
         """Number of prefill rows of each step in flight, by step."""
+        self._fetched_tokens: dict[int, int] = {}
+        """Tokens whose KV another engine has, by sequence that has not been scheduled yet."""
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:
         """Begin the timelines of a request's sequences."""
@@ -48,6 +50,8 @@ class RunRecorder:
             served = ServedRequest(prompt_len, request.max_tokens, line)
             self._requests[request.seq + index] = served
             self._news.append(served)
+        if request.kv_source_tokens:
+            self._fetched_tokens[request.seq] = request.kv_source_tokens
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
         """Forget what is only needed of unfinished sequences."""
@@ -76,11 +80,22 @@ class RunRecorder:
         self._committed_steps.clear()
         if plan is None or work is None:
             return
+        if self._fetched_tokens:
+            self._record_fetched_rows(plan.rows, now)
         num_prefill_rows = self._record_prefill_rows(plan.rows, now)
         self._prefill_counts[plan.step] = num_prefill_rows
         self._micro_batches.append_planned(
             now, received_time, kv_usage, work, len(plan.rows) - num_prefill_rows
         )
+
+    def _record_fetched_rows(self, rows: list[ScheduledRow], now: float) -> None:
+        """Record the starts of sequences that decode without a prefill, because KV was fetched."""
+        for row in rows:
+            num_tokens = self._fetched_tokens.pop(row.seq, None)
+            if num_tokens is not None and row.start == num_tokens:
+                served = self._requests[row.seq]
+                served.record_schedule(row.epoch, now, self._last_commit_time(row.seq, served, now))
+                self._prefilled[row.seq] = row.epoch
 
     def _record_prefill_rows(self, rows: list[ScheduledRow], now: float) -> int:
         """Record the starts and preemptions of prefilled sequences; return their number.
@@ -128,3 +143,4 @@ class RunRecorder:
         """Drop the state of a sequence that has ended."""
         self._prefilled.pop(seq, None)
         self._chunk_times.pop(seq, None)
+        self._fetched_tokens.pop(seq, None)
