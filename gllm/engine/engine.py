@@ -108,7 +108,7 @@ class Engine(TextEngine):
             return None
         announce = self._announce()
         return KvParticipant(
-            announce.name, announce.run, announce.role, announce.numerics, announce.kv_endpoint
+            announce.name, announce.run, announce.role, announce.kv_digest, announce.kv_endpoint
         )
 
     def release_kv(self, tickets: list[int]) -> None:

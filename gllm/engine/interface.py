@@ -81,8 +81,8 @@ class KvParticipant:
     """Random number of the start of the engine's head process."""
     role: str
     """mixed, prefill or decode."""
-    numerics: str
-    """Digest of all that the KV cache of a prompt depends on."""
+    digest: str
+    """Digest of all that the KV cache of a prompt depends on, besides its tokens."""
     endpoint: bytes
     """Address of the KV cache for other engines; empty while it has none, as during a recovery."""
 

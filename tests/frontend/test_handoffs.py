@@ -195,8 +195,8 @@ async def test_blocks_that_do_not_fit_are_an_ordinary_prefill(
 
 @pytest.mark.parametrize(
     "change",
-    [{"numerics": "other"}, {"endpoint": b""}, {"run": 11}],
-    ids=["numerics", "recovering", "itself"],
+    [{"digest": "other"}, {"endpoint": b""}, {"run": 11}],
+    ids=["digest", "recovering", "itself"],
 )
 async def test_engines_that_do_not_fit_are_an_ordinary_prefill(
     pair: Pair, change: dict[str, Any]

@@ -46,7 +46,7 @@ class KvGrant(msgspec.Struct, frozen=True, array_like=True):
     """Name of the engine that holds the blocks."""
     run: int
     """Random number of the start of that engine's head process."""
-    numerics: str
+    digest: str
     """Digest of all that the contents of the blocks depend on, besides the tokens."""
     endpoint: bytes
     """Address of the engine's KV cache."""

@@ -130,7 +130,7 @@ class PrefillLeg:
                 VERSION,
                 participant.engine,
                 participant.run,
-                participant.numerics,
+                participant.digest,
                 participant.endpoint,
                 held,
             )
@@ -195,8 +195,8 @@ class DecodeLeg:
         if grant.run == participant.run:
             self._engine.release_kv([held.ticket for held in grant.prompts if held is not None])
             raise GrantError("this engine has prefilled it itself")
-        if grant.numerics != participant.numerics:
-            raise GrantError("the engines differ in weights, dtypes, kernels or ranks")
+        if grant.digest != participant.digest:
+            raise GrantError("the engines differ in weights, dtypes or kernels")
         if params.prompt_logprobs is not None:
             raise GrantError("log-probabilities of the prompt need its computation")
         if len(grant.prompts) != len(prompts):

@@ -1,0 +1,162 @@
+"""Two engines that a router of another project directs, and roles that change under load."""
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from tests.e2e.fleet import Router, free_port, serving_fleet
+from tests.e2e.recovery_load import REQUESTS, Load
+from tests.e2e.server import DEADLINE, children, wait_until
+from tests.e2e.test_router import EXACT, compare
+
+pytestmark = pytest.mark.long
+KEY = "a-key-of-the-fleet"
+PROMPT = " ".join(f"{number} owls and {number + 1} foxes." for number in range(20))
+BODY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 12}
+CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 12}
+BODIES = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
+
+
+class Pair:
+    """The fleet, and the HTTP ports of its engines."""
+
+    def __init__(self, router: Router, ports: dict[str, int]) -> None:
+        self.router = router
+        self.ports = ports
+
+    def post(self, name: str, path: str, **body: object) -> Any:
+        """The answer of an engine to a router that shows the control key."""
+        url = f"http://127.0.0.1:{self.ports[name]}{path}"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
+            return json.load(answer)
+
+    def computed(self, name: str) -> float:
+        """Prompt tokens that an engine has computed."""
+        url = f"http://127.0.0.1:{self.ports[name]}/metrics"
+        with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
+            lines = answer.read().decode().splitlines()
+        (line,) = (line for line in lines if line.startswith("gllm:prefill_tokens_total"))
+        return float(line.rpartition(" ")[2])
+
+    def has_cache(self, name: str) -> bool:
+        """Whether an engine gives KV blocks to others by now."""
+        path, body = "/v1/completions", {**BODIES["/v1/completions"], "max_tokens": 1}
+        answer = self.post(name, path, **body, kv_transfer_params={"do_remote_decode": True})
+        return answer["kv_transfer_params"] is not None
+
+    def processes(self) -> dict[str, list[int]]:
+        """The processes of each engine."""
+        return {
+            name: [engine.process.pid, *children(engine.process.pid)]
+            for name, engine in self.router.engines.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    key_file = tmp_path_factory.mktemp("keys") / "control"
+    key_file.write_text(KEY)
+    ports = {"p": free_port(), "d": free_port()}
+    flags = [*EXACT, "--kv-transfer", "--kv-fetch", "always"]
+    with pytest.MonkeyPatch.context() as patch:
+        # One build of the kernels for both engines; the choices that each one measures may differ.
+        patch.setenv(BUILD_VARIABLE, select_build().name)
+        with serving_fleet("demo", names=(), router_flags=["--preset", "distserve"]) as router:
+            for name, role in (("p", "prefill"), ("d", "decode")):
+                of_http = ["--control-key-file", str(key_file), "--control-network", "127.0.0.0/8"]
+                of_http += ["--port", str(ports[name]), "--role", role, "--preset", "distserve"]
+                router.start_engine(name, *flags, *of_http)
+            router.wait_until_ready("p", "d")
+            started = Pair(router, ports)
+            wait_until(lambda: started.has_cache("p") and started.has_cache("d"))
+            yield started
+
+
+def text_of(answer: Any) -> str:
+    choice = answer["choices"][0]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_the_decode_engine_computes_no_prompt(pair: Pair, path: str, dialect: str) -> None:
+    """Its text is that of one engine, and of the prompt it computes the last token alone."""
+    expected = pair.post("p", path, **BODIES[path])
+    body: dict[str, Any] = {**BODIES[path], "cache_salt": f"{dialect} {path}"}
+    before = pair.computed("d")
+    if dialect == "vllm":
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = pair.post("p", path, **{**body, "max_tokens": 1}, kv_transfer_params=asked)
+        answer = pair.post("d", path, **body, kv_transfer_params=first["kv_transfer_params"])
+    else:
+        first, answer = send_to_both(pair, path, {**body, "bootstrap_room": 2**62 + len(path)})
+    assert first["usage"]["completion_tokens"] == 1
+    assert text_of(answer) == text_of(expected)
+    assert pair.computed("d") == before + 1
+    # Blocks of a foreign hand-off never get into the prefix cache.
+    again = pair.post("d", path, **body)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert text_of(again) == text_of(expected)
+
+
+def send_to_both(pair: Pair, path: str, body: dict[str, Any]) -> tuple[Any, Any]:
+    """The answers of both engines to a request of a router of SGLang."""
+    body = {**body, "bootstrap_host": "127.0.0.1", "bootstrap_port": pair.ports["p"]}
+    first: list[Any] = []
+    thread = threading.Thread(target=lambda: first.append(pair.post("p", path, **body)))
+    thread.start()
+    answer = pair.post("d", path, **body)
+    thread.join()
+    return first[0], answer
+
+
+def has_roles(router: Router, roles: dict[str, str]) -> bool:
+    return {name: row["role"] for name, row in router.rows().items()} == roles
+
+
+def flip(pair: Pair, name: str, role: str) -> float:
+    """Change the role of an engine at the router; the seconds until the router shows it."""
+    begin = time.monotonic()
+    assert pair.router.post(f"/engines/{name}/role", {"role": role})[0] == 200
+    wait_until(lambda: pair.router.rows()[name]["role"] == role)
+    return time.monotonic() - begin
+
+
+def test_roles_change_under_load(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """T7: both ways, by all commands; no request is lost or moved, and no process restarts."""
+    router = pair.router
+    expected = Load(router, "roles stay").wait()
+    processes = pair.processes()
+    load = Load(router, "roles change")
+    load.wait_for_events(2 * len(REQUESTS))
+    busy = [flip(pair, "p", "decode"), flip(pair, "d", "prefill")]
+    body = {"worker_url": "p", "new_role": "mixed"}
+    assert router.post("/pd_role_switch", body)[1]["old_role"] == "decode"
+    wait_until(partial(has_roles, router, {"p": "mixed", "d": "prefill"}))
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        assert pair.post(name, "/pd_role_switch", new_role=role)["success"]
+    wait_until(partial(has_roles, router, {"p": "prefill", "d": "decode"}))
+    assert load.is_running
+    compare(load.wait(), expected)
+    with router.open("/engines", None) as answer:
+        figures = json.load(answer)["router"]
+    assert (sum(figures["lost_engines"].values()), figures["migrations"]) == (0, {})
+    assert figures["role_changes"] == {"decode": 1, "prefill": 1, "mixed": 1}
+    assert pair.processes() == processes
+    idle = [flip(pair, "p", role) for role in ("decode", "prefill") * 5]
+    with capsys.disabled():
+        print(
+            f" [a flip takes {1000 * min(busy):.0f} to {1000 * max(busy):.0f} ms under load, "
+            f"{1000 * min(idle):.1f} to {1000 * max(idle):.1f} ms without] ",
+            end="",
+        )
