@@ -1,0 +1,215 @@
+"""A router in the test's process whose engines move KV blocks between their own processes.
+
+The head of each engine is in the test's process too, so a test sees the commands to the movers and
+the memory of the KV caches; workers and movers are processes.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gllm.config.attachment import AttachmentConfig
+from gllm.config.engine import EngineConfig
+from gllm.config.router import RouterConfig
+from gllm.config.sampling import SamplingParams
+from gllm.engine.engine import Engine
+from gllm.engine.fleet_engine import FleetEngine
+from gllm.engine.text_engine import TextEngine
+from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from gllm.kv_transfer.pages import KvPages
+from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
+from gllm.routing.disaggregation.policy import DecodeChoice, EnginePair, PairPolicy, PairRequest
+from gllm.routing.state import EngineSnapshot
+
+SECONDS = 90.0
+"""Limit for anything that should happen at once."""
+
+
+class FixedPair(PairPolicy):
+    """Pair policy of the engines that a test names."""
+
+    decode_choice = DecodeChoice.ARRIVAL
+
+    def __init__(self, prefill: str = "", decode: str = "") -> None:
+        super().__init__(Random(1))
+        self.prefill, self.decode = prefill, decode
+
+    def choose(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> EnginePair | None:
+        """See PairPolicy."""
+        return EnginePair(self.prefill, self.decode)
+
+    def choose_decode(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> str | None:
+        """See PairPolicy."""
+        return self.decode
+
+
+class KvWatch:
+    """Commands to an engine's mover, and its caches."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mover = engine._supervisor.kv_mover
+        self.served: dict[int, ServeKv] = {}
+        """Blocks that the engine has kept, by ticket."""
+        self.fetches: dict[int, FetchKv] = {}
+        """Fetches that have not ended."""
+        self.ended: list[tuple[FetchKv, KvFetched]] = []
+        self.on_fetched: Callable[[FetchKv, KvFetched], None] = lambda command, report: None
+        """Called before the driver knows the end of a fetch."""
+        handle, pass_on = self.mover.handle, self.mover._on_moved
+
+        def watch_command(command: Any) -> None:
+            match command:
+                case ServeKv(ticket):
+                    self.served[ticket] = command
+                case FetchKv(number):
+                    self.fetches[number] = command
+            handle(command)
+
+        def watch_report(caches: Any, report: Any) -> None:
+            if isinstance(report, KvFetched):
+                fetch = self.fetches.pop(report.fetch)
+                self.ended.append((fetch, report))
+                self.on_fetched(fetch, report)
+            pass_on(caches, report)
+
+        monkeypatch.setattr(self.mover, "handle", watch_command)
+        monkeypatch.setattr(self.mover, "_on_moved", watch_report)
+
+    def read(
+        self, block_ids: list[int], first_token: int, num_tokens: int
+    ) -> dict[tuple[int, int], bytes]:
+        """Return keys and values of tokens by layer and KV head, from the memory of all workers.
+
+        first_token: position in the blocks.
+        """
+        caches = self.mover._caches
+        assert caches is not None
+        runs: dict[tuple[int, int], bytes] = {}
+        for layout, descriptor in zip(caches.layouts, caches.descriptors, strict=True):
+            pages = KvPages(layout, descriptor, is_writable=False)
+            slots = pages.find_slots(block_ids, first_token, num_tokens)
+            for each in layout.layers:
+                for head in each.heads:
+                    run = pages.read(each.layer, range(head, head + 1), slots)
+                    # Replicated heads are the same on each of their ranks.
+                    assert runs.setdefault((each.layer, head), run.tobytes()) == run.tobytes()
+            pages.close()
+        return runs
+
+    def read_fetched(self, fetch: FetchKv) -> dict[tuple[int, int], bytes]:
+        """Return what a fetch has written."""
+        return self.read(list(fetch.block_ids), 0, fetch.num_tokens)
+
+    def read_served(self, fetch: FetchKv) -> dict[tuple[int, int], bytes]:
+        """Return what a fetch reads at the engine that has kept the blocks."""
+        served = self.served[fetch.ticket]
+        return self.read(list(served.block_ids), fetch.first_token, fetch.num_tokens)
+
+
+class KvRig:
+    """The router and its engines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+        self.policy = FixedPair()
+        self.engines: dict[str, Engine] = {}
+        self.watches: dict[str, KvWatch] = {}
+        self._monkeypatch, self._stack = monkeypatch, stack
+        self.router = FleetEngine(
+            RouterConfig(model="demo", hub="127.0.0.1:0", preset="distserve", max_model_len=256)
+        )
+        pairs = self.router._fleet.client.handoffs._pairs
+        monkeypatch.setattr(pairs, "policy", self.policy)
+
+    @property
+    def address(self) -> str:
+        """Address of the router's hub."""
+        address = self.router._fleet._links.hub_address
+        assert address
+        return address.removeprefix("tcp://")
+
+    async def start(self, engines: dict[str, dict[str, Any]]) -> None:
+        """Start engines by name with their options, and wait until all exchange blocks."""
+
+        async def start_one(name: str, options: dict[str, Any]) -> None:
+            config = EngineConfig.from_options(
+                "demo",
+                **{
+                    "threads": 1,
+                    "dtype": "float32",
+                    "max_model_len": 256,
+                    "kv_cache_memory": 2**24,
+                    "kv_transfer": "auto",
+                    "kv_fetch": "always",
+                    **options,
+                },
+            )
+            attachment = AttachmentConfig(router=(self.address,), name=name)
+            engine = self.engines[name] = Engine(config, attachment=attachment)
+            self.watches[name] = KvWatch(engine, self._monkeypatch)
+            await engine.start()
+            self._stack.push_async_callback(engine.stop)
+
+        await asyncio.gather(*(start_one(name, options) for name, options in engines.items()))
+        await self.until(lambda: all(name in self._able for name in engines))
+
+    @property
+    def _able(self) -> set[str]:
+        """Engines that the router can send hand-offs to."""
+        targets = self.router._fleet.client._engines.values()
+        return {each.name for each in targets if each.kv is not None and each.kv.endpoint()}
+
+    async def stop(self, names: Iterable[str]) -> None:
+        """Stop engines; the router has lost them when this returns."""
+        await asyncio.gather(*(self.engines.pop(name).stop() for name in names))
+        await self.until(lambda: self._able <= set(self.engines))
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition."""
+        end = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < end, "it did not come true"
+            await asyncio.sleep(0.005)
+
+    async def until_empty(self) -> None:
+        """Wait until no engine has a request or a block, and the router no hand-off."""
+
+        def is_empty() -> bool:
+            rows = [row.stats for row in self.router._fleet.engines()]
+            used = [(row.unfinished, row.held_blocks, row.fetching, row.kv_usage) for row in rows]
+            return not any(map(any, used)) and not self.router._fleet.client.handoffs.num_running
+
+        await self.until(is_empty)
+
+
+async def generate(engine: TextEngine, prompt: list[int], max_tokens: int = 12) -> list[int]:
+    """Return the greedy output of an engine or a router."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [token async for delta in engine.generate(prompt, params) for token in delta.token_ids]
+
+
+def make_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
+    """Return prompts of random tokens and lengths."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest + 1, count)
+    return [rng.integers(300, 2000, length).tolist() for length in lengths]
+
+
+@asynccontextmanager
+async def kv_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KvRig]:
+    """A router without engines. All kernels are those of the build: nothing is measured."""
+    monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
+    async with AsyncExitStack() as stack:
+        rig = KvRig(monkeypatch, stack)
+        await rig.router.start()
+        stack.push_async_callback(rig.router.stop)
+        yield rig
