@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from gllm.fleet.dispatch_target import DispatchTarget
-from gllm.fleet.output_checks import without_ends
+from gllm.fleet.output_checks import with_ends_of_all, without_ends, without_tokens
 from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.tickets import make_ticket
@@ -27,6 +27,7 @@ from gllm.routing.handoff import (
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_client import SendFunction
 from gllm.runtime.request_stream import RequestStream
+from gllm.scheduler.plan import FinishedSequence
 
 
 class PairChooser(Protocol):
@@ -162,20 +163,29 @@ class Handoffs:
     ) -> tuple[EngineOutputs, dict[RequestStream, bool]]:
         """Return a message without the ends of prefilled requests that go on elsewhere, and these.
 
+        Of a request of several choices one is prefilled. Its token is dropped, because the other
+        engine samples the first token of all; an error is that of all.
+
         Returns:
             The message, and for each of these requests True if the engine holds its blocks.
         """
         prefilled: dict[RequestStream, bool] = {}
-        seqs = set()
-        if self._by_stream:
-            for end in message.outcome.finished:
-                choice = engine.choices.get(end.seq)
-                if choice is None or end.finish_reason != "length":
-                    continue
-                if self.state_of(choice.stream) is HandoffState.PREFILL:
-                    seqs.add(end.seq)
-                    prefilled[choice.stream] = end.kv_ticket != 0
-        return without_ends(message, seqs), prefilled
+        seqs: set[int] = set()
+        shared: set[int] = set()
+        failed: list[tuple[FinishedSequence, list[int]]] = []
+        for end in message.outcome.finished if self._by_stream else ():
+            choice = engine.choices.get(end.seq)
+            if choice is None or self.state_of(choice.stream) is not HandoffState.PREFILL:
+                continue
+            entry, is_ended = choice.stream.entry, end.finish_reason in ("length", "stop")
+            if entry.n > 1 and not is_ended:
+                failed.append((end, list(entry.seqs.values())))
+            elif entry.n > 1 or end.finish_reason == "length":
+                seqs.add(end.seq)
+                prefilled[choice.stream] = end.kv_ticket != 0
+                shared |= {end.seq} if entry.n > 1 else set()
+        message = without_tokens(without_ends(message, seqs), shared)
+        return with_ends_of_all(message, failed), prefilled
 
     def on_prefilled(self, stream: RequestStream, is_held: bool, now: float) -> None:
         """Note that a request has token 1, and that the engine holds its blocks or does not."""
@@ -237,7 +247,9 @@ class Handoffs:
 
         def send(message: SubmitRequest | AbortSequences) -> None:
             ticket = make_ticket()
-            engine.send(msgspec.structs.replace(message, max_tokens=1, kv_ticket=ticket))
+            # The choices of a request have one prompt, so one of them is prefilled.
+            prefill = msgspec.structs.replace(message, max_tokens=1, kv_ticket=ticket, n=1)
+            engine.send(prefill)
             # Only now: encoding may raise.
             handoff = self._by_stream[stream] = Handoff(pair, ticket, self._limits)
             handoff.start()
@@ -297,9 +309,13 @@ def _endpoint(engine: DispatchTarget) -> bytes:
 
 
 def _can_be_handed_off(entry: JournalEntry) -> bool:
-    """Return True for a new request of one choice with more than one token to generate."""
+    """Return True for a new request with more than one token to generate.
+
+    Several choices are sampled from the last token of the prompt, which is computed after the
+    fetch: there has to be a token before it.
+    """
     return (
-        entry.n == 1
+        (entry.n == 1 or len(entry.prompt) > 1)
         and entry.max_tokens > 1
         and not entry.num_output_tokens
         and entry.sampling.prompt_logprobs is None

@@ -1,6 +1,6 @@
 """Checks of an engine's output before it is delivered: stale tokens, and requests given back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -8,6 +8,7 @@ from gllm.fleet.dispatch_target import DispatchTarget
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_stream import RequestStream
+from gllm.scheduler.plan import FinishedSequence
 
 
 def drop_stale(engine: DispatchTarget, message: EngineOutputs) -> int:
@@ -51,6 +52,47 @@ def without_ends(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
         return message
     finished = [end for end in message.outcome.finished if end.seq not in seqs]
     return msgspec.structs.replace(message, outcome=message.outcome._replace(finished=finished))
+
+
+def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
+    """Return a message without the tokens of some sequences, and what comes with tokens."""
+    if not seqs:
+        return message
+    outcome = message.outcome
+    kept = [
+        (seq, token)
+        for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True)
+        if seq not in seqs
+    ]
+    outcome = outcome._replace(
+        seqs=[seq for seq, _ in kept],
+        token_ids=[token for _, token in kept],
+        first_tokens=[first for first in outcome.first_tokens if first.seq not in seqs],
+    )
+    details = [row for row in message.details if row.seq not in seqs]
+    return msgspec.structs.replace(message, outcome=outcome, details=details)
+
+
+def with_ends_of_all(
+    message: EngineOutputs, failed: Sequence[tuple[FinishedSequence, list[int]]]
+) -> EngineOutputs:
+    """Return a message in which all choices of some requests end as one of them.
+
+    Args:
+        message: output of an engine.
+        failed: end of a choice, and the wire ids of all choices of its request.
+    """
+    if not failed:
+        return message
+    kinds = dict(message.error_kinds)
+    ends = list(message.outcome.finished)
+    for end, seqs in failed:
+        others = [seq for seq in seqs if seq != end.seq]
+        ends += [end._replace(seq=seq) for seq in others]
+        if end.seq in kinds:
+            kinds |= dict.fromkeys(others, kinds[end.seq])
+    outcome = message.outcome._replace(finished=ends)
+    return msgspec.structs.replace(message, outcome=outcome, error_kinds=list(kinds.items()))
 
 
 def is_complete(stream: RequestStream, choice: int) -> bool:

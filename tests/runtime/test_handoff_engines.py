@@ -5,9 +5,11 @@ from random import Random
 
 import pytest
 
+from gllm.messages.requests import EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
 from gllm.runtime.request_stream import RequestStream
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 from tests.grammar.writing import FOLDER
 from tests.runtime.generations import Stages
 from tests.runtime.kv_engines import KvCluster, load_stages
@@ -163,16 +165,7 @@ def test_a_death_at_each_state(
     (prompt,) = prompts(1, seed=3)
     stream = submit(rig, prompt, sampling)
     reach(rig, stream, state)
-    match victim:
-        case "abort":
-            rig.client.abort_streams([stream])
-        case "refuse":
-            for engine in rig.engines.values():
-                for fetch in list(engine.fetches):
-                    engine.end_fetch(fetch, False)
-        case _:
-            rig.kill(victim)
-    rig.moves_kv = True
+    hurt(rig, stream, victim)
     rig.run([stream])
     if victim != "abort":
         assert text(stream) == expected(prompt, sampling=sampling)
@@ -193,11 +186,11 @@ def test_the_text_of_token_1_may_end_the_request() -> None:
 
 
 def test_requests_that_stay_on_one_engine() -> None:
-    """Several choices, scored prompts, embeddings and requests of one token."""
+    """Several choices of one token's prompt, scored prompts, and requests of one token."""
     rig = cluster()
     scored = SequenceSamplingParams(temperature=0, prompt_logprobs=1)
     streams = [
-        submit(rig, [5, 6, 7], SAMPLED, n=3),
+        submit(rig, [5], SAMPLED, n=3),
         submit(rig, [5, 6, 7], scored),
         rig.client.submit([5, 6, 7], GREEDY, 1, []),
     ]
@@ -205,6 +198,73 @@ def test_requests_that_stay_on_one_engine() -> None:
     assert not rig.client.handoffs.num_ended
     assert set(rig.client.num_dispatched) == {"D"}
     rig.check_empty()
+
+
+@pytest.mark.parametrize("stop_ids", [[], list(range(2048))], ids=["on", "stop"])
+def test_several_choices_share_one_prefill_and_one_fetch(stop_ids: list[int]) -> None:
+    """C9: the last token of the prompt is computed by the engine that decodes, and forked there.
+
+    With all ids as stop ids the engine that prefills holds nothing.
+    """
+    one, pair = cluster("one"), cluster()
+    given = prompts(4, seed=5)
+    streams = [
+        [rig.client.submit(prompt, SAMPLED, MAX_TOKENS, stop_ids, 3) for prompt in given]
+        for rig in (one, pair)
+    ]
+    one.run(streams[0])
+    pair.run(streams[1])
+    assert [*map(text, streams[1])] == [*map(text, streams[0])]
+    assert len(set(map(tuple, text(streams[1][0])))) > 1
+    figures = [pair.engines[name].scheduler.stats() for name in ("P", "D")]
+    assert figures[1].fetched_tokens == (0 if stop_ids else sum(map(len, given)) - len(given))
+    assert figures[0].prefill_tokens == sum(map(len, given))
+    assert pair.client.handoffs.num_ended == {"transferred": 4}
+    assert pair.client.num_resumed_requests == 0
+    pair.check_empty()
+
+
+@pytest.mark.parametrize("victim", ["P", "D", "abort", "refuse"])
+@pytest.mark.parametrize("state", [HandoffState.PREFILL, HandoffState.TRANSFER])
+def test_a_death_with_several_choices(state: HandoffState, victim: str) -> None:
+    one, rig = cluster("one"), cluster()
+    (prompt,) = prompts(1, seed=6)
+    alone, stream = [submit(each, prompt, SAMPLED, n=2) for each in (one, rig)]
+    one.run([alone])
+    reach(rig, stream, state)
+    hurt(rig, stream, victim)
+    rig.run([stream])
+    if victim != "abort":
+        assert text(stream) == text(alone)
+    rig.check_empty()
+
+
+def test_an_error_of_the_prefill_ends_all_choices() -> None:
+    rig = cluster()
+    (prompt,) = prompts(1, seed=7)
+    stream = submit(rig, prompt, SAMPLED, n=3)
+    reach(rig, stream, HandoffState.PREFILL)
+    failed = FinishedSequence(min(stream.entry.seqs.values()), "error", error="no memory")
+    outcome = StepOutput([], [], [], [failed])
+    rig.client.on_outputs("P", EngineOutputs(outcome, SchedulerStats()))
+    ends = [delta.end for delta in stream.pop_deltas().values()]
+    assert [end and end.error for end in ends] == ["no memory"] * 3
+    assert not stream.alive
+    rig.run([stream])
+
+
+def hurt(rig: KvCluster, stream: RequestStream, victim: str) -> None:
+    """Kill an engine, abort a request or let its fetch fail."""
+    match victim:
+        case "abort":
+            rig.client.abort_streams([stream])
+        case "refuse":
+            for engine in rig.engines.values():
+                for fetch in list(engine.fetches):
+                    engine.end_fetch(fetch, False)
+        case _:
+            rig.kill(victim)
+    rig.moves_kv = True
 
 
 @pytest.mark.parametrize("seed", range(4))
