@@ -29,6 +29,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.pacing gllm.routing gllm.scheduler yaml"
             ),
             "gllm.kv_transfer.break_even": "",
+            "gllm.kv_transfer.transfer_mode": "",
             "gllm.kv_transfer.layout": "msgspec",
             "gllm.kv_transfer.endpoint": "gllm.kv_transfer.layout msgspec",
             "gllm.kv_transfer": (
@@ -135,8 +136,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
             "gllm.sim": (
-                "gllm.config gllm.observability.bubbles gllm.observability "
-                "gllm.observability.logged_scheduler "
+                "gllm.config gllm.kv_transfer.transfer_mode gllm.observability.bubbles "
+                "gllm.observability gllm.observability.logged_scheduler "
                 "gllm.observability.step_log gllm.pacing gllm.routing gllm.scheduler matplotlib "
                 "msgspec numpy sklearn tqdm"
             ),
@@ -145,8 +146,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.models gllm.runtime gllm.scheduler gllm.sim gllm.transport numpy torch"
             ),
             "gllm.experiments": (
-                "gllm.config gllm.engine gllm.link.encodings gllm.models gllm.observability "
-                "gllm.profiling gllm.observability.step_log gllm.routing gllm.scheduler gllm.sim "
+                "gllm.config gllm.engine gllm.kv_transfer.transfer_mode gllm.link.encodings "
+                "gllm.models gllm.observability gllm.profiling gllm.observability.step_log gllm.routing gllm.scheduler gllm.sim "
                 "msgspec tqdm"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),

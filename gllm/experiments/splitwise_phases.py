@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from gllm.experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim
+from gllm.kv_transfer.transfer_mode import TransferCosts, TransferMode
 from gllm.sim.costs.piecewise_linear import Points, interpolate_medians, mean_relative_error
 from gllm.sim.costs.splitwise import read_points, read_profile
 from gllm.sim.hardware.machines import MachineType, read_machines
@@ -116,12 +117,14 @@ def second_token_seconds(
     """
     shape = MODELS[MODEL_NAMES[model]]
     profile = read_profile(model, machine.device)
-    layer = num_prompt_tokens * shape.kv_bytes / machine.link.bandwidth
-    layer_compute = profile.prompt_seconds(num_prompt_tokens) / shape.layers
-    if is_serialised:
-        visible = shape.layers * layer
-    else:
-        visible = layer + (shape.layers - 1) * max(0.0, layer - layer_compute)
+    costs = TransferCosts(
+        shape.layers,
+        shape.layers * shape.kv_bytes,
+        machine.link.bandwidth,
+        num_prompt_tokens / profile.prompt_seconds(num_prompt_tokens),
+    )
+    mode = TransferMode.SERIALIZED if is_serialised else TransferMode.PER_LAYER
+    visible = costs.visible_seconds(mode, num_prompt_tokens)
     alone = profile.token_seconds(1)
     return alone + visible, alone
 
