@@ -147,8 +147,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.experiments": (
                 "gllm.config gllm.engine gllm.kv_transfer.transfer_mode gllm.link.encodings "
-                "gllm.models gllm.observability gllm.profiling gllm.observability.step_log gllm.routing gllm.scheduler gllm.sim "
-                "msgspec tqdm"
+                "gllm.models gllm.observability gllm.profiling gllm.observability.step_log "
+                "gllm.routing gllm.scheduler gllm.sim msgspec tqdm"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (
