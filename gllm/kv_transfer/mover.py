@@ -206,6 +206,8 @@ class KvMover:
     def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> None:
         """Fetch from all machines of the owner, one after another, and report the end."""
         cause, begin = "", self._clock()
+        # Fetches that wait for a thread are not late.
+        fetch.deadline.begin = begin
         try:
             endpoint = decode_endpoint(fetch.command.endpoint)
             targets = find_targets(fetch.command, endpoint, pages)

@@ -26,6 +26,10 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
 
+MIN_PREFILL_TOKENS = 1024
+"""Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
+decodes alone say nothing about prefills."""
+
 
 class DriverKv:
     """Transfers of one driver."""
@@ -148,6 +152,8 @@ class DriverKv:
         decision = self._decisions.get(source.engine)
         if self.fetches_always or decision is None or self.coefficients is None:
             # The first transfer measures the rate.
+            return True
+        if self._scheduler.stats().prefill_tokens < MIN_PREFILL_TOKENS:
             return True
         num_bytes = int(fetch.num_tokens * self._bytes_per_token)
         compute = self.coefficients.predict_chunk_seconds(fetch.first_token, fetch.num_tokens)

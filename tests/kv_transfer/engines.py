@@ -38,6 +38,7 @@ class CachedEngine:
         encoding: str = "plain",
         dial: Callable[[KvMachine], socket.socket] | None = None,
         yield_to_activations: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reports: queue.Queue[KvReport] = queue.Queue()
         self.mover = KvMover(
@@ -46,6 +47,7 @@ class CachedEngine:
             encoding,
             dial,
             yield_to_activations,
+            clock,
         )
         descriptors = [os.memfd_create("cache") for _ in layouts]
         for descriptor, layout in zip(descriptors, layouts, strict=True):

@@ -1,5 +1,6 @@
 """Fetches that fail, tickets that are revoked meanwhile, and the other ways of transfer."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from typing import cast
@@ -11,7 +12,9 @@ from gllm.kv_transfer.backend_names import check_backend_name
 from gllm.kv_transfer.backends.base import FetchTarget, KvBackend
 from gllm.kv_transfer.backends.mock import MockBackend
 from gllm.kv_transfer.backends.registry import make_backend
+from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.kv_transfer.frames import KvConnection
+from gllm.kv_transfer.mover import NUM_FETCH_THREADS
 from gllm.kv_transfer.pages import KvPagesError, find_slots
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -240,3 +243,27 @@ def test_slots_of_a_run_over_blocks() -> None:
     assert find_slots([5, 2, 9], 4, 3, 6).tolist() == [23, 8, 9, 10, 11, 36]
     with pytest.raises(KvPagesError):
         find_slots([5, 2, 9], 4, 3, 10)
+
+
+def test_fetches_that_wait_for_others_are_not_late(owner: CachedEngine) -> None:
+    now = [100.0]
+    receiver = CachedEngine(cut_layouts(1, 1), dial=dial_plain, clock=lambda: now[0])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        machine = KvMachine("elsewhere", "", address, b"", cut_layouts(1, 1))
+        endpoint = encode_endpoint(KvEndpoint([machine]))
+        for number in range(NUM_FETCH_THREADS):
+            receiver.mover.handle(FetchKv(number, 7, endpoint, 0, 10, BLOCKS))
+        last = FetchKv(NUM_FETCH_THREADS, 7, owner.endpoint(), 0, 10, BLOCKS)
+        receiver.mover.handle(last)
+        accepted = [silent.accept()[0] for _ in range(NUM_FETCH_THREADS)]
+        now[0] += 1000
+        ended = [receiver.wait(KvFetched) for _ in range(NUM_FETCH_THREADS + 1)]
+    assert {each.fetch: each.is_ok for each in ended} == {
+        **dict.fromkeys(range(NUM_FETCH_THREADS), False),
+        NUM_FETCH_THREADS: True,
+    }
+    assert all(each.is_ok or "late" in each.cause for each in ended)
+    receiver.mover.close()
+    for connection in accepted:
+        connection.close()
