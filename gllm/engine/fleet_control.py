@@ -36,6 +36,8 @@ class EngineRow(msgspec.Struct, frozen=True):
     """Requests that this router has sent to it, those sent again included."""
     weight: float
     """Share of its usual load that it gets: below 1 after an ejection, 0 while it is ejected."""
+    has_kv_transfer: bool = False
+    """True if it gives KV blocks to other engines and fetches theirs at present."""
 
 
 class RouterTotals(msgspec.Struct, frozen=True):

@@ -105,6 +105,7 @@ def engine_row(
         num_requests=num_requests,
         num_dispatched=num_dispatched,
         weight=weight,
+        has_kv_transfer=bool(announce.kv_endpoint),
     )
 
 

@@ -112,6 +112,7 @@ class EngineRowResponse(ResponseSchema):
     num_requests: int
     num_dispatched: int
     weight: float
+    has_kv_transfer: bool
 
 
 class RouterTotalsResponse(ResponseSchema):

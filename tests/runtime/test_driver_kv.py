@@ -41,7 +41,7 @@ class Fetching:
         source = KvSource(engine, 1, 1, NUM_TOKENS, b"")
         sampling = SequenceSamplingParams()
         message = SubmitRequest(seq, prompt, sampling, 4, [], kv_source=source)
-        request = self.kv.add_to(SchedulerRequest(seq, prompt, 4, []), message)
+        request = self.kv.add_to(SchedulerRequest(seq, prompt, 4), message)
         self._wanted = [KvFetch(seq, 0, request.kv_source_tokens, [1])]
         self.kv.start_fetches()
         sent: list[Any] = self._sent.copy()

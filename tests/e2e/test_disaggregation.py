@@ -1,0 +1,151 @@
+"""One engine prefills and another one decodes: the same text, and the KV blocks travel."""
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
+from tests.e2e.fleet import Router
+from tests.e2e.recovery_load import COMPLETIONS, Load
+from tests.e2e.server import children, serving, wait_until
+from tests.e2e.test_router import compare
+
+EXACT = ["--dtype", "float32", "--threads", "1"]
+"""Flags with which a decoded token has the logits of the same token computed in a prefill."""
+BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+PREFILL, DECODE = "prefiller", "decoder"
+COUNTERS = ("prefill_tokens", "decode_tokens", "fetched_tokens", "failed_fetches")
+
+
+class Pair(NamedTuple):
+    """A router with an engine for each phase, and the answers of one engine that does both."""
+
+    router: Router
+    alone: Undisturbed
+
+    def start(self, name: str, backend: str) -> None:
+        """Start the engine of a phase."""
+        role = "prefill" if name == PREFILL else "decode"
+        flags = ["--role", role, "--kv-transfer", backend, "--kv-fetch", "always"]
+        self.router.start_engine(name, *EXACT, *flags)
+
+    def wait_until_connected(self) -> None:
+        """Wait until both engines give and fetch KV blocks."""
+        self.router.wait_until_ready(PREFILL, DECODE)
+        wait_until(lambda: all(row["has_kv_transfer"] for row in self.router.rows().values()))
+
+    def stats(self, name: str) -> dict[str, Any]:
+        """Statistics of an engine's scheduler."""
+        values: dict[str, Any] = self.router.rows()[name]["stats"]
+        return values
+
+    def wait_until_empty(self) -> None:
+        """Wait until no engine has a request or a held block."""
+        names = ("running", "waiting", "held_blocks", "fetching", "kv_usage")
+
+        def is_empty() -> bool:
+            rows = [row["stats"] for row in self.router.rows().values()]
+            return not any(row[name] for row in rows for name in names)
+
+        wait_until(is_empty)
+
+    def mover(self, name: str) -> int | None:
+        """Process id of an engine's gllm-link; None between two of them."""
+        for pid in children(self.router.engines[name].process.pid):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"gllm-link"):
+                return pid
+        return None
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with pytest.MonkeyPatch.context() as patch:
+        # One build of the kernels for all engines; the choices that each one measures may differ.
+        patch.setenv(BUILD_VARIABLE, select_build().name)
+        router = Router("demo", "--preset", "distserve")
+        try:
+            started = Pair(router, Undisturbed({}, []))
+            started.start(PREFILL, "auto")
+            started.start(DECODE, "shm")
+            with serving("demo", *EXACT) as server:
+                alone = Undisturbed(Load(server, "one engine").wait(), greedy_tokens(server))
+            started.wait_until_connected()
+            yield Pair(router, alone)
+        finally:
+            router.close()
+
+
+def check_100_prompts(pair: Pair) -> None:
+    """Each token of a prompt is computed once, by one engine, and fetched once by the other one."""
+    before = {name: pair.stats(name) for name in (PREFILL, DECODE)}
+    assert pair.router.post("/reset_prefix_cache", {})[0] == 200
+    assert greedy_tokens(pair.router) == pair.alone.token_ids
+    pair.wait_until_empty()
+
+    def grown(name: str) -> list[int]:
+        after = pair.stats(name)
+        return [after[counter] - before[name][counter] for counter in COUNTERS]
+
+    num_prompts, num_tokens = len(GREEDY["prompt"]), sum(map(len, GREEDY["prompt"]))
+    assert grown(PREFILL) == [num_tokens, 0, 0, 0]
+    assert grown(DECODE) == [0, num_prompts * (GREEDY["max_tokens"] - 1), num_tokens, 0]
+
+
+def test_100_prompts_have_the_text_of_one_engine(pair: Pair) -> None:
+    check_100_prompts(pair)
+
+
+def test_token_1_is_streamed_once_and_at_once(pair: Pair) -> None:
+    body = {**BODY, "return_token_ids": True}
+    whole = pair.router.post(COMPLETIONS, body)[1]
+    fetched = pair.stats(DECODE)["fetched_tokens"]
+    chunks = list(pair.router.stream(COMPLETIONS, body))
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    parts = [choice["token_ids"] for choice in choices if choice.get("token_ids")]
+    assert [*chain(*parts)] == whole["choices"][0]["token_ids"]
+    assert len(parts[0]) == 1, "token 1 does not wait for the decode engine"
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert whole["usage"]["completion_tokens"] == BODY["max_tokens"]
+    wait_until(lambda: pair.stats(DECODE)["fetched_tokens"] > fetched)
+
+
+def test_the_text_of_token_1_ends_the_request(pair: Pair) -> None:
+    whole = pair.router.post(COMPLETIONS, {**BODY, "max_tokens": 1})[1]["choices"][0]["text"]
+    fetched = pair.stats(DECODE)["fetched_tokens"]
+    answer = pair.router.post(COMPLETIONS, {**BODY, "stop": whole})[1]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    pair.wait_until_empty()
+    assert pair.stats(DECODE)["fetched_tokens"] == fetched
+
+
+def test_requests_of_all_kinds_have_the_text_of_one_engine(pair: Pair) -> None:
+    compare(Load(pair.router, "apart").wait(), pair.alone.answers)
+    pair.wait_until_empty()
+
+
+@pytest.mark.parametrize("victim", [PREFILL, DECODE])
+def test_a_mover_that_dies_is_replaced(pair: Pair, victim: str) -> None:
+    mover = pair.mover(victim)
+    assert mover is not None
+    os.kill(mover, signal.SIGKILL)
+    assert greedy_tokens(pair.router) == pair.alone.token_ids
+    wait_until(lambda: pair.mover(victim) not in (None, mover))
+    pair.wait_until_connected()
+    fetched = pair.stats(DECODE)["fetched_tokens"]
+    assert pair.router.post(COMPLETIONS, BODY)[0] == 200
+    wait_until(lambda: pair.stats(DECODE)["fetched_tokens"] > fetched)
+    pair.wait_until_empty()
+
+
+def test_blocks_travel_as_frames(pair: Pair) -> None:
+    pair.router.engines.pop(DECODE).close()
+    wait_until(lambda: DECODE not in pair.router.rows())
+    pair.start(DECODE, "tcp")
+    pair.wait_until_connected()
+    check_100_prompts(pair)
