@@ -28,10 +28,10 @@ def make_app(engine: EngineInterface, config: ServerConfig) -> web.Application:
     """
     app = web.Application(client_max_size=config.max_body_bytes)
     app[SERVER_CONFIG] = config
-    app[CONTEXT] = ServerContext(engine, config, Metrics(engine))
+    app[CONTEXT] = context = ServerContext(engine, config, Metrics(engine))
     for middleware in MIDDLEWARE:
         middleware.install(app, config)
-    registry.install(app, engine, config)
+    registry.install(app, context)
     register_endpoints(app, ENDPOINTS)
     return app
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from tests.e2e.fleet import Router, free_port, serving_fleet
 from tests.e2e.recovery_load import REQUESTS, Load
@@ -39,13 +40,26 @@ class Pair:
         with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
             return json.load(answer)
 
-    def computed(self, name: str) -> float:
-        """Prompt tokens that an engine has computed."""
+    def metric(self, name: str, metric: str) -> float:
+        """The value of a metric of an engine."""
         url = f"http://127.0.0.1:{self.ports[name]}/metrics"
         with urllib.request.urlopen(url, timeout=DEADLINE) as answer:
             lines = answer.read().decode().splitlines()
-        (line,) = (line for line in lines if line.startswith("gllm:prefill_tokens_total"))
+        (line,) = (line for line in lines if line.startswith(f"gllm:{metric}"))
         return float(line.rpartition(" ")[2])
+
+    def computed(self, name: str) -> float:
+        """Prompt tokens that an engine has computed."""
+        return self.metric(name, "prefill_tokens_total")
+
+    def generated(self, name: str) -> int:
+        """Decodes that an engine has computed."""
+        return int(self.metric(name, "decode_tokens_total"))
+
+    def shown_tokens(self, name: str) -> int:
+        """Decodes that the router knows of."""
+        tokens: int = self.router.rows()[name]["stats"]["decode_tokens"]
+        return tokens
 
     def has_cache(self, name: str) -> bool:
         """Whether an engine gives KV blocks to others by now."""
@@ -160,3 +174,31 @@ def test_roles_change_under_load(pair: Pair, capsys: pytest.CaptureFixture[str])
             f"{1000 * min(idle):.1f} to {1000 * max(idle):.1f} ms without] ",
             end="",
         )
+
+
+def test_a_routers_view_of_a_decode_engine_is_fresh(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T8: the load is that of others, so the router learns of it by the engine's reports alone.
+
+    The age of a view is the time since the engine has left the number of tokens that it shows.
+    """
+    body = {**BODIES["/v1/completions"], "max_tokens": 400}
+    thread = threading.Thread(target=pair.post, args=("d", "/v1/completions"), kwargs=body)
+    counts: list[tuple[float, int]] = []
+    ages: list[float] = []
+    start = pair.shown_tokens("d")
+    thread.start()
+    while thread.is_alive():
+        counts.append((time.monotonic(), pair.generated("d")))
+        seen = pair.shown_tokens("d")
+        now = time.monotonic()
+        left = [at for at, count in counts if count > seen]
+        if seen > start and counts[-1][1] > counts[0][1]:
+            ages.append(now - left[0] if left else 0.0)
+    assert len(ages) > 10
+    ages.sort()
+    assert ages[len(ages) // 2] < 3 * LOAD_REPORT_SECONDS
+    with capsys.disabled():
+        print(f" [age of {len(ages)} views: median {ages[len(ages) // 2]:.3f} s, ", end="")
+        print(f"greatest {ages[-1]:.3f} s] ", end="")

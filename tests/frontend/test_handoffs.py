@@ -1,6 +1,7 @@
 """Hand-offs that routers of other projects direct: two servers, each around a fake engine."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -91,6 +92,18 @@ async def pair(tokenizer: Tokenizer, key_file: str) -> AsyncIterator[Pair]:
         yield Pair(*servers)
 
 
+async def counted(server: Server) -> dict[str, int]:
+    """How often each outcome of a half was counted, without those that never occurred."""
+    async with server.client.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("gllm:http_handoffs_total"):
+            labels, _, value = line.rpartition(" ")
+            found["/".join(re.findall(r'(?:half|outcome)="(\w+)"', labels))] = int(float(value))
+    return {name: value for name, value in found.items() if value}
+
+
 def handoffs(server: Server) -> list[KvHandoff | None]:
     return [call.handoff for call in server.engine.calls]
 
@@ -116,6 +129,8 @@ async def test_the_answer_of_the_prefill_engine_lets_the_other_one_fetch(
     assert (source.engine, source.run, source.endpoint) == ("p", 11, b"endpoint of p")
     assert (source.ticket, source.num_tokens) == (call.handoff.ticket, len(call.prompt))
     assert source.is_foreign
+    assert await counted(pair.prefill) == {"prefill/held": 1}
+    assert await counted(pair.decode) == {"decode/granted": 1}
     assert not other.handoff.ticket
     assert other.params.max_tokens == 6
 
@@ -220,6 +235,7 @@ async def test_a_grant_that_was_changed_is_an_ordinary_prefill(pair: Pair) -> No
         answer = await pair.send(pair.decode, TEXT_PATH, kv_transfer_params=changed)
         assert answer.status == 200
     assert set(handoffs(pair.decode)) == {None}
+    assert await counted(pair.decode) == {"decode/unfit_grant": 5, "decode/no_grant": 1}
 
 
 async def test_a_prefill_engine_without_a_cache_answers_null(pair: Pair) -> None:
@@ -227,6 +243,7 @@ async def test_a_prefill_engine_without_a_cache_answers_null(pair: Pair) -> None
     engine.participant = replace(participant("p", "prefill"), endpoint=b"")
     assert await pair.prefill_nixl(TEXT_PATH) is None
     assert handoffs(pair.prefill) == [None]
+    assert await counted(pair.prefill) == {"prefill/not_held": 1}
 
 
 async def test_a_prefill_that_fails_lets_the_decode_engine_compute(pair: Pair) -> None:
@@ -250,13 +267,18 @@ async def test_an_unreachable_prefill_engine_is_an_ordinary_prefill(pair: Pair) 
         fields["bootstrap_port"] = stranger.client.port
         assert (await pair.send(pair.decode, TEXT_PATH, **fields)).status == 200
     assert handoffs(pair.decode) == [None, None]
+    assert await counted(pair.decode) == {"decode/no_grant": 2}
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("name", ["kv_transfer_params", "bootstrap_room"])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        *((path, "kv_transfer_params") for path in BODIES),
+        (CHAT_PATH, "bootstrap_room"),
+        (TEXT_PATH, "bootstrap_room"),
+    ],
+)
 async def test_ordinary_clients_are_refused(pair: Pair, path: str, name: str) -> None:
-    if path == GENERATE_PATH and name == "bootstrap_room":
-        pytest.skip("SGLang has no such endpoint")
     value = PREFILL_PARAMS if name == "kv_transfer_params" else 1
     for stream in (False, True):
         body = {**BODIES[path], name: value, "stream": stream}

@@ -10,6 +10,7 @@ from gllm.frontend.handoffs.grant import GrantSealer
 from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.handoffs.room_client import RoomClient
 from gllm.frontend.handoffs.rooms import RoomTable
+from gllm.frontend.handoffs.totals import HandoffTotals
 
 
 @dataclass
@@ -20,6 +21,7 @@ class HandoffBorder:
     access: ControlAccess
     sealer: GrantSealer
     client: RoomClient
+    totals: HandoffTotals
     rooms: RoomTable = field(default_factory=RoomTable)
 
 

@@ -52,6 +52,7 @@ class PrefillLeg:
         self,
         engine: EngineInterface,
         sealer: GrantSealer,
+        count: Callable[[str, str], None],
         publish: Callable[[str], None] | None = None,
         to_fields: Callable[[str], dict[str, Any]] | None = None,
     ) -> None:
@@ -60,12 +61,14 @@ class PrefillLeg:
         Args:
             engine: runs the request.
             sealer: of the grant.
+            count: counts the half with its outcome; see HandoffTotals.
             publish: called once with the grant, or with an empty text if nothing is held; None if
                 the answer has the grant.
             to_fields: returns the fields of the answer for such a text; None for no fields.
         """
         self._engine = engine
         self._sealer = sealer
+        self._count = count
         self._publish = publish
         self._to_fields = to_fields
         self._prompts: Sequence[list[int]] = ()
@@ -111,6 +114,7 @@ class PrefillLeg:
 
     def _end(self, grant: str) -> None:
         self._grant = grant
+        self._count("prefill", "held" if grant else "not_held")
         if self._publish is not None:
             self._publish(grant)
 
@@ -144,6 +148,7 @@ class DecodeLeg:
         self,
         engine: EngineInterface,
         sealer: GrantSealer,
+        count: Callable[[str, str], None],
         read_grant: Callable[[], Awaitable[str]],
     ) -> None:
         """Create the half of a request.
@@ -151,11 +156,13 @@ class DecodeLeg:
         Args:
             engine: runs the request.
             sealer: of the grant.
+            count: counts the half with its outcome; see HandoffTotals.
             read_grant: returns the grant; empty if there is none. May raise FieldError for a field
                 of the request.
         """
         self._engine = engine
         self._sealer = sealer
+        self._count = count
         self._read_grant = read_grant
 
     def limit(self, params: SamplingParams) -> SamplingParams:
@@ -168,13 +175,16 @@ class DecodeLeg:
         """See HandoffLeg; raises the FieldError of `read_grant`."""
         text = await self._read_grant()
         if not text:
+            self._count("decode", "no_grant")
             return ()
         try:
             grant = self._sealer.unseal(text)
             self._check(grant, prompts, params)
         except GrantError as error:
             log.warning("a prompt that another engine has prefilled is computed here: %s", error)
+            self._count("decode", "unfit_grant")
             return ()
+        self._count("decode", "granted")
         return [KvHandoff() if held is None else _to_handoff(grant, held) for held in grant.prompts]
 
     def on_ended(self, prompt: int, num_held_tokens: int) -> None:

@@ -31,7 +31,9 @@ class NixlDialect:
                 "hand-off, so set one of them to false",
             )
         if is_prefill:
-            return PrefillLeg(border.engine, border.sealer, to_fields=to_answer_fields)
+            return PrefillLeg(
+                border.engine, border.sealer, border.totals.count, to_fields=to_answer_fields
+            )
         if not is_decode:
             return None
         grant = params.get("remote_engine_id")
@@ -45,7 +47,7 @@ class NixlDialect:
         async def read_grant() -> str:
             return grant
 
-        return DecodeLeg(border.engine, border.sealer, read_grant)
+        return DecodeLeg(border.engine, border.sealer, border.totals.count, read_grant)
 
 
 def to_answer_fields(grant: str) -> dict[str, Any]:

@@ -5,9 +5,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from gllm.config.server import ServerConfig
-from gllm.engine.interface import EngineInterface
-from gllm.frontend.context import CONTEXT
+from gllm.frontend.context import CONTEXT, ServerContext
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.access import CONTROL_KEY_HEADER, ControlAccess
@@ -17,6 +15,7 @@ from gllm.frontend.handoffs.legs import HandoffLeg
 from gllm.frontend.handoffs.nixl import NixlDialect
 from gllm.frontend.handoffs.room_client import RoomClient
 from gllm.frontend.handoffs.sglang import SglangDialect
+from gllm.frontend.handoffs.totals import HandoffTotals
 
 DIALECTS: tuple[HandoffDialect, ...] = (NixlDialect(), SglangDialect())
 """A new dialect is a line here, and its fields in HandoffFields."""
@@ -25,18 +24,19 @@ BORDER = web.AppKey("handoff_border", HandoffBorder)
 """Key of the state of an application; absent if no control key is configured."""
 
 
-def install(app: web.Application, engine: EngineInterface, config: ServerConfig) -> None:
+def install(app: web.Application, context: ServerContext) -> None:
     """Add the state of hand-offs to an application if a control key is configured.
 
     Raises:
         ValueError: the key file cannot be used; the message names the flag.
     """
-    access = ControlAccess(config)
+    access = ControlAccess(context.config)
     if access.is_enabled:
         sealer = GrantSealer(access.keys)
-        client = RoomClient(config, access, sealer)
+        client = RoomClient(context.config, access, sealer)
         client.install(app)
-        app[BORDER] = HandoffBorder(engine, access, sealer, client)
+        totals = HandoffTotals(context.engine.model.name, context.metrics.registry)
+        app[BORDER] = HandoffBorder(context.engine, access, sealer, client, totals)
 
 
 @contextmanager

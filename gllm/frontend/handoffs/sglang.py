@@ -38,7 +38,10 @@ class SglangDialect:
             if not border.rooms.open(room):
                 raise FieldError("bootstrap_room", f"bootstrap_room {room} is in use: take another")
             return PrefillLeg(
-                border.engine, border.sealer, lambda grant: border.rooms.publish(room, grant)
+                border.engine,
+                border.sealer,
+                border.totals.count,
+                lambda grant: border.rooms.publish(room, grant),
             )
         host = _first("bootstrap_host", fields.bootstrap_host)
         port = _first("bootstrap_port", fields.bootstrap_port)
@@ -50,7 +53,10 @@ class SglangDialect:
                 "its HTTP port",
             )
         return DecodeLeg(
-            border.engine, border.sealer, lambda: border.client.read_grant(host, port, room)
+            border.engine,
+            border.sealer,
+            border.totals.count,
+            lambda: border.client.read_grant(host, port, room),
         )
 
 
