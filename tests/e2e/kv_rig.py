@@ -6,7 +6,7 @@ the memory of the KV caches; workers and movers are processes.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -29,6 +29,8 @@ from gllm.routing.state import EngineSnapshot
 
 SECONDS = 90.0
 """Limit for anything that should happen at once."""
+REPORTS_SECONDS = 0.5
+"""Time in which each engine has reported what was used before it."""
 
 
 class FixedPair(PairPolicy):
@@ -116,19 +118,16 @@ class KvWatch:
         return self.read(list(served.block_ids), fetch.first_token, fetch.num_tokens)
 
 
-class KvRig:
-    """The router and its engines."""
+class KvRouter:
+    """A router of which a test names the engines of each request."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.policy = FixedPair()
-        self.engines: dict[str, Engine] = {}
-        self.watches: dict[str, KvWatch] = {}
-        self._monkeypatch, self._stack = monkeypatch, stack
         self.router = FleetEngine(
             RouterConfig(model="demo", hub="127.0.0.1:0", preset="distserve", max_model_len=256)
         )
-        pairs = self.router._fleet.client.handoffs._pairs
-        monkeypatch.setattr(pairs, "policy", self.policy)
+        self.handoffs = self.router._fleet.client.handoffs
+        monkeypatch.setattr(self.handoffs._pairs, "policy", self.policy)
 
     @property
     def address(self) -> str:
@@ -136,6 +135,47 @@ class KvRig:
         address = self.router._fleet._links.hub_address
         assert address
         return address.removeprefix("tcp://")
+
+    @property
+    def able(self) -> set[str]:
+        """Engines that take hand-offs."""
+        targets = self.router._fleet.client._engines.values()
+        able = {each.name for each in targets if each.kv is not None and each.kv.endpoint()}
+        return able & {row.name for row in self.router._fleet.engines() if row.state == "ready"}
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition."""
+        end = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < end, "it did not come true"
+            await asyncio.sleep(0.005)
+
+    async def until_empty(self) -> None:
+        """Wait until no engine has a request or a block, and the router no hand-off."""
+
+        empty_since: float | None = None
+
+        def is_empty() -> bool:
+            nonlocal empty_since
+            rows = [row.stats for row in self.router._fleet.engines()]
+            used = [(row.unfinished, row.held_blocks, row.fetching, row.kv_usage) for row in rows]
+            if any(map(any, used)) or self.handoffs.num_running:
+                empty_since = None
+                return False
+            empty_since = empty_since or time.monotonic()
+            return time.monotonic() > empty_since + REPORTS_SECONDS
+
+        await self.until(is_empty)
+
+
+class KvRig(KvRouter):
+    """The router and its engines."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+        super().__init__(monkeypatch)
+        self.engines: dict[str, Engine] = {}
+        self.watches: dict[str, KvWatch] = {}
+        self._monkeypatch, self._stack = monkeypatch, stack
 
     async def start(self, engines: dict[str, dict[str, Any]]) -> None:
         """Start engines by name with their options, and wait until all exchange blocks."""
@@ -160,35 +200,7 @@ class KvRig:
             self._stack.push_async_callback(engine.stop)
 
         await asyncio.gather(*(start_one(name, options) for name, options in engines.items()))
-        await self.until(lambda: all(name in self._able for name in engines))
-
-    @property
-    def _able(self) -> set[str]:
-        """Engines that the router can send hand-offs to."""
-        targets = self.router._fleet.client._engines.values()
-        return {each.name for each in targets if each.kv is not None and each.kv.endpoint()}
-
-    async def stop(self, names: Iterable[str]) -> None:
-        """Stop engines; the router has lost them when this returns."""
-        await asyncio.gather(*(self.engines.pop(name).stop() for name in names))
-        await self.until(lambda: self._able <= set(self.engines))
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition."""
-        end = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < end, "it did not come true"
-            await asyncio.sleep(0.005)
-
-    async def until_empty(self) -> None:
-        """Wait until no engine has a request or a block, and the router no hand-off."""
-
-        def is_empty() -> bool:
-            rows = [row.stats for row in self.router._fleet.engines()]
-            used = [(row.unfinished, row.held_blocks, row.fetching, row.kv_usage) for row in rows]
-            return not any(map(any, used)) and not self.router._fleet.client.handoffs.num_running
-
-        await self.until(is_empty)
+        await self.until(lambda: engines.keys() <= self.able)
 
 
 async def generate(engine: TextEngine, prompt: list[int], max_tokens: int = 12) -> list[int]:
