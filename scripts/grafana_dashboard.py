@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scripts.grafana_panels import NODE_PANELS, PANELS, ROUTER_PANELS
+from scripts.grafana_panels import KV_PANELS, NODE_PANELS, PANELS, ROUTER_PANELS
 from scripts.grafana_queries import Panel
 
 DASHBOARD = Path(__file__).parent.parent / "deploy" / "grafana-dashboard.json"
@@ -33,6 +33,7 @@ LEFT_OUT = {
     "router_engine_waiting": "as above",
     "router_engine_prefix_cache_queries": "as above",
     "router_engine_prefix_cache_hits": "as above",
+    "kv_fetched_tokens": "prompt tokens of hand-offs; of use to autoscalers",
     "node_clock_offset_seconds": "a difference of clocks that the step log corrects",
     "router_stale_outputs": "tokens that a migration made void; of use to developers",
 }
@@ -90,7 +91,11 @@ def _panels() -> list[dict[str, Any]]:
     """Return the panels of servers, then rows with those of routers and of machines."""
     panels = [_panel(i, panel) for i, panel in enumerate(PANELS)]
     top = -(-len(PANELS) // COLUMNS) * HEIGHT
-    for title, group in (("Routers", ROUTER_PANELS), ("Machines", NODE_PANELS)):
+    for title, group in (
+        ("Routers", ROUTER_PANELS),
+        ("Machines", NODE_PANELS),
+        ("Prefill and decode apart", KV_PANELS),
+    ):
         place = {"x": 0, "y": top, "w": COLUMNS * WIDTH, "h": 1}
         row = {"id": len(panels) + 1, "title": title, "type": "row", "collapsed": False}
         panels.append({**row, "gridPos": place, "panels": []})

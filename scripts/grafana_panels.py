@@ -318,3 +318,38 @@ NODE_PANELS = [
     ),
 ]
 """Panels below the row of machines."""
+
+KV_PANELS = [
+    Panel(
+        "KV blocks of other engines",
+        "none",
+        [
+            Query(rate("kv_fetches_total", "outcome"), "{{outcome}}"),
+            Query(rate("kv_computed_fetches_total"), "computed instead"),
+            Query(rate("kv_served_tickets_total"), "served"),
+        ],
+        "Fetches per second by outcome; prompts that were computed in spite of a source, because "
+        "the fetch failed or would have taken longer; requests whose blocks others may read.",
+    ),
+    Panel(
+        "Rate of fetches",
+        "Bps",
+        [
+            Query(
+                f"{rate('kv_fetched_bytes_total')} / {rate('kv_fetch_seconds_total')}",
+                "while a fetch runs",
+            ),
+            Query(rate("kv_fetched_bytes_total"), "over time"),
+        ],
+        "Bytes per second of a running fetch, and of all fetches over time.",
+    ),
+    Panel(
+        "Fetches that run, blocks that are held",
+        "none",
+        [
+            Query(gauge("kv_fetches_running"), "sequences that wait"),
+            Query(gauge("kv_held_blocks"), "blocks held for others"),
+        ],
+    ),
+]
+"""Panels below the row of hand-offs between engines."""

@@ -30,6 +30,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.kv_transfer.break_even": "",
             "gllm.kv_transfer.transfer_mode": "",
+            "gllm.kv_transfer.totals": "",
             "gllm.kv_transfer.layout": "msgspec",
             "gllm.kv_transfer.endpoint": "gllm.kv_transfer.layout msgspec",
             "gllm.kv_transfer": (
@@ -66,6 +67,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.runtime": (
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
                 "gllm.kv_transfer.break_even gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
+                "gllm.kv_transfer.totals "
                 "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.observability.logged_scheduler "
@@ -106,8 +108,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.fleet_control": "gllm.scheduler msgspec",
             "gllm.engine.interface": (
-                "gllm.config gllm.engine.fleet_control gllm.messages gllm.scheduler gllm.text "
-                "msgspec"
+                "gllm.config gllm.engine.fleet_control gllm.kv_transfer.totals gllm.messages "
+                "gllm.scheduler gllm.text msgspec"
             ),
             "gllm.engine.request_checks": "gllm.config gllm.engine.interface gllm.text",
             "gllm.engine.chat": (

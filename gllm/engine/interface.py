@@ -13,6 +13,7 @@ import msgspec
 from gllm.config.sampling import SamplingParams
 from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
+from gllm.kv_transfer.totals import KvTransferTotals
 from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeDrainError as NodeDrainError
 from gllm.messages.node_report import NodeReport
@@ -138,6 +139,8 @@ class EngineStatus:
     """Frames of other machines that could not be read or that their sender may not send."""
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     """Connections of other machines that the head refused, by IP address."""
+    kv_transfers: KvTransferTotals | None = None
+    """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
 
     @property
     def accepts_requests(self) -> bool:

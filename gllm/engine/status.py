@@ -17,6 +17,7 @@ def read_status(
         cluster: its other machines; None for this one alone.
     """
     client, deaths = supervisor.client, supervisor.deaths
+    mover = supervisor.kv_mover
     is_moving = client.stalled_seconds < config.health_timeout
     return EngineStatus(
         state=supervisor.state,
@@ -43,4 +44,5 @@ def read_status(
         num_node_losses=0 if cluster is None else cluster.num_losses,
         num_malformed_frames=0 if cluster is None else cluster.num_malformed_frames,
         refused_peers={} if cluster is None else cluster.refused_peers,
+        kv_transfers=mover.totals if mover.is_enabled else None,
     )

@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gllm.engine.interface import EngineInterface, EngineStatus
+from gllm.frontend.kv_metrics import kv_transfer_metrics
 from gllm.frontend.metric_aliases import AdapterCollector, repeat_with_aliases
 from gllm.frontend.node_metrics import NodeCollector
 from gllm.frontend.process_metrics import EventLoopCollector
@@ -137,6 +138,7 @@ class EngineCollector(Collector):
         yield self._step_sizes(model, status)
         yield from self._stages(model, status)
         yield from self._recoveries(model, status)
+        yield from kv_transfer_metrics(dict(zip(LABELS, model, strict=True)), status)
 
     def _cache_config(self, model: list[str], status: EngineStatus) -> Metric:
         """Return the size of the KV cache as labels, which is how vLLM's metric has it."""

@@ -14,6 +14,7 @@ import msgspec
 
 from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.kv_transfer.layout import KvLayout, count_token_bytes
+from gllm.kv_transfer.totals import KvTransferTotals
 from gllm.link.commands import (
     CloseKvCaches,
     KvCachesOpened,
@@ -39,22 +40,6 @@ from gllm.runtime.link_child import LinkChild
 log = logging.getLogger(__name__)
 
 _GONE = "the KV mover has ended"
-
-
-@dataclass
-class KvTransferTotals:
-    """Counters over all generations."""
-
-    num_fetched: int = 0
-    """Fetches that have got all bytes."""
-    num_failed: int = 0
-    """Other fetches: their tokens are computed."""
-    num_bytes: int = 0
-    """Bytes that fetches have got, failed ones too."""
-    seconds: float = 0.0
-    """Total duration of the fetches that have got all bytes."""
-    num_served: int = 0
-    """Tickets under which blocks were served."""
 
 
 @dataclass

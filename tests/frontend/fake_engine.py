@@ -24,6 +24,7 @@ from gllm.engine.interface import (
 )
 from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.grammar.sources.structured_output import to_grammar_source
+from gllm.kv_transfer.totals import KvTransferTotals
 from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeLoad
@@ -202,6 +203,7 @@ class FakeEngine:
     num_node_losses: int = 0
     num_malformed_frames: int = 0
     refused_peers: dict[str, int] = field(default_factory=dict)
+    kv_transfers: KvTransferTotals | None = field(default_factory=KvTransferTotals)
     participant: KvParticipant | None = None
     """Its part in hand-offs."""
     released: list[int] = field(default_factory=list)
@@ -238,6 +240,7 @@ class FakeEngine:
             num_stale_frames=self.num_stale_frames,
             num_node_losses=self.num_node_losses,
             num_malformed_frames=self.num_malformed_frames,
+            kv_transfers=self.kv_transfers,
             refused_peers=self.refused_peers,
         )
 

@@ -2,6 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gllm.kv_transfer.totals import KvTransferTotals
 from gllm.scheduler.plan import SchedulerStats
 
 
@@ -39,3 +40,39 @@ async def test_all_buckets_of_all_histograms_are_there_before_the_first_step(ser
         7,
     ]
     assert sizes["+Inf"] == 12
+
+
+async def test_engines_count_the_blocks_that_they_fetch(server):
+    server.engine.kv_transfers = KvTransferTotals(3, 1, 4096, 0.5, 7)
+    server.engine.stats = SchedulerStats(
+        fetching=2, held_blocks=9, fetched_tokens=64, failed_fetches=5
+    )
+    values = {name: value for (name, *_), value in (await series(server)).items()}
+    assert {
+        name: values[f"gllm:kv_{name}"]
+        for name in (
+            "fetched_bytes_total",
+            "fetch_seconds_total",
+            "fetched_tokens_total",
+            "computed_fetches_total",
+            "served_tickets_total",
+            "fetches_running",
+            "held_blocks",
+        )
+    } == {
+        "fetched_bytes_total": 4096,
+        "fetch_seconds_total": 0.5,
+        "fetched_tokens_total": 64,
+        "computed_fetches_total": 5,
+        "served_tickets_total": 7,
+        "fetches_running": 2,
+        "held_blocks": 9,
+    }
+    outcomes = {
+        dict(labels)["outcome"]: value
+        for (name, *labels), value in (await series(server)).items()
+        if name == "gllm:kv_fetches_total"
+    }
+    assert outcomes == {"complete": 3, "failed": 1}
+    server.engine.kv_transfers = None
+    assert not any(name.startswith("gllm:kv_fetch") for name, *_ in await series(server))
