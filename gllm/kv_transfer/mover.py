@@ -80,7 +80,7 @@ class KvMover:
         check_backend_name(backend)
         self._on_report, self._backend, self._encoding = on_report, backend, encoding
         self._dial, self._clock = dial, clock
-        self._state = KvSourceState()
+        self._state = KvSourceState(on_used=self._end_ticket)
         self._backends: dict[str, KvBackend] = {}
         self._source = KvSourceServer(self._state, self._find_backend, yield_to_activations)
         self._fetches: dict[tuple[int, int], RunningFetch] = {}
@@ -188,6 +188,15 @@ class KvMover:
         if name not in self._backends:
             self._backends[name] = make_backend(name)
         return self._backends[name]
+
+    def _end_ticket(self, ticket: int) -> None:
+        """Report a ticket as revoked, because its reader has all that it needs."""
+        with self._state.lock:
+            generation = self._state.caches.generation
+            is_held = ticket in self._state.book
+            self._state.book.revoke(ticket)
+        if is_held:
+            self._on_report(generation, KvRevoked(ticket))
 
     def _begin_fetch(self, command: FetchKv) -> None:
         generation = self._state.caches.generation

@@ -41,6 +41,8 @@ class KvSourceState:
     caches: ServedCaches = field(default_factory=lambda: ServedCaches(0))
     num_malformed: int = 0
     """Connections that have sent invalid frames."""
+    on_used: Callable[[int], None] = lambda ticket: None
+    """Called on any thread with a ticket that its reader needs no longer."""
 
 
 class KvSourceServer:
@@ -87,11 +89,13 @@ class KvSourceServer:
             thread.join(_CLOSE_SECONDS)
 
     def _run(self, connection: KvConnection) -> None:
+        confirmed: set[int] = set()
         try:
             while True:
                 request = connection.receive_struct(KvFrameKind.READ, ReadRequest)
                 try:
                     self._answer(connection, request)
+                    confirmed.add(request.ticket)
                 except (KvTransferError, TicketError, KvPagesError, ValueError) as error:
                     connection.refuse(str(error))
                 except ImportError as error:
@@ -107,6 +111,9 @@ class KvSourceServer:
             connection.close()
             with self._state.lock:
                 self._connections.pop(connection, None)
+            # A ticket has one reader, and a reader has one connection.
+            for ticket in sorted(confirmed):
+                self._state.on_used(ticket)
 
     def _answer(self, connection: KvConnection, request: ReadRequest) -> None:
         """Answer one READ. Raises OSError, and all reasons to refuse it."""

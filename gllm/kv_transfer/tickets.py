@@ -37,6 +37,10 @@ class TicketBook:
         """Return the number of tickets that are served."""
         return len(self._held)
 
+    def __contains__(self, ticket: int) -> bool:
+        """Return True if a ticket is served."""
+        return ticket in self._held
+
     def hold(self, ticket: int, held: HeldBlocks) -> None:
         """Serve blocks under a ticket.
 

@@ -12,6 +12,7 @@ import pytest
 
 from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from tests.e2e.fleet import Router, free_port, serving_fleet
 from tests.e2e.recovery_load import REQUESTS, Load
 from tests.e2e.server import DEADLINE, children, wait_until
@@ -61,6 +62,11 @@ class Pair:
         tokens: int = self.router.rows()[name]["stats"]["decode_tokens"]
         return tokens
 
+    def held_blocks(self, name: str) -> int:
+        """KV blocks that an engine keeps for others."""
+        held: int = self.router.rows()[name]["stats"]["held_blocks"]
+        return held
+
     def has_cache(self, name: str) -> bool:
         """Whether an engine gives KV blocks to others by now."""
         path, body = "/v1/completions", {**BODIES["/v1/completions"], "max_tokens": 1}
@@ -107,7 +113,7 @@ def test_the_decode_engine_computes_no_prompt(pair: Pair, path: str, dialect: st
     """Its text is that of one engine, and of the prompt it computes the last token alone."""
     expected = pair.post("p", path, **BODIES[path])
     body: dict[str, Any] = {**BODIES[path], "cache_salt": f"{dialect} {path}"}
-    before = pair.computed("d")
+    before, held = pair.computed("d"), pair.held_blocks("p")
     if dialect == "vllm":
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         first = pair.post("p", path, **{**body, "max_tokens": 1}, kv_transfer_params=asked)
@@ -117,6 +123,9 @@ def test_the_decode_engine_computes_no_prompt(pair: Pair, path: str, dialect: st
     assert first["usage"]["completion_tokens"] == 1
     assert text_of(answer) == text_of(expected)
     assert pair.computed("d") == before + 1
+    # Long before the lease ends, they are free where they were computed.
+    time.sleep(3 * LOAD_REPORT_SECONDS)  # the router knows of them by then
+    wait_until(lambda: pair.held_blocks("p") <= held, seconds=HOLD_LEASE_SECONDS / 2)
     # Blocks of a foreign hand-off never get into the prefix cache.
     again = pair.post("d", path, **body)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -55,6 +55,9 @@ def test_ticket_is_used_by_one_fetch_only(owner: CachedEngine, receiver: CachedE
         if number == 1:
             started.append(receiver.wait(KvFetchStarted).fetch)
         fetched.append(receiver.wait(KvFetched))
+        if number == 1:
+            # Its blocks are of no more use, before the router or a lease says so.
+            assert owner.wait(KvRevoked).ticket == 7
     assert started == [1]
     assert [each.is_ok for each in fetched] == [True, False]
     assert "the ticket is not held here" in fetched[1].cause
