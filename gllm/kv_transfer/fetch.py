@@ -18,6 +18,7 @@ from gllm.kv_transfer.frames import (
 )
 from gllm.kv_transfer.layout import KvMove, find_moves
 from gllm.kv_transfer.pages import KvPages
+from gllm.kv_transfer.part_gate import ReceiverGate
 from gllm.messages.kv_transfer import FetchKv
 
 
@@ -60,7 +61,7 @@ class RunningFetch:
 def find_targets(
     command: FetchKv, endpoint: KvEndpoint, pages: Sequence[KvPages], first_position: int = 0
 ) -> dict[int, list[TargetPart]]:
-    """Return the parts of a fetch, by machine of the owner.
+    """Return the parts of a fetch, by machine of the owner and in the order of the layers.
 
     Args:
         command: The fetch.
@@ -81,6 +82,9 @@ def find_targets(
             machine, place = places[move.peer]
             part = TargetPart(_read_part(place, move), own, slots)
             by_machine.setdefault(machine, []).append(part)
+    for parts in by_machine.values():
+        # As they are computed.
+        parts.sort(key=lambda each: each.part.layer)
     return by_machine
 
 
@@ -113,9 +117,15 @@ def fetch_from_machine(
         command.num_tokens,
         *names,
         [part.part for part in parts],
+        command.is_per_layer,
     )
+    target = FetchTarget(request, parts, fetch.on_bytes)
+    if command.is_per_layer:
+        # Announcements keep the fetch alive as bytes do.
+        gate = ReceiverGate(connection, len(parts), lambda: fetch.on_bytes(0))
+        target = target._replace(wait_for_part=gate.wait_for_part)
     connection.send_struct(KvFrameKind.READ, request)
-    backend.fetch(connection, FetchTarget(request, parts, fetch.on_bytes))
+    backend.fetch(connection, target)
     connection.send(KvFrameKind.CONFIRM)
     if not connection.receive_struct(KvFrameKind.CONFIRMED, ReadConfirmed).is_held:
         raise KvTransferError("the other engine did not keep the blocks until the end")

@@ -2,7 +2,7 @@
 
 The receiver of a KV cache sends READ. The owner answers with what the backend needs, and at the
 end, asked by CONFIRM, with CONFIRMED. It may send REFUSE in place of any answer. A connection
-serves one READ after another.
+serves one READ after another. If a READ is per layer, READY precedes its parts: see part_gate.
 """
 
 import socket
@@ -52,6 +52,8 @@ class KvFrameKind(IntEnum):
     CONFIRM = 4
     CONFIRMED = 5
     REFUSE = 6
+    READY = 7
+    """Parts of a READ per layer that may be read."""
 
 
 _MAX_BYTES = {
@@ -61,6 +63,7 @@ _MAX_BYTES = {
     KvFrameKind.CONFIRM: 0,
     KvFrameKind.CONFIRMED: 16,
     KvFrameKind.REFUSE: 4096,
+    KvFrameKind.READY: 4,
 }
 
 
@@ -91,6 +94,8 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     encoding: str
     """Encoding of runs on the wire: a name of LINK_ENCODINGS."""
     parts: Annotated[list[ReadPart], Meta(min_length=1, max_length=2**14)]
+    is_per_layer: bool = False
+    """True if READY precedes the parts, which may be computed meanwhile."""
 
 
 class ReadGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -23,6 +23,7 @@ from gllm.kv_transfer.fetch import RunningFetch, fetch_from_machine, find_target
 from gllm.kv_transfer.frames import KvConnection, KvFrameError, KvTransferError
 from gllm.kv_transfer.layout import KvLayout, KvMove, count_move_bytes
 from gllm.kv_transfer.pages import KvPages
+from gllm.kv_transfer.progress import open_progress
 from gllm.kv_transfer.source import KvSourceServer, KvSourceState, ServedCaches
 from gllm.kv_transfer.tickets import HeldBlocks, TicketError
 from gllm.link.encodings import PLAIN
@@ -62,6 +63,7 @@ class KvMover:
         dial: Dial | None = None,
         yield_to_activations: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Start to accept connections of other movers of this machine.
 
@@ -72,6 +74,7 @@ class KvMover:
             dial: Reaches other machines; None if only this machine is reached.
             yield_to_activations: See ServedRead.
             clock: Time in seconds.
+            sleep: Waits for a number of seconds, between two looks at the owner's layers.
 
         Raises:
             ValueError: There is no such backend.
@@ -82,7 +85,9 @@ class KvMover:
         self._dial, self._clock = dial, clock
         self._state = KvSourceState(on_used=self._end_ticket)
         self._backends: dict[str, KvBackend] = {}
-        self._source = KvSourceServer(self._state, self._find_backend, yield_to_activations)
+        self._source = KvSourceServer(
+            self._state, self._find_backend, yield_to_activations, clock, sleep
+        )
         self._fetches: dict[tuple[int, int], RunningFetch] = {}
         """Fetches that have not ended, by generation and number."""
         self._estimates: dict[str, TransferEstimate] = {}
@@ -120,10 +125,11 @@ class KvMover:
         Raises:
             KvPagesError, OSError: A cache cannot be mapped.
         """
-        pages, read_only = [], []
+        pages, read_only, progress = [], [], []
         try:
             for layout, descriptor in caches:
                 pages.append(KvPages(layout, descriptor))
+                progress.append(open_progress(descriptor, layout))
                 path = f"/proc/self/fd/{descriptor}"
                 read_only.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
@@ -133,7 +139,7 @@ class KvMover:
         finally:
             for _, descriptor in caches:
                 os.close(descriptor)
-        self._replace_caches(ServedCaches(generation, pages, read_only))
+        self._replace_caches(ServedCaches(generation, pages, read_only, progress))
 
     def close_caches(self) -> None:
         """End the generation: all tickets and fetches end without reports."""
@@ -142,10 +148,11 @@ class KvMover:
     def handle(self, command: KvCommand) -> None:
         """Execute a command of the present generation's driver."""
         match command:
-            case ServeKv(ticket, num_tokens, block_ids):
+            case ServeKv(ticket, num_tokens, block_ids, step):
+                held = HeldBlocks(num_tokens, list(block_ids), step=step)
                 with self._state.lock:
                     try:
-                        self._state.book.hold(ticket, HeldBlocks(num_tokens, list(block_ids)))
+                        self._state.book.hold(ticket, held)
                     except TicketError as error:
                         log.warning("blocks are not served: %s", error)
             case RevokeKv(ticket):
@@ -266,6 +273,9 @@ class KvMover:
             fetch_from_machine(fetch, connection, backend, (name, self._encoding), parts)
         finally:
             connection.close()
+        if fetch.command.is_per_layer:
+            # Its duration is that of the computation.
+            return
         estimate = self._estimates.setdefault(machine.socket, TransferEstimate())
         num_bytes = _count_bytes(parts, fetch.command.num_tokens)
         estimate.observe(num_bytes, self._clock() - begin)

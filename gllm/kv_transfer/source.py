@@ -1,6 +1,7 @@
 """Owner's side of transfers: answers READs as long as their tickets are held."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,9 +13,12 @@ from gllm.kv_transfer.frames import (
     KvFrameKind,
     KvTransferError,
     ReadConfirmed,
+    ReadPart,
     ReadRequest,
 )
 from gllm.kv_transfer.pages import KvPages, KvPagesError
+from gllm.kv_transfer.part_gate import OwnerGate
+from gllm.kv_transfer.progress import LayerProgress
 from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
 
 MAX_CONNECTIONS = 256
@@ -30,6 +34,25 @@ class ServedCaches:
     pages: Sequence[KvPages] = ()
     descriptors: Sequence[int] = ()
     """Read-only, for other processes."""
+    progress: Sequence[LayerProgress | None] = ()
+    """Counters of the workers that count their layers."""
+
+    def find_awaited(self, held: HeldBlocks, part: ReadPart) -> tuple[LayerProgress, int] | None:
+        """Return what has to be awaited for a part: the counter and the number of layers.
+
+        Returns:
+            None if the part is computed.
+
+        Raises:
+            KvTransferError: The worker does not count its layers.
+        """
+        if not held.step:
+            return None
+        counter = self.progress[part.place]
+        if counter is None:
+            raise KvTransferError("the other engine cannot be read before a prefill has ended")
+        layers = [each.layer for each in self.pages[part.place].layout.layers]
+        return counter, layers.index(part.layer) + 1
 
 
 @dataclass
@@ -53,6 +76,8 @@ class KvSourceServer:
         state: KvSourceState,
         make_backend: Callable[[str], KvBackend],
         yield_to_activations: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Create a source.
 
@@ -60,8 +85,11 @@ class KvSourceServer:
             state: Tickets and caches.
             make_backend: Returns the backend with a name. Raises ValueError, ImportError.
             yield_to_activations: See ServedRead.
+            clock: Time in seconds.
+            sleep: Waits for a number of seconds.
         """
         self._state, self._make_backend = state, make_backend
+        self._clock, self._sleep = clock, sleep
         self._yield = yield_to_activations
         self._connections: dict[KvConnection, threading.Thread] = {}
         """Open connections and their threads."""
@@ -132,8 +160,26 @@ class KvSourceServer:
         def is_held() -> bool:
             return self._is_held(request.ticket, held)
 
+        awaited = [caches.find_awaited(held, part) for part in request.parts]
+        receiver = connection if request.is_per_layer else None
+        gate = OwnerGate(
+            len(awaited),
+            lambda index: _is_computed(held.step, awaited[index]),
+            is_held,
+            receiver,
+            self._clock,
+            self._sleep,
+        )
+        if receiver is None:
+            gate.wait_for_part(len(awaited) - 1)
         read = ServedRead(
-            request, caches.pages, caches.descriptors, held.block_ids, is_held, self._yield
+            request,
+            caches.pages,
+            caches.descriptors,
+            held.block_ids,
+            is_held,
+            self._yield,
+            gate.wait_for_part,
         )
         backend.serve(connection, read)
         connection.receive(KvFrameKind.CONFIRM)
@@ -142,3 +188,8 @@ class KvSourceServer:
     def _is_held(self, ticket: int, held: HeldBlocks) -> bool:
         with self._state.lock:
             return self._state.book.is_held(ticket, held)
+
+
+def _is_computed(step: int, awaited: tuple[LayerProgress, int] | None) -> bool:
+    """Return whether a part is in the KV cache; see ServedCaches.find_awaited."""
+    return awaited is None or awaited[0].has_computed(step, awaited[1])

@@ -18,6 +18,8 @@ class HeldBlocks:
     block_ids: list[int]
     reader: int = 0
     """Receiver that has used the ticket; 0 before the first use."""
+    step: int = 0
+    """Step that computes the last tokens; 0: all tokens are computed."""
 
 
 class TicketBook:

@@ -25,6 +25,8 @@ class ServeKv(WireMessage, frozen=True):
     """Tokens from the start of the sequence whose keys and values are in the blocks."""
     block_ids: list[BlockId]
     """The first one begins with the first token."""
+    step: Annotated[int, Meta(ge=0, lt=2**47)] = 0
+    """Step that computes the last of these tokens and runs or will run; 0: all are computed."""
 
 
 class RevokeKv(WireMessage, frozen=True):
@@ -48,6 +50,8 @@ class FetchKv(WireMessage, frozen=True):
     num_tokens: TokenCount
     block_ids: list[BlockId]
     """Blocks of these tokens; the first one has `first_token`, at its place in a block."""
+    is_per_layer: bool = False
+    """True if the other engine may compute the tokens meanwhile: layers arrive one by one."""
 
 
 class CancelKvFetch(WireMessage, frozen=True):

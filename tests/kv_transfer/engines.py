@@ -15,6 +15,7 @@ from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.kv_transfer.layout import KvLayout
 from gllm.kv_transfer.mover import KvMover, KvReport
 from gllm.kv_transfer.pages import Bytes, KvPages
+from gllm.kv_transfer.progress import LayerProgress
 from gllm.messages.kv_transfer import FetchKv, KvFetched, KvFetchStarted, KvRevoked, ServeKv
 
 Report = TypeVar("Report", KvFetched, KvFetchStarted, KvRevoked)
@@ -39,6 +40,8 @@ class CachedEngine:
         dial: Callable[[KvMachine], socket.socket] | None = None,
         yield_to_activations: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        counts_layers: bool = False,
     ) -> None:
         self.reports: queue.Queue[KvReport] = queue.Queue()
         self.mover = KvMover(
@@ -48,6 +51,7 @@ class CachedEngine:
             dial,
             yield_to_activations,
             clock,
+            sleep,
         )
         descriptors = [os.memfd_create("cache") for _ in layouts]
         for descriptor, layout in zip(descriptors, layouts, strict=True):
@@ -56,6 +60,12 @@ class CachedEngine:
             KvPages(layout, descriptor)
             for layout, descriptor in zip(layouts, descriptors, strict=True)
         ]
+        self.progress = [
+            LayerProgress(descriptor, layout, is_writable=True)
+            for layout, descriptor in zip(layouts, descriptors, strict=True)
+            if counts_layers
+        ]
+        """Counters of the workers."""
         self.mover.open_caches(1, list(zip(layouts, descriptors, strict=True)))
         self.address = ""
 
@@ -77,11 +87,13 @@ class CachedEngine:
             machine = msgspec.structs.replace(machine, host="elsewhere")
         return encode_endpoint(KvEndpoint([machine]))
 
-    def fill(self, contents: Bytes, block_ids: list[int]) -> None:
-        """Write contents into blocks of all workers."""
+    def fill(
+        self, contents: Bytes, block_ids: list[int], layers: range = range(NUM_LAYERS)
+    ) -> None:
+        """Write contents of some layers into blocks of all workers."""
         for pages in self.pages:
             slots = pages.find_slots(block_ids, 0, contents.shape[2])
-            for each in pages.layout.layers:
+            for each in (each for each in pages.layout.layers if each.layer in layers):
                 for head in each.heads:
                     part = contents[each.layer, head]
                     run = np.concatenate([part[:, :KEY_BYTES].ravel(), part[:, KEY_BYTES:].ravel()])

@@ -7,6 +7,10 @@ from gllm.kv_transfer.frames import KvConnection, ReadPart, ReadRequest
 from gllm.kv_transfer.pages import KvPages, Slots
 
 
+def skip_wait(index: int) -> None:
+    """Return at once: all parts are computed."""
+
+
 class ServedRead(NamedTuple):
     """A READ at the owner of the blocks."""
 
@@ -21,6 +25,9 @@ class ServedRead(NamedTuple):
     """Returns whether the ticket is still valid."""
     yield_to_activations: Callable[[], None]
     """Waits as long as activations wait for the links of this machine."""
+    wait_for_part: Callable[[int], None] = skip_wait
+    """Waits until a part and all before it may be read, and notifies the receiver of a READ per
+    layer. Raises OSError, KvTransferError."""
 
 
 class TargetPart(NamedTuple):
@@ -41,6 +48,9 @@ class FetchTarget(NamedTuple):
     """In the order of the request."""
     on_bytes: Callable[[int], None]
     """Notes bytes that have been written; raises KvTransferError if the fetch has to end."""
+    wait_for_part: Callable[[int], None] = skip_wait
+    """Waits until the owner has announced a part and all before it; called once per part, in order.
+    Raises OSError, KvFrameError, KvTransferError."""
 
 
 class KvBackend(Protocol):

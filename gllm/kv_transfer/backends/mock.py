@@ -47,13 +47,22 @@ class MockBackend:
         self._inner.serve(connection, read)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """See KvBackend. All bytes are in place before the delay ends, none later."""
-        begin = self._clock()
-        self._inner.fetch(connection, target)
-        bytes_per_token = sum(
-            part.pages.bytes_per_token(part.part.layer, part.part.heads) for part in target.parts
-        )
-        end = begin + mock_seconds(bytes_per_token, target.request.num_tokens, self._rate)
+        """See KvBackend. All bytes are in place before the delay ends, none later.
+
+        The link begins with a part when it may be read and the parts before it have arrived.
+        """
+        end = self._clock()
+
+        def wait_for_part(index: int) -> None:
+            nonlocal end
+            if target.request.is_per_layer:
+                target.wait_for_part(index)
+                end = max(end, self._clock())
+            part = target.parts[index]
+            bytes_per_token = part.pages.bytes_per_token(part.part.layer, part.part.heads)
+            end += mock_seconds(bytes_per_token, target.request.num_tokens, self._rate)
+
+        self._inner.fetch(connection, target._replace(wait_for_part=wait_for_part))
         while (left := end - self._clock()) > 0:
             self._sleep(min(left, 0.1))
             # Keeps the fetch alive, and ends it if it was cancelled.

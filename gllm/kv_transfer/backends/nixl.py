@@ -63,6 +63,7 @@ class NixlBackend:
 
     def serve(self, connection: KvConnection, read: ServedRead) -> None:
         """See KvBackend."""
+        read.wait_for_part(len(read.request.parts) - 1)
         places = sorted({part.place for part in read.request.parts})
         pages = [read.pages[place] for place in places]
         for each in pages:
@@ -77,6 +78,7 @@ class NixlBackend:
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
         """See KvBackend."""
+        target.wait_for_part(len(target.parts) - 1)
         grant = connection.receive_struct(KvFrameKind.GRANT, ReadGrant)
         try:
             details = msgspec.msgpack.decode(grant.details, type=_NixlDetails)

@@ -40,6 +40,8 @@ class ShmBackend:
         connection.send_struct(KvFrameKind.GRANT, ReadGrant(read.block_ids, layouts))
         descriptors = [read.descriptors[place] for place in places]
         socket.send_fds(connection.socket, [b"\0"], descriptors)
+        for index in range(len(read.request.parts)):
+            read.wait_for_part(index)
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
         """See KvBackend."""
@@ -71,7 +73,8 @@ class ShmBackend:
 def _copy(target: FetchTarget, sources: dict[int, KvPages], block_ids: Sequence[int]) -> None:
     """Copy all parts. Raises KvPagesError, KvTransferError."""
     request = target.request
-    for part, pages, slots in target.parts:
+    for index, (part, pages, slots) in enumerate(target.parts):
+        target.wait_for_part(index)
         source = sources[part.place]
         num_bytes = pages.bytes_per_token(part.layer, part.heads)
         theirs = source.find_slots(block_ids, request.first_token, request.num_tokens)

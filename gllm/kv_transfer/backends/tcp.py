@@ -30,6 +30,7 @@ class TcpBackend:
         """See KvBackend."""
         request = read.request
         for index, part in enumerate(request.parts):
+            read.wait_for_part(index)
             pages = read.pages[part.place]
             encoding = RunEncoding(request.encoding, pages.layout, part.layer)
             step = _chunk_tokens(pages.bytes_per_token(part.layer, part.heads))
@@ -46,6 +47,8 @@ class TcpBackend:
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
         """See KvBackend."""
         for index, part, first, count in _expected_runs(target):
+            if not first:
+                target.wait_for_part(index)
             arrived = connection.receive_run()
             if arrived[:3] != (index, target.request.first_token + first, count):
                 raise KvFrameError(f"run {arrived[:3]} in place of {index, first, count}")
