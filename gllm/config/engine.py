@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.config.addresses import is_wildcard, parse_host_port
 from gllm.config.degrees import as_degrees, expand_degrees
 from gllm.config.field_types import FieldError, convert_fields
 from gllm.config.flags import (
@@ -214,6 +215,11 @@ class EngineConfig:
         "encoding of KV blocks over TCP; int8 takes about half of the bytes of bfloat16 and rounds",
         choices=tuple(LINK_ENCODINGS),
     )
+    kv_transfer_address: str = option(
+        "",
+        "HOST:PORT, as other machines reach it, at which their engines fetch KV blocks from here, "
+        "over TLS; default: only engines on this machine fetch them",
+    )
     kv_fetch: str = option(
         "auto",
         "KV blocks that are fetched: auto, those that are predicted to be there sooner than "
@@ -256,6 +262,8 @@ class EngineConfig:
 
     def _check_kv_transfer(self) -> None:
         """Check `kv_transfer`, whose caches are in the memory of this machine."""
+        if self.kv_transfer_address:
+            self._check_kv_transfer_address()
         if self.kv_transfer is None:
             return
         try:
@@ -264,6 +272,19 @@ class EngineConfig:
             raise FieldError("kv_transfer", f"kv_transfer: {error}") from None
         if self.device == "cuda":
             raise FieldError("kv_transfer", KV_TRANSFER_ON_GPU)
+
+    def _check_kv_transfer_address(self) -> None:
+        name = "kv_transfer_address"
+        if self.kv_transfer is None:
+            raise FieldError(name, f"{name} needs kv_transfer: set it, or leave {name} out")
+        try:
+            host, _ = parse_host_port(self.kv_transfer_address)
+        except ValueError as error:
+            raise FieldError(name, f"{name}: {error}") from None
+        if is_wildcard(host):
+            raise FieldError(
+                name, f"{name}: other machines cannot dial {host}: give the address that they reach"
+            )
 
     @property
     def stage_degrees(self) -> tuple[int, ...]:

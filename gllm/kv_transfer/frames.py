@@ -129,15 +129,22 @@ def decode_kv_payload(data: bytes, kind: type[_Payload]) -> _Payload:
 class KvConnection:
     """Connection of two movers; used by one thread, except `shut_down`."""
 
-    def __init__(self, connection: socket.socket, check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        check: Callable[[], None] | None = None,
+        idle_seconds: float = float("inf"),
+    ) -> None:
         """Use a connected socket.
 
         Args:
             connection: TCP, TLS or a Unix socket.
             check: Called while nothing arrives; raises an error to end the wait.
+            idle_seconds: Longest wait for the begin of a frame.
         """
         self.socket = connection
         self._check = check or (lambda: None)
+        self._idle_seconds = idle_seconds
         self._timeout = 30.0
         """Longest wait for the rest of a frame, and for the other end to read."""
         self.restore_timeout()
@@ -223,14 +230,15 @@ class KvConnection:
 
     def _receive_all(self, size: int, is_first: bool) -> bytearray:
         data = bytearray(size)
-        view, end = memoryview(data), time.monotonic() + self._timeout
+        begin = time.monotonic()
+        view, end = memoryview(data), begin + self._timeout
         while view:
             try:
                 received = self.socket.recv_into(view)
             except (TimeoutError, ssl.SSLWantReadError):
                 # A connection may be idle between two frames, but not in the middle of one.
                 is_idle = is_first and len(view) == size
-                self._wait(float("inf") if is_idle else end)
+                self._wait(begin + self._idle_seconds if is_idle else end)
                 continue
             if not received:
                 raise ConnectionError("the other end has closed the connection")

@@ -44,6 +44,8 @@ NUM_FETCH_THREADS = 4
 FIRST_GUESS_BYTES_PER_SECOND = 1e7
 """Rate that a deadline assumes before any transfer was measured."""
 _BACKLOG = 64
+IDLE_SECONDS = 10.0
+"""Time after which a connection of another machine that requests nothing is closed."""
 _CREDENTIALS = struct.Struct("3i")
 
 KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch
@@ -169,7 +171,7 @@ class KvMover:
 
     def adopt(self, connection: socket.socket) -> None:
         """Serve a connection that another machine's mover has opened at the data port."""
-        self._source.adopt(KvConnection(connection))
+        self._source.adopt(KvConnection(connection, idle_seconds=IDLE_SECONDS))
 
     def close(self) -> None:
         """End all fetches and connections."""
@@ -284,7 +286,9 @@ class KvMover:
         """Return a connection to another mover. Raises OSError, ValueError, KvTransferError."""
         if not is_local:
             if self._dial is None or not machine.address:
-                raise KvTransferError("the other engine is on a machine that cannot be reached")
+                raise KvTransferError(
+                    "the other engine is on another machine and has no --kv-transfer-address"
+                )
             return self._dial(machine)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -56,6 +56,9 @@ class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     """Encoding of activations: a name of LINK_ENCODINGS, the same at both ends of an edge."""
     node_timeout: float = 5.0
     """Seconds; an edge is lost when it stays disconnected for twice as long."""
+    accepts_engines: bool = False
+    """True if the data port is for engines of other machines that fetch KV blocks: they show no
+    certificate, because tickets permit what they read."""
     log_level: str = "warning"
     log_format: str = "text"
 

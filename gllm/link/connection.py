@@ -53,12 +53,21 @@ class TlsIdentity:
 
         An invalid certificate is left out: the machine that announced it cannot connect.
         """
-        context = self._create(ssl.PROTOCOL_TLS_SERVER)
-        # Tickets would arrive beside the frames, and no session is ever resumed.
-        context.num_tickets = 0
+        context = self.accepting_anyone()
+        # Certificates carry no host names: they are compared as a whole.
+        context.verify_mode = ssl.CERT_REQUIRED
         for certificate in certificates:
             with suppress(ssl.SSLError, ValueError):
                 context.load_verify_locations(cadata=certificate)
+        return context
+
+    def accepting_anyone(self) -> ssl.SSLContext:
+        """Return a context that accepts dialers without a certificate."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Tickets would arrive beside the frames, and no session is ever resumed.
+        context.num_tickets = 0
+        context.load_cert_chain(f"/proc/self/fd/{self._descriptor}")
         return context
 
     def dialing(self, certificate: bytes) -> ssl.SSLContext:
@@ -67,18 +76,24 @@ class TlsIdentity:
         Raises:
             ssl.SSLError, ValueError: the certificate is invalid.
         """
-        context = self._create(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(cadata=certificate)
-        return context
-
-    def _create(self, protocol: "ssl._SSLMethod") -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # Certificates carry no host names: they are compared as a whole.
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
+        context = create_dialing_context(certificate)
         context.load_cert_chain(f"/proc/self/fd/{self._descriptor}")
         return context
+
+
+def create_dialing_context(certificate: bytes) -> ssl.SSLContext:
+    """Return a context that connects to the owner of a certificate, and shows none itself.
+
+    Raises:
+        ssl.SSLError, ValueError: the certificate is invalid.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Certificates carry no host names: they are compared as a whole.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=certificate)
+    return context
 
 
 def peer_certificate(connection: socket.socket) -> bytes:
@@ -101,9 +116,10 @@ def dial(
     try:
         configure_socket(connection, congestion)
         connection.settimeout(HANDSHAKE_SECONDS)
-        if tls is None:
+        if tls is None and not certificate:
             return connection
-        secured = tls.dialing(certificate).wrap_socket(connection)
+        context = create_dialing_context(certificate) if tls is None else tls.dialing(certificate)
+        secured = context.wrap_socket(connection)
     except BaseException:
         connection.close()
         raise

@@ -159,6 +159,8 @@ class DataMover:
         if identity.listen:
             try:
                 context = self._accepting_context if tls else None
+                if tls is not None and identity.accepts_engines:
+                    context = tls.accepting_anyone
                 self._listener = Listener(
                     identity.listen, identity.congestion, context, self._on_hello, self._refusals
                 )

@@ -118,7 +118,10 @@ class ActionExecutor:
         self.kv_events = KvEventSource()
         """Changes of the prefix cache of the present driver."""
         self.kv_mover = EngineKvMover(
-            self.send_to_driver, config.kv_transfer, config.kv_transfer_encoding
+            self.send_to_driver,
+            config.kv_transfer,
+            config.kv_transfer_encoding,
+            config.kv_transfer_address,
         )
         self.loaded: dict[int, StageLoaded] = {}
         """Reports of the present generation's workers, by sender."""

@@ -35,6 +35,7 @@ from gllm.messages.kv_transfer import (
     RevokeKv,
     ServeKv,
 )
+from gllm.runtime.certificates import create_certificate
 from gllm.runtime.link_child import LinkChild
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,11 @@ class EngineKvMover:
     """Owner of the KV mover of an engine on one machine; called on the event loop."""
 
     def __init__(
-        self, send: Callable[[WireMessage], None], backend: str | None, encoding: str = PLAIN
+        self,
+        send: Callable[[WireMessage], None],
+        backend: str | None,
+        encoding: str = PLAIN,
+        address: str = "",
     ) -> None:
         """Create a mover without caches; the process starts with the first ones.
 
@@ -70,6 +75,7 @@ class EngineKvMover:
             send: sends to the driver of the present generation.
             backend: `EngineConfig.kv_transfer`; None for an engine without transfers.
             encoding: of fetches over TCP, a name of LINK_ENCODINGS.
+            address: HOST:PORT at which engines of other machines fetch; empty if they cannot.
         """
         self.endpoint = b""
         """Address and layouts of the caches for other engines; empty while they are not served."""
@@ -82,7 +88,10 @@ class EngineKvMover:
         """Called when the endpoint has changed."""
         self._send = send
         self._backend, self._encoding = backend, encoding
-        self._child = LinkChild(LinkIdentity(0, "kv", "", has_tls=False), None, self)
+        self._address = address
+        self._certificate = create_certificate() if address else None
+        identity = LinkIdentity(0, "kv", address, bool(address), accepts_engines=bool(address))
+        self._child = LinkChild(identity, self._certificate, self)
         self._layouts: dict[int, KvLayout] = {}
         """Layouts of the present generation's workers, by sender."""
         self._caches: _OpenCaches | None = None
@@ -173,6 +182,9 @@ class EngineKvMover:
         self.on_change = lambda: None
         self.end_generation()
         self._child.close()
+        if self._certificate is not None:
+            self._certificate.close()
+            self._certificate = None
 
     def on_started(self) -> None:
         """See LinkOwner."""
@@ -209,6 +221,11 @@ class EngineKvMover:
             self._end_transfers(caches, message.cause)
             return
         machine = msgspec.msgpack.decode(message.machine, type=KvMachine)
+        if self._certificate is not None:
+            certificate = self._certificate.certificate
+            machine = msgspec.structs.replace(
+                machine, address=self._address, certificate=certificate
+            )
         self._set_endpoint(encode_endpoint(KvEndpoint([machine])))
 
     def _on_moved(

@@ -72,3 +72,23 @@ def test_gpus_and_other_machines_are_refused() -> None:
     config = EngineConfig(kv_transfer="auto", pipeline_parallel_size=2)
     with pytest.raises(ValueError, match="kv_transfer needs all stages on one machine"):
         Engine(config, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [
+        ("29701", "HOST:PORT"),
+        ("host:0", "HOST:PORT"),
+        ("0.0.0.0:29701", "cannot dial 0.0.0.0"),
+        ("[::]:29701", "cannot dial ::"),
+    ],
+)
+def test_addresses_that_other_machines_cannot_dial(address: str, cause: str) -> None:
+    with pytest.raises(FieldError, match=f"kv_transfer_address: .*{cause}"):
+        EngineConfig(kv_transfer="auto", kv_transfer_address=address)
+
+
+def test_an_address_needs_transfers() -> None:
+    with pytest.raises(FieldError, match="kv_transfer_address needs kv_transfer"):
+        EngineConfig(kv_transfer_address="host:29701")
+    assert parse("--kv-transfer", "--kv-transfer-address", "host:29701").kv_transfer == "auto"

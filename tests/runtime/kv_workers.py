@@ -30,13 +30,15 @@ async def until(condition: Callable[[], Any]) -> Any:
 class KvWorkers:
     """Workers of one engine that only have caches, with the driver's end of the mover."""
 
-    def __init__(self, pp: int = 1, tp: int = 1, backend: str | None = "auto") -> None:
+    def __init__(
+        self, pp: int = 1, tp: int = 1, backend: str | None = "auto", address: str = ""
+    ) -> None:
         self.reports: list[WireMessage] = []
         """Messages to the driver of the present generation."""
         self.num_changes = 0
         self.layouts: list[KvLayout] = cut_layouts(pp, tp)
         self.pages: list[KvPages] = []
-        self.mover = EngineKvMover(self._on_report, backend)
+        self.mover = EngineKvMover(self._on_report, backend, address=address)
         self.mover.on_change = self._on_change
 
     def begin(self, generation: int, num_shared: int | None = None) -> None:

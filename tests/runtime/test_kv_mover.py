@@ -5,12 +5,13 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
+from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, decode_endpoint, encode_endpoint
 from gllm.kv_transfer.mover import read_host_id
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -20,6 +21,7 @@ from gllm.messages.kv_transfer import (
     RevokeKv,
     ServeKv,
 )
+from gllm.runtime.certificates import create_certificate
 from tests.runtime.kv_workers import BLOCKS, NUM_TOKENS, KvWorkers, until
 
 
@@ -113,6 +115,44 @@ async def test_a_process_that_ends_revokes_and_fails_everything_and_the_next_one
         assert not (await receiver.ended(2)).is_ok, "the former endpoint is nobody's"
         assert (await receiver.ended(3)).is_ok
         assert receiver.read() == owner.read()
+
+
+def remote(endpoint: bytes, **changes: Any) -> bytes:
+    """The endpoint of an engine, as if it were on another machine."""
+    (machine,) = decode_endpoint(endpoint).machines
+    changed = msgspec.structs.replace(machine, host="elsewhere", socket="", **changes)
+    return encode_endpoint(KvEndpoint([changed]))
+
+
+async def test_engines_of_other_machines_fetch_over_tls() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    owner, receiver = KvWorkers(pp=2, address=address), KvWorkers()
+    async with engines(owner, receiver):
+        owner.serve(5)
+        here = owner.mover.endpoint
+        wrong = create_certificate()
+        wrong.close()
+        refused = {
+            0: remote(here, certificate=wrong.certificate),
+            1: remote(here, certificate=b""),
+            2: remote(receiver.mover.endpoint),
+        }
+        for number, endpoint in refused.items():
+            receiver.fetch(number, 5, endpoint)
+            assert not (await receiver.ended(number)).is_ok
+        assert "--kv-transfer-address" in (await receiver.ended(2)).cause
+        receiver.fetch(3, 6, remote(here))
+        assert "not held" in (await receiver.ended(3)).cause
+        receiver.fetch(4, 5, remote(here))
+        assert (await receiver.ended(4)).is_ok
+        assert receiver.read() == owner.read()
+        owner.kill()
+        await until(lambda: owner.mover.endpoint not in (b"", here))
+        owner.serve(7)
+        # The same port and certificate.
+        receiver.fetch(5, 7, remote(here))
+        assert (await receiver.ended(5)).is_ok
 
 
 async def test_nothing_of_a_generation_reaches_the_next_driver() -> None:

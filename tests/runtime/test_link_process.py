@@ -33,10 +33,16 @@ async def until(condition: Callable[[], Any]) -> Any:
 class Machine:
     """One end of an edge: its owner of gllm-link, and the ring of its worker."""
 
-    def __init__(self, name: str, listen: str, certificate: NodeCertificate | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        listen: str,
+        certificate: NodeCertificate | None,
+        node_timeout: float = 1.0,
+    ) -> None:
         self.name = name
         self.certificate = certificate
-        self.links = LinkProcess(name, listen, certificate, node_timeout=1.0)
+        self.links = LinkProcess(name, listen, certificate, node_timeout=node_timeout)
         self.opened: list[tuple[int, int]] = []
         self.lost: list[tuple[int, int, str]] = []
         self.begin_run(RUN)
@@ -90,8 +96,9 @@ def restarted_once(machine: Machine) -> bool:
 async def two_machines(has_tls: bool = True) -> AsyncIterator[tuple[Machine, Machine, LinkPeer]]:
     """A machine that sends and dials, one that receives, and how the second is reached."""
     certificates = [create_certificate() if has_tls else None for _ in range(2)]
-    left = Machine("left", "", certificates[0])
-    right = Machine("right", "127.0.0.1:0", certificates[1])
+    # No edge is lost while a busy machine starts a process.
+    left = Machine("left", "", certificates[0], node_timeout=SECONDS)
+    right = Machine("right", "127.0.0.1:0", certificates[1], node_timeout=SECONDS)
     try:
         port = await right.links.listen()
         yield left, right, peer_of(right, f"127.0.0.1:{port}")
