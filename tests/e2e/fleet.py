@@ -104,6 +104,19 @@ class Router(Server):
         with self.open("/engines", None, **self._headers) as answer:
             return {row["name"]: row for row in json.load(answer)["engines"]}
 
+    def change_role(self, name: str, role: str) -> float:
+        """Change the role of an engine; the seconds until the router shows it."""
+        begin = time.monotonic()
+        assert self.post(f"/engines/{name}/role", {"role": role})[0] == 200
+        wait_until(lambda: self.rows()[name]["role"] == role)
+        return time.monotonic() - begin
+
+    def losses(self) -> list[dict[str, int]]:
+        """Counters of lost engines, and of requests that were taken to another engine."""
+        with self.open("/engines", None, **self._headers) as answer:
+            totals = json.load(answer)["router"]
+        return [totals["lost_engines"], totals["migrations"]]
+
     def wait_until_ready(self, *names: str) -> None:
         """Wait until engines of these names take requests."""
 

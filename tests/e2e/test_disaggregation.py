@@ -12,7 +12,7 @@ import pytest
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
 from tests.e2e.fleet import Router
-from tests.e2e.recovery_load import COMPLETIONS, Load
+from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Load
 from tests.e2e.server import children, serving, wait_until
 from tests.e2e.test_router import compare
 
@@ -126,6 +126,28 @@ def test_the_text_of_token_1_ends_the_request(pair: Pair) -> None:
 
 def test_requests_of_all_kinds_have_the_text_of_one_engine(pair: Pair) -> None:
     compare(Load(pair.router, "apart").wait(), pair.alone.answers)
+    pair.wait_until_empty()
+
+
+def test_roles_change_under_load(pair: Pair) -> None:
+    """T7: both ways; no request is lost or moved, and no process restarts."""
+    router = pair.router
+
+    def processes() -> list[list[int]]:
+        pids = [engine.process.pid for engine in router.engines.values()]
+        return [[pid, *children(pid)] for pid in pids]
+
+    before, losses = processes(), router.losses()
+    load = Load(router, "roles change")
+    load.wait_for_events(len(REQUESTS))
+    for role in ("decode", "prefill"):
+        router.change_role(PREFILL, role)
+    body = {"worker_url": DECODE, "new_role": "prefill"}
+    assert router.post("/pd_role_switch", body)[1]["old_role"] == "decode"
+    router.change_role(DECODE, "decode")
+    assert load.is_running
+    compare(load.wait(), pair.alone.answers)
+    assert (processes(), router.losses()) == (before, losses)
     pair.wait_until_empty()
 
 
