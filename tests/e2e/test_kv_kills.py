@@ -1,4 +1,7 @@
-"""Kill an engine, its mover or a worker at each state of a hand-off: same text, nothing left."""
+"""Kill an engine, its mover or a worker at each state of a hand-off: same text, nothing left.
+
+Or abort the request: nothing is left either.
+"""
 
 import asyncio
 import os
@@ -125,13 +128,35 @@ async def check_case(rig: KilledEngines, case: Case, expected: list[int]) -> Non
     await rig.until_empty()
 
 
-async def check_cases(monkeypatch: pytest.MonkeyPatch, cases: Sequence[Case]) -> None:
+async def check_abort(rig: KilledEngines, state: HandoffState) -> None:
+    """Abort a request at a state of its hand-off."""
+    await rig.start_missing()
+    request = asyncio.create_task(generate(rig.router, PROMPT, MAX_TOKENS))
+
+    def on_state(present: HandoffState) -> None:
+        if present is state:
+            asyncio.get_running_loop().call_later(DELAYS[state], request.cancel)
+
+    rig.on_state = on_state
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    rig.on_state = lambda state: None
+    assert rig.router._fleet.client.num_requests == 0
+    await rig.until_empty()
+
+
+async def check_cases(
+    monkeypatch: pytest.MonkeyPatch, aborts: Sequence[HandoffState], cases: Sequence[Case]
+) -> None:
     """Check cases one after another; engines that were killed are started again before the next."""
     async with killed_engines(monkeypatch) as rig:
         rig.policy.decode = "P"
         expected = await generate(rig.router, PROMPT, MAX_TOKENS)
         rig.policy.decode = "D"
         assert not rig.handoffs.num_ended, "one engine has computed it"
+        for state in aborts:
+            await rig.router.reset_prefix_cache()
+            await check_abort(rig, state)
         for case in cases:
             await rig.start_missing()
             await rig.router.reset_prefix_cache()
@@ -142,10 +167,10 @@ async def check_cases(monkeypatch: pytest.MonkeyPatch, cases: Sequence[Case]) ->
 async def test_requests_survive_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     await check_cases(
         monkeypatch,
+        [HandoffState.READY, HandoffState.TRANSFER],
         [
             (HandoffState.READY, "P", "mover"),
             (HandoffState.TRANSFER, "D", "mover"),
-            (HandoffState.PREFILL, "P", "worker"),
             (HandoffState.TRANSFER, "P", "engine"),
         ],
     )
@@ -157,4 +182,4 @@ async def test_requests_survive_a_kill_at_each_state(
     state: HandoffState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [(state, name, victim) for victim in VICTIMS for name in ("P", "D")]
-    await check_cases(monkeypatch, cases)
+    await check_cases(monkeypatch, [state], cases)
