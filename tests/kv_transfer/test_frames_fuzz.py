@@ -16,10 +16,10 @@ from tests.kv_transfer.layouts import cut_layouts
 BLOCKS = [2, 0, 3]
 
 
-def _read_frame(backend: str = "tcp") -> bytes:
+def _read_frame(backend: str = "tcp", is_per_layer: bool = False) -> bytes:
     own, other = socket.socketpair()
     parts = [ReadPart(0, layer, 0, 2) for layer in range(4)]
-    request = ReadRequest(7, 5, 0, 10, backend, "plain", parts)
+    request = ReadRequest(7, 5, 0, 10, backend, "plain", parts, is_per_layer)
     KvConnection(own).send_struct(KvFrameKind.READ, request)
     data = other.recv(2**16)
     own.close()
@@ -47,7 +47,12 @@ def _mutate(data: bytes, rng: random.Random) -> bytes:
 def _fuzz_owner(num_rounds: int, seed: int) -> None:
     rng = random.Random(seed)
     owner = CachedEngine(cut_layouts(1, 1))
-    frames = [_read_frame(), _read_frame("shm")]
+    owner.serve(make_contents(10, seed=3), BLOCKS, 7)
+    frames = [
+        _read_frame(backend, is_per_layer)
+        for backend in ("tcp", "shm")
+        for is_per_layer in (False, True)
+    ]
     for number in range(num_rounds):
         data = _mutate(rng.choice(frames), rng) if number % 4 else rng.randbytes(40)
         own, other = socket.socketpair()
@@ -68,13 +73,13 @@ def _fuzz_owner(num_rounds: int, seed: int) -> None:
         engine.mover.close()
 
 
-def _fuzz_receiver(num_rounds: int, seed: int) -> None:
+def _fuzz_receiver(num_rounds: int, seed: int, is_per_layer: bool) -> None:
     """Answer fetches with mutated runs: no other slot is ever written."""
     rng = random.Random(seed)
     owner = CachedEngine(cut_layouts(1, 1))
     owner.fill(make_contents(10, seed=3), BLOCKS)
     listening = socket.create_server(("127.0.0.1", 0))
-    answers = [_answer(owner, rng, is_valid=not number) for number in range(num_rounds)]
+    answers = [_answer(owner, rng, is_per_layer, not number) for number in range(num_rounds)]
 
     def answer() -> None:
         for data in answers:
@@ -93,7 +98,7 @@ def _fuzz_receiver(num_rounds: int, seed: int) -> None:
     endpoint = owner.endpoint(is_remote=True)
     receiver = CachedEngine(cut_layouts(1, 1), dial=dial_plain)
     for number in range(num_rounds):
-        fetched = receiver.fetch(FetchKv(number, 7, endpoint, 0, 10, BLOCKS))
+        fetched = receiver.fetch(FetchKv(number, 7, endpoint, 0, 10, BLOCKS, is_per_layer))
         assert fetched.is_ok == (number == 0)
         assert receiver.count_written_slots() <= 4 * 2 * 10
     thread.join(10)
@@ -102,17 +107,22 @@ def _fuzz_receiver(num_rounds: int, seed: int) -> None:
         engine.mover.close()
 
 
-def _answer(owner: CachedEngine, rng: random.Random, is_valid: bool) -> bytes:
-    """Return the bytes of a transfer, valid or with a changed header or too few bytes."""
+def _answer(owner: CachedEngine, rng: random.Random, is_per_layer: bool, is_valid: bool) -> bytes:
+    """Return the bytes of a transfer, valid or with a changed header or announcement."""
     own, other = socket.socketpair()
     connection, data = KvConnection(own), b""
     (pages,) = owner.pages
     slots = pages.find_slots(BLOCKS, 0, 10)
     for layer in range(4):
         run = pages.read(layer, range(2), slots)
-        header = [layer, 0, 10]
+        header, num_ready = [layer, 0, 10], layer + 1
         if not is_valid and layer == 3:
-            header[rng.randrange(3)] += rng.choice([1, 7, 2**31])
+            if is_per_layer and rng.randrange(2):
+                num_ready = rng.choice([0, 2, 5, 2**32 - 1])
+            else:
+                header[rng.randrange(3)] += rng.choice([1, 7, 2**31])
+        if is_per_layer:
+            connection.send(KvFrameKind.READY, num_ready.to_bytes(4, "big"))
         packed = b"".join(value.to_bytes(4, "big") for value in header)
         connection.send(KvFrameKind.RUN, packed, run.tobytes())
         data += other.recv(2**16)
@@ -125,14 +135,15 @@ def _answer(owner: CachedEngine, rng: random.Random, is_valid: bool) -> bytes:
 
 def test_movers_survive_invalid_frames() -> None:
     _fuzz_owner(40, seed=1)
-    _fuzz_receiver(12, seed=2)
+    _fuzz_receiver(12, seed=2, is_per_layer=False)
+    _fuzz_receiver(12, seed=3, is_per_layer=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_movers_survive_many_invalid_frames(seed: int) -> None:
     _fuzz_owner(2000, seed)
-    _fuzz_receiver(300, seed)
+    _fuzz_receiver(300, seed, is_per_layer=seed % 2 == 0)
 
 
 @pytest.mark.parametrize(
