@@ -35,6 +35,7 @@ EXPERIMENTS = {
     "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
     "tetri": ("tetri", "TetriInfer: its workloads against colocated engines"),
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
+    "distserve": ("distserve", "prefill and decode apart: goodput and attainment of DistServe"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),

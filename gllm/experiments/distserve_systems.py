@@ -1,0 +1,257 @@
+"""Systems of DistServe's evaluation in the simulator: separate phases, and colocated baselines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from random import Random
+from statistics import fmean
+from typing import NamedTuple
+
+from gllm.observability.latency import RequestTimeline
+from gllm.routing.disaggregation.policy_registry import make_pair_policy
+from gllm.routing.policy_registry import make_policy
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.handoffs import HandoffRecord, KvNetwork
+from gllm.sim.cluster.paired import simulate_pairs
+from gllm.sim.cluster.router import PolicyRouter
+from gllm.sim.costs.distserve import (
+    DistServeCostModel,
+    interpolate_coefficients,
+    read_kv_capacity,
+)
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.stages import split_layers_evenly
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+
+MAX_MODEL_LEN = 2048
+"""Context of OPT in tokens."""
+MAX_BATCHED_TOKENS = 2560
+"""Prompt tokens per micro-batch of the colocated engines: vLLM's default at the time."""
+MAX_SEQS = 192
+"""Sequences per stage: the largest measured batch."""
+CHUNK = 512
+"""Tokens per micro-batch of policy `sarathi`."""
+NETWORK = LINKS["nvlink"]
+"""Placements of one layer's prefill and decode share a node."""
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Devices of one engine."""
+
+    tp: int
+    pp: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of devices."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} PP {self.pp}"
+
+
+@dataclass(frozen=True)
+class System:
+    """Engines with published coefficients."""
+
+    name: str
+    model: str
+    coefficients: str
+    """Engine of the measurements: distserve or vllm."""
+    prefill: Parallelism
+    decode: Parallelism | None = None
+    """None: `prefill` runs both phases."""
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill_policy: str = "distserve"
+    decode_policy: str = "distserve"
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of devices."""
+        decode = self.num_decode * self.decode.num_gpus if self.decode else 0
+        return self.num_prefill * self.prefill.num_gpus + decode
+
+    @property
+    def placement(self) -> str:
+        """Engines as text."""
+        if self.decode is None:
+            return str(self.prefill)
+        counts = f"{self.num_prefill} x {self.prefill}, {self.num_decode} x {self.decode}"
+        return counts.replace("1 x ", "")
+
+
+class Outcome(NamedTuple):
+    """Latencies of all requests of a run, in seconds."""
+
+    ttft: tuple[float, ...]
+    tpot: tuple[float, ...]
+    """By request; 0 with a single token."""
+    parts: tuple[float, ...] = ()
+    """Mean seconds of the five parts of `PARTS`; empty without hand-offs."""
+    transfers: tuple[float, ...] = ()
+    """Seconds of each transfer."""
+
+    def attainment(self, ttft: float | None, tpot: float | None, scale: float = 1.0) -> float:
+        """Return the share (0..1) of requests within limits in seconds, times a scale."""
+        met = [
+            (ttft is None or first <= ttft * scale) and (tpot is None or each <= tpot * scale)
+            for first, each in zip(self.ttft, self.tpot, strict=True)
+        ]
+        return sum(met) / len(met)
+
+    def least_scale(self, ttft: float, tpot: float, target: float) -> float:
+        """Return the least scale of both limits at which a share of the requests meets them."""
+        scales = sorted(
+            max(first / ttft, each / tpot) for first, each in zip(self.ttft, self.tpot, strict=True)
+        )
+        return scales[ceil(target * len(scales)) - 1]
+
+
+PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
+"""Parts of a request's latency, as in the paper's Figure 10."""
+
+
+@cache
+def make_engine(
+    coefficients: str,
+    model: str,
+    parallelism: Parallelism,
+    policy: str,
+    kv_admission: str = "auto",
+    has_prefill: bool = True,
+) -> Deployment:
+    """Return an engine with published coefficients and KV capacity.
+
+    Args:
+        coefficients: Engine of the measurements: distserve or vllm.
+        model: Name of the model.
+        parallelism: Devices.
+        policy: Scheduling policy.
+        kv_admission: Rule of admission to the KV cache.
+        has_prefill: False if prompts cost nothing, because another engine computes them.
+    """
+    tp, pp = parallelism.tp, parallelism.pp
+    config = SchedulerConfig(
+        policy=policy,
+        max_num_batched_tokens={"vllm": MAX_BATCHED_TOKENS, "sarathi": CHUNK}.get(policy),
+        max_num_seqs=MAX_SEQS * pp,
+        prefix_cache=False,
+        kv_admission=kv_admission,
+        async_scheduling=False,
+    )
+    layers = split_layers_evenly(MODELS[model].layers, pp)
+    blocks = read_kv_capacity(model, tp, pp) // config.block_size
+    cost = DistServeCostModel(
+        interpolate_coefficients(coefficients, model, tp),
+        pp,
+        has_prefill,
+        extrapolates_context=True,
+    )
+    return Deployment(model, layers, cost, config.resolve(pp, blocks, MAX_MODEL_LEN))
+
+
+def run_system(
+    system: System, workload: str, rate: float, num_requests: int, seed: int = SEED
+) -> Outcome:
+    """Simulate a system.
+
+    Args:
+        system: The system.
+        workload: Name of the lengths.
+        rate: Requests per second of the whole system.
+        num_requests: Number of requests.
+        seed: Seed of lengths and arrivals.
+    """
+    jobs = make_workload(workload, num_requests, rate, seed=seed)
+    if system.decode is None:
+        return _run_colocated(system, jobs)
+    costs = system.coefficients, system.model
+    prefill = make_engine(*costs, system.prefill, system.prefill_policy)
+    admission = "distserve" if system.decode_policy == "distserve" else "auto"
+    decode = make_engine(*costs, system.decode, system.decode_policy, admission)
+    engines = {f"P{index}": prefill for index in range(system.num_prefill)}
+    engines |= {f"D{index}": decode for index in range(system.num_decode)}
+    roles = {name: "prefill" if name[0] == "P" else "decode" for name in engines}
+    shape = MODELS[system.model]
+    network = KvNetwork(NETWORK, shape.layers * shape.kv_bytes)
+    policy = make_pair_policy("distserve", Random(seed))
+    run = simulate_pairs(engines, roles, jobs, policy, network)
+    lines = [run.cluster.requests[index].line for index in range(len(jobs))]
+    return _outcome(lines, run.handoffs)
+
+
+def _run_colocated(system: System, jobs: Sequence[WorkloadRequest]) -> Outcome:
+    policy = "vllm" if system.prefill_policy == "distserve" else system.prefill_policy
+    engine = make_engine(system.coefficients, system.model, system.prefill, policy)
+    if system.num_prefill == 1:
+        record = simulate(engine, list(jobs))
+        return _outcome([record.requests[seq].line for seq in range(len(jobs))], {})
+    engines = {f"E{index}": engine for index in range(system.num_prefill)}
+    router = PolicyRouter(make_policy("least-requests", Random(SEED)))
+    run = simulate_cluster(engines, jobs, router)
+    return _outcome([run.requests[index].line for index in range(len(jobs))], {})
+
+
+def run_phase(system: System, phase: str, workload: str, rate: float, num_requests: int) -> Outcome:
+    """Simulate one phase alone on an engine: prefill with one token, or decode without prefill.
+
+    Args:
+        system: `prefill` is the engine of the phase.
+        phase: prefill or decode.
+        workload: Name of the lengths.
+        rate: Requests per second.
+        num_requests: Number of requests.
+    """
+    jobs = make_workload(workload, num_requests, rate, seed=SEED)
+    if phase == "prefill":
+        jobs = [job._replace(num_output_tokens=1) for job in jobs]
+    engine = make_engine(
+        system.coefficients,
+        system.model,
+        system.prefill,
+        "distserve",
+        "auto" if phase == "prefill" else "distserve",
+        phase == "prefill",
+    )
+    record = simulate(engine, jobs)
+    lines = [record.requests[seq].line for seq in range(len(jobs))]
+    outcome = _outcome(lines, {})
+    if phase == "prefill":
+        return outcome
+    # Requests arrive with their first token, so that the wait for free blocks delays the second.
+    tpot = tuple(
+        (line.e2el or 0.0) / (job.num_output_tokens - 1) if job.num_output_tokens > 1 else 0.0
+        for line, job in zip(lines, jobs, strict=True)
+    )
+    return outcome._replace(ttft=(0.0,) * len(jobs), tpot=tpot)
+
+
+def _outcome(lines: Sequence[RequestTimeline], handoffs: dict[int, HandoffRecord]) -> Outcome:
+    ttft = tuple(line.ttft if line.ttft is not None else float("inf") for line in lines)
+    tpot = tuple(line.tpot or 0.0 for line in lines)
+    parts, transfers = [], []
+    for index, handoff in handoffs.items():
+        if handoff.fetch_time is None or handoff.arrival_time is None:
+            continue
+        line = lines[index]
+        start = handoff.decode_time or handoff.arrival_time
+        transfer = handoff.arrival_time - handoff.fetch_time
+        transfers.append(transfer)
+        parts.append(
+            (
+                handoff.prefill_start_time - line.arrival,
+                handoff.ready_time - handoff.prefill_start_time,
+                transfer,
+                handoff.fetch_time - handoff.ready_time + start - handoff.arrival_time,
+                line.times[-1] - start,
+            )
+        )
+    means = tuple(fmean(column) for column in zip(*parts, strict=True))
+    return Outcome(ttft, tpot, means, tuple(transfers))
