@@ -4,13 +4,16 @@ Costs are DistServe's coefficients of OPT-13B at TP 2 on A100-80G, scaled to V10
 the data sheets: reads of weights and KV cache by memory bandwidth, prompts by peak FLOP/s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean
 
-from gllm.experiments.split_pools import busy_seconds, simulate_pool, simulate_split
-from gllm.observability.latency import RequestTimeline
+from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
+from gllm.sim.cluster.handoffs import KvNetwork
+from gllm.sim.cluster.paired import simulate_pairs
+from gllm.sim.cluster.router import make_router
 from gllm.sim.costs.distserve import (
     DistServeCoefficients,
     DistServeCostModel,
@@ -19,14 +22,15 @@ from gllm.sim.costs.distserve import (
 )
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.devices import DEVICES
+from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.stages import split_layers_evenly
 from gllm.sim.workloads.lengths import sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest
 
-MODEL, TP = "opt-13b", 2
+MODEL, NUM_GPUS = "opt-13b", 2
 NUM_REQUESTS = 128
 """Requests of a run; all are there at once."""
-CHUNK_TOKENS = 512
 CAP = 16
 """Requests of a batch of the capped baseline."""
 UNCAPPED = 256
@@ -42,6 +46,15 @@ OUTPUTS = {"L": (8, 127), "H": (129, 599)}
 CLASSES = ("LPLD", "LPHD", "HPLD", "HPHD", "Mixed")
 """Light or heavy prefill, light or heavy decode; Mixed: a quarter of each."""
 LENGTHS = ("uniform", "sharegpt")
+SYSTEMS = {
+    "tetri": (SchedulerConfig(preset="tetri"), 1),
+    "tetri, fcfs, greedy": (
+        SchedulerConfig(policy="tetri", prefill_order="fcfs", kv_admission="greedy"), 1,
+    ),
+    "tetri, PP 2": (SchedulerConfig(preset="tetri"), 2),
+    "throttle, PP 2": (SchedulerConfig(policy="throttle"), 2),
+}  # fmt: skip
+"""Options and stages of the engines of split systems; all have the pair policy `tetri`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class TetriCase:
     lengths: str
     """A name of LENGTHS."""
     system: str
-    """`tetri`, or `colocated` on as many engines."""
+    """A name of SYSTEMS, or `colocated`."""
     max_num_seqs: int = UNCAPPED
     """Requests of a decode batch."""
     link: str = "NVLink, 300 GB/s"
@@ -124,45 +137,48 @@ def scale_to_v100(coefficients: DistServeCoefficients) -> DistServeCoefficients:
     )
 
 
-def build_engine(policy: str, max_num_seqs: int, max_tokens: int, has_prefill: bool) -> Deployment:
-    """Return an engine of two V100-32G."""
+def build_engine(config: SchedulerConfig, pp: int = 1) -> Deployment:
+    """Return an engine of two V100-32G, as ranks of one stage or as stages."""
     shape = MODELS[MODEL]
-    config = SchedulerConfig(
-        policy=policy,
-        max_num_batched_tokens=max_tokens,
-        max_num_seqs=max_num_seqs,
-        prefix_cache=False,
+    tp = NUM_GPUS // pp
+    config = replace(
+        config, max_num_seqs=config.max_num_seqs or UNCAPPED, prefix_cache=False,
         async_scheduling=False,
-    )
-    free = USABLE_SHARE * TP * DEVICES["V100"].memory - shape.parameters * shape.bytes_per_weight
+    )  # fmt: skip
+    weights = shape.parameters * shape.bytes_per_weight
+    free = USABLE_SHARE * NUM_GPUS * DEVICES["V100"].memory - weights
     blocks = int(free / (shape.layers * shape.kv_bytes * config.block_size))
-    coefficients = scale_to_v100(read_coefficients("distserve", MODEL, TP))
-    cost = DistServeCostModel(coefficients, 1, has_prefill)
-    return Deployment(MODEL, [shape.layers], cost, config.resolve(1, blocks, MAX_MODEL_LEN))
+    coefficients = scale_to_v100(read_coefficients("distserve", MODEL, tp))
+    cost = DistServeCostModel(coefficients, pp)
+    layers = split_layers_evenly(shape.layers, pp)
+    return Deployment(MODEL, layers, cost, config.resolve(pp, blocks, MAX_MODEL_LEN))
 
 
 def simulate_case(case: TetriCase) -> TetriOutcome:
     """Simulate a case."""
     jobs = sample_jobs(case.workload, case.lengths, case.seed, case.requests)
     if case.system == "colocated":
-        engine = build_engine("vllm", case.max_num_seqs, MAX_MODEL_LEN, True)
-        engines = {f"engine-{index}": engine for index in range(case.num_colocated)}
-        run = simulate_pool(engines, jobs, "least-requests", case.seed)
-        lines = [run.requests[seq].line for seq in range(len(jobs))]
-        return _measure(lines, busy_seconds(run))
+        config = SchedulerConfig(
+            policy="vllm", max_num_seqs=case.max_num_seqs, max_num_batched_tokens=MAX_MODEL_LEN
+        )
+        engines = {f"engine-{i}": build_engine(config) for i in range(case.num_colocated)}
+        router = make_router("least-requests", case.seed)
+        return _measure(simulate_cluster(engines, jobs, router))
+    config, pp = SYSTEMS[case.system]
+    config = replace(config, max_num_seqs=case.max_num_seqs)
     shape = MODELS[MODEL]
-    seconds = shape.layers * shape.kv_bytes / LINKS[case.link]
-    split = simulate_split(
-        {"prefill": build_engine("sarathi", UNCAPPED, CHUNK_TOKENS, True)},
-        {"decode": build_engine("vllm", case.max_num_seqs, MAX_MODEL_LEN, False)},
+    run = simulate_pairs(
+        {role: build_engine(config, pp) for role in ("prefill", "decode")},
+        {"prefill": "prefill", "decode": "decode"},
         jobs,
-        lambda num_tokens: num_tokens * seconds,
-        seed=case.seed,
+        make_pair_policy("tetri", Random(case.seed)),
+        KvNetwork(NetworkLink(LINKS[case.link], 0.0), shape.layers * shape.kv_bytes),
     )
-    return _measure(split.lines, split.busy_seconds)
+    return _measure(run.cluster)
 
 
-def _measure(lines: list[RequestTimeline], resource: float) -> TetriOutcome:
+def _measure(run: ClusterRun) -> TetriOutcome:
+    lines = [served.line for served in run.requests.values()]
     ttfts = [line.ttft for line in lines if line.ttft is not None]
     jcts = [line.e2el for line in lines if line.e2el is not None]
-    return TetriOutcome(fmean(ttfts), fmean(jcts), resource)
+    return TetriOutcome(fmean(ttfts), fmean(jcts), run.busy_seconds)

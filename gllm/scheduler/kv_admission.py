@@ -95,15 +95,16 @@ class StaticReservation(GreedyAdmission):
 
 
 class DynamicReservation(GreedyAdmission):
-    """Admission if all fit until the shortest has finished, just before it frees its blocks.
+    """Admission if all fit until the first one finishes, just before it frees its blocks.
 
-    With r* the least r of the running sequences: sum(u + r*) + p + r* <= C.
+    With r* the least r: sum(u + r*) + p + r* <= C. The paper takes r* from the running sequences;
+    here it includes the waiting one, whose own blocks return as early.
     """
 
     def _has_space(
         self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
     ) -> bool:
-        growth = min(map(self._predict_remaining, owners))
+        growth = min(map(self._predict_remaining, (sequence, *owners)))
         return self._fits_with_growth(sequence, growth, owners, growth, victims)
 
 

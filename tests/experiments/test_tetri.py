@@ -12,6 +12,12 @@ from gllm.experiments.tetri_cases import (
     scale_to_v100,
     simulate_case,
 )
+from gllm.experiments.tetri_local import (
+    AdmissionCase,
+    admit_decodes,
+    prompt_ttft,
+    sample_prompts,
+)
 from gllm.sim.costs.distserve import read_coefficients
 
 
@@ -37,6 +43,22 @@ def test_heavy_decodes_are_spread(num_engines: int) -> None:
     most = mean_most_heavy("po2", num_engines, 20)
     assert most <= 18
     assert most < mean_most_heavy("random", num_engines, 20)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_short_prompts_first_lower_the_mean_ttft(seed: int) -> None:
+    prompts = sample_prompts("lognormal", seed)
+    ttfts = {order: prompt_ttft(order, prompts) for order in ("fcfs", "sjf", "sjf, 128")}
+    assert ttfts["sjf"] <= 0.97 * ttfts["fcfs"]
+    assert ttfts["sjf, 128"] <= 0.6 * ttfts["sjf"]
+
+
+@pytest.mark.parametrize("lengths", ["mixed", "sharegpt"])
+def test_dynamic_reservation_avoids_preemptions(lengths: str) -> None:
+    greedy = admit_decodes(AdmissionCase(lengths, 16384, "greedy"))
+    dynamic = admit_decodes(AdmissionCase(lengths, 16384, "reserve-dynamic"))
+    assert dynamic.num_preemptions <= greedy.num_preemptions / 2
+    assert dynamic.jct <= 0.95 * greedy.jct
 
 
 def test_sharegpt_requests_belong_to_their_class() -> None:

@@ -72,8 +72,8 @@ class Cache:
         ("greedy", 7, 42),
         ("reserve-static", 7, 35),
         ("reserve-static", 25, 17),
-        # r* = min(20 - 5, 12 - 3) = 9: 44 + 32 + p + 9 <= 100, whatever is predicted for p.
-        ("reserve-dynamic", 7, 15),
+        # r* = min(20 - 5, 12 - 3, 7) = 7: 42 + 30 + p + 7 <= 100; r* = 9: 44 + 32 + p + 9 <= 100.
+        ("reserve-dynamic", 7, 21),
         ("reserve-dynamic", 25, 15),
         # 55 + 35 + p + 5 <= 100.
         ("reserve-max", 3, 5),
@@ -139,6 +139,28 @@ def test_distserve_admits_while_few_prompts_wait_for_their_first_decode(
     assert cache.most() == longest
     first.num_scheduled_tokens += 1
     assert cache.most() == 100 - num_waiting
+
+
+@settings(max_examples=num_examples(60, 1000), deadline=None, database=None)
+@given(
+    outputs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),
+    predicted=st.integers(1, 30),
+)
+def test_reserve_dynamic_fits_until_the_first_output_ends(
+    outputs: list[tuple[int, int]], predicted: int
+) -> None:
+    """All outputs grow by the least prediction, whether a running or the waiting one has it."""
+    caches = {name: Cache(name) for name in ("greedy", "reserve-static", "reserve-dynamic")}
+    for cache in caches.values():
+        for seq, (generated, remaining) in enumerate(outputs):
+            total = generated + remaining
+            cache.run(waiting_sequence(seq, 8, max_tokens=60, predicted=total, generated=generated))
+    used = sum(8 + generated for generated, _ in outputs)
+    growth = min(predicted, *(remaining for _, remaining in outputs))
+    longest = {name: cache.most(60, predicted) for name, cache in caches.items()}
+    assert longest["greedy"] == NUM_BLOCKS - used
+    assert longest["reserve-static"] == max(0, NUM_BLOCKS - used - predicted)
+    assert longest["reserve-dynamic"] == NUM_BLOCKS - used - growth * (len(outputs) + 1)
 
 
 def test_tokens_are_rounded_up_to_blocks() -> None:

@@ -44,6 +44,13 @@ class ClusterRun(NamedTuple):
     unserved: list[int]
     """Positions of the requests that wait in the central queue at the end."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """Computing time of all stages of all engines."""
+        return sum(
+            usage.busy for engine in self.engines.values() for usage in engine.record.stage_usages()
+        )
+
 
 class _LifeEvent(NamedTuple):
     """Event of one life of an engine; stale once another one has begun."""

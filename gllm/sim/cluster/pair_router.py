@@ -76,6 +76,10 @@ class PairRouter(ClusterRouter):
         """Note the loss of an engine."""
         self._policy.on_engine_lost(engine)
 
+    def predict_output_tokens(self, request: SchedulerRequest) -> int:
+        """Return the predicted output length of a request, counted from its prompt."""
+        return max(1, self._predict_length(request.max_tokens).num_tokens)
+
     def _describe(self, request: SchedulerRequest) -> PairRequest:
         num_known = len(request.outputs[0]) if request.outputs else 0
         predicted = self._predict_length(max(1, request.max_tokens - num_known))

@@ -102,6 +102,7 @@ class PairedCluster(SimulatedCluster):
     def _submit(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         """Submit a new request, for one token if another engine decodes it."""
         request.kv_ticket = request.kv_source_tokens = 0
+        self._predict_output(request)
         pair = self._pairs.pair(request.request)
         num_missing = request.request.max_tokens - request.num_output_tokens
         if pair.decode != pair.prefill and num_missing > 1:
@@ -112,6 +113,12 @@ class PairedCluster(SimulatedCluster):
         self._prefill_seqs[request.index] = seq
         if self._pairs.decode_choice is DecodeChoice.FIRST_CHUNK and pair.decode is None:
             engine.watched_seqs.add(seq)
+
+    def _predict_output(self, request: ClusterRequest) -> None:
+        """Give a request its predicted output length, which schedulers read."""
+        if not request.request.predicted_output_tokens:
+            num_tokens = self._pairs.predict_output_tokens(request.request)
+            request.request = request.request._replace(predicted_output_tokens=num_tokens)
 
     def on_begun(self, engine: ClusterEngine, request: ClusterRequest, now: float) -> None:
         """Choose the decode engine after the first chunk of a prompt."""
