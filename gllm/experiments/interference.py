@@ -134,6 +134,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         "[roofline](../simulator-costs.md#roofline), no queues. "
         "The requests of one micro-batch wait for all of it.\n\n"
         + interference_tables(series, plan)
+        + f"\n\n## Why the phases are separated\n\n{_phase_text(series, plan)}"
     )
     claims = interference_claims(str(TETRI), series[str(TETRI)], plan)
     return ExperimentResult(
@@ -167,6 +168,33 @@ def _notes(plan: InterferencePlan) -> str:
         f"Light prompts have {plan.light_prompt} tokens, heavy ones {plan.heavy_prompt}; light "
         f"decodes a context of {plan.light_context} tokens, heavy ones {plan.heavy_context}; "
         f"mixed batches have {plan.mixed_batch} decodes."
+    )
+
+
+def _phase_text(series: dict[str, StepTimes], plan: InterferencePlan) -> str:
+    """Return what bounds each phase, and what a prompt costs the decodes beside it."""
+    short, long = plan.prompts[-2:]
+    few, many = plan.decode_batches[-2:]
+    rows = []
+    for name, times in series.items():
+        prefill = long / times[MixedStep((long,))] / (short / times[MixedStep((short,))])
+        decode = many / times[plan.decodes(many)] / (few / times[plan.decodes(few)])
+        beside = times[plan.mixture(short, many)] / times[plan.decodes(many)]
+        rows.append([name, f"{prefill:.2f} x", f"{decode:.2f} x", f"{beside:.2f} x"])
+    head = [
+        "setting",
+        f"prompt of {long}, not {short}: tokens/s",
+        f"{many} decodes, not {few}: tokens/s",
+        f"{many} decodes beside a prompt of {short}: step",
+    ]
+    return (
+        "Longer prompts hardly raise the tokens/s of prefill: its time is arithmetic. More decodes "
+        "raise those of decode: its\ntime is reading the weights, once per micro-batch. In one "
+        "micro-batch decodes wait for the arithmetic of the\nprompt. A limit of TPOT below such a "
+        "step can be kept by shorter chunks, which read the weights more often, or by\n"
+        "engines of their own for each phase, each with its own batches and ranks. A looser limit "
+        "forgives the wait, and one\nengine then uses its GPUs for both phases: "
+        f"[distserve](distserve.md) has both cases.\n\n{format_table(head, rows)}"
     )
 
 
