@@ -193,7 +193,7 @@ class SamplingFields(ModelRequestFields):
 
 
 class HandoffFields(SamplingFields):
-    """Fields by which routers of other projects direct hand-offs; see gllm.frontend.handoffs."""
+    """Fields by which routers of other projects direct hand-offs."""
 
     kv_transfer_params: Annotated[
         dict[str, Any] | None,
