@@ -1,8 +1,8 @@
 """Break-even of fetches against prefills: computed by an engine, and measured.
 
-One engine computes the prompts and keeps their KV blocks. Two others continue the requests: the
-first one decides by its own estimate what it fetches, the second one always fetches. A hand-off is
-directed over HTTP, as by routers of other projects.
+One engine computes the prompts and keeps their KV blocks. Others continue the requests: one decides
+by its own estimates what it fetches, one always fetches, and one never. A hand-off is directed over
+HTTP, as by routers of other projects.
 """
 
 import argparse
@@ -24,49 +24,52 @@ from benchmarks.fleet_processes import FleetProcess, open_session
 
 LINKS = (0.12, 0.2, 0.4, 1.6)
 """GB/s of the imitated links."""
-LENGTHS = (32, 64, 96, 128, 192, 256, 384, 512, 768)
+LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768)
 """Prompt lengths in tokens whose fetch and prefill are timed."""
-NUM_TRAINING = 40
-"""Requests from which an engine learns its own speed and that of the link."""
+NUM_TRAINING, TRAINING_TOKENS = 60, 4
+"""Requests from which an engine learns its own speed and that of the link, and their outputs: it
+fits its step cost anew every 224 steps."""
 NUM_PROBES = 3
 """Requests per length of which most decide what the engine does."""
+FETCHES = ("auto", "auto", "always", "never")
+"""Values of --kv-fetch of the engines; the first one prefills."""
 VOCABULARY = 1000
 READY_SECONDS = 20.0
 Row = dict[str, Any]
 
 
-class Trio:
-    """An engine that prefills, and two that continue: one decides, one always fetches."""
+class HandoffRig:
+    """Engines of the measurement: one prefills, the others continue."""
 
     def __init__(
         self, session: aiohttp.ClientSession, engines: Sequence[FleetProcess], key: str
     ) -> None:
+        """Use engines in the order of FETCHES."""
         self.session = session
-        self.prefill, self.deciding, self.fetching = engines
+        self.prefill, self.deciding, self.fetching, self.computing = engines
         self._headers = {"X-Control-Key": key}
         self._rng = Random(7)
 
-    async def hand_off(self, target: FleetProcess, num_tokens: int) -> float:
+    async def hand_off(self, target: FleetProcess, num_tokens: int, max_tokens: int = 1) -> float:
         """Prefill a new prompt, and return the seconds in which another engine continues it."""
         prompt = self._prompt(num_tokens)
         params = await self._prefill(prompt)
         if params is None:
             raise RuntimeError("the engine that prefills holds no blocks")
+        fields = {"kv_transfer_params": params, "max_tokens": max_tokens}
         begin = time.monotonic()
-        await self._complete(target, prompt, kv_transfer_params=params)
+        await self._complete(target, prompt, **fields)
         return time.monotonic() - begin
+
+    async def compute(self, target: FleetProcess, num_tokens: int, max_tokens: int) -> None:
+        """Let an engine compute a new prompt."""
+        await self._complete(target, self._prompt(num_tokens), max_tokens=max_tokens)
 
     async def wait_until_ready(self) -> None:
         """Wait until the KV caches are served, a moment after the engines are ready."""
         async with asyncio.timeout(READY_SECONDS):
             while await self._prefill(self._prompt(LENGTHS[0])) is None:
                 await asyncio.sleep(0.1)
-
-    async def compute(self, target: FleetProcess, num_tokens: int) -> float:
-        """Return the seconds in which an engine computes a new prompt and one token."""
-        begin = time.monotonic()
-        await self._complete(target, self._prompt(num_tokens))
-        return time.monotonic() - begin
 
     async def num_fetched(self, target: FleetProcess) -> float:
         """Return the fetches of an engine so far."""
@@ -95,7 +98,7 @@ class Trio:
 
 
 @asynccontextmanager
-async def running_trio(gigabytes: float) -> AsyncIterator[Trio]:
+async def running_rig(gigabytes: float) -> AsyncIterator[HandoffRig]:
     """Run the engines; those that fetch share a core, and only one of them works at a time."""
     key = "benchmark-control-key"
     async with AsyncExitStack() as stack:
@@ -105,15 +108,15 @@ async def running_trio(gigabytes: float) -> AsyncIterator[Trio]:
         file.write_text(key)
         file.chmod(0o600)
         engines = []
-        for core, fetch in ((0, "auto"), (1, "auto"), (1, "always")):
+        for core, fetch in zip((0, 1, 1, 1), FETCHES, strict=True):
             flags = ["--control-key-file", str(file), "--kv-fetch", fetch]
             flags += ["--kv-transfer", f"mock:{gigabytes}"]
             engines.append(await stack.enter_async_context(running_engine(core, flags)))
         for engine in engines:
             await engine.wait_until(session, "/ready")
-        trio = Trio(session, engines, key)
-        await trio.wait_until_ready()
-        yield trio
+        rig = HandoffRig(session, engines, key)
+        await rig.wait_until_ready()
+        yield rig
 
 
 async def measure_crossing(
@@ -122,8 +125,8 @@ async def measure_crossing(
     """Return a row per link."""
     rows = []
     for gigabytes in LINKS[1::2] if options.quick else LINKS:
-        async with running_trio(gigabytes) as trio:
-            rows.append(await _measure_link(trio, gigabytes, options))
+        async with running_rig(gigabytes) as rig:
+            rows.append(await _measure_link(rig, gigabytes, options))
         progress(
             f"break-even at {gigabytes} GB/s: computed {rows[-1]['computed']} tokens, "
             f"measured {rows[-1]['measured']}"
@@ -131,18 +134,19 @@ async def measure_crossing(
     return rows
 
 
-async def _measure_link(trio: Trio, gigabytes: float, options: argparse.Namespace) -> Row:
+async def _measure_link(rig: HandoffRig, gigabytes: float, options: argparse.Namespace) -> Row:
     rng = Random(11)
-    for _ in range(NUM_TRAINING):
-        for target in (trio.deciding, trio.fetching):
-            await trio.hand_off(target, rng.choice(LENGTHS))
-            await trio.compute(target, rng.choice(LENGTHS))
+    for number in range(NUM_TRAINING):
+        await rig.hand_off(rig.deciding, rng.choice(LENGTHS), TRAINING_TOKENS)
+        await rig.compute(rig.deciding, rng.choice(LENGTHS), TRAINING_TOKENS)
+        for target in (rig.fetching, rig.computing):
+            await rig.hand_off(target, LENGTHS[number % len(LENGTHS)])
     fetched: dict[int, list[float]] = {length: [] for length in LENGTHS}
     computed: dict[int, list[float]] = {length: [] for length in LENGTHS}
     for _ in range(options.repeats):
         for length in LENGTHS:
-            fetched[length].append(await trio.hand_off(trio.fetching, length))
-            computed[length].append(await trio.compute(trio.fetching, length))
+            fetched[length].append(await rig.hand_off(rig.fetching, length))
+            computed[length].append(await rig.hand_off(rig.computing, length))
     return {
         "gigabytes": gigabytes,
         "fetch_ms": {length: 1e3 * median(fetched[length]) for length in LENGTHS},
@@ -150,36 +154,36 @@ async def _measure_link(trio: Trio, gigabytes: float, options: argparse.Namespac
         "measured": find_crossing(
             [(length, median(fetched[length]) - median(computed[length])) for length in LENGTHS]
         ),
-        "computed": await _find_decision(trio),
+        "computed": await _find_decision(rig),
     }
 
 
-async def _find_decision(trio: Trio) -> float | None:
+async def _find_decision(rig: HandoffRig) -> float | None:
     """Return the prompt length from which on the engine fetches; None if it never does."""
     low, high = LENGTHS[0], LENGTHS[-1]
-    if not await _fetches(trio, high):
+    if not await _fetches(rig, high):
         return None
-    if await _fetches(trio, low):
+    if await _fetches(rig, low):
         return float(low)
     while high > 1.03 * low:
         middle = round((low * high) ** 0.5)
         if middle in (low, high):
             break
-        low, high = (low, middle) if await _fetches(trio, middle) else (middle, high)
+        low, high = (low, middle) if await _fetches(rig, middle) else (middle, high)
     return (low * high) ** 0.5
 
 
-async def _fetches(trio: Trio, length: int) -> bool:
+async def _fetches(rig: HandoffRig, length: int) -> bool:
     """Return True if the engine fetches most prompts of a length.
 
     A long prompt is handed off before: what was not measured lately is fetched in any case.
     """
     count = 0.0
     for _ in range(NUM_PROBES):
-        await trio.hand_off(trio.deciding, LENGTHS[-1])
-        before = await trio.num_fetched(trio.deciding)
-        await trio.hand_off(trio.deciding, length)
-        count += await trio.num_fetched(trio.deciding) - before
+        await rig.hand_off(rig.deciding, LENGTHS[-1])
+        before = await rig.num_fetched(rig.deciding)
+        await rig.hand_off(rig.deciding, length)
+        count += await rig.num_fetched(rig.deciding) - before
     return count > NUM_PROBES / 2
 
 

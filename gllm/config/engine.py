@@ -223,8 +223,8 @@ class EngineConfig:
     kv_fetch: str = option(
         "auto",
         "KV blocks that are fetched: auto, those that are predicted to be there sooner than "
-        "computed; always, all of them, for measurements",
-        choices=("auto", "always"),
+        "computed; for measurements: always, all of them; never, none",
+        choices=("auto", "always", "never"),
     )
     trusted_network: bool = option(
         False,

@@ -43,8 +43,8 @@ class DriverKv:
         """
         self.coefficients: StepCostCoefficients | None = None
         """Fitted step cost, for the decision whether a fetch is worth it."""
-        self.fetches_always = False
-        """True if a fetch is always worth it."""
+        self.fetch_choice = "auto"
+        """`EngineConfig.kv_fetch`."""
         self._scheduler = scheduler
         self._send = send
         self._sources: dict[int, KvSource] = {}
@@ -150,7 +150,9 @@ class DriverKv:
     def _is_worth(self, fetch: KvFetch, source: KvSource, now: float) -> bool:
         """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
         decision = self._decisions.get(source.engine)
-        if self.fetches_always or decision is None or self.coefficients is None:
+        if self.fetch_choice != "auto":
+            return self.fetch_choice == "always"
+        if decision is None or self.coefficients is None:
             # The first transfer measures the rate.
             return True
         if self._scheduler.stats().prefill_tokens < MIN_PREFILL_TOKENS:

@@ -197,7 +197,7 @@ class StageInstance:
             has_kv_mover=assignment.config.kv_transfer is not None,
         )
         if self._driver.kv is not None:
-            self._driver.kv.fetches_always = assignment.config.kv_fetch == "always"
+            self._driver.kv.fetch_choice = assignment.config.kv_fetch
 
     def _schedule_turn(self) -> None:
         """Take a turn later if leases of KV blocks can end without a message."""

@@ -63,8 +63,9 @@ def test_a_fetch_that_takes_longer_than_the_prefill_is_declined() -> None:
     assert [fast.run() for _ in range(4)] == [True, False, False, False]
     assert fast.run("other"), "the rate to each engine is its own"
     assert all(slow.run() for _ in range(4))
-    fast.kv.fetches_always = True
+    fast.kv.fetch_choice, slow.kv.fetch_choice = "always", "never"
     assert fast.run()
+    assert not slow.run()
 
 
 def test_an_engine_that_only_decodes_does_not_know_the_cost_of_a_prefill() -> None:
