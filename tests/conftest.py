@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=stop_tracing)
 TRACED_SHARE = 3
 """Of the cases of a test in EXPENSIVE, one of this number is traced for coverage."""
 EXPENSIVE = (
-    "experiments/test_experiments",
+    "experiments/test_splitwise",
     "runtime/test_device_",
     "runtime/test_engine_deaths",
     "runtime/test_greedy",

@@ -160,8 +160,12 @@ def test_a_mover_that_dies_is_replaced(pair: Pair, victim: str) -> None:
     wait_until(lambda: pair.mover(victim) not in (None, mover))
     pair.wait_until_connected()
     fetched = pair.stats(DECODE)["fetched_tokens"]
-    assert pair.router.post(COMPLETIONS, BODY)[0] == 200
-    wait_until(lambda: pair.stats(DECODE)["fetched_tokens"] > fetched)
+
+    def is_fetched_again() -> bool:
+        assert pair.router.post(COMPLETIONS, BODY)[0] == 200
+        return bool(pair.stats(DECODE)["fetched_tokens"] > fetched)
+
+    wait_until(is_fetched_again)
     pair.wait_until_empty()
 
 

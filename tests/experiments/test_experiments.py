@@ -35,7 +35,7 @@ def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
     assert main([name, "--quick", "--requests", requests, "--output", str(tmp_path)]) == 0
     page = (tmp_path / f"{name}.md").read_text()
     assert f"`gllm experiment {name} --requests {requests} --quick`" in page
-    assert "Simulated" in page
+    assert "simulated" in page.lower()
     pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if "![" in line]
     assert pictures
     for picture in pictures:

@@ -62,7 +62,12 @@ def are_slos_met(
 
 
 @pytest.mark.parametrize(
-    ("seed", "rate", "share"), [(0, 35.75, 0.942), (1, 39.83, 0.95), (2, 39.83, 0.95)]
+    ("seed", "rate", "share"),
+    [
+        pytest.param(0, 35.75, 0.942, marks=pytest.mark.long),
+        (1, 39.83, 0.95),
+        pytest.param(2, 39.83, 0.95, marks=pytest.mark.long),
+    ],
 )
 def test_a_cluster_sized_for_code_serves_conversations(
     seed: int, rate: float, share: float
