@@ -181,7 +181,7 @@ class Fleet:
             lost_engines=self._num_lost,
             refused_engines=self._num_refused,
             refused_peers=self._links.num_refused_peers,
-            role_changes=self.roles.num_changes,
+            role_changes=self.roles.num_commands,
         )
 
     def check_accepting(self) -> None:

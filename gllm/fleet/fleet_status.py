@@ -128,7 +128,7 @@ def router_totals(
         lost_engines: ends of sessions by kind.
         refused_engines: engines that cannot serve the router's requests.
         refused_peers: connections that were refused.
-        role_changes: commanded changes by new role.
+        role_changes: commands to take a role, by role.
     """
     return RouterTotals(
         policy=config.policy,

@@ -41,8 +41,8 @@ class RoleControl:
             clock: returns the time in seconds.
             pair_policy: may change roles for good; None without.
         """
-        self.num_changes: Counter[str] = Counter()
-        """Changes that this router has commanded, by new role."""
+        self.num_commands: Counter[str] = Counter()
+        """Commands of this router, by role; one for the role that an engine has changes nothing."""
         self._links = links
         self._records = records
         self._run = links.greeting.run
@@ -56,14 +56,13 @@ class RoleControl:
         return record is not None and record.report.leader == self._run
 
     def set_role(self, name: str, role: str) -> str:
-        """Command an engine to take a role; return its present one. See EngineRoles."""
+        """Command an engine to take a role; return the announced one. See EngineRoles."""
         record = self._records.get(name)
         if record is None:
             raise UnknownEngineError(f"no engine is named {name!r}")
-        previous = record.announce.role
-        if role != previous:
-            self._send(name, role, "an operator")
-        return previous
+        # Also if it is the announced one: an earlier command may be on its way.
+        self._send(name, role, "an operator")
+        return record.announce.role
 
     def on_tick(self) -> None:
         """Apply the changes that the policies want.
@@ -88,5 +87,5 @@ class RoleControl:
 
     def _send(self, name: str, role: str, cause: str) -> None:
         log.info("engine %s gets the role %s because of %s", name, role, cause)
-        self.num_changes[role] += 1
+        self.num_commands[role] += 1
         self._links.links[name].send(SetEngineRole(role))

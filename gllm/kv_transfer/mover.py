@@ -30,8 +30,10 @@ from gllm.link.encodings import PLAIN
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
+    KvCommand,
     KvFetched,
     KvFetchStarted,
+    KvReport,
     KvRevoked,
     RevokeKv,
     ServeKv,
@@ -48,8 +50,6 @@ IDLE_SECONDS = 10.0
 """Time after which a connection of another machine that requests nothing is closed."""
 _CREDENTIALS = struct.Struct("3i")
 
-KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch
-KvReport = KvFetchStarted | KvFetched | KvRevoked
 Dial = Callable[[KvMachine], socket.socket]
 """Connects to the data port of another machine. Raises OSError, ValueError."""
 

@@ -8,15 +8,7 @@ from msgspec import Meta
 
 from gllm.kv_transfer.layout import KvLayout
 from gllm.link.encodings import PLAIN
-from gllm.messages.kv_transfer import (
-    CancelKvFetch,
-    FetchKv,
-    KvFetched,
-    KvFetchStarted,
-    KvRevoked,
-    RevokeKv,
-    ServeKv,
-)
+from gllm.messages.kv_transfer import KvCommand, KvReport
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 
@@ -111,7 +103,7 @@ class MoveKv(msgspec.Struct, frozen=True, tag=True):
     """Command of a generation's driver; ignored in other generations."""
 
     generation: int
-    command: ServeKv | RevokeKv | FetchKv | CancelKvFetch
+    command: KvCommand
 
 
 class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +120,7 @@ class KvMoved(msgspec.Struct, frozen=True, tag=True):
     """Report on a command of MoveKv."""
 
     generation: int
-    report: KvFetchStarted | KvFetched | KvRevoked
+    report: KvReport
 
 
 class LinkListening(msgspec.Struct, frozen=True, tag=True):

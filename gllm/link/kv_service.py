@@ -7,7 +7,7 @@ import msgspec
 
 from gllm.kv_transfer.endpoint import KvMachine
 from gllm.kv_transfer.frames import KvTransferError
-from gllm.kv_transfer.mover import KvMover, KvReport
+from gllm.kv_transfer.mover import KvMover
 from gllm.link.commands import (
     CloseKvCaches,
     KvCachesOpened,
@@ -19,6 +19,7 @@ from gllm.link.commands import (
 from gllm.link.connection import dial
 from gllm.link.frames import EdgeHello, EdgeName, FrameClass, encode_payload
 from gllm.link.settings import LinkSettings
+from gllm.messages.kv_transfer import KvReport
 
 KvServiceCommand = OpenKvCaches | CloseKvCaches | MoveKv
 _NO_EDGE = EdgeName(0, 0, 0)

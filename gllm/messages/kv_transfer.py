@@ -85,3 +85,9 @@ class KvRevoked(WireMessage, frozen=True):
     """Report that a ticket is served no longer: its blocks may be used for other sequences."""
 
     ticket: Ticket
+
+
+KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch
+"""Commands of the driver."""
+KvReport = KvFetchStarted | KvFetched | KvRevoked
+"""Answers of the mover."""

@@ -149,9 +149,9 @@ class DriverKv:
 
     def _is_worth(self, fetch: KvFetch, source: KvSource, now: float) -> bool:
         """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
-        decision = self._decisions.get(source.engine)
         if self.fetch_choice != "auto":
             return self.fetch_choice == "always"
+        decision = self._decisions.get(source.engine)
         if decision is None or self.coefficients is None:
             # The first transfer measures the rate.
             return True

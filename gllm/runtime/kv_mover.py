@@ -27,10 +27,11 @@ from gllm.link.commands import (
 from gllm.link.encodings import PLAIN
 from gllm.messages.base import WireMessage
 from gllm.messages.kv_transfer import (
-    CancelKvFetch,
     FetchKv,
+    KvCommand,
     KvFetched,
     KvFetchStarted,
+    KvReport,
     KvRevoked,
     RevokeKv,
     ServeKv,
@@ -159,7 +160,7 @@ class EngineKvMover:
             self._child.send(CloseKvCaches())
         self._set_endpoint(b"")
 
-    def handle(self, command: ServeKv | RevokeKv | FetchKv | CancelKvFetch) -> None:
+    def handle(self, command: KvCommand) -> None:
         """Execute a command of the present generation's driver."""
         caches = self._caches
         if caches is None:
@@ -228,9 +229,7 @@ class EngineKvMover:
             )
         self._set_endpoint(encode_endpoint(KvEndpoint([machine])))
 
-    def _on_moved(
-        self, caches: _OpenCaches, report: KvFetchStarted | KvFetched | KvRevoked
-    ) -> None:
+    def _on_moved(self, caches: _OpenCaches, report: KvReport) -> None:
         """Pass an answer on to the driver."""
         match report:
             case KvRevoked(ticket):

@@ -58,7 +58,7 @@ class LinkChild:
         Args:
             identity: first message to each process.
             certificate: of this machine; None without encryption. It belongs to the caller.
-            owner: told of starts, messages and ends.
+            owner: gets the starts, messages and ends.
         """
         self.num_restarts = 0
         self._identity = identity

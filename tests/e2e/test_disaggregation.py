@@ -160,12 +160,8 @@ def test_a_mover_that_dies_is_replaced(pair: Pair, victim: str) -> None:
     wait_until(lambda: pair.mover(victim) not in (None, mover))
     pair.wait_until_connected()
     fetched = pair.stats(DECODE)["fetched_tokens"]
-
-    def is_fetched_again() -> bool:
-        assert pair.router.post(COMPLETIONS, BODY)[0] == 200
-        return bool(pair.stats(DECODE)["fetched_tokens"] > fetched)
-
-    wait_until(is_fetched_again)
+    assert pair.router.post(COMPLETIONS, BODY)[0] == 200
+    wait_until(lambda: pair.stats(DECODE)["fetched_tokens"] > fetched)
     pair.wait_until_empty()
 
 

@@ -68,7 +68,7 @@ class Pair:
         return held
 
     def has_cache(self, name: str) -> bool:
-        """Whether an engine gives KV blocks to others by now."""
+        """True once an engine gives KV blocks to others."""
         path, body = "/v1/completions", {**BODIES["/v1/completions"], "max_tokens": 1}
         answer = self.post(name, path, **body, kv_transfer_params={"do_remote_decode": True})
         return answer["kv_transfer_params"] is not None

@@ -1,4 +1,4 @@
-"""What a preset of the router needs of its engines: their policy, and predicted output lengths."""
+"""Needs of a router's preset: the policy of its engines, and predicted output lengths."""
 
 import pytest
 

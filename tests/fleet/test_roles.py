@@ -133,11 +133,19 @@ def test_an_operator_changes_the_role_of_an_engine_with_requests() -> None:
     link.answer(link.requests[0], 10, 11, reason="length")
     assert [d.tokens for d in stream.pop_deltas().values()] == [[10, 11]]
     assert not any(isinstance(message, AbortSequences) for message in link.sent)
-    # The role that it has already is no change.
-    assert rig.fleet.roles.set_role("a", "decode") == "decode"
     assert rig.fleet.totals().role_changes == {"decode": 1}
     with pytest.raises(UnknownEngineError, match="no engine is named 'b'"):
         rig.fleet.roles.set_role("b", "decode")
+
+
+def test_the_last_command_counts_although_no_announcement_came_between() -> None:
+    rig = Rig()
+    link = rig.attach("a", role="decode")
+    rig.fleet.roles.set_role("a", "prefill")
+    # It is the role that the engine has announced, but not the one that it has.
+    rig.fleet.roles.set_role("a", "decode")
+    commands = [each for each in link.sent if isinstance(each, SetEngineRole)]
+    assert commands == [SetEngineRole("prefill"), SetEngineRole("decode")]
 
 
 class ChangingPolicy:

@@ -38,7 +38,7 @@ PREFILL_PARAMS = {
     "remote_host": None,
     "remote_port": None,
 }
-"""What the proxy of vLLM's NixlConnector tests sends to the prefill engine."""
+"""Parameters that the proxy of vLLM's NixlConnector tests sends to the prefill engine."""
 TOKENS: dict[str, Any] = {"token_ids": [5, 6, 7, 8], "sampling_params": {"max_tokens": 6}}
 BODIES = {CHAT_PATH: {**CHAT, "max_tokens": 6}, TEXT_PATH: {**TEXT, "max_tokens": 6}}
 BODIES[GENERATE_PATH] = TOKENS
@@ -93,7 +93,7 @@ async def pair(tokenizer: Tokenizer, key_file: str) -> AsyncIterator[Pair]:
 
 
 async def counted(server: Server) -> dict[str, int]:
-    """How often each outcome of a half was counted, without those that never occurred."""
+    """Counts of the outcomes of a half that have occurred."""
     async with server.client.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     found = {}

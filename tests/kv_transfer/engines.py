@@ -13,10 +13,17 @@ import numpy as np
 
 from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.kv_transfer.layout import KvLayout
-from gllm.kv_transfer.mover import KvMover, KvReport
+from gllm.kv_transfer.mover import KvMover
 from gllm.kv_transfer.pages import Bytes, KvPages
 from gllm.kv_transfer.progress import LayerProgress
-from gllm.messages.kv_transfer import FetchKv, KvFetched, KvFetchStarted, KvRevoked, ServeKv
+from gllm.messages.kv_transfer import (
+    FetchKv,
+    KvFetched,
+    KvFetchStarted,
+    KvReport,
+    KvRevoked,
+    ServeKv,
+)
 
 Report = TypeVar("Report", KvFetched, KvFetchStarted, KvRevoked)
 NUM_LAYERS, NUM_HEADS, KEY_BYTES, VALUE_BYTES = 4, 2, 8, 8
