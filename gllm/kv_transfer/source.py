@@ -22,6 +22,10 @@ from gllm.kv_transfer.progress import LayerProgress
 from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
 
 MAX_CONNECTIONS = 256
+TICKET_SECONDS = 1.0
+"""Time in which a ticket may arrive after its first READ: the driver's message and the reader's way
+over the router are not ordered."""
+_TICKET_TICK_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 """Limit for the end of a connection's thread."""
 
@@ -146,12 +150,7 @@ class KvSourceServer:
     def _answer(self, connection: KvConnection, request: ReadRequest) -> None:
         """Answer one READ. Raises OSError, and all reasons to refuse it."""
         backend = self._make_backend(request.backend)
-        state = self._state
-        with state.lock:
-            held = state.book.use(
-                request.ticket, request.reader, request.first_token, request.num_tokens
-            )
-            caches = state.caches
+        held, caches = self._use_ticket(request)
         for part in request.parts:
             if part.place >= len(caches.pages):
                 raise KvTransferError(f"worker {part.place} of {len(caches.pages)}")
@@ -184,6 +183,18 @@ class KvSourceServer:
         backend.serve(connection, read)
         connection.receive(KvFrameKind.CONFIRM)
         connection.send_struct(KvFrameKind.CONFIRMED, ReadConfirmed(is_held()))
+
+    def _use_ticket(self, request: ReadRequest) -> tuple[HeldBlocks, ServedCaches]:
+        """Return the blocks of a ticket, which is awaited, and their caches. Raises TicketError."""
+        state, end = self._state, self._clock() + TICKET_SECONDS
+        while True:
+            with state.lock:
+                if request.ticket in state.book or self._clock() >= end:
+                    held = state.book.use(
+                        request.ticket, request.reader, request.first_token, request.num_tokens
+                    )
+                    return held, state.caches
+            self._sleep(_TICKET_TICK_SECONDS)
 
     def _is_held(self, ticket: int, held: HeldBlocks) -> bool:
         with self._state.lock:

@@ -180,6 +180,15 @@ def test_owner_that_is_gone_fails_the_fetch(receiver: CachedEngine) -> None:
     assert "refused" in fetched.cause
 
 
+def test_a_read_that_overtakes_its_ticket_waits_for_it(receiver: CachedEngine) -> None:
+    contents = make_contents(10, seed=3)
+    owner = CachedEngine(cut_layouts(1, 1), sleep=lambda _: owner.serve(contents, BLOCKS, 7))
+    fetched = receiver.fetch(FetchKv(1, 7, owner.endpoint(), 0, 10, BLOCKS))
+    owner.mover.close()
+    assert fetched.is_ok, fetched.cause
+    assert not receiver.differs(contents, BLOCKS, 0)
+
+
 def test_end_of_a_generation_drops_its_tickets(owner: CachedEngine, receiver: CachedEngine) -> None:
     endpoint = owner.endpoint()
     owner.mover.close_caches()
