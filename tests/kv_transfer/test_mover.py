@@ -182,9 +182,13 @@ def test_owner_that_is_gone_fails_the_fetch(receiver: CachedEngine) -> None:
 
 def test_a_read_that_overtakes_its_ticket_waits_for_it(receiver: CachedEngine) -> None:
     contents = make_contents(10, seed=3)
-    owner = CachedEngine(cut_layouts(1, 1), sleep=lambda _: owner.serve(contents, BLOCKS, 7))
-    fetched = receiver.fetch(FetchKv(1, 7, owner.endpoint(), 0, 10, BLOCKS))
-    owner.mover.close()
+
+    def serve(_: float) -> None:
+        slow.serve(contents, BLOCKS, 7)
+
+    slow = CachedEngine(cut_layouts(1, 1), sleep=serve)
+    fetched = receiver.fetch(FetchKv(1, 7, slow.endpoint(), 0, 10, BLOCKS))
+    slow.mover.close()
     assert fetched.is_ok, fetched.cause
     assert not receiver.differs(contents, BLOCKS, 0)
 
