@@ -68,7 +68,7 @@ class RouterTotals(msgspec.Struct, frozen=True):
     flips: bool = False
     """True if idle engines get another role."""
     role_changes: dict[str, int] = {}
-    """Changes of role that this router has commanded, by new role."""
+    """Commands of this router to take a role, by role."""
 
 
 class UnknownEngineError(Exception):
@@ -79,7 +79,7 @@ class EngineRoles(Protocol):
     """Roles of a router's engines."""
 
     def set_role(self, name: str, role: str) -> str:
-        """Command an engine to take another role; its running requests go on where they are.
+        """Command an engine to take a role; its running requests go on where they are.
 
         The role is shown once the engine has announced it.
 
@@ -88,7 +88,7 @@ class EngineRoles(Protocol):
             role: mixed, prefill or decode.
 
         Returns:
-            The role that it has at present.
+            The role that it has announced last.
 
         Raises:
             UnknownEngineError: No engine has this name.

@@ -22,7 +22,7 @@ from gllm.kv_transfer.progress import LayerProgress
 from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
 
 MAX_CONNECTIONS = 256
-TICKET_SECONDS = 1.0
+_TICKET_SECONDS = 1.0
 """Time in which a ticket may arrive after its first READ: the driver's message and the reader's way
 over the router are not ordered."""
 _TICKET_TICK_SECONDS = 0.01
@@ -186,10 +186,10 @@ class KvSourceServer:
 
     def _use_ticket(self, request: ReadRequest) -> tuple[HeldBlocks, ServedCaches]:
         """Return the blocks of a ticket, which is awaited, and their caches. Raises TicketError."""
-        state, end = self._state, self._clock() + TICKET_SECONDS
+        state, end = self._state, self._clock() + _TICKET_SECONDS
         while True:
             with state.lock:
-                if request.ticket in state.book or self._clock() >= end:
+                if not state.book.may_come(request.ticket) or self._clock() >= end:
                     held = state.book.use(
                         request.ticket, request.reader, request.first_token, request.num_tokens
                     )

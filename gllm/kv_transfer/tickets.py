@@ -1,8 +1,12 @@
 """Tickets that a mover serves. Pure, without locks."""
 
+from collections import deque
 from dataclasses import dataclass
 
 from gllm.messages.tickets import MAX_TICKET
+
+_MAX_ENDED = 4096
+"""Tickets whose end is remembered."""
 
 
 class TicketError(Exception):
@@ -32,6 +36,7 @@ class TicketBook:
     def __init__(self) -> None:
         """Create a book without tickets."""
         self._held: dict[int, HeldBlocks] = {}
+        self._ended: deque[int] = deque(maxlen=_MAX_ENDED)
         self.num_refused = 0
         """Requests with a wrong ticket."""
 
@@ -42,6 +47,10 @@ class TicketBook:
     def __contains__(self, ticket: int) -> bool:
         """Return True if a ticket is served."""
         return ticket in self._held
+
+    def may_come(self, ticket: int) -> bool:
+        """Return True if a ticket is not served and is not known to have been."""
+        return ticket not in self._held and ticket not in self._ended
 
     def hold(self, ticket: int, held: HeldBlocks) -> None:
         """Serve blocks under a ticket.
@@ -79,8 +88,10 @@ class TicketBook:
 
     def revoke(self, ticket: int) -> None:
         """Serve a ticket no longer; an unknown one is ignored."""
-        self._held.pop(ticket, None)
+        if self._held.pop(ticket, None) is not None:
+            self._ended.append(ticket)
 
     def clear(self) -> None:
         """Revoke all tickets."""
+        self._ended.extend(self._held)
         self._held.clear()

@@ -47,6 +47,19 @@ def test_revoked_ticket_is_not_held_even_if_its_number_is_used_again() -> None:
     assert len(book) == 0
 
 
+def test_only_a_ticket_that_was_never_held_may_come() -> None:
+    book = TicketBook()
+    assert book.may_come(7)
+    for ticket in (7, 8):
+        book.hold(ticket, HeldBlocks(10, [1, 2, 3]))
+    assert not book.may_come(7)
+    book.revoke(7)
+    book.clear()
+    assert not book.may_come(7)
+    assert not book.may_come(8)
+    assert book.may_come(9)
+
+
 @pytest.mark.parametrize("ticket", [0, -1, MAX_TICKET + 1])
 def test_invalid_tickets_are_not_held(ticket: int) -> None:
     with pytest.raises(TicketError, match="invalid or in use"):
