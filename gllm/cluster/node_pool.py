@@ -30,15 +30,12 @@ class Vacancy:
 class NodePool:
     """Decides which nodes have the stages."""
 
-    def __init__(
-        self, stage_nodes: Sequence[str], degrees: Sequence[int], return_seconds: float
-    ) -> None:
+    def __init__(self, stage_nodes: Sequence[str], degrees: Sequence[int]) -> None:
         """Create the pool of an engine whose nodes are all alive.
 
         Args:
             stage_nodes: name of the node of each stage.
             degrees: number of ranks of each stage.
-            return_seconds: time for which the stages of a lost node wait for it.
 
         Raises:
             ValueError: the first stage is not on the head's node.
@@ -50,7 +47,6 @@ class NodePool:
         self.excluded: frozenset[str] = frozenset()
         """Nodes that get no further stages."""
         self._degrees = list(degrees)
-        self._return_seconds = return_seconds
         if len(self.stage_nodes) != len(self._degrees) or self.stage_nodes[0] != LOCAL_NODE:
             raise ValueError(f"stage 0 has to be on the head's node: {self.stage_nodes}")
         self._capacities = {node: self._num_ranks(node) for node in self.stage_nodes}
@@ -101,7 +97,7 @@ class NodePool:
         return node in self._capacities
 
     def remove(
-        self, node: str, workers: Mapping[int, int], cause: str, now: float, may_return: bool
+        self, node: str, workers: Mapping[int, int], cause: str, now: float, return_seconds: float
     ) -> list[int]:
         """Handle the loss of a node; return the stages that are vacant by it.
 
@@ -110,12 +106,12 @@ class NodePool:
             workers: place of each of its workers that may return with it, by sender.
             cause: description of the loss.
             now: time in seconds.
-            may_return: False if nothing has to wait for it.
+            return_seconds: time for which its stages wait for it.
         """
         del self._capacities[node]
         stages = self.stages_on(node)
         if stages:
-            until = now + self._return_seconds * may_return
+            until = now + return_seconds
             # One that has returned with too little capacity may have got other stages since.
             if earlier := self.vacancies.get(node):
                 all_stages, since = sorted([*earlier.stages, *stages]), earlier.since

@@ -3,16 +3,22 @@
 `Recovery` adds the events of workers and of time.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from gllm.cluster.actions import Action, KillWorker
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.cluster.planned_changes import PlannedChanges
 from gllm.cluster.records import Activity, RecoveryState, WorkerRecord
+from gllm.cluster.return_wait import choose_return_seconds, predict_reload_seconds
 
 
 class NodeRecovery(PlannedChanges):
     """Decides what follows from the loss or the join of a node."""
+
+    predict_recompute: Callable[[], float] | None = None
+    """Returns the seconds in which the running requests would be computed again; None if nobody
+    knows."""
 
     def on_node_lost(
         self, node: str, cause: str, now: float, is_death: bool, is_poison: bool = False
@@ -118,7 +124,8 @@ class NodeRecovery(PlannedChanges):
             and worker.activity is not Activity.EXITING
             and worker.keeps_weights
         }
-        stages = self._nodes.remove(node, returning, cause, now, may_return)
+        wait = self._return_seconds(self._nodes.stages_on(node), now) if may_return else 0.0
+        stages = self._nodes.remove(node, returning, cause, now, wait)
         actions = self._on_node_gone(node)
         self._pool.standby_nodes = self._nodes.alive
         if not stages or self.state is RecoveryState.NEW:
@@ -133,6 +140,22 @@ class NodeRecovery(PlannedChanges):
             self._was_poisoned = is_poison
             actions += self._leave(cause, now)
         return [*actions, *self._advance(now)]
+
+    def _return_seconds(self, stages: Sequence[int], now: float) -> float:
+        """Return the time for which stages wait for the node that they have lost."""
+        if self._limits.node_return_seconds is not None or not stages:
+            return self._limits.node_return_seconds or 0.0
+        num_layers = sum(end - begin for begin, end in (self._layers[stage] for stage in stages))
+        # The first stage is never lost.
+        num_left = len(self._layers) - len(stages)
+        seconds = predict_reload_seconds(self._seconds_per_layer, num_layers, num_left)
+        if self.predict_recompute is not None:
+            seconds += self.predict_recompute()
+        left = math.inf
+        if not self.is_overdue:
+            since = now if self.recovering_since is None else self.recovering_since
+            left = since + self._limits.recovery_timeout - now
+        return choose_return_seconds(seconds, left)
 
     def _count_deaths(self, gone: Sequence[WorkerRecord], now: float) -> bool:
         """Count the death of each worker of a node; return False if it was one too many."""

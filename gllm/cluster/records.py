@@ -49,9 +49,9 @@ class RecoveryLimits:
     phase_seconds: float = 900.0
     """Seconds in which each worker has to measure, load, initialize or warm up; progress of loading
     extends them. Then it is killed."""
-    node_return_seconds: float = 10.0
+    node_return_seconds: float | None = None
     """Seconds for which the stages of a lost node wait for it, if no spare takes them, before the
-    layers are cut anew."""
+    layers are cut anew; None for a prediction, see `return_wait`."""
     join_seconds: float = 300.0
     """Seconds for which an engine that has never been ready waits for a lost node; then it ends."""
 

@@ -5,7 +5,7 @@ start, a restart and the use of a standby worker are one path: give each place a
 instance, assign the next generation, initialize the caches, warm up, attach the client.
 
 Stages of a lost node get another node at once if a spare has the capacity. Otherwise they wait for
-the same node for `node_return_seconds`; then the layers are cut over the nodes that are left, if
+the same node (`return_wait`); then the layers are cut over the nodes that are left, if
 their memory suffices; otherwise they wait on. An engine that has never been ready gives up after
 `join_seconds` of this, because whoever started it wants to know; later it waits for ever, with the
 parked requests rejected after `recovery_timeout`.

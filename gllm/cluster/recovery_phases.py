@@ -98,6 +98,10 @@ class RecoveryPhases:
         """True if a request ended the last generation."""
         self._has_begun_measuring = self._has_chosen_layers = False
         """Actions of the state MEASURING that have been returned."""
+        self._loading_since = 0.0
+        """Time at which the current generation began to load."""
+        self._seconds_per_layer = 0.0
+        """Longest time in which a generation has loaded, over the layers of its largest stage."""
         self._start_changes()
 
     @property
@@ -109,6 +113,11 @@ class RecoveryPhases:
     def vacant_nodes(self) -> list[str]:
         """Names of the lost nodes whose stages wait for a node."""
         return list(self._nodes.vacancies)
+
+    @property
+    def return_until(self) -> float:
+        """Time until which the lost nodes are awaited; infinity if none is lost."""
+        return self._nodes.return_until
 
     @property
     def degrees(self) -> list[int]:
@@ -127,7 +136,7 @@ class RecoveryPhases:
         """
         assert self.state is RecoveryState.NEW, "the engine has started"
         self._should_measure = should_measure
-        self._nodes = NodePool(nodes, self._degrees, self._limits.node_return_seconds)
+        self._nodes = NodePool(nodes, self._degrees)
         self._pool = WorkerPool(self._place_nodes(), self._limits, self._jitter)
 
     @property
@@ -151,6 +160,7 @@ class RecoveryPhases:
         elif self.state is RecoveryState.MEASURING:
             actions += self._measure(now)
         elif self.state is RecoveryState.LOADING and self._pool.is_phase_finished:
+            self._record_load(now)
             actions.append(InitializeCaches(self.generation))
             self._begin_phase(RecoveryState.INITIALIZING, now)
         elif self.state is RecoveryState.INITIALIZING and self._pool.is_phase_finished:
@@ -282,8 +292,15 @@ class RecoveryPhases:
         """Begin the next generation; every place has a worker without an instance."""
         self.generation += 1
         self.placement = self._make_placement(self.generation)
+        self._loading_since = now
         self._begin_phase(RecoveryState.LOADING, now)
         return AssignGeneration(self.placement)
+
+    def _record_load(self, now: float) -> None:
+        """Note the time of loading; generations whose workers keep weights load less."""
+        seconds = now - self._loading_since
+        num_layers = max(end - begin for begin, end in self._layers)
+        self._seconds_per_layer = max(self._seconds_per_layer, seconds / num_layers)
 
     def _on_death(
         self, place: int, activity: Activity, cause: str, now: float, is_poison: bool

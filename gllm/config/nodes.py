@@ -69,10 +69,11 @@ class NodesConfig:
         ge=1,
         le=MAX_TIMEOUT_SECONDS,
     )
-    node_return_timeout: float = option(
-        10.0,
+    node_return_timeout: float | None = option(
+        None,
         "seconds for which the stages of a lost machine wait for it, if no spare takes them, "
-        "before the layers are divided among the machines that are left",
+        "before the layers are divided among the machines that are left; default: as long as "
+        "that is predicted to take, at least 10",
         ge=0,
         le=MAX_TIMEOUT_SECONDS,
     )

@@ -98,6 +98,16 @@ class EngineClient(RequestClient):
         """Call a function after each report of `stats`."""
         self._on_stats = listener
 
+    def predict_recompute_seconds(self) -> float:
+        """Return the predicted time in which another driver computes the running requests again.
+
+        It is that of the slowest stage, by the latest fit; 0 before the first one.
+        """
+        if self.coefficients is None:
+            return 0.0
+        lengths = (stream.entry.num_prefill_tokens for stream in self._streams)
+        return self.coefficients.predict_prefill_seconds(lengths)
+
     def attach(self, send: SendFunction) -> None:
         """Submit the parked requests to a driver, in order of arrival, and from now on new ones.
 

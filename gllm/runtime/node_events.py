@@ -100,6 +100,9 @@ class NodeEventHandler:
         now = time.monotonic()
         actions = self._recovery.on_node_lost(node, cause, now, is_death, is_poison)
         self._end_generation(actions, cause, was_ready)
+        if node in self._recovery.vacant_nodes:
+            seconds = self._recovery.return_until - now
+            log.info("the stages of node %s wait for it, for at most %.1f s", node, seconds)
         if is_poison:
             log.warning("a request that was computed on node %s has caused this and ends", node)
 

@@ -81,6 +81,7 @@ class Supervisor:
         self._config = config
         self._planner = planner
         self._recovery = make_recovery(config, planner, nodes)
+        self._recovery.predict_recompute = self.client.predict_recompute_seconds
         self._executor = ActionExecutor(config, self._recovery, self.client, self.deaths, self)
         self.kv_events = self._executor.kv_events
         self.kv_mover = self._executor.kv_mover

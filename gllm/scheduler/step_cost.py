@@ -6,7 +6,7 @@ Source of the features: the simulator's cost models and Vidur (arXiv 2405.05465)
 time of a step from its tokens, its prefill attention and its decode attention.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
@@ -36,6 +36,10 @@ class StepCostCoefficients(NamedTuple):
     def predict_seconds(self, work: StageWork) -> float:
         """Return the predicted time of a step."""
         return sum(c * f for c, f in zip(self, step_features(work), strict=True))
+
+    def predict_prefill_seconds(self, lengths: Iterable[int]) -> float:
+        """Return the predicted time of the prefills of sequences, with a step for each."""
+        return sum(self.step + self.predict_chunk_seconds(0, length) for length in lengths)
 
     def predict_chunk_seconds(self, start: int, num_tokens: int) -> float:
         """Return the part of a step's time that a prefill chunk after `start` tokens causes."""

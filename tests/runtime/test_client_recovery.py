@@ -430,3 +430,18 @@ def test_prompts_take_four_bytes_per_token(rig: Rig) -> None:
     stream = rig.submit(*range(1000))
     assert isinstance(stream.entry.prompt, array)
     assert len(stream.entry.prompt) * stream.entry.prompt.itemsize == 4000
+
+
+def test_the_cost_of_computing_the_requests_again_is_predicted(rig: Rig) -> None:
+    rig.attach()
+    rig.submit(1, 2, 3)
+    rig.submit(4, 5)
+    assert rig.client.predict_recompute_seconds() == 0.0, "nothing has been measured"
+    costs = StepCostCoefficients(step=0.5, token=2.0, pair=1.0)
+    rig.client.on_report(StepCostReport(costs))
+    # 3 tokens attend to 1 + 2 + 3 ones, 2 tokens to 1 + 2.
+    assert rig.client.predict_recompute_seconds() == 2 * 0.5 + 5 * 2.0 + 9 * 1.0
+    rig.report((0, 7))
+    assert rig.client.predict_recompute_seconds() == 2 * 0.5 + 6 * 2.0 + 13 * 1.0
+    rig.die()
+    assert rig.client.predict_recompute_seconds() == 2 * 0.5 + 6 * 2.0 + 13 * 1.0, "parked"
