@@ -1,6 +1,7 @@
 """Who may join an engine of several machines, and what others see. All marked `long`."""
 
 import asyncio
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,10 @@ from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, RefuseNode
 from gllm.runtime.security import SecretFile
 from gllm.runtime.spoke import Spoke
 from tests.e2e.nodes import DATA_PORT, HEAD_PORT, Cluster, running_cluster
-from tests.e2e.recovery_load import COMPLETIONS
+from tests.e2e.recovery_load import COMPLETIONS, Answer, Load
 from tests.e2e.server import wait_until
+from tests.e2e.test_nodes import compare, load_during
+from tests.plaintext import RUN_BYTES, runs_of
 
 pytestmark = [
     pytest.mark.long,
@@ -29,8 +32,6 @@ pytestmark = [
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 HIDDEN_BYTES = 768
 """Activations of the demo per token, in float32."""
-RUN_BYTES = 16
-"""Shortest run of plaintext that a wire may not show."""
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +132,33 @@ def test_a_stranger_in_the_network_gets_nothing(rig: NamespaceRig, cluster: Clus
     wait_until(lambda: rig.addresses[3] in cluster.head.get("/nodes")["refused_peers"])
 
 
-def runs_of(data: bytes) -> set[bytes]:
-    """All runs of RUN_BYTES with enough different bytes to be no accident."""
-    runs = (data[start : start + RUN_BYTES] for start in range(len(data) - RUN_BYTES + 1))
-    return {run for run in runs if len(set(run)) > RUN_BYTES // 2}
+def test_a_machine_with_a_revoked_secret_is_locked_out(
+    rig: NamespaceRig, tmp_path: Path, expected: dict[str, Answer]
+) -> None:
+    """The others get a new secret while they serve: requests go on without the third machine."""
+    cluster = Cluster(rig, tmp_path, 3, "--pp", "3")
+    files = [cluster.make_secret(f"secret-{machine}") for machine in range(3)]
+    for path in files[1:]:
+        shutil.copy2(files[0], path)
+    try:
+        for rank, path in enumerate(files):
+            cluster.start(rank, security=["--node-secret-file", str(path)])
+        cluster.wait_until_ready()
+        load = load_during(cluster.head, "revoked")
+        new = cluster.make_secret("new")
+        for path in (files[2], files[0]):
+            copy = path.with_suffix(".copy")
+            shutil.copy2(new, copy)
+            copy.replace(path)
+        compare(load.wait(), expected)
+        rows = cluster.nodes()
+        assert rows["machine-1"]["state"] == "lost"
+        assert rows["machine-0"]["stages"] + rows["machine-2"]["stages"] == [0, 1]
+        assert rig.addresses[1] in cluster.head.get("/nodes")["refused_peers"]
+        compare(Load(cluster.head, "afterwards").wait(), expected)
+        assert cluster.nodes()["machine-1"]["state"] == "lost"
+    finally:
+        cluster.close()
 
 
 class SharedMachine:

@@ -19,6 +19,9 @@ class Proxy:
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.is_frozen = False
         self.num_connections = 0
+        self.captured = bytearray(), bytearray()
+        """Bytes from the dialing end and from the accepting one, if `is_capturing`."""
+        self.is_capturing = False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def reset(self) -> None:
@@ -59,6 +62,8 @@ class Proxy:
                     data = ready.recv(order.choice([1, 100, 10_000, 65_536]))
                     if not data:
                         raise OSError("closed")
+                    if self.is_capturing:
+                        self.captured[ready is server].extend(data)
                     peers[ready].sendall(data)
         with suppress(OSError):
             client.close()

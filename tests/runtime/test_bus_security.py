@@ -28,6 +28,7 @@ from gllm.runtime.security import (
 )
 from gllm.runtime.session import HEADER, MAX_FRAME_BYTES
 from gllm.runtime.spoke import UNREACHABLE, Spoke
+from tests.plaintext import runs_of
 
 MAX_GUESTS = 4
 
@@ -151,6 +152,7 @@ async def test_members_exchange_messages_that_nobody_can_read(fleet: Fleet, plai
             end.hub.send(2**61, InitializeCache(7))
             await until(lambda: dialer.messages == [InitializeCache(7)])  # noqa: B023
             assert (marker.encode() in seen) == is_readable
+            assert any(run in seen for run in runs_of(marker.encode())) == is_readable
             assert len(seen) > len(large.cause)
             dialer.spoke.close()
             await until(lambda: end.lost)  # noqa: B023

@@ -1,0 +1,37 @@
+"""What somebody between two machines sees of the activations, with TLS and without."""
+
+import os
+from contextlib import closing
+
+import pytest
+
+from tests.link.processes import Mover, connect, read_step
+from tests.link.proxies import Proxy
+from tests.plaintext import runs_of
+
+NUM_TOKENS, NUM_STEPS = 16, 8
+
+
+@pytest.mark.parametrize("has_tls", [True, False])
+def test_only_without_tls_are_activations_readable(has_tls: bool) -> None:
+    """A relay between two data movers keeps all bytes of their connection."""
+    with Mover("head", has_tls) as source, Mover("other", has_tls) as target:
+        proxy = Proxy(target.port)
+        proxy.is_capturing = True
+        with closing(proxy):
+            sent, received = (
+                each.ring() for each in connect(source, target, address=proxy.address)
+            )
+            payloads = []
+            for step in range(NUM_STEPS):
+                data = os.urandom(NUM_TOKENS * sent.shape.hidden_size * sent.shape.itemsize)
+                begin = sent.payload(step)
+                sent.memory[begin : begin + len(data)] = data
+                sent.signal(step, NUM_TOKENS, "")
+                assert read_step(received, step, NUM_TOKENS) == data
+                payloads.append(data)
+        captured = [bytes(each) for each in proxy.captured]
+    assert len(captured[0]) > sum(map(len, payloads))
+    plain = set().union(*map(runs_of, payloads))
+    readable = plain & (runs_of(captured[0]) | runs_of(captured[1]))
+    assert readable == (set() if has_tls else plain)
