@@ -11,6 +11,7 @@
  *     queue BYTES [DIRECTION]              packets beyond these, while they wait, are dropped
  *     loss PROBABILITY [DIRECTION]         0 to 1, independently per packet
  *     down [DIRECTION], up [DIRECTION]     a link that is down drops all packets, those under way too
+ *     block [DIRECTION], admit [DIRECTION] drop packets that open TCP connections, as a firewall does
  *     stats                                prints one line of counters per direction
  *
  * DIRECTION is ab or ba; both by default. A packet is transmitted at the rate after the packets
@@ -23,6 +24,7 @@
 #include <inttypes.h>
 #include <linux/if.h>
 #include <linux/if_tun.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sched.h>
 #include <stdio.h>
@@ -50,8 +52,8 @@ struct direction {
     uint64_t transmission_end;   /* of the packet at `middle`, ns */
     uint64_t last_due, rate, delay, jitter, queue, waiting;
     double loss;
-    int is_down;
-    uint64_t num_packets, num_bytes, num_lost, num_overflown, num_cut;
+    int is_down, is_blocked;
+    uint64_t num_packets, num_bytes, num_lost, num_overflown, num_cut, num_blocked;
 };
 
 static struct direction directions[2];
@@ -95,10 +97,18 @@ static void start_transmission(struct direction *way, uint64_t begin) {
     way->transmission_end = begin + transmission_ns(way, at(way, way->middle)->size);
 }
 
+/* True for the first packet of a TCP connection: SYN without ACK. */
+static int opens_connection(const unsigned char *data, uint32_t size) {
+    uint32_t header = size ? 4u * (data[0] & 15) : 0;
+    if (size < 20 || data[0] >> 4 != 4 || data[9] != IPPROTO_TCP || size < header + 14) return 0;
+    return (data[header + 13] & 0x12) == 0x02;
+}
+
 /* Take a packet from the source device, or drop it. */
 static void accept_packet(struct direction *way, const unsigned char *data, uint32_t size) {
     struct packet *packet = at(way, way->tail);
     if (way->is_down) { way->num_cut++; return; }
+    if (way->is_blocked && opens_connection(data, size)) { way->num_blocked++; return; }
     if (way->loss > 0 && drand48() < way->loss) { way->num_lost++; return; }
     if (way->waiting + size > way->queue || way->tail - way->head == MAX_PACKETS) {
         way->num_overflown++;
@@ -167,18 +177,22 @@ static void apply(struct direction *way, const char *command, double value) {
     else if (!strcmp(command, "loss")) way->loss = value;
     else if (!strcmp(command, "down")) cut(way);
     else if (!strcmp(command, "up")) way->is_down = 0;
+    else if (!strcmp(command, "block")) way->is_blocked = 1;
+    else if (!strcmp(command, "admit")) way->is_blocked = 0;
     else if (!strcmp(command, "stats"))
         printf("%s packets %" PRIu64 " bytes %" PRIu64 " lost %" PRIu64 " overflown %" PRIu64
-               " cut %" PRIu64 "\n",
+               " cut %" PRIu64 " blocked %" PRIu64 "\n",
                way->name, way->num_packets, way->num_bytes, way->num_lost, way->num_overflown,
-               way->num_cut);
+               way->num_cut, way->num_blocked);
     else fprintf(stderr, "unknown command: %s\n", command);
 }
 
 static void run_command(char *line) {
     char *words[3] = {strtok(line, " "), strtok(NULL, " "), strtok(NULL, " ")};
     if (!words[0]) return;
-    int is_switch = !strcmp(words[0], "down") || !strcmp(words[0], "up");
+    static const char *const switches[] = {"down", "up", "block", "admit"};
+    int is_switch = 0;
+    for (int i = 0; i < 4; i++) is_switch |= !strcmp(words[0], switches[i]);
     const char *only = is_switch ? words[1] : words[2];
     double value = words[1] && !is_switch ? atof(words[1]) : 0;
     for (struct direction *way = directions; way < directions + 2; way++)

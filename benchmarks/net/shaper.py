@@ -92,8 +92,19 @@ class ShapedHop:
         """End a cut."""
         self._command("up")
 
+    def block_inbound(self) -> None:
+        """Let nobody open TCP connections to the first namespace, as a stateful firewall does.
+
+        Connections that it opens itself carry both directions.
+        """
+        self._command("block ba")
+
+    def admit_inbound(self) -> None:
+        """End `block_inbound`."""
+        self._command("admit ba")
+
     def counters(self) -> dict[str, dict[str, int]]:
-        """Return packets, bytes, lost, overflown and cut by direction (ab, ba)."""
+        """Return packets, bytes, lost, overflown, cut and blocked by direction (ab, ba)."""
         rows = [line.split() for line in self._command("stats")]
         return {
             row[0]: dict(zip(row[1::2], map(int, row[2::2]), strict=True)) for row in rows if row

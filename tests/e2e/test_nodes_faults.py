@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -232,6 +233,36 @@ def test_neighbours_without_a_way_to_each_other(
             cluster.wait_until_ready()
             compare(Load(cluster.head, "forwarded").wait(), expected)
             assert forwarder.num_connections >= 1
+
+
+def test_a_machine_behind_a_firewall_joins_and_serves(
+    rig: NamespaceRig, tmp_path: Path, expected: dict[str, Answer]
+) -> None:
+    """Nobody can open a connection to the machine between two others; it dials both."""
+    hop = rig.hop(1)
+    hop.block_inbound()
+    num_blocked = hop.counters()["ba"]["blocked"]
+    cluster = Cluster(rig, tmp_path, 3, "--pp", "3")
+    try:
+        with closing(cluster):
+            for rank in range(3):
+                cluster.start(rank, *(["--data-port", "0"] if rank == 1 else []))
+            cluster.wait_until_ready()
+            compare(Load(cluster.head, "outbound only").wait(), expected)
+            assert cluster.nodes()["machine-1"]["stages"] == [1]
+            assert hop.counters()["ba"]["blocked"] == num_blocked, "nobody has tried to dial it"
+            with rig.inside(0), pytest.raises(TimeoutError):
+                socket.create_connection((rig.addresses[1], cluster.servers[1].port), timeout=1)
+            assert hop.counters()["ba"]["blocked"] > num_blocked
+            # Its connections are lost, and it dials again.
+            hop.cut()
+            wait_until(lambda: cluster.nodes()["machine-1"]["state"] == "lost")
+            hop.restore()
+            compare(Load(cluster.head, "returned").wait(), expected)
+            assert cluster.nodes()["machine-1"]["stages"] == [1]
+    finally:
+        hop.restore()
+        hop.admit_inbound()
 
 
 def test_neighbours_that_cannot_accept_are_named(rig: NamespaceRig, tmp_path: Path) -> None:

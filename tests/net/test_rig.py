@@ -172,6 +172,30 @@ def udp_socket(rig: NamespaceRig, machine: int) -> socket.socket:
 
 
 @needs_namespaces
+def test_behind_a_firewall_connections_are_dialed_outwards_only() -> None:
+    with NamespaceRig(2, shaped=[1]) as rig:
+        listeners = []
+        for machine in range(2):
+            with rig.inside(machine):
+                listeners.append(socket.create_server((rig.addresses[machine], 0)))
+        rig.hop(1).block_inbound()
+        inwards, outwards = listeners[1].getsockname(), listeners[0].getsockname()
+        with rig.inside(0), pytest.raises(TimeoutError):
+            socket.create_connection(inwards, timeout=0.2)
+        assert rig.hop(1).counters()["ba"]["blocked"] >= 1
+        with rig.inside(1):
+            client = socket.create_connection(outwards, timeout=60)
+        server, _ = listeners[0].accept()
+        round_trip((client, server))
+        rig.hop(1).admit_inbound()
+        with rig.inside(0):
+            socket.create_connection(inwards, timeout=60).close()
+        assert rig.hop(1).counters()["ab"]["blocked"] == 0
+        for each in (client, server, *listeners):
+            each.close()
+
+
+@needs_namespaces
 def test_a_shaper_that_waits_uses_no_cpu() -> None:
     with NamespaceRig(1) as rig:
         rig.hop(0).set_rate(1e6)
