@@ -78,7 +78,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm gllm.config gllm.engine.fleet_control gllm.engine.interface gllm.messages "
                 "gllm.models gllm.routing gllm.runtime gllm.scheduler msgspec zmq"
             ),
-            "gllm.runtime.security": "gllm.config zmq",
+            "gllm.runtime.crypto_speed": "zmq",
+            "gllm.runtime.security": "gllm.config gllm.runtime.crypto_speed zmq",
             "gllm.runtime.parent_death": "",
             "gllm.ray": (
                 "gllm.cluster gllm.config gllm.observability gllm.runtime.parent_death "

@@ -20,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from gllm.config.addresses import is_loopback
+from gllm.runtime.crypto_speed import find_crypto_fault
 
 SECRET_BYTES = 32
 MAX_SECRETS = 2
@@ -137,8 +138,10 @@ class SecretFile:
         """Read the file.
 
         Raises:
-            SecretFileError: the file is invalid or cannot be read.
+            SecretFileError: the file is invalid or cannot be read, or ZeroMQ's encryption is slow.
         """
+        if fault := find_crypto_fault():
+            raise SecretFileError(fault)
         self.path = Path(path)
         self.keys = self._read()
         """Key pairs of one or two secrets. A hub uses the first one, members may use either."""
