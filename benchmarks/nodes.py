@@ -31,6 +31,8 @@ from gllm.observability.latency import percentile
 from gllm.sim.metrics.report import format_table
 
 NAMES = ("one node", "two nodes, plain", "two nodes, CURVE and TLS")
+MAX_ENCRYPTION_RATIO = 1.05
+"""Limit of the time per output token with encryption over that in the clear."""
 LOOPBACK_BYTES = 2 * 2**30
 """Bytes that are sent to measure the bandwidth of the loopback device."""
 CHUNK_BYTES = 2**20
@@ -127,6 +129,17 @@ def format_ratio(values: list[float], base: list[float]) -> str:
     return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
+def judge_encryption(engines: dict[str, Any]) -> str:
+    """Return the statement about what encryption costs, by pairs of rounds."""
+    plain, encrypted = (engines[name]["tpot_ms"] for name in NAMES[1:])
+    ratio = median(a / b for a, b in zip(encrypted, plain, strict=True))
+    verdict = "met" if ratio <= MAX_ENCRYPTION_RATIO else "**missed**"
+    return (
+        f"Encryption: TPOT {format_ratio(encrypted, plain)} times that of two nodes in the clear "
+        f"(at most {MAX_ENCRYPTION_RATIO}: {verdict})."
+    )
+
+
 def format_page(figures: dict[str, Any], options: argparse.Namespace) -> str:
     """Format the figures in words and tables."""
     engines, base = figures["engines"], figures["engines"][NAMES[0]]
@@ -155,6 +168,7 @@ def format_page(figures: dict[str, Any], options: argparse.Namespace) -> str:
             format_table(
                 ["engine", "tokens/s", "ratio to one node", "TPOT, ms", "ratio", "TTFT, ms"], speed
             ),
+            judge_encryption(engines),
             "CPU seconds per 1,000 output tokens:",
             format_table(["engine", *ROLES], cpu),
         ]
