@@ -15,6 +15,7 @@ import zmq
 
 from benchmarks.net.capture import Capture
 from benchmarks.net.rig import Hop, NamespaceRig, Rig, unsupported_reason
+from gllm.link.frames import MAGIC, VERSION
 from gllm.messages.codec import decode_for_agent
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, RefuseNode
 from gllm.runtime.security import SecretFile
@@ -209,6 +210,6 @@ def test_the_wire_shows_no_plaintext(tmp_path: Path) -> None:
     assert text.encode()[:RUN_BYTES] in plain
     assert b"hedgehog and a l" in plain
     # Frames of activations have this header.
-    assert plain.count(b"gA\x01") >= 60
+    assert plain.count(MAGIC + bytes([VERSION])) >= 60
     assert len(secret) > 60 * HIDDEN_BYTES
     assert not runs_of(plain) & runs_of(secret)

@@ -35,9 +35,11 @@ async def test_nodes_with_all_fields(engine):
     engine.node_reports.append(lost_node())
     engine.refused_peers = {"10.0.0.7": 3}
     engine.num_node_losses = 2
+    engine.stats = engine.stats._replace(depth=12)
     async with serving(engine) as server:
         body = await (await server.client.get("/nodes")).json()
     head, lost = body["nodes"]
+    assert body["pipeline_depth"] == 12
     assert body["refused_peers"] == {"10.0.0.7": 3}
     assert body["num_node_losses"] == 2
     assert head["load"] == {
@@ -82,6 +84,7 @@ async def test_metrics_of_machines(engine):
     engine.node_reports.append(lost_node())
     engine.refused_peers = {"10.0.0.7": 3, "10.0.0.8": 1}
     engine.num_malformed_frames = 7
+    engine.stats = engine.stats._replace(depth=12)
     engine.num_node_losses = 2
     async with serving(engine) as server:
         text = await (await server.client.get("/metrics")).text()
@@ -90,6 +93,7 @@ async def test_metrics_of_machines(engine):
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
             values[sample.name, *sorted(labels.values())] = sample.value
+    assert values["gllm:pipeline_depth",] == 12
     assert values["gllm:nodes", "member"] == 1
     assert values["gllm:nodes", "lost"] == 1
     assert values["gllm:nodes", "spare"] == 0

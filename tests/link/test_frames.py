@@ -223,6 +223,40 @@ def test_frames_write_within_their_slot_or_not_at_all(
     close(files)
 
 
+@settings(max_examples=num_examples(15, 500))
+@given(
+    st.permutations([(lane, step) for lane in range(2) for step in range(LAYOUT.slots)]),
+    st.lists(st.integers(1, 4), min_size=6, max_size=6),
+)
+def test_frames_of_a_lane_write_to_its_ring_alone(
+    order: list[tuple[int, int]], sizes: list[int]
+) -> None:
+    """Steps of two lanes on one connection in any order: each lane has its own, in its slots."""
+    ends = Files.of_lanes(2), Files.of_lanes(2)
+    sources, targets = ([files.ring(LAYOUT, lane) for lane in range(2)] for files in ends)
+    writers = [SlotWriter(ring) for ring in targets]
+    queue = SendQueue(NAME, SerialPolicy())
+    for (lane, step), tokens in zip(order, sizes, strict=True):
+        write_step(sources[lane], step, tokens, 10 * lane + step)
+        data = read_step(sources[lane], step)
+        assert data is not None
+        queue.add(lane, sources[lane].slot(step), data)
+    while queue:
+        headers, payload = queue.pop(LinkView(0.0, 0.0, None))
+        frames = headers + bytes(payload)
+        lane = unpack_frame(frames).lane
+        before = [ring.memory[:] for ring in targets]
+        send(writers[lane], frames)
+        others = [ring.memory[:] == earlier for ring, earlier in zip(targets, before, strict=True)]
+        assert all(others[:lane] + others[lane + 1 :])
+    for (lane, step), tokens in zip(order, sizes, strict=True):
+        ring = targets[lane]
+        assert ring.header(step).payload_bytes == tokens * 24
+        begin = ring.payload(step)
+        assert ring.memory[begin : begin + tokens * 24] == payload_of(10 * lane + step, tokens * 24)
+    close(*ends)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_slot_of_a_later_step_is_not_read_as_the_earlier_one(seed: int) -> None:
     files = Files()

@@ -28,6 +28,8 @@ from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER
 from tests.link.processes import LAYOUT, RUN, Files, Mover, connect, read_step, write_step
 
 NAME = EdgeName(RUN, 1, 3)
+HELLO_BYTES = NAME.header(FrameClass.HELLO, b"")[:4]
+"""Magic, version and class of a first frame."""
 MIB = 2**20
 LONG = pytest.mark.long
 
@@ -188,7 +190,7 @@ def send_malformed(port: int, count: int, source: str) -> None:
             connection.connect(("127.0.0.1", port))
             data = bytearray(order(FRAME.size))
             if number % 3:
-                data[:4] = b"gA\1\x10"
+                data[:4] = HELLO_BYTES
             with suppress(ConnectionError):
                 connection.sendall(data + bytes(number % 64))
                 connection.recv(1)
@@ -219,7 +221,7 @@ def test_malformed_first_frames_are_all_counted(plain_mover: Mover, count: int) 
     ("has_tls", "begin"),
     [
         (True, b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb\x03\x03"),
-        (False, b"gA\1\x10"),
+        (False, HELLO_BYTES),
         pytest.param(True, b"", marks=LONG),
         pytest.param(False, b"", marks=LONG),
     ],
