@@ -6,6 +6,8 @@ between two rows of one system.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import exp, log, sqrt
+from statistics import fmean
 from typing import NamedTuple
 
 from gllm.experiments.claims import NO_CHANGE, SIZE_FACTOR, relative_change
@@ -110,6 +112,20 @@ def _direction(
         for before, after in (paper, ours)
     ]
     return Direction(kind, name, *changes)
+
+
+def mean_factor(rows: Sequence[LatencyRow], ours: Figures, system: str) -> float:
+    """Return the factor by which a system's cells differ: from the mean square of the logarithms.
+
+    Inconsistent rows are left out.
+    """
+    logarithms = [
+        log(getattr(ours(row, system), metric) / getattr(row.cells[system], metric))
+        for row in rows
+        for metric in METRICS
+        if not row.doubt
+    ]
+    return exp(sqrt(fmean(each**2 for each in logarithms)))
 
 
 def far_cells(rows: Sequence[LatencyRow], ours: Figures) -> list[str]:

@@ -75,13 +75,14 @@ class ServingSystem:
         return round(self.batches_per_stage * num_stages)
 
 
-IN_ORDER = "virtual engines in order"
-"""vllm's engines with messages first come, first served: see weak_links_readings."""
+SHARED = "virtual engines, links shared"
+"""Virtual engines with fair sharing of the links, as of MoLink's own sender without chunks, which
+starts a task per message; also a reading of vllm, see weak_links_readings."""
 SYSTEMS: Mapping[str, ServingSystem] = MappingProxyType(
     {
-        "vllm": ServingSystem("concurrent", 1, 3, 2),
+        "vllm": ServingSystem("serial", 1, 3, 2),
         "helix": ServingSystem("serial", 0, 3, 2, EngineKind.PER_REQUEST),
-        IN_ORDER: ServingSystem("serial", 1, 3, 2),
+        SHARED: ServingSystem("concurrent", 1, 3, 2),
         # The first paper: 5 micro-batches on 3 stages.
         "molink": ServingSystem("molink-paper", 5 / 3, 3, 2),
         "chunks only": ServingSystem("molink-paper", 1, 3, 2),

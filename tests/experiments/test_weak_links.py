@@ -7,7 +7,7 @@ import pytest
 
 from gllm.experiments.claims import PaperClaim
 from gllm.experiments.weak_links import _margin_factor, _platform_claims
-from gllm.experiments.weak_links_directions import compare_directions, far_cells
+from gllm.experiments.weak_links_directions import compare_directions, far_cells, mean_factor
 from gllm.experiments.weak_links_paper import (
     ABLATION,
     LATENCY_ROWS,
@@ -19,7 +19,7 @@ from gllm.experiments.weak_links_paper import (
 )
 from gllm.experiments.weak_links_readings import format_readings
 from gllm.experiments.weak_links_systems import (
-    IN_ORDER,
+    SHARED,
     SYSTEMS,
     TrialFigures,
     WeakLinkTrial,
@@ -94,22 +94,31 @@ def test_readings_replace_columns_and_nothing_else() -> None:
     text = format_readings(LATENCY_ROWS, make_reader(1.0), as_figures(ABLATION))
     rows = text.splitlines()[-3:]
     assert ["140 of 140" in row for row in rows] == [True, True, False]
-    assert "| 0 of 25 " in rows[2], "helix is compared with itself"
-    # Slower messages in order lose the directions of the column that they stand for.
-    text = format_readings(LATENCY_ROWS, make_reader(5.0), as_figures(ABLATION))
+    assert [row.split()[-2] for row in rows] == ["1.00", "1.00", "1.00"]
+    # Faster messages lose the directions of the column that they stand for.
+    text = format_readings(LATENCY_ROWS, make_reader(0.2), as_figures(ABLATION))
     rows = text.splitlines()[-3:]
     assert "140 of 140" in rows[0]
     assert "| 2 of 25 " in rows[1], "helix against vllm keeps those that rise"
-    assert "| 23 of 25 " in rows[2], "helix against vllm keeps those that fall"
+    assert [row.split()[-2] for row in rows] == ["1.00", "5.00", "5.00"]
+
+
+def test_a_factor_is_the_mean_of_those_of_the_cells() -> None:
+    def read(row: LatencyRow, system: str) -> PaperLatencies:
+        cell = row.cells[system]
+        return PaperLatencies(2 * cell.ttft, cell.tpot / 2, 2 * cell.e2el)
+
+    assert mean_factor(LATENCY_ROWS, read, "vllm") == pytest.approx(2)
+    assert mean_factor(LATENCY_ROWS, paper_figures, "helix") == 1
 
 
 def make_reader(factor: float) -> Callable[[LatencyRow, str], TrialFigures]:
-    """Return the paper's figures; messages in order are those of helix times a factor."""
+    """Return the paper's figures; shared links have those of vllm times a factor."""
 
     def read(row: LatencyRow, system: str) -> TrialFigures:
-        if system != IN_ORDER:
+        if system != SHARED:
             return TrialFigures(*row.cells[system][:3], 1.0)
-        ttft, tpot, e2el = (factor * value for value in row.cells["helix"][:3])
+        ttft, tpot, e2el = (factor * value for value in row.cells["vllm"][:3])
         return TrialFigures(ttft, tpot, e2el, 1.0)
 
     return read
