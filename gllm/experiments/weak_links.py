@@ -78,9 +78,9 @@ production scheduler with what `gllm serve` chooses for stages that are connecte
 throttling, two lanes, and micro-batches in flight that follow the times of stages and links.
 
 vllm's messages leave in order, because that is how vLLM 0.7.2, which the paper has measured, sends
-them: each of its workers calls the blocking `send_tensor_dict`, a `torch.distributed.send` per
-tensor, on one CUDA stream and one NCCL communicator per pair of stages, so that two messages never
-share a link ([vllm#4412](https://github.com/vllm-project/vllm/pull/4412); asynchronous sends came
+them: `send_tensor_dict` of a worker enqueues a `torch.distributed.send` per tensor on the CUDA
+stream that computes, so that the messages to the next stage follow one another and never share a
+link ([vllm#4412](https://github.com/vllm-project/vllm/pull/4412); sends beside the computation came
 in 2026, [vllm#33368](https://github.com/vllm-project/vllm/pull/33368)). The paper's own figures
 agree: vLLM is slower there than MoLink without chunks and without more micro-batches (Table 5,
 neither: TPOT 0.48 s and E2EL 107 s, against 0.50 s and 111 s), and it would be as fast if its
