@@ -166,7 +166,7 @@ def test_nothing_waits_for_a_round_trip_and_silence_costs_little() -> None:
         state = link.wait_until(lambda each: each.round_trip_seconds is not None)
         assert state.round_trip_seconds is not None
         before, begin = link.hop.counters(), time.monotonic()
-        time.sleep(2.5)
+        time.sleep(1.2)
         after, pause = link.hop.counters(), time.monotonic() - begin
         num_bytes = sum(after[way]["bytes"] - before[way]["bytes"] for way in ("ab", "ba"))
         # At most 1 % of the capacity, in fact far less; and probes there are.
