@@ -1,7 +1,8 @@
 """Measure what a simulation costs: CPU seconds, memory, and time per decode row by engines.
 
-Each figure comes from a process of its own. Requests are those of azure-conv at 2.2 per second and
-engine, 0.86 of the capacity of qwen2.5-32b on four L20. Run: python -m benchmarks.simulator
+Each figure comes from a process of its own; clusters are measured in turns. Requests are those of
+azure-conv at 2.2 per second and engine, 0.86 of the capacity of qwen2.5-32b on four L20.
+Run: python -m benchmarks.simulator
 """
 
 import argparse
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from gllm.sim.cluster.cluster import simulate_cluster
@@ -41,6 +43,11 @@ class ClusterCost(NamedTuple):
     """Rows of one token: each decode, and the last chunk of each prompt."""
     peak_megabytes: float
     """Peak memory of the process."""
+
+    @property
+    def microseconds_per_row(self) -> float:
+        """CPU time per row."""
+        return self.cpu_seconds / self.num_rows * 1e6
 
 
 def measure_command(num_requests: int) -> Usage:
@@ -88,15 +95,33 @@ def format_page(options: argparse.Namespace) -> str:
         rows.append([str(num_requests), f"{usage.cpu_seconds:.1f}", f"{usage.peak_megabytes:.0f}"])
         print("measured", *rows[-1], file=sys.stderr)
     single = format_table(["requests", "CPU seconds, start to table", "peak memory, MB"], rows)
+    return f"{single}\n\n{format_clusters(options)}\n"
+
+
+def format_clusters(options: argparse.Namespace) -> str:
+    """Measure each cluster as often as `options` says, in turns; return the table of medians."""
+    costs: dict[int, list[ClusterCost]] = {count: [] for count in options.engines}
+    for _ in range(options.rounds):
+        for num_engines, measured in costs.items():
+            measured.append(
+                measure_cluster(num_engines, options.requests_per_engine, options.router)
+            )
+            per_row = f"{measured[-1].microseconds_per_row:.1f}"
+            print("measured", num_engines, "engines:", per_row, "us per row", file=sys.stderr)
     rows = []
-    for num_engines in options.engines:
-        cost = measure_cluster(num_engines, options.requests_per_engine, options.router)
-        per_row = cost.cpu_seconds / cost.num_rows * 1e6
-        figures = f"{cost.cpu_seconds:.1f}", f"{per_row:.1f}", f"{cost.peak_megabytes:.0f}"
-        rows.append([str(num_engines), str(num_engines * options.requests_per_engine), *figures])
-        print("measured", *rows[-1], file=sys.stderr)
+    for num_engines, measured in costs.items():
+        per_row = sorted(each.microseconds_per_row for each in measured)
+        rows.append(
+            [
+                str(num_engines),
+                str(num_engines * options.requests_per_engine),
+                f"{median(each.cpu_seconds for each in measured):.1f}",
+                f"{median(per_row):.1f} ({per_row[0]:.1f} to {per_row[-1]:.1f})",
+                f"{max(each.peak_megabytes for each in measured):.0f}",
+            ]
+        )
     header = ["engines", "requests", "CPU seconds", "microseconds per row", "peak memory, MB"]
-    return f"{single}\n\n{format_table(header, rows)}\n"
+    return format_table(header, rows)
 
 
 def main() -> None:
@@ -105,6 +130,7 @@ def main() -> None:
     for flag, counts in (("--requests", [2000, 10_000]), ("--engines", [1, 2, 4, 8])):
         parser.add_argument(flag, type=int, nargs="*", default=counts, metavar="N")
     parser.add_argument("--requests-per-engine", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each cluster")
     parser.add_argument("--router", default="round-robin")
     parser.add_argument("--output", type=Path, help="also write the tables to a file")
     parser.add_argument("--one-cluster", type=int, nargs=2, help=argparse.SUPPRESS)

@@ -18,8 +18,8 @@ class RoutingPolicy(ABC):
     uses_prefixes: ClassVar[bool] = False
     """True if `choose` reads the prefix index. The index stays empty otherwise."""
     uses_statistics: ClassVar[bool] = True
-    """True if `choose` reads the statistics of the engines. A simulated router leaves them out
-    otherwise."""
+    """True if `choose` reads the statistics of the engines or the expected output of the request. A
+    simulated router leaves them out otherwise."""
     uses_step_costs: ClassVar[bool] = False
     """True if `choose` reads the step cost models of the engines, which a simulated router leaves
     out otherwise."""

@@ -9,6 +9,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+Event = tuple[float, int, int, Callable[[float, Any], None], Any]
+"""Time, rank, number in the order of insertion, handle and argument."""
+
 COMMIT, ARRIVAL, ABORT, REPORT, DRIVER_TURN, PIPELINE = range(6)
 """Ranks of events at one time: a driver receives all events of a moment before it schedules."""
 
@@ -19,19 +22,38 @@ MAX_SCALED_SECONDS = 2.0**21
 
 
 class EventLoop:
-    """Clock and heap of events. All engines and links of a simulation share one.
+    """Clock and heap of events. All that shares a link in a simulation shares one.
 
     An event is a call `handle(time, argument)`. Bound methods with an argument keep an event as
     small as a tuple, where a closure per event would cost more than the event itself.
+
+    Args:
+        parent: Loop of which this one is a child (`make_child`).
     """
 
-    __slots__ = ("_heap", "_numbers", "now")
+    __slots__ = ("_children", "_heap", "_numbers", "_until", "is_child", "now")
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, parent: "EventLoop | None" = None) -> None:
+        self.now = 0.0 if parent is None else parent.now
         """Time of the present event in seconds."""
-        self._heap: list[tuple[float, int, int, Callable[[float, Any], None], Any]] = []
-        self._numbers = count()
+        self.is_child = parent is not None
+        self._heap: list[Event] = []
+        self._children: list[EventLoop] = []
+        self._numbers: Iterator[int] = count() if parent is None else parent._numbers
+        self._until = inf
+        """Time up to which the present run goes."""
+
+    def make_child(self) -> "EventLoop":
+        """Return a loop for events that neither read nor change what those of siblings do.
+
+        Before each event of this loop, the children run up to it, one after the other: many events
+        in a row find what they need in the CPU's cache, where those of many engines in turns would
+        not. The order within a child, and between a child and this loop, is that of a single heap.
+        Events of a child push no event into another loop.
+        """
+        child = EventLoop(self)
+        self._children.append(child)
+        return child
 
     def push(self, time: float, rank: int, handle: Callable[[float, T], None], argument: T) -> None:
         """Add an event, at whole nanoseconds.
@@ -55,7 +77,11 @@ class EventLoop:
         heappush(self._heap, (time, rank, next(self._numbers), handle, argument))
 
     def push_each(
-        self, items: Iterable[tuple[float, T]], rank: int, handle: Callable[[float, T], None]
+        self,
+        items: Iterable[tuple[float, T]],
+        rank: int,
+        handle: Callable[[float, T], None],
+        num_in_a_row: int = 1,
     ) -> None:
         """Add an event per item, the next one when the previous one happens.
 
@@ -64,11 +90,13 @@ class EventLoop:
                 is in memory.
             rank: Order among events at one time.
             handle: Called with the time and the argument.
+            num_in_a_row: Items that may happen before the children have run up to the first one.
+                Above 1 only if `handle` reads nothing that events of children change.
 
         Raises:
             ValueError: The first time is in the past; `run` raises it for a later one.
         """
-        _EventStream(self, iter(items), rank, handle).advance()
+        _EventStream(self, iter(items), rank, handle, num_in_a_row).advance()
 
     def run(self, until: float = inf) -> float:
         """Run the events and all that follow from them up to a time; return the last one's time.
@@ -79,27 +107,54 @@ class EventLoop:
         Raises:
             ValueError: An event is due before the one that caused it.
         """
+        self._until = until
         collects_garbage = gc.isenabled()
         gc.disable()
         try:
-            self._run(until)
+            self._run()
         finally:
             if collects_garbage:
                 gc.enable()
         return self.now
 
-    def _run(self, until: float) -> None:
-        heap = self._heap
+    def _run(self) -> None:
+        heap, children, until = self._heap, self._children, self._until
         while heap and heap[0][0] <= until:
+            if children:
+                self._run_children(heap[0])
+                for child in children:
+                    child.now = heap[0][0]
             time, _, _, handle, argument = heappop(heap)
             self.now = time
             handle(time, argument)
+        self._run_children((until, inf))
+        self.now = max([self.now, *(child.now for child in children)])
+
+    def pop_next(self, handle: Callable[[float, T], None]) -> tuple[float, T] | None:
+        """Remove the next event of this run if it has a handle, and go on to its time.
+
+        Returns:
+            Its time and argument; None if the next event is another one.
+        """
+        if not self._heap or self._heap[0][3] != handle or self._heap[0][0] > self._until:
+            return None
+        self.now, _, _, _, argument = heappop(self._heap)
+        return self.now, argument
+
+    def _run_children(self, limit: Event | tuple[float, float]) -> None:
+        """Run the events of the children that precede an event, or a time and a rank."""
+        for child in self._children:
+            heap = child._heap
+            while heap and heap[0] < limit:
+                time, _, _, handle, argument = heappop(heap)
+                child.now = time
+                handle(time, argument)
 
 
 class _EventStream(Generic[T]):
     """Items of `push_each` that have not happened."""
 
-    __slots__ = ("_handle", "_items", "_loop", "_rank")
+    __slots__ = ("_handle", "_items", "_loop", "_num_in_a_row", "_rank")
 
     def __init__(
         self,
@@ -107,11 +162,13 @@ class _EventStream(Generic[T]):
         items: Iterator[tuple[float, T]],
         rank: int,
         handle: Callable[[float, T], None],
+        num_in_a_row: int,
     ) -> None:
         self._loop = loop
         self._items = items
         self._rank = rank
         self._handle = handle
+        self._num_in_a_row = num_in_a_row
 
     def advance(self) -> None:
         """Push the next item, if there is one."""
@@ -122,3 +179,9 @@ class _EventStream(Generic[T]):
     def _happen(self, now: float, argument: T) -> None:
         self._handle(now, argument)
         self.advance()
+        for _ in range(1, self._num_in_a_row):
+            event = self._loop.pop_next(self._happen)
+            if event is None:
+                return
+            self._handle(*event)
+            self.advance()

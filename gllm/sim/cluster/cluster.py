@@ -21,7 +21,7 @@ from gllm.sim.cluster.engine import (
     EngineRun,
 )
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
-from gllm.sim.cluster.router import ClusterRouter
+from gllm.sim.cluster.router import ROUTED_IN_A_ROW, ClusterRouter
 from gllm.sim.cluster.transfers import KvTransfer, KvTransfers
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT, ARRIVAL, EventLoop
@@ -66,7 +66,9 @@ class _LifeEvent(NamedTuple):
 
 
 class SimulatedCluster:
-    """Engines in one event loop behind a router.
+    """Engines behind a router, in one event loop.
+
+    If the router reads nothing of the engines, each engine has a child of the loop.
 
     Args:
         router: Chooses the engine of each request.
@@ -120,10 +122,12 @@ class SimulatedCluster:
         if name in self.engines:
             raise ValueError(f"there is an engine {name!r}: choose another name")
         log = None if self._open_log is None else self._open_log(name)
+        shares_loop = links is not None or self._router.reads_engines
+        loop = self.loop if shares_loop else self.loop.make_child()
         engine = self.engines[name] = ClusterEngine(
             name,
             deployment,
-            self.loop,
+            loop,
             self._router.needs,
             self,
             links,
@@ -186,7 +190,7 @@ class SimulatedCluster:
             return
         engine.become_ready(now)
         self._update_routable()
-        self.on_changed(engine, now)
+        self._offer_queue(engine, now)
 
     def _on_detected(self, now: float, failure: EngineFailure) -> None:
         """End a lost engine for the router, route its requests again and start it again."""
@@ -214,7 +218,7 @@ class SimulatedCluster:
         if engine.is_draining and not engine.requests and not self.transfers.involve(engine.name):
             # The pipeline may be in the middle of a commit.
             event = _LifeEvent(engine, len(engine.lives))
-            self.loop.push(now, ABORT, self._on_drained, event)
+            engine.loop.push(now, ABORT, self._on_drained, event)
 
     def _on_drained(self, now: float, event: _LifeEvent) -> None:
         states = ClusterEngineState.STARTING, ClusterEngineState.READY
@@ -247,7 +251,8 @@ class SimulatedCluster:
         Raises:
             ValueError: A request arrives before the previous one (raised by `run` for later ones).
         """
-        self.loop.push_each(_with_requests(jobs), ARRIVAL, self._on_arrival)
+        num_in_a_row = 1 if self._router.reads_engines else ROUTED_IN_A_ROW
+        self.loop.push_each(_with_requests(jobs), ARRIVAL, self._on_arrival, num_in_a_row)
 
     def _on_arrival(self, now: float, arrival: tuple[WorkloadRequest, SchedulerRequest]) -> None:
         job, request = arrival
@@ -303,6 +308,11 @@ class SimulatedCluster:
         self._end_if_drained(engine, now)
 
     def on_changed(self, engine: ClusterEngine, now: float) -> None:
+        """Offer the waiting requests to an engine, unless it got all it can run at its start."""
+        if engine.loop is self.loop:
+            self._offer_queue(engine, now)
+
+    def _offer_queue(self, engine: ClusterEngine, now: float) -> None:
         """Offer the waiting requests to an engine, behind the events of this moment."""
         if self._queue and engine.is_routable and not engine.has_pull_event:
             engine.has_pull_event = True

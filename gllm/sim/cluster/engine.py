@@ -81,7 +81,7 @@ class ClusterEngine:
     Args:
         name: Name of the engine.
         deployment: Model, cost model and configuration.
-        loop: Clock of the cluster.
+        loop: Clock of the cluster, or a child of it for this engine alone.
         needs: State that the router reads.
         listener: Receiver of the engine's events.
         links: Links made elsewhere; None: links of its own.
@@ -120,7 +120,7 @@ class ClusterEngine:
         self.lives = [EngineLife(loop.now)]
         self._generations: list[EngineGeneration] = []
         self._restarts: list[RestartEvent] = []
-        self._loop = loop
+        self.loop = loop
         self._needs = needs
         self._listener = listener
         self._kv_listener = kv_listener
@@ -174,7 +174,12 @@ class ClusterEngine:
             return None
         seq = submissions.add(request)
         self.requests[seq] = request
-        self._generations[-1].pipeline.submit(request.submission(seq, now), now)
+        submission = request.submission(seq, now)
+        if self.loop.is_child:
+            # The engine may not have come to this time.
+            self.pipeline.submit_each([(now, submission)])
+        else:
+            self.pipeline.submit(submission, now)
         return seq
 
     @property
@@ -223,7 +228,7 @@ class ClusterEngine:
             EngineGeneration(
                 self.name,
                 deployment,
-                self._loop,
+                self.loop,
                 self._needs,
                 self,
                 self._links,

@@ -21,6 +21,8 @@ DEFERRED = "deferred"
 """Name of DeferredRouter, which production does not have."""
 ROUTER_NAMES = (*POLICIES, DEFERRED)
 """Names for `make_router`; the first one is the default of production."""
+ROUTED_IN_A_ROW = 1024
+"""Requests that a router which reads nothing of the engines routes before the engines go on."""
 
 
 class RouterNeeds(NamedTuple):
@@ -65,6 +67,10 @@ class ClusterRouter(ABC):
 
     needs = RouterNeeds()
     """State of the engines that `route` reads."""
+    reads_engines = True
+    """True if `route` reads anything that the work of the engines changes, or lets a request wait
+    though there are engines. Their events then happen in the order of time; otherwise only those of
+    each engine do, and `on_finished` may be called late."""
 
     @abstractmethod
     def route(
@@ -107,6 +113,7 @@ class PolicyRouter(ClusterRouter):
         self.needs = RouterNeeds(
             policy.uses_statistics, policy.uses_step_costs, policy.uses_prefixes
         )
+        self.reads_engines = any(self.needs)
         self._policy = policy
         self._output_lengths: OutputLengthPredictor | None = None
 
