@@ -106,8 +106,8 @@ def format_clusters(options: argparse.Namespace) -> str:
             measured.append(
                 measure_cluster(num_engines, options.requests_per_engine, options.router)
             )
-            per_row = f"{measured[-1].microseconds_per_row:.1f}"
-            print("measured", num_engines, "engines:", per_row, "us per row", file=sys.stderr)
+            figure = f"{measured[-1].microseconds_per_row:.1f}"
+            print("measured", num_engines, "engines:", figure, "us per row", file=sys.stderr)
     rows = []
     for num_engines, measured in costs.items():
         per_row = sorted(each.microseconds_per_row for each in measured)

@@ -34,7 +34,7 @@ class EventLoop:
     __slots__ = ("_children", "_heap", "_numbers", "_until", "is_child", "now")
 
     def __init__(self, parent: "EventLoop | None" = None) -> None:
-        self.now = 0.0 if parent is None else parent.now
+        self.now: float = 0.0 if parent is None else parent.now
         """Time of the present event in seconds."""
         self.is_child = parent is not None
         self._heap: list[Event] = []
