@@ -1,6 +1,7 @@
 """Engines with event loops of their own: many events of one in a row, and the run of one heap."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy_registry import make_policy
 from gllm.sim.cluster import cluster
-from gllm.sim.cluster.changes import ClusterChange
+from gllm.sim.cluster.changes import ClusterChange, EngineFailure
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.deployment import Deployment
@@ -130,6 +131,18 @@ def test_loops_of_engines_change_nothing(
         _, apart = simulate_engines(deployments, jobs, policy, changes, False)
     _, together = simulate_engines(deployments, jobs, policy, changes, True)
     assert apart == together
+
+
+def test_a_request_waits_for_the_engine_that_holds_it_while_another_one_works() -> None:
+    large = make_deployment()
+    small = replace(large, scheduler=replace(large.scheduler, max_model_len=32))
+    engines = {"small": small, "large": large}
+    jobs = [WorkloadRequest(0.1 * (index // 2), 8 + 24 * (index == 5), 8) for index in range(40)]
+    failure = EngineFailure("large", 0.0, restart_seconds=1.0)
+    run, apart = simulate_engines(engines, jobs, "round-robin", [failure], False)
+    assert not run.unserved
+    assert run.requests[5].line.times[0] > 1.0 > run.requests[6].line.times[0]
+    assert simulate_engines(engines, jobs, "round-robin", [failure], True)[1] == apart
 
 
 @pytest.mark.parametrize("is_one_heap", [False, True])

@@ -246,7 +246,8 @@ class SimulatedCluster:
         """Route the requests of a workload as they arrive.
 
         Args:
-            jobs: Sorted by time. May be a generator: only the next request is in memory.
+            jobs: Sorted by time. May be a generator: only the next requests are in memory, one or
+                ROUTED_IN_A_ROW.
 
         Raises:
             ValueError: A request arrives before the previous one (raised by `run` for later ones).
