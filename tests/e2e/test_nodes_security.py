@@ -124,13 +124,22 @@ async def test_another_version_is_refused(cluster: Cluster, protocol: int, versi
 
 def test_a_stranger_in_the_network_gets_nothing(rig: NamespaceRig, cluster: Cluster) -> None:
     """A machine without the secret cannot even learn that HTTP requests are served."""
-    for machine, port in ((0, HEAD_PORT), (1, DATA_PORT), (2, DATA_PORT)):
+
+    def ask(machine: int, port: int) -> None:
         with rig.inside(3), socket.create_connection((rig.addresses[machine], port), 10) as end:
             end.sendall(b"GET /nodes HTTP/1.1\r\n\r\n")
             end.settimeout(20)
             with suppress(ConnectionError):
                 assert b"machine" not in end.recv(1000)
-    wait_until(lambda: rig.addresses[3] in cluster.head.get("/nodes")["refused_peers"])
+
+    def is_counted() -> bool:
+        # A hub that was busy may learn of a connection after its end, when its address is gone.
+        ask(0, HEAD_PORT)
+        return rig.addresses[3] in cluster.head.get("/nodes")["refused_peers"]
+
+    for machine in (1, 2):
+        ask(machine, DATA_PORT)
+    wait_until(is_counted)
 
 
 def test_a_machine_with_a_revoked_secret_is_locked_out(
