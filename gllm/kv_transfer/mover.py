@@ -169,9 +169,9 @@ class KvMover:
                 if fetch is not None:
                     fetch.cancel()
 
-    def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection that another machine's mover has opened at the data port."""
-        self._source.adopt(KvConnection(connection, idle_seconds=IDLE_SECONDS))
+    def adopt(self, connection: socket.socket, address: str) -> None:
+        """Serve a connection that a mover with an IP address has opened at the data port."""
+        self._source.adopt(KvConnection(connection, idle_seconds=IDLE_SECONDS), address)
 
     def close(self) -> None:
         """End all fetches and connections."""

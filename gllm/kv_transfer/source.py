@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from gllm.kv_transfer.progress import LayerProgress
 from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
 
 MAX_CONNECTIONS = 256
+"""Beyond, the oldest connection without an answered READ of the address with most is closed."""
 _TICKET_SECONDS = 1.0
 """Time in which a ticket may arrive after its first READ: the driver's message and the reader's way
 over the router are not ordered."""
@@ -72,6 +74,17 @@ class KvSourceState:
     """Called on any thread with a ticket that its reader needs no longer."""
 
 
+@dataclass(eq=False)
+class _Reader:
+    """A connection that is served, and its thread."""
+
+    connection: KvConnection
+    address: str
+    thread: threading.Thread | None = None
+    has_read: bool = False
+    """True once it has shown a ticket that is held."""
+
+
 class KvSourceServer:
     """Answers the READs of other movers, each connection on a thread."""
 
@@ -95,38 +108,61 @@ class KvSourceServer:
         self._state, self._make_backend = state, make_backend
         self._clock, self._sleep = clock, sleep
         self._yield = yield_to_activations
-        self._connections: dict[KvConnection, threading.Thread] = {}
-        """Open connections and their threads."""
+        self._readers: dict[_Reader, None] = {}
+        """The oldest first."""
 
-    def adopt(self, connection: KvConnection) -> None:
-        """Serve a connection on a thread; one too many is closed."""
+    def adopt(self, connection: KvConnection, address: str = "") -> None:
+        """Serve a connection on a thread.
+
+        If there are too many, strangers make room: connections that have shown no valid ticket. A
+        connection that finds only readers is closed.
+
+        Args:
+            connection: The connection, which belongs to the source from now on.
+            address: IP address of the other end; empty on this machine.
+        """
+        reader = _Reader(connection, address)
+        reader.thread = threading.Thread(
+            target=self._run, args=(reader,), name="kv-source", daemon=True
+        )
+        refused = None
         with self._state.lock:
-            is_full = len(self._connections) >= MAX_CONNECTIONS
-            if not is_full:
-                thread = threading.Thread(
-                    target=self._run, args=(connection,), name="kv-source", daemon=True
-                )
-                self._connections[connection] = thread
-                thread.start()
-        if is_full:
+            self._readers[reader] = None
+            if len(self._readers) > MAX_CONNECTIONS:
+                refused = self._find_stranger()
+                del self._readers[refused]
+            if refused is not reader:
+                reader.thread.start()
+        if refused is reader:
             connection.close()
+        elif refused is not None:
+            refused.connection.shut_down()
+
+    def _find_stranger(self) -> _Reader:
+        """Return the oldest stranger of the address that has most; the newest is one always."""
+        strangers = [reader for reader in self._readers if not reader.has_read]
+        counts = Counter(reader.address for reader in strangers)
+        address, _ = counts.most_common(1)[0]
+        return next(reader for reader in strangers if reader.address == address)
 
     def close(self) -> None:
         """End all connections."""
         with self._state.lock:
-            connections = dict(self._connections)
-        for connection in connections:
-            connection.shut_down()
-        for thread in connections.values():
-            thread.join(_CLOSE_SECONDS)
+            readers = list(self._readers)
+        for reader in readers:
+            reader.connection.shut_down()
+        for reader in readers:
+            assert reader.thread is not None
+            reader.thread.join(_CLOSE_SECONDS)
 
-    def _run(self, connection: KvConnection) -> None:
+    def _run(self, reader: _Reader) -> None:
+        connection = reader.connection
         confirmed: set[int] = set()
         try:
             while True:
                 request = connection.receive_struct(KvFrameKind.READ, ReadRequest)
                 try:
-                    self._answer(connection, request)
+                    self._answer(reader, request)
                     confirmed.add(request.ticket)
                 except (KvTransferError, TicketError, KvPagesError, ValueError) as error:
                     connection.refuse(str(error))
@@ -142,15 +178,17 @@ class KvSourceServer:
         finally:
             connection.close()
             with self._state.lock:
-                self._connections.pop(connection, None)
+                self._readers.pop(reader, None)
             # A ticket has one reader, and a reader has one connection.
             for ticket in sorted(confirmed):
                 self._state.on_used(ticket)
 
-    def _answer(self, connection: KvConnection, request: ReadRequest) -> None:
+    def _answer(self, reader: _Reader, request: ReadRequest) -> None:
         """Answer one READ. Raises OSError, and all reasons to refuse it."""
+        connection = reader.connection
         backend = self._make_backend(request.backend)
         held, caches = self._use_ticket(request)
+        reader.has_read = True
         for part in request.parts:
             if part.place >= len(caches.pages):
                 raise KvTransferError(f"worker {part.place} of {len(caches.pages)}")

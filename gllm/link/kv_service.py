@@ -56,12 +56,12 @@ class KvService:
             case MoveKv(generation, moved) if self._mover and generation == self._generation:
                 self._mover.handle(moved)
 
-    def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection of another machine's data mover."""
+    def adopt(self, connection: socket.socket, address: str) -> None:
+        """Serve a connection of another machine's data mover, whose IP address is given."""
         if self._mover is None:
             connection.close()
         else:
-            self._mover.adopt(connection)
+            self._mover.adopt(connection, address)
 
     def _open(self, command: OpenKvCaches, descriptors: Sequence[int]) -> None:
         self._generation = command.generation

@@ -212,7 +212,7 @@ class DataMover:
     ) -> None:
         """Pass a connection on to its edge, or refuse it; called on the listener's thread."""
         if header.frame_class == FrameClass.KV_HELLO:
-            self._kv.adopt(connection)
+            self._kv.adopt(connection, address)
             return
         with self._lock:
             end = self._edges.get((header.generation, header.edge))

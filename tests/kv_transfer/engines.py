@@ -84,7 +84,8 @@ class CachedEngine:
 
         def accept() -> None:
             while True:
-                self.mover.adopt(listening.accept()[0])
+                connection, peer = listening.accept()
+                self.mover.adopt(connection, peer[0])
 
         threading.Thread(target=accept, daemon=True).start()
 

@@ -56,7 +56,7 @@ def _fuzz_owner(num_rounds: int, seed: int) -> None:
     for number in range(num_rounds):
         data = _mutate(rng.choice(frames), rng) if number % 4 else rng.randbytes(40)
         own, other = socket.socketpair()
-        owner.mover.adopt(other)
+        owner.mover.adopt(other, "10.0.0.9")
         own.settimeout(10)
         # A mover that has closed the connection already resets it.
         with own, suppress(ConnectionError):

@@ -3,17 +3,19 @@
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import cast
 
 import numpy as np
 import pytest
 
+from gllm.kv_transfer import source
 from gllm.kv_transfer.backend_names import check_backend_name
 from gllm.kv_transfer.backends.base import FetchTarget, KvBackend
 from gllm.kv_transfer.backends.mock import MockBackend
 from gllm.kv_transfer.backends.registry import make_backend
 from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
-from gllm.kv_transfer.frames import KvConnection
+from gllm.kv_transfer.frames import KvConnection, KvFrameKind, ReadPart, ReadRequest
 from gllm.kv_transfer.mover import NUM_FETCH_THREADS
 from gllm.kv_transfer.pages import KvPagesError, find_slots
 from gllm.messages.kv_transfer import (
@@ -288,3 +290,48 @@ def test_fetches_that_wait_for_others_are_not_late(owner: CachedEngine) -> None:
     receiver.mover.close()
     for connection in accepted:
         connection.close()
+
+
+def _begin_read(connection: socket.socket, ticket: int) -> KvFrameKind:
+    """Send a READ and return the kind of the answer's first frame."""
+    request = ReadRequest(ticket, 5, 0, 10, "tcp", "plain", [ReadPart(0, 0, 0, 2)])
+    KvConnection(connection).send_struct(KvFrameKind.READ, request)
+    connection.settimeout(10)
+    # A frame begins with two bytes of magic, the version and the kind.
+    return KvFrameKind(connection.recv(2**16)[3])
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(2**16):
+            pass
+    except BlockingIOError:
+        return True
+    return False
+
+
+def test_strangers_keep_no_reader_out(owner: CachedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "MAX_CONNECTIONS", 3)
+    with ExitStack() as stack:
+
+        def connect(address: str) -> socket.socket:
+            own, other = socket.socketpair()
+            stack.enter_context(own)
+            owner.mover.adopt(other, address)
+            own.settimeout(10)
+            return own
+
+        def connect_reader(ticket: int) -> socket.socket:
+            connection = connect(f"10.0.0.{ticket}")
+            owner.serve(make_contents(10, seed=3), BLOCKS, ticket)
+            assert _begin_read(connection, ticket) is KvFrameKind.RUN
+            return connection
+
+        readers = [connect_reader(11)]
+        strangers = [connect("10.0.0.9") for _ in range(10)]
+        readers += [connect_reader(ticket) for ticket in (12, 13)]
+        assert [stranger.recv(1) for stranger in strangers] == [b""] * 10
+        late = connect("10.0.0.3")
+        assert late.recv(1) == b""
+        assert all(_is_open(reader) for reader in readers)

@@ -170,7 +170,7 @@ def run_failing(is_remote: bool, fail: Callable[[ComputingEngine, CachedEngine],
     fetched = receiver.fetch(fetch_command(20, owner.endpoint(is_remote), TransferMode.PER_LAYER))
     assert not fetched.is_ok
     await_no(receiver.mover._fetches)
-    await_no(owner.mover._source._connections)
+    await_no(owner.mover._source._readers)
     for engine in (owner, receiver):
         engine.mover.close()
     return fetched.cause
