@@ -76,11 +76,10 @@ class KvSourceState:
 
 @dataclass(eq=False)
 class _Reader:
-    """A connection that is served, and its thread."""
+    """A connection that is served."""
 
     connection: KvConnection
     address: str
-    thread: threading.Thread | None = None
     has_read: bool = False
     """True once it has shown a ticket that is held."""
 
@@ -108,8 +107,8 @@ class KvSourceServer:
         self._state, self._make_backend = state, make_backend
         self._clock, self._sleep = clock, sleep
         self._yield = yield_to_activations
-        self._readers: dict[_Reader, None] = {}
-        """The oldest first."""
+        self._readers: dict[_Reader, threading.Thread] = {}
+        """Open connections and their threads, the oldest first."""
 
     def adopt(self, connection: KvConnection, address: str = "") -> None:
         """Serve a connection on a thread.
@@ -122,17 +121,15 @@ class KvSourceServer:
             address: IP address of the other end; empty on this machine.
         """
         reader = _Reader(connection, address)
-        reader.thread = threading.Thread(
-            target=self._run, args=(reader,), name="kv-source", daemon=True
-        )
+        thread = threading.Thread(target=self._run, args=(reader,), name="kv-source", daemon=True)
         refused = None
         with self._state.lock:
-            self._readers[reader] = None
+            self._readers[reader] = thread
             if len(self._readers) > MAX_CONNECTIONS:
                 refused = self._find_stranger()
                 del self._readers[refused]
             if refused is not reader:
-                reader.thread.start()
+                thread.start()
         if refused is reader:
             connection.close()
         elif refused is not None:
@@ -148,12 +145,11 @@ class KvSourceServer:
     def close(self) -> None:
         """End all connections."""
         with self._state.lock:
-            readers = list(self._readers)
+            readers = dict(self._readers)
         for reader in readers:
             reader.connection.shut_down()
-        for reader in readers:
-            assert reader.thread is not None
-            reader.thread.join(_CLOSE_SECONDS)
+        for thread in readers.values():
+            thread.join(_CLOSE_SECONDS)
 
     def _run(self, reader: _Reader) -> None:
         connection = reader.connection

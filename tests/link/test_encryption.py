@@ -1,4 +1,4 @@
-"""What somebody between two machines sees of the activations, with TLS and without."""
+"""What a relay between two machines can read: activations without TLS, nothing with it."""
 
 import os
 from contextlib import closing
