@@ -10,12 +10,12 @@ setup: $(STAMP)
 NATIVE := $(wildcard gllm/kernels/native/*.cpp gllm/kernels/native/*.h)
 
 # --no-compile: pip would compile every file of every package, of which few are ever imported.
-$(STAMP): requirements.txt requirements-sim.txt requirements-otel.txt requirements-ray.txt requirements-dev.txt setup.py $(NATIVE)
+$(STAMP): requirements.txt requirements-sim.txt requirements-plan.txt requirements-otel.txt requirements-ray.txt requirements-dev.txt setup.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --no-compile torch==2.13.0
-	$(BIN)/pip install -q --no-compile -r requirements.txt -r requirements-sim.txt -r requirements-otel.txt -r requirements-ray.txt -r requirements-dev.txt
+	$(BIN)/pip install -q --no-compile -r requirements.txt -r requirements-sim.txt -r requirements-plan.txt -r requirements-otel.txt -r requirements-ray.txt -r requirements-dev.txt
 	$(BIN)/pip install -q --no-deps -e .
 	touch $(STAMP)
 

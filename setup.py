@@ -92,6 +92,7 @@ setup(
     install_requires=["torch>=2.11", *requirements("requirements.txt")],
     extras_require={
         "sim": requirements("requirements-sim.txt"),
+        "plan": [*requirements("requirements-sim.txt"), *requirements("requirements-plan.txt")],
         "dev": requirements("requirements-dev.txt"),
         "otel": requirements("requirements-otel.txt"),
         "ray": requirements("requirements-ray.txt"),

@@ -18,6 +18,7 @@ COMMANDS = {
         "predict a deployment from a profile or a data sheet",
     ),
     "experiment": ("gllm.commands.experiment:main", "run a named experiment and write its page"),
+    "plan": ("gllm.commands.plan.command:main", "find machines, parallelism and routes"),
     "bench": ("gllm.commands.bench.command:main", "measure a server over HTTP, or an engine"),
     "top": ("gllm.commands.top.command:main", "watch a running server in the terminal"),
     "chat": ("gllm.commands.chat:main", "talk to a running server in the terminal"),

@@ -144,14 +144,20 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.observability.step_log gllm.pacing gllm.routing gllm.scheduler matplotlib "
                 "msgspec numpy sklearn tqdm"
             ),
+            "gllm.plan.serving_plan": "msgspec",
+            "gllm.plan": (
+                "gllm.config gllm.observability gllm.observability.step_log "
+                "gllm.plan.serving_plan gllm.routing gllm.scheduler gllm.sim msgspec networkx "
+                "numpy scipy sklearn tqdm"
+            ),
             "gllm.profiling": (
                 "gllm.cluster gllm.config gllm.kernels gllm.link.encodings gllm.messages "
                 "gllm.models gllm.runtime gllm.scheduler gllm.sim gllm.transport numpy torch"
             ),
             "gllm.experiments": (
                 "gllm.config gllm.engine gllm.kv_transfer.transfer_mode gllm.link.encodings "
-                "gllm.models gllm.observability gllm.profiling gllm.observability.step_log "
-                "gllm.routing gllm.scheduler gllm.sim msgspec tqdm"
+                "gllm.models gllm.observability gllm.plan gllm.plan.serving_plan gllm.profiling "
+                "gllm.observability.step_log gllm.routing gllm.scheduler gllm.sim msgspec tqdm"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (
@@ -162,8 +168,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.commands": (
                 "aiohttp gllm.config gllm.engine gllm.experiments gllm.node_process "
-                "gllm.observability gllm.observability.step_log gllm.runtime.security "
-                "gllm.scheduler gllm.sim matplotlib msgspec prometheus_client tqdm uvloop"
+                "gllm.observability gllm.observability.step_log gllm.plan gllm.plan.serving_plan "
+                "gllm.runtime.security gllm.scheduler gllm.sim matplotlib msgspec "
+                "prometheus_client tqdm uvloop"
             ),
             "gllm.__main__": "gllm",
         }.items()

@@ -125,7 +125,8 @@ for module in pkgutil.walk_packages(package.__path__, sys.argv[1] + "."):
 
 
 @pytest.mark.parametrize(
-    "package", ["gllm.sim", "gllm.scheduler", "gllm.pacing", "gllm.cluster", "gllm.routing"]
+    "package",
+    ["gllm.sim", "gllm.plan", "gllm.scheduler", "gllm.pacing", "gllm.cluster", "gllm.routing"],
 )
 def test_no_module_of_a_light_package_loads_torch(package: str) -> None:
     code = [sys.executable, "-c", IMPORT_ALL, package]

@@ -1,0 +1,1 @@
+"""The planners of `gllm plan`, one module each."""

@@ -1,0 +1,26 @@
+"""`gllm plan NAME`: find machines, parallelism and routes for a model and a workload."""
+
+import importlib
+import sys
+
+PLANNERS: dict[str, str] = {}
+"""Descriptions by name; the name is also the module in gllm.commands.plan."""
+
+
+def usage() -> str:
+    """Return the help text."""
+    lines = [f"  {name:12}{text}" for name, text in PLANNERS.items()]
+    return "\n".join(["usage: gllm plan NAME [ARGUMENTS]", "", *lines])
+
+
+def main(argv: list[str]) -> int:
+    """Run a planner and return its exit status."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in PLANNERS:
+        print(f"gllm plan: unknown planner {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"gllm.commands.plan.{name}")
+    return int(module.main(argv[1:]))

@@ -1,0 +1,209 @@
+"""Plan of a service: machines, links, engines, router and expected figures, as `plan.yaml`.
+
+Planners write plans, `gllm up` starts them. Every reader of the file checks it with `read_plan`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROLES = ("mixed", "prefill", "decode")
+"""Roles that an engine may begin with."""
+PLAN_VERSION = 1
+
+
+class PlanError(ValueError):
+    """Error in a plan; its text begins with the path of the field and names the fix."""
+
+
+class NodePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One machine."""
+
+    host: str
+    """Address under which the other machines reach it."""
+    devices: list[str] = []
+    """Name of each accelerator, as in the simulator's table; empty: the machine's CPU serves."""
+    price: float | None = None
+    """US dollars per hour; None: unknown."""
+
+
+class LinkPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Connection of two machines, each way."""
+
+    gbit: float
+    """Rate in Gbit/s."""
+    ms: float
+    """One-way delay in milliseconds."""
+
+
+class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One pipeline stage of an engine: its machine, its ranks and its layers."""
+
+    node: str
+    layers: int
+    devices: list[int] = []
+    """Index of each tensor-parallel rank's accelerator; empty: one rank on the CPU."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Degree of tensor parallelism."""
+        return len(self.devices) or 1
+
+
+class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine: its stages, in order, and its flags."""
+
+    stages: list[StagePlan]
+    role: str = "mixed"
+    scheduler: dict[str, Any] = {}
+    """Fields of SchedulerConfig that differ from their defaults."""
+    flags: dict[str, Any] = {}
+    """Further flags of `gllm serve`, by their names without dashes."""
+
+    @property
+    def num_devices(self) -> int:
+        """Number of ranks over all stages."""
+        return sum(stage.num_ranks for stage in self.stages)
+
+
+class RouterPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The router in front of the engines."""
+
+    node: str
+    port: int = 8000
+    policy: str = "predict"
+    preset: str | None = None
+    flags: dict[str, Any] = {}
+    """Further flags of `gllm router`, by their names without dashes."""
+
+
+class LatencyGoals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one request in seconds; None: no limit."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+
+class ExpectedFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Figures that the planner predicts, and the command that predicted them."""
+
+    by: str
+    rate: float
+    """Requests per second that the plan is for."""
+    capacity: float | None = None
+    """Highest sustained request rate, requests per second."""
+    attainment: float | None = None
+    """Share of requests within the goals at `rate`, 0..1."""
+    ttft_seconds: float | None = None
+    """Median at `rate`."""
+    tpot_seconds: float | None = None
+    """Median at `rate`."""
+    startup_seconds: float | None = None
+    """Time from the start of an engine until it serves."""
+
+
+class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that `gllm up` starts. Names of nodes and engines are keys."""
+
+    model: str
+    nodes: dict[str, NodePlan]
+    engines: dict[str, EnginePlan]
+    version: int = PLAN_VERSION
+    links: dict[str, LinkPlan] = {}
+    """By the names of two nodes joined by a dash, as in `a-b`."""
+    router: RouterPlan | None = None
+    routes: dict[str, dict[str, float]] = {}
+    """Share of a prefill engine's requests that each decode engine gets; they sum up to 1."""
+    slo: LatencyGoals = LatencyGoals()
+    workload: str | None = None
+    """Name of the workload that the figures are for."""
+    expected: ExpectedFigures | None = None
+
+
+def read_plan(path: Path) -> ServingPlan:
+    """Return the plan of a file.
+
+    Raises:
+        PlanError: A field is unknown, has a wrong type or a value that cannot be served.
+        OSError: The file cannot be read.
+    """
+    try:
+        plan = msgspec.yaml.decode(path.read_bytes(), type=ServingPlan)
+    except msgspec.DecodeError as error:
+        raise PlanError(f"{path}: {error}") from None
+    check_plan(plan)
+    return plan
+
+
+def write_plan(plan: ServingPlan, path: Path) -> None:
+    """Write a plan with all defaults. Raises PlanError or OSError."""
+    check_plan(plan)
+    path.write_bytes(msgspec.yaml.encode(plan))
+
+
+def check_plan(plan: ServingPlan) -> None:
+    """Raise PlanError, which names the field and the fix, for a plan that cannot be served."""
+    if plan.version != PLAN_VERSION:
+        raise PlanError(f"version: {plan.version} is not {PLAN_VERSION}: write the plan anew")
+    if not plan.engines:
+        raise PlanError("engines: empty: add one at least")
+    for name, engine in plan.engines.items():
+        _check_engine(plan, name, engine)
+    _check_devices(plan)
+    for name in plan.links:
+        if not any(name == f"{a}-{b}" for a in plan.nodes for b in plan.nodes if a != b):
+            raise PlanError(f"links.{name}: join the names of two nodes with a dash")
+    if plan.router and plan.router.node not in plan.nodes:
+        raise PlanError(f"router.node: {plan.router.node!r} is none of {', '.join(plan.nodes)}")
+    for source, shares in plan.routes.items():
+        _check_route(plan, source, shares)
+
+
+def _check_engine(plan: ServingPlan, name: str, engine: EnginePlan) -> None:
+    path = f"engines.{name}"
+    if engine.role not in ROLES:
+        raise PlanError(f"{path}.role: {engine.role!r} is none of {', '.join(ROLES)}")
+    if not engine.stages:
+        raise PlanError(f"{path}.stages: empty: add one at least")
+    for index, stage in enumerate(engine.stages):
+        where = f"{path}.stages[{index}]"
+        if stage.node not in plan.nodes:
+            raise PlanError(f"{where}.node: {stage.node!r} is none of {', '.join(plan.nodes)}")
+        if stage.layers < 1:
+            raise PlanError(f"{where}.layers: {stage.layers}: a stage has at least 1 layer")
+        num_devices = len(plan.nodes[stage.node].devices)
+        for device in stage.devices:
+            if not 0 <= device < num_devices:
+                raise PlanError(
+                    f"{where}.devices: {device}: node {stage.node} has {num_devices} devices, "
+                    "counted from 0"
+                )
+
+
+def _check_devices(plan: ServingPlan) -> None:
+    """Raise PlanError if two stages share an accelerator."""
+    owners: dict[tuple[str, int], str] = {}
+    for name, engine in plan.engines.items():
+        for index, stage in enumerate(engine.stages):
+            where = f"engines.{name}.stages[{index}]"
+            for device in stage.devices:
+                owner = owners.setdefault((stage.node, device), where)
+                if owner != where or stage.devices.count(device) > 1:
+                    raise PlanError(
+                        f"{where}.devices: {device} of node {stage.node} belongs to {owner}: "
+                        "give each rank a device of its own"
+                    )
+
+
+def _check_route(plan: ServingPlan, source: str, shares: dict[str, float]) -> None:
+    roles: dict[str, Callable[[str], bool]] = {
+        source: lambda role: role != "decode",
+        **{target: lambda role: role != "prefill" for target in shares},
+    }
+    for engine, fits in roles.items():
+        if engine not in plan.engines or not fits(plan.engines[engine].role):
+            raise PlanError(f"routes.{source}: {engine!r} is no engine with a role for it")
+    if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
+        raise PlanError(f"routes.{source}: the shares must be at least 0 and sum up to 1")
