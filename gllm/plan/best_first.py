@@ -30,7 +30,7 @@ class CandidateBound(NamedTuple):
 
 
 @dataclass
-class SearchOutcome(Generic[Candidate, Result]):
+class BestFirstOutcome(Generic[Candidate, Result]):
     """Result of a search, and an account of every candidate."""
 
     evaluated: list[tuple[Candidate, Result]] = field(default_factory=list)
@@ -54,7 +54,7 @@ def search_best(
     budget: SearchBudget,
     batch: int = 1,
     is_exhaustive: bool = False,
-) -> SearchOutcome[Candidate, Result]:
+) -> BestFirstOutcome[Candidate, Result]:
     """Return the best candidate, and what happened to the others.
 
     Args:
@@ -65,7 +65,7 @@ def search_best(
         batch: Number of candidates that are evaluated together.
         is_exhaustive: Evaluate candidates that cannot win as well, but not the hopeless ones.
     """
-    outcome: SearchOutcome[Candidate, Result] = SearchOutcome()
+    outcome: BestFirstOutcome[Candidate, Result] = BestFirstOutcome()
     best_score = -inf
     queue: deque[tuple[Candidate, CandidateBound]] = deque()
     for candidate, bound in sorted(candidates, key=lambda each: -each[1].expected):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.plan.best_first import DOMINATED, CandidateBound, SearchOutcome, search_best
+from gllm.plan.best_first import DOMINATED, CandidateBound, BestFirstOutcome, search_best
 from gllm.plan.budget import SearchBudget
 from tests.examples import num_examples
 
@@ -31,7 +31,7 @@ candidates = st.lists(
 
 def search(
     pairs: Sequence[Pair], budget: SearchBudget | None = None, batch: int = 1, **options: bool
-) -> SearchOutcome[tuple[int, float], float]:
+) -> BestFirstOutcome[tuple[int, float], float]:
     items = [((index, score), bound) for index, (score, bound) in enumerate(pairs)]
     return search_best(
         items,
