@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.plan.best_first import DOMINATED, CandidateBound, BestFirstOutcome, search_best
+from gllm.plan.best_first import DOMINATED, BestFirstOutcome, CandidateBound, search_best
 from gllm.plan.budget import SearchBudget
 from tests.examples import num_examples
 
