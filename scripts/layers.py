@@ -28,14 +28,16 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.kv_transfer.backend_names gllm.link.encodings gllm.observability "
                 "gllm.pacing gllm.routing gllm.scheduler yaml"
             ),
-            "gllm.kv_transfer.break_even": "",
+            "gllm.kv_transfer.transfer_estimate": "",
+            "gllm.kv_transfer.break_even": "gllm.kv_transfer.transfer_estimate",
             "gllm.kv_transfer.transfer_mode": "",
             "gllm.kv_transfer.totals": "",
             "gllm.kv_transfer.layout": "msgspec",
             "gllm.kv_transfer.endpoint": "gllm.kv_transfer.layout msgspec",
             "gllm.kv_transfer": (
                 "gllm.kv_transfer.backend_names gllm.kv_transfer.break_even "
-                "gllm.kv_transfer.endpoint gllm.kv_transfer.layout gllm.link.encodings "
+                "gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
+                "gllm.kv_transfer.transfer_estimate gllm.link.encodings "
                 "gllm.messages msgspec nixl numpy"
             ),
             "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",

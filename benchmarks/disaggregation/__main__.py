@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--requests", type=int, default=200, help="per round of the load")
     parser.add_argument("--rounds", type=int, default=3, help="of the load")
-    parser.add_argument("--repeats", type=int, default=15, help="of each time of the break-even")
+    parser.add_argument("--repeats", type=int, default=25, help="of each time of the break-even")
     parser.add_argument("--quick", action="store_true", help="short: shows that everything works")
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/disaggregation.md"))
     options = parser.parse_args()

@@ -21,8 +21,7 @@ from gllm.commands.bench.runner import run_load
 TRACE, LENGTH_SCALE, LONGEST = "azure-conv", 0.2, 1000
 """Lengths of the requests; the demo model's context is 1,024 tokens."""
 LINK_GIGABYTES = 0.02
-"""GB/s of the imitated link between the engines. A token of the demo model has 3 KiB, a 64th of
-Qwen2.5-14B's, for which this is as 10 Gbit/s."""
+"""GB/s of the imitated link between the engines; the page says what that is to a larger model."""
 LOAD_SHARE = 0.6
 """Rate of the requests, as a share of what two mixed engines serve."""
 VOCABULARY = 1000

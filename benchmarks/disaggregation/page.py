@@ -17,6 +17,8 @@ MAX_TRANSFER_RATIO = 1.2
 """Limit of the seconds of all fetches, in bytes over the link's rate."""
 MAX_CROSSING_ERROR = 0.2
 """Limit of the difference between the computed and the measured break-even."""
+COMPARED_BYTES_PER_TOKEN = 48 * 2 * 8 * 128 * 2
+"""Keys and values of Qwen2.5-14B: 48 layers, 8 heads of 128 numbers in bfloat16."""
 NAMES = {"mixed": "two mixed engines", "apart": "one prefills, one decodes"}
 
 
@@ -46,11 +48,27 @@ def format_load(rows: list[Row]) -> str:
             f"{LENGTH_SCALE}, Poisson arrivals at {first['rate']:.1f}/s, {LOAD_SHARE} of what two "
             f"mixed engines serve; medians of {len(rows) // 2} rounds in alternating order, each "
             f"with new processes. Both engines have a core; router and client share both cores. "
-            f"KV blocks travel at {LINK_GIGABYTES:g} GB/s (mock); a token of the demo model has 3 "
-            "KiB, a 64th of Qwen2.5-14B's, so this is what 10 Gbit/s are to that model.",
+            f"KV blocks travel at {LINK_GIGABYTES:g} GB/s (mock). {_compare_link(rows)}",
             format_table(header, table),
             _judge_load(rows),
         ]
+    )
+
+
+def _compare_link(rows: list[Row]) -> str:
+    """Return what the link is to a model with more bytes per token."""
+    num_bytes, tokens = (
+        sum(row[key] for row in select(rows, setup="apart"))
+        for key in ("fetched_bytes", "num_fetched_tokens")
+    )
+    if not tokens:
+        return "Nothing was fetched."
+    bytes_per_token = num_bytes / tokens
+    factor = COMPARED_BYTES_PER_TOKEN / bytes_per_token
+    gigabits = 8 * LINK_GIGABYTES * factor
+    return (
+        f"A token of the demo model has {bytes_per_token / 1024:.1f} KiB, a {factor:.0f}th of "
+        f"Qwen2.5-14B's, so this is what {gigabits:.0f} Gbit/s are to that model."
     )
 
 

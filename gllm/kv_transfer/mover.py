@@ -17,7 +17,7 @@ from pathlib import Path
 from gllm.kv_transfer.backend_names import AUTO, check_backend_name
 from gllm.kv_transfer.backends.base import KvBackend, TargetPart
 from gllm.kv_transfer.backends.registry import make_backend
-from gllm.kv_transfer.break_even import FetchDeadline, TransferEstimate
+from gllm.kv_transfer.break_even import FetchDeadline
 from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, decode_endpoint
 from gllm.kv_transfer.fetch import RunningFetch, fetch_from_machine, find_targets
 from gllm.kv_transfer.frames import KvConnection, KvFrameError, KvTransferError
@@ -26,6 +26,7 @@ from gllm.kv_transfer.pages import KvPages
 from gllm.kv_transfer.progress import open_progress
 from gllm.kv_transfer.source import KvSourceServer, KvSourceState, ServedCaches
 from gllm.kv_transfer.tickets import HeldBlocks, TicketError
+from gllm.kv_transfer.transfer_estimate import TransferEstimate
 from gllm.link.encodings import PLAIN
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -280,7 +281,8 @@ class KvMover:
             return
         estimate = self._estimates.setdefault(machine.socket, TransferEstimate())
         num_bytes = _count_bytes(parts, fetch.command.num_tokens)
-        estimate.observe(num_bytes, self._clock() - begin)
+        now = self._clock()
+        estimate.observe(num_bytes, now - begin, now)
 
     def _connect(self, machine: KvMachine, is_local: bool) -> socket.socket:
         """Return a connection to another mover. Raises OSError, ValueError, KvTransferError."""
