@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import simulate_cluster
 from gllm.sim.cluster.router import make_router
+from gllm.sim.costs.roofline import LayerRoofline, LayerSeconds
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
@@ -58,6 +60,27 @@ def test_calls_per_decode_row_do_not_grow_with_engines() -> None:
         calls_per_row.append(num_calls / sum(job.num_output_tokens for job in jobs))
     assert calls_per_row[0] < MAX_CALLS_PER_ROW
     assert calls_per_row[1] < 1.05 * calls_per_row[0]
+
+
+def test_engines_that_share_a_cost_model_predict_each_micro_batch_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stages share a prediction, whatever other engines predict in between."""
+    num_predictions = 0
+    seconds = LayerRoofline.seconds
+
+    def count_prediction(layer: LayerRoofline, work: StageWork, is_sparse: bool) -> LayerSeconds:
+        nonlocal num_predictions
+        num_predictions += 1
+        return seconds(layer, work, is_sparse)
+
+    monkeypatch.setattr(LayerRoofline, "seconds", count_prediction)
+    shared = roofline_deployment("qwen2.5-14b", "L20", 4, 4096)
+    jobs = make_workload("uniform:200,900,20,60", 80, 16.0)
+    pool = {f"e{number}": shared for number in range(8)}
+    run = simulate_cluster(pool, jobs, make_router("least-requests", 0))
+    num_batches = sum(len(each.record.micro_batches) for each in run.engines.values())
+    assert num_batches <= num_predictions <= 1.2 * num_batches
 
 
 def test_events_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,9 @@ class DeviceEfficiency:
     """Seconds from the last stage's end to the commit: sampling and the way back."""
 
 
-NUM_RECENT_BATCHES = 64
-"""Micro-batches whose predictions are kept: more than a pipeline has in flight."""
+NUM_RECENT_BATCHES = 512
+"""Micro-batches whose predictions are kept: more than the engines that share a cost model have in
+flight, so that few of them meet in one place of the table."""
 
 
 class LayerSeconds(NamedTuple):
@@ -203,14 +204,15 @@ class LayerRoofline:
         self._kv_bytes = self._shard.kv_bytes
         self._elementwise_bytes = [self._shard.elementwise_bytes(each) for each in (False, True)]
         self._recent: dict[tuple[int, bool], tuple[StageWork, float]] = {}
-        """Total times of the last micro-batches, by step modulo NUM_RECENT_BATCHES and kind."""
+        """Total times of the last micro-batches, by a hash modulo NUM_RECENT_BATCHES and kind."""
 
     def total_seconds(self, work: StageWork, is_sparse: bool) -> float:
         """Return the time of a layer; `is_sparse`: with experts.
 
         Keeps the results of the last micro-batches, because the stages predict them one by one.
+        Engines that share the model have equal steps, but hardly ever equal contexts.
         """
-        key = work.step % NUM_RECENT_BATCHES, is_sparse
+        key = (work.step + work.num_decode_context_tokens) % NUM_RECENT_BATCHES, is_sparse
         recent = self._recent.get(key)
         if recent is None or recent[0] is not work:
             recent = self._recent[key] = work, sum(self.seconds(work, is_sparse))

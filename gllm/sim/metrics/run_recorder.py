@@ -8,6 +8,10 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.metrics.micro_batch_table import MicroBatchTable
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 
+NUM_UNRECORDED_STEPS = 128
+"""Steps whose tokens wait for their timelines. Many engines in turns displace the timelines from
+the CPU's cache, so that each step alone would load them again."""
+
 
 class RunRecorder:
     """Observer that builds the RunRecord of one generation of a pipeline.
@@ -21,8 +25,8 @@ class RunRecorder:
 
     def __init__(self, start: StartEvent) -> None:
         self._micro_batches = MicroBatchTable(len(start.layers))
-        self.record = RunRecord(start, micro_batches=self._micro_batches)
-        self._requests = self.record.requests
+        self._record = RunRecord(start, micro_batches=self._micro_batches)
+        self._requests = self._record.requests
         self._parallelism = 0
         self._received_time = start.time
         """Time of the last news that the driver received."""
@@ -38,6 +42,14 @@ class RunRecorder:
         """Number of prefill rows of each step in flight, by step."""
         self._fetched_tokens: dict[int, int] = {}
         """Tokens whose KV another engine has, by sequence that has not been scheduled yet."""
+        self._unrecorded: list[tuple[list[int], float]] = []
+        """Sequences with a token and time of the committed steps that no timeline has yet."""
+
+    @property
+    def record(self) -> RunRecord:
+        """Return the record of the run so far."""
+        self._record_tokens()
+        return self._record
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:
         """Begin the timelines of a request's sequences."""
@@ -70,7 +82,7 @@ class RunRecorder:
         """Add a micro-batch, and the parallelism if it has changed."""
         if parallelism != self._parallelism:
             self._parallelism = parallelism
-            self.record.parallelism.append((now, parallelism))
+            self._record.parallelism.append((now, parallelism))
         received_time = self._received_time
         for served in self._news:
             served.received_time = received_time
@@ -94,7 +106,7 @@ class RunRecorder:
             num_tokens = self._fetched_tokens.pop(row.seq, None)
             if num_tokens is not None and row.start == num_tokens:
                 served = self._requests[row.seq]
-                served.record_schedule(row.epoch, now, self._last_commit_time(row.seq, served, now))
+                served.record_schedule(row.epoch, now, self._last_commit_time(row, served, now))
                 self._prefilled[row.seq] = row.epoch
 
     def _record_prefill_rows(self, rows: list[ScheduledRow], now: float) -> int:
@@ -108,15 +120,18 @@ class RunRecorder:
             if self._prefilled.get(row.seq) == row.epoch:
                 return len(rows) - 1 - index
             served = self._requests[row.seq]
-            served.record_schedule(row.epoch, now, self._last_commit_time(row.seq, served, now))
+            served.record_schedule(row.epoch, now, self._last_commit_time(row, served, now))
             if row.should_sample:
                 self._prefilled[row.seq] = row.epoch
         return len(rows)
 
-    def _last_commit_time(self, seq: int, served: ServedRequest, now: float) -> float:
-        """Return the time of a sequence's last commit; `now` if it has none."""
-        times = [*served.line.times[-1:], self._chunk_times.get(seq, served.line.arrival)]
-        return max(times) if served.first_scheduled_time is not None else now
+    def _last_commit_time(self, row: ScheduledRow, served: ServedRequest, now: float) -> float:
+        """Return the time of a preempted sequence's last commit; `now` without a preemption."""
+        if served.first_scheduled_time is None or row.epoch == served.num_preemptions:
+            return now
+        self._record_tokens()
+        times = [*served.line.times[-1:], self._chunk_times.get(row.seq, served.line.arrival)]
+        return max(times)
 
     def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
         """Record when a stage computed a step."""
@@ -131,13 +146,21 @@ class RunRecorder:
         num_prefill_rows = self._prefill_counts.pop(plan.step)
         for row in plan.rows[len(plan.rows) - num_prefill_rows :]:
             self._chunk_times[row.seq] = now
-        requests = self._requests
-        for seq in output.seqs:
-            line = requests[seq].line
-            line.times.append(now)
-            line.num_tokens += 1
+        self._unrecorded.append((output.seqs, now))
+        if len(self._unrecorded) == NUM_UNRECORDED_STEPS:
+            self._record_tokens()
         for finished in output.finished:
             self._forget(finished.seq)
+
+    def _record_tokens(self) -> None:
+        """Add the tokens of the last steps to the timelines."""
+        requests = self._requests
+        for seqs, now in self._unrecorded:
+            for seq in seqs:
+                line = requests[seq].line
+                line.times.append(now)
+                line.num_tokens += 1
+        self._unrecorded.clear()
 
     def _forget(self, seq: int) -> None:
         """Drop the state of a sequence that has ended."""
