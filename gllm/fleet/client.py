@@ -36,7 +36,7 @@ class FleetClient(RequestClient):
         self,
         choose: ChooseEngine,
         migration_limit: int = MIGRATION_LIMIT,
-        on_output_length: Callable[[int, int], None] | None = None,
+        on_output_length: Callable[[JournalEntry, int], None] | None = None,
         numerics_patience: float = PATIENCE_SECONDS,
         pairs: PairChooser | None = None,
     ) -> None:
@@ -46,8 +46,8 @@ class FleetClient(RequestClient):
             choose: chooses the engine of a request. It must not call the client.
             migration_limit: unplanned deaths of engines in a row after which a request is ended;
                 at least 2. Before its last trial it has an engine for itself.
-            on_output_length: called with max_tokens and the length in tokens of each output that
-                an engine has finished.
+            on_output_length: called with the request and the length in tokens of each output
+                that an engine has finished.
             numerics_patience: seconds for which a request with tokens waits for an engine with
                 equal numerics; then another one may continue it, with another text.
             pairs: chooses who prefills and who decodes; None if one engine does both.
@@ -64,7 +64,7 @@ class FleetClient(RequestClient):
         self.num_stale_tokens = 0
         """Tokens that arrived from an engine which no longer had their request."""
         self._choose = choose
-        self._on_output_length = on_output_length or (lambda max_tokens, length: None)
+        self._on_output_length = on_output_length or (lambda entry, length: None)
         self._engines: dict[str, DispatchTarget] = {}
         self.handoffs = Handoffs(self._engines, pairs)
         self._numerics = NumericsIndex(numerics_patience)
@@ -218,7 +218,7 @@ class FleetClient(RequestClient):
         for stream, choice, _ in ended:
             if is_complete(stream, choice):
                 entry = stream.entry
-                self._on_output_length(entry.max_tokens, len(entry.outputs[choice]))
+                self._on_output_length(entry, len(entry.outputs[choice]))
             self._remove(stream, [choice])
         for stream, is_held in prefilled.items():
             self.handoffs.on_prefilled(stream, is_held, time.monotonic())

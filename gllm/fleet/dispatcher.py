@@ -79,6 +79,11 @@ class Dispatcher:
         record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
         return name
 
+    def on_output(self, entry: JournalEntry, length: int) -> None:
+        """Note an output of a request that has finished, by its length in tokens."""
+        self.output_lengths.record(entry.max_tokens, length)
+        self.policy.on_finished(len(entry.prompt), length)
+
     def predict_output(self, entry: JournalEntry) -> int:
         """Predict the length of a request's output in tokens, earlier output included.
 
@@ -159,9 +164,9 @@ class Dispatcher:
         ]
         weights = [self.health.weight(record.name, now) for record in ready]
         if not any(weights):
-            return [record.snapshot() for record in ready]
+            weights = [1.0] * len(ready)
         pairs = zip(ready, weights, strict=True)
-        return [record.snapshot(weight) for record, weight in pairs if weight]
+        return [record.snapshot(weight, now) for record, weight in pairs if weight]
 
     def _routing_request(self, entry: JournalEntry, block_size: int) -> RoutingRequest:
         num_generated = [len(entry.outputs[choice]) for choice in entry.alive]

@@ -1,7 +1,8 @@
 """A router's knowledge of one engine: its reports, and the requests sent since the last one."""
 
 from gllm.messages.fleet import AnnounceEngine, EngineReport
-from gllm.messages.requests import EngineOutputs, SubmitRequest
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.sent_requests import SentRequests
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
@@ -10,7 +11,21 @@ from gllm.scheduler.plan import SchedulerStats
 class EngineRecord:
     """State and load of an attached engine. Pure: time is an argument."""
 
-    def __init__(self, announce: AnnounceEngine, report: EngineReport, now: float) -> None:
+    def __init__(
+        self,
+        announce: AnnounceEngine,
+        report: EngineReport,
+        now: float,
+        tracks_ongoing: bool = False,
+    ) -> None:
+        """Create the state of an engine that has attached.
+
+        Args:
+            announce: of the engine.
+            report: its first one.
+            now: time in seconds.
+            tracks_ongoing: follow the progress of each request of this router.
+        """
         self.announce = announce
         self.report = report
         self.attached_at = now
@@ -22,6 +37,7 @@ class EngineRecord:
         """Uncached prompt tokens of the request that is sent next."""
         self._stats = report.stats
         self._sent = SentRequests()
+        self._ongoing = OngoingRequests() if tracks_ongoing else None
         self._snapshot: EngineSnapshot | None = None
         """None if it is not current."""
         self.on_report(report, now)
@@ -63,6 +79,9 @@ class EngineRecord:
             self._sent.on_output(first.seq)
         for end in message.outcome.finished:
             self._sent.on_output(end.seq)
+        if self._ongoing is not None:
+            self._ongoing.on_tokens(message.outcome.seqs, now)
+            self._ongoing.on_ended(end.seq for end in message.outcome.finished)
         self._on_stats(message.stats, now)
 
     def on_submitted(self, message: SubmitRequest, now: float) -> None:
@@ -70,13 +89,23 @@ class EngineRecord:
         # Of what is fetched from another engine only the last token is computed.
         num_tokens = self.num_next_tokens if message.kv_source is None else 1
         self._sent.on_sent(message.seq, num_tokens, now)
+        if self._ongoing is not None:
+            resumed = message.outputs or [[]] * message.n
+            for index, output in enumerate(resumed):
+                self._ongoing.on_sent(message.seq + index, len(message.prompt) + len(output))
         self._snapshot = None
 
-    def snapshot(self, weight: float = 1.0) -> EngineSnapshot:
+    def on_aborted(self, message: AbortSequences) -> None:
+        """Note sequences that the engine is to abort."""
+        if self._ongoing is not None:
+            self._ongoing.on_ended(message.seqs)
+
+    def snapshot(self, weight: float = 1.0, now: float | None = None) -> EngineSnapshot:
         """Return the engine's load for the routing policy.
 
         Args:
             weight: share of its normal load that the engine should get.
+            now: time in seconds; None for a snapshot without the requests of this router.
         """
         if self._snapshot is None or self._snapshot.weight != weight:
             announce = self.announce
@@ -95,6 +124,8 @@ class EngineRecord:
                 max_num_seqs=announce.max_num_seqs,
                 max_num_batched_tokens=announce.max_num_batched_tokens,
             )
+        if self._ongoing is not None and now is not None:
+            return self._snapshot._replace(ongoing=self._ongoing.list(now))
         return self._snapshot
 
     def _on_stats(self, stats: SchedulerStats, now: float) -> None:

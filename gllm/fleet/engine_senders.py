@@ -16,6 +16,8 @@ def request_sender(link: EngineLink, record: EngineRecord) -> SendFunction:
         link.send(message)
         if isinstance(message, SubmitRequest):
             record.on_submitted(message, time.monotonic())
+        else:
+            record.on_aborted(message)
 
     return send
 

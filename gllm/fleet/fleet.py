@@ -84,7 +84,7 @@ class Fleet:
         self.client = FleetClient(
             self._dispatcher.choose,
             config.migration_limit,
-            self._dispatcher.output_lengths.record,
+            self._dispatcher.on_output,
             config.recovery_patience,
             pairs,
         )
@@ -295,7 +295,8 @@ class Fleet:
         log.info("engine %s (%s) is attached, %s", name, link.address, link.report.state)
         if warning := preset_warning(announce, self._config.preset):
             log.warning("%s", warning)
-        record = EngineRecord(announce, link.report, now)
+        tracks_ongoing = self._dispatcher.policy.uses_ongoing
+        record = EngineRecord(announce, link.report, now, tracks_ongoing)
         self._dispatcher.records[name] = record
         self._dispatcher.health.on_attached(name, now)
         if self._dispatcher.policy.uses_prefixes:

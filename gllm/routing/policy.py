@@ -23,6 +23,9 @@ class RoutingPolicy(ABC):
     uses_step_costs: ClassVar[bool] = False
     """True if `choose` reads the step cost models of the engines, which a simulated router leaves
     out otherwise."""
+    uses_ongoing: ClassVar[bool] = False
+    """True if `choose` reads the unfinished requests of the engines, which routers track only for
+    such a policy."""
 
     def __init__(self, rng: Random) -> None:
         """Create the policy; `rng` breaks ties, so that a seed repeats a run."""
@@ -37,4 +40,10 @@ class RoutingPolicy(ABC):
         Args:
             request: the request.
             engines: engines that can run the request and may get it.
+        """
+
+    def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
+        """Note a request that has finished, by the tokens of its prompt and of its output.
+
+        The default ignores it.
         """

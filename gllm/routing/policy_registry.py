@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.predict import PredictPolicy
 from gllm.routing.prefix_aware import PrefixAwarePolicy
@@ -24,6 +25,7 @@ POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
     "power-of-two": PowerOfTwoPolicy,
     "round-robin": RoundRobinPolicy,
     "random": RandomPolicy,
+    "aladdin": AladdinPolicy,
 }
 """Policies by the name that users choose; the first one is the default."""
 

@@ -27,6 +27,16 @@ class RoutingRequest(NamedTuple):
     slo: Slo | None = None
 
 
+class OngoingRequest(NamedTuple):
+    """Request that an engine has, as its router knows it."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    """Tokens generated so far; 0 before the prefill has ended."""
+    decode_seconds: float = 0.0
+    """Time since the first token."""
+
+
 class EngineSnapshot(NamedTuple):
     """State of one engine, as this router knows it."""
 
@@ -52,6 +62,8 @@ class EngineSnapshot(NamedTuple):
     """Maximum number of sequences that hold KV blocks."""
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens per micro-batch."""
+    ongoing: Sequence[OngoingRequest] = ()
+    """Unfinished requests of this router, if the policy reads them (`uses_ongoing`)."""
 
     @property
     def num_requests(self) -> int:

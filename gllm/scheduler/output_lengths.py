@@ -17,18 +17,18 @@ HISTORY_LENGTH = 64
 """Number of finished sequences in the history of a class."""
 
 
-class _History:
-    """Output lengths of the last WINDOW finished sequences of one class, in tokens."""
+class OutputHistory:
+    """Output lengths of the last `size` finished sequences of one class, in tokens."""
 
-    def __init__(self) -> None:
-        self.recent: deque[int] = deque(maxlen=HISTORY_LENGTH)
+    def __init__(self, size: int = HISTORY_LENGTH) -> None:
+        self.recent: deque[int] = deque(maxlen=size)
         self._sorted: list[int] = []
         self._sums: list[int] = []
         """Sums of the 0, 1, 2, ... longest lengths; empty if they have to be recomputed."""
 
     def record(self, length: int) -> None:
         """Add the output length of a finished sequence; drop the oldest if the window is full."""
-        if len(self.recent) == HISTORY_LENGTH:
+        if len(self.recent) == self.recent.maxlen:
             del self._sorted[bisect_right(self._sorted, self.recent[0]) - 1]
         self.recent.append(length)
         insort(self._sorted, length)
@@ -52,9 +52,9 @@ class OutputLengthPredictor:
 
     def __init__(self, prior: int, recent: OutputLengths | None = None) -> None:
         self._prior = prior
-        self._histories: dict[int, _History] = {}
+        self._histories: dict[int, OutputHistory] = {}
         for key, lengths in (recent or {}).items():
-            history = self._histories[key] = _History()
+            history = self._histories[key] = OutputHistory()
             for length in lengths:
                 history.record(length)
 
@@ -65,7 +65,7 @@ class OutputLengthPredictor:
 
     def record(self, max_tokens: int, length: int) -> None:
         """Add a sequence that finished after `length` output tokens, neither aborted nor failed."""
-        self._histories.setdefault(max_tokens.bit_length(), _History()).record(length)
+        self._histories.setdefault(max_tokens.bit_length(), OutputHistory()).record(length)
 
     def has_history(self, max_tokens: int) -> bool:
         """Return True if outputs of the class of a limit have been recorded."""

@@ -62,7 +62,7 @@ def test_policies_name_all_that_they_read(name: str) -> None:
     class AllKnowingRouter(PolicyRouter):
         def __init__(self) -> None:
             super().__init__(make_policy(name, Random(0)))
-            self.needs = RouterNeeds(True, True, True)
+            self.needs = RouterNeeds(True, True, True, True)
 
     jobs = make_workload("sessions:6,3,1,64,20,10", 40, 10.0)
     pool = simulated_pool("unequal")

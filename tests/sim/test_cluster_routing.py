@@ -24,7 +24,7 @@ def test_router_knows_cached_blocks_and_fitted_costs_of_an_engine() -> None:
     cluster = SimulatedCluster(PolicyRouter(policy))
     cluster.add_engine("e1", simulated_pool("unequal")["e1"])
     engine = cluster.engines["e1"]
-    assert engine.snapshot().coefficients is None
+    assert engine.snapshot(0.0).coefficients is None
     jobs = make_workload("sessions:4,3,1,64,20,40", 12, 1.0)
     cluster.submit_each(jobs)
     (run,) = cluster.run().engines.values()
@@ -33,7 +33,7 @@ def test_router_knows_cached_blocks_and_fitted_costs_of_an_engine() -> None:
     num_tokens = sum(job.num_prompt_tokens + job.num_output_tokens - 1 for job in jobs)
     num_blocks = (num_tokens - run.stats.prefix_hits) // engine.config.block_size
     assert num_blocks - len(jobs) <= policy.prefixes.num_blocks["e1"] <= num_blocks
-    coefficients = engine.snapshot().coefficients
+    coefficients = engine.snapshot(0.0).coefficients
     assert coefficients is not None
     # Each step takes 40 ms, whatever is in it.
     tokens = run.stats.prefill_tokens + run.stats.decode_tokens

@@ -149,9 +149,9 @@ class ClusterEngine:
         is_present = self.state in (ClusterEngineState.READY, ClusterEngineState.LOST)
         return is_present and has_been_ready and not self.is_draining
 
-    def snapshot(self) -> EngineSnapshot:
-        """Return the state that a router knows; of a lost engine the last one."""
-        snapshot = self._generations[-1].snapshot()
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """Return the state that a router knows at a time; of a lost engine the last one."""
+        snapshot = self._generations[-1].snapshot(now)
         if self.role != snapshot.role:
             snapshot = snapshot._replace(role=self.role)
         if not self.unsent_requests:

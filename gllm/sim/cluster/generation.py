@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gllm.observability.step_log import StepLogEvent
+from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats, StepOutput, StepPlan
@@ -84,6 +85,7 @@ class EngineGeneration:
         if needs.prefixes:
             self.pipeline.scheduler.kv_cache.watch(with_token_ids=False)
         self._num_cache_events = 0
+        self._ongoing = OngoingRequests() if needs.ongoing else None
         self.last_event_time = loop.now
         """Time in seconds of the last event of the pipeline."""
         assert config.max_num_batched_tokens is not None
@@ -106,14 +108,18 @@ class EngineGeneration:
         """Return the statistics of the scheduler."""
         return self.pipeline.scheduler.stats()
 
-    def snapshot(self) -> EngineSnapshot:
-        """Return the state of the engine, as far as the router needs it."""
-        if not self._needs.statistics:
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """Return the state of the engine at a time, as far as the router needs it."""
+        if not any(self._needs):
             return self._empty_snapshot
         coefficients: StepCostCoefficients | None = None
         if isinstance(self._cost, MeteredCostModel):
             coefficients = self._cost.fit.coefficients
-        return self._empty_snapshot._replace(stats=self.stats, coefficients=coefficients)
+        return self._empty_snapshot._replace(
+            stats=self.stats if self._needs.statistics else SchedulerStats(),
+            coefficients=coefficients,
+            ongoing=() if self._ongoing is None else self._ongoing.list(now),
+        )
 
     def update_index(self, prefixes: PrefixIndex) -> None:
         """Apply the changes of the prefix cache since the last call to an index."""
@@ -130,8 +136,11 @@ class EngineGeneration:
     # Observer of the pipeline.
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:
-        """Note the time; the engine has sent the request."""
+        """Note the time and the request, which the router has sent."""
         self.last_event_time = now
+        if self._ongoing is not None:
+            num_resumed = sum(map(len, request.outputs or ()))
+            self._ongoing.on_sent(request.seq, len(request.prompt_token_ids) + num_resumed)
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
         """Ignore aborted sequences: a cluster aborts none."""
@@ -159,5 +168,8 @@ class EngineGeneration:
         if watched := self._listener.watched_seqs:
             begun = dict.fromkeys(row.seq for row in plan.rows if row.seq in watched)
             self._listener.on_begun(list(begun), now)
+        if self._ongoing is not None:
+            self._ongoing.on_tokens(output.seqs, now)
+            self._ongoing.on_ended(each.seq for each in output.finished)
         if output.finished:
             self._listener.on_finished([each.seq for each in output.finished], now)

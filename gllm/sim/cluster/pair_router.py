@@ -38,7 +38,7 @@ class PairRouter(ClusterRouter):
         """Return the prefill engine that the policy chooses; `pair` has the decode engine too."""
         pair = None
         if engines:
-            snapshots = [engine.snapshot() for engine in engines]
+            snapshots = [engine.snapshot(now) for engine in engines]
             pair = self._policy.choose(self._describe(request), snapshots, now)
         if pair is None:
             self._pairs.pop(request.seq, None)
@@ -54,14 +54,14 @@ class PairRouter(ClusterRouter):
         self, request: SchedulerRequest, engines: Sequence[RoutableEngine], now: float
     ) -> str | None:
         """Return the engine that decodes a request; None if there is none."""
-        snapshots = [engine.snapshot() for engine in engines]
+        snapshots = [engine.snapshot(now) for engine in engines]
         name = self._policy.choose_decode(self._describe(request), snapshots, now)
         self._pairs[request.seq] = self._pairs[request.seq]._replace(decode=name)
         return name
 
     def role_changes(self, engines: Sequence[RoutableEngine], now: float) -> list[RoleChange]:
         """Return the role changes that the policy decides on."""
-        return self._policy.role_changes([engine.snapshot() for engine in engines], now)
+        return self._policy.role_changes([engine.snapshot(now) for engine in engines], now)
 
     def on_prefill_ended(self, request: SchedulerRequest, now: float) -> None:
         """Note that a request has its first token."""

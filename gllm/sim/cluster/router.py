@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple, Protocol
 
+from gllm.config.slo import Slo
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
@@ -34,6 +35,8 @@ class RouterNeeds(NamedTuple):
     """Step cost models that the engines fit to their steps."""
     prefixes: bool = False
     """Changes of the prefix caches."""
+    ongoing: bool = False
+    """Unfinished requests with their progress."""
 
 
 class RoutableEngine(Protocol):
@@ -55,7 +58,7 @@ class RoutableEngine(Protocol):
     def num_waiting_requests(self) -> int:
         """Return the number of those that hold no KV blocks."""
 
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self, now: float) -> EngineSnapshot:
         """Return the state that a router of production would know, as far as RouterNeeds says."""
 
     def update_index(self, prefixes: PrefixIndex) -> None:
@@ -107,14 +110,19 @@ class PolicyRouter(ClusterRouter):
 
     Args:
         policy: A new routing policy.
+        slo: Objective of all requests; None: they have none.
     """
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(self, policy: RoutingPolicy, slo: Slo | None = None) -> None:
         self.needs = RouterNeeds(
-            policy.uses_statistics, policy.uses_step_costs, policy.uses_prefixes
+            policy.uses_statistics,
+            policy.uses_step_costs,
+            policy.uses_prefixes,
+            policy.uses_ongoing,
         )
         self.reads_engines = any(self.needs)
         self._policy = policy
+        self._slo = slo
         self._output_lengths: OutputLengthPredictor | None = None
 
     def route(
@@ -131,13 +139,14 @@ class PolicyRouter(ClusterRouter):
             for engine in engines:
                 engine.update_index(self._policy.prefixes)
         routing_request = self._describe(request, job, engines[0].config)
-        return self._policy.choose(routing_request, [engine.snapshot() for engine in engines])
+        return self._policy.choose(routing_request, [engine.snapshot(now) for engine in engines])
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
         """Record the length of the output, which predicts that of later requests."""
         if self._output_lengths is not None:
             # Simulated outputs have their maximum length.
             self._output_lengths.record(request.max_tokens, request.max_tokens)
+        self._policy.on_finished(len(request.prompt_token_ids), request.max_tokens)
 
     def on_engine_lost(self, engine: str) -> None:
         """Forget the prefix cache of the engine."""
@@ -161,6 +170,7 @@ class PolicyRouter(ClusterRouter):
             request.max_tokens,
             request.priority,
             job.session,
+            self._slo,
         )
 
 

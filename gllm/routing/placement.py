@@ -1,0 +1,193 @@
+"""Placement of requests on workers: latency model, constraints b to e, and capacity norm.
+
+Source: "Aladdin" (arXiv 2405.06856): linear models of prefill, decode and KV cache, and the
+constraints of its placement problem. A worker is an engine.
+
+    prefill of all new prompts:  k1 sum(l_in) + c1
+    decode step of a batch b:    k2 sum(context) + c2 b + c3
+
+    (b) sum(l_in + gamma l_pred) <= theta (T_dec - c3 - c2 b) / k2
+    (c) prefill of all new prompts <= T_pre
+    (d) prefill of all new prompts <= theta min over ongoing (T_dec l_out - t_dec)
+    (e) KV tokens of the batch <= M in each future step
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import hypot, inf
+from typing import NamedTuple
+
+from gllm.config.slo import NO_SLO, Slo
+from gllm.scheduler.step_cost import StepCostCoefficients
+
+ALL_CONSTRAINTS = frozenset("bcde")
+SPLIT_DECODE_CONSTRAINTS = frozenset("be")
+"""Constraints of an engine that only decodes."""
+
+
+class LatencyModel(NamedTuple):
+    """Coefficients of the latencies of one worker, in seconds per token; none is negative."""
+
+    k1: float
+    """Per prompt token."""
+    c1: float
+    """Per prefill."""
+    k2: float
+    """Per token of context of a decode step."""
+    c2: float
+    """Per request of a decode step."""
+    c3: float
+    """Per decode step."""
+
+    @classmethod
+    def from_step_costs(cls, costs: StepCostCoefficients, num_prompt_tokens: int) -> "LatencyModel":
+        """Return the model of an engine's fitted step costs.
+
+        Args:
+            costs: Step costs of the engine.
+            num_prompt_tokens: Length at which the cost of query-key pairs is linearised.
+        """
+        per_token = costs.token + costs.pair * num_prompt_tokens / 2
+        return cls(
+            per_token, costs.step, costs.context_token, costs.token + costs.decode, costs.step
+        )
+
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """Return the time in which prompts of so many tokens in all are computed."""
+        return self.k1 * num_tokens + self.c1
+
+    def decode_seconds(self, batch: int, context: float) -> float:
+        """Return the time of one decode step of a batch with a total context in tokens."""
+        return self.k2 * context + self.c2 * batch + self.c3
+
+    def max_context(self, batch: int, tpot_seconds: float) -> float:
+        """Return the total context in tokens up to which a step of a batch stays in a limit."""
+        seconds = tpot_seconds - self.c3 - self.c2 * batch
+        if seconds < 0:
+            return 0.0
+        return seconds / self.k2 if self.k2 else inf
+
+
+class PlacedRequest(NamedTuple):
+    """Request on a worker, or one that is to be placed."""
+
+    num_prompt_tokens: int
+    num_expected_tokens: float
+    """Expected length of the whole output, more than `num_output_tokens`."""
+    num_output_tokens: int = 0
+    """Tokens generated so far; 0: its prompt has not been computed."""
+    decode_seconds: float = 0.0
+    """Time since the first token."""
+
+    @property
+    def is_new(self) -> bool:
+        """True if the prompt has not been computed."""
+        return not self.num_output_tokens
+
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """Constraints of a placement, and their parameters.
+
+    Raises:
+        ValueError: A parameter is out of range.
+    """
+
+    slo: Slo = NO_SLO
+    """T_pre and T_dec; a constraint without its limit always holds."""
+    theta: float = 0.8
+    """Share of the limits that a placement uses, in (0, 1]."""
+    gamma: float = 0.5
+    """Share of the expected output that counts as context: half of it is the mean over time."""
+    constraints: frozenset[str] = ALL_CONSTRAINTS
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        if not 0 < self.theta <= 1 or not 0 <= self.gamma <= 1:
+            raise ValueError(
+                f"theta is {self.theta} and gamma {self.gamma}: theta has to be in (0, 1], gamma "
+                "in [0, 1]"
+            )
+        if unknown := self.constraints - ALL_CONSTRAINTS:
+            raise ValueError(f"constraints {sorted(unknown)} are none of b, c, d and e")
+
+
+class PlacementWorker(NamedTuple):
+    """A worker and its requests."""
+
+    name: str
+    model: LatencyModel
+    requests: Sequence[PlacedRequest]
+    num_kv_tokens: float = inf
+    """M: tokens that its KV cache holds."""
+    max_num_seqs: int = 256
+    """Maximum number of requests of a batch."""
+
+
+def fits_kv_cache(requests: Iterable[PlacedRequest], num_kv_tokens: float) -> bool:
+    """Return True if the KV cache holds a batch in each future step, by expected lengths (e).
+
+    In the order of their ends, the cache is fullest just before each of them: a request that ends
+    r steps from now, and all later ones, have grown by r tokens then. O(n log n).
+    """
+    by_end = sorted(
+        (each.num_expected_tokens - each.num_output_tokens, _context(each)) for each in requests
+    )
+    total = sum(context for _, context in by_end)
+    for index, (remaining, context) in enumerate(by_end):
+        if total + (len(by_end) - index) * remaining > num_kv_tokens:
+            return False
+        total -= context
+    return True
+
+
+def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
+    """Return the context in tokens that requests are planned with: sum(l_in + gamma l_pred)."""
+    return sum(each.num_prompt_tokens + gamma * each.num_expected_tokens for each in requests)
+
+
+def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
+    """Return True if a worker meets all constraints with one more request."""
+    batch = [*worker.requests, request]
+    if len(batch) > worker.max_num_seqs:
+        return False
+    ttft, tpot = rules.slo
+    checked, model = rules.constraints, worker.model
+    if "b" in checked and tpot is not None:
+        limit = rules.theta * model.max_context(len(batch), tpot)
+        if planned_context(batch, rules.gamma) > limit:
+            return False
+    num_new_tokens = sum(each.num_prompt_tokens for each in batch if each.is_new)
+    seconds = model.prefill_seconds(num_new_tokens)
+    if "c" in checked and ttft is not None and seconds > ttft:
+        return False
+    if "d" in checked and tpot is not None:
+        slack = min((tpot * o.num_output_tokens - o.decode_seconds for o in batch if not o.is_new),
+                    default=inf)  # fmt: skip
+        if seconds > rules.theta * slack:
+            return False
+    return "e" not in checked or fits_kv_cache(batch, worker.num_kv_tokens)
+
+
+def capacity_norm(worker: PlacementWorker, rules: PlacementRules) -> float:
+    """Return the load of a worker: the norm of its batch and context, each per its limit."""
+    batch = len(worker.requests)
+    limit = worker.num_kv_tokens
+    if rules.slo.tpot_seconds is not None:
+        limit = min(limit, worker.model.max_context(batch + 1, rules.slo.tpot_seconds))
+    context = planned_context(worker.requests, rules.gamma)
+    return hypot(batch / worker.max_num_seqs, context / max(1.0, limit) if limit < inf else 0.0)
+
+
+def place_best_fit(
+    workers: Sequence[PlacementWorker], request: PlacedRequest, rules: PlacementRules
+) -> PlacementWorker | None:
+    """Return the fullest worker that meets all constraints; None if none does."""
+    for worker in sorted(workers, key=lambda each: capacity_norm(each, rules), reverse=True):
+        if admits(worker, request, rules):
+            return worker
+    return None
+
+
+def _context(request: PlacedRequest) -> int:
+    return request.num_prompt_tokens + request.num_output_tokens
