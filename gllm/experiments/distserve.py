@@ -25,7 +25,6 @@ from gllm.experiments.distserve_study import (
     TightLimit,
     WorkloadResult,
 )
-from gllm.experiments.distserve_systems import Parallelism, System
 from gllm.experiments.distserve_tables import format_study
 from gllm.experiments.distserve_workloads import (
     COLOCATED_CHOICES,
@@ -39,6 +38,7 @@ from gllm.experiments.distserve_workloads import (
     PaperWorkload,
 )
 from gllm.experiments.parallel import map_parallel
+from gllm.plan.goodput.systems import Parallelism, System
 from gllm.sim.metrics.plots import plot_grid
 
 REFERENCE = 'arXiv 2401.09670 ("DistServe", OSDI\'24)'

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gllm.experiments.base import ExperimentOptions
-from gllm.experiments.distserve_systems import Parallelism, System, make_engine, run_phase
 from gllm.experiments.parallel import map_parallel
+from gllm.plan.goodput.systems import Parallelism, System, make_engine, run_phase
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.queueing import mean_latency, tensor_parallel_crossover
 

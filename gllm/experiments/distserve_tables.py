@@ -14,7 +14,6 @@ from gllm.experiments.distserve_study import (
     TightLimit,
     WorkloadResult,
 )
-from gllm.experiments.distserve_systems import MAX_BATCHED_TOKENS, MAX_SEQS, PARTS, Outcome, System
 from gllm.experiments.distserve_workloads import (
     MOTIVATION,
     MOTIVATION_GOODPUT,
@@ -22,7 +21,8 @@ from gllm.experiments.distserve_workloads import (
     TABLE_2_RATES,
     TABLE_2_SIMULATED,
 )
-from gllm.sim.goodput import TARGET_ATTAINMENT
+from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
+from gllm.plan.goodput.systems import MAX_BATCHED_TOKENS, MAX_SEQS, PARTS, Outcome, System
 from gllm.sim.metrics.report import format_table
 
 BREAKDOWN_SHARE = 0.75

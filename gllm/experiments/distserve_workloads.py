@@ -6,7 +6,7 @@ OPT-66B as in its artifact, OPT-175B as in the paper.
 
 from dataclasses import dataclass
 
-from gllm.experiments.distserve_systems import Parallelism, System
+from gllm.plan.goodput.systems import Parallelism, System
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Splitwise in simulation: single machines, and the clusters that its search finds."""
 
+from dataclasses import dataclass
+
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.parallel import map_parallel
-from gllm.experiments.splitwise_clusters import WORKLOADS, mean_lengths
 from gllm.experiments.splitwise_designs import (
     BASELINES,
     DESIGNS,
@@ -11,10 +12,13 @@ from gllm.experiments.splitwise_designs import (
     BorderTask,
     SearchTask,
     batch_rate,
+    llama_rate,
     measure_full,
     search_border,
     search_design,
 )
+from gllm.experiments.splitwise_mixed import NOTE as MIXED_NOTE
+from gllm.experiments.splitwise_mixed import MixedTask, mixed_rate, mixed_table, mixed_tasks
 from gllm.experiments.splitwise_phases import perf_model_table, second_token_table, table_iv
 from gllm.experiments.splitwise_tables import (
     Batches,
@@ -22,9 +26,11 @@ from gllm.experiments.splitwise_tables import (
     batch_table,
     border_table,
     cluster_claims,
+    llama_table,
     plot_rates,
     search_table,
 )
+from gllm.plan.pools.clusters import MIN_SECONDS, WORKLOADS, SampleSize, fluid_rate, mean_lengths
 
 TABLE_IV_NOTE = """\
 Llama-2-70B at TP 8 without batching, at the median lengths of Table III. Ours: the performance
@@ -35,6 +41,9 @@ A prompt of 1,500 tokens. Serialised: all layers are sent after the prompt, over
 cards. Per layer: only the last layer is sent after it, by bandwidth alone; the paper measured 8
 ms (DGX-A100) and 5 ms (DGX-H100), mostly synchronization, which a bandwidth does not have: the
 last column has its share. The paper's +64 % and +16.5 % are one figure for all machines."""
+LLAMA_NOTE = """\
+The clusters that are best for BLOOM-176B, with Llama-2-70B and conversations: its own measurements,
+KV cache and limits (the paper's Figure 20b, a plot without numbers in its text)."""
 NOTES = """\
 - *A second token per layer* rises by far less than in the paper, because our transfer has no cost
   of synchronization; with the paper's visible time the sign and the size agree.
@@ -55,71 +64,118 @@ SCALE = 5
 """Searches run on clusters of this share of the paper's machines: 8 DGX-H100 or 14 DGX-A100."""
 POLICY = "vllm"
 """Scheduling policy of prompt and token machines: prompts first, in the order of arrival."""
-BASELINE_POLICY = "sarathi"
-"""Scheduling policy of machines that do both phases in one batch."""
+BASELINE_POLICY = "splitwise"
+"""Scheduling policy of machines that do both phases, as in splitwise-sim."""
+QUICK_SECONDS = 0.5
+"""Shortest time in which requests arrive, in a functional check."""
+FULL_DESIGNS = ("Baseline-A100", "Baseline-H100", "AA", "HH")
+"""Designs whose best clusters are simulated in full size too."""
+LLAMA_DESIGNS = ("Baseline-A100", "Baseline-H100", "AA", "HH", "HA")
+"""Designs whose best clusters for BLOOM-176B serve Llama-2-70B as well."""
+
+
+@dataclass
+class ClusterStudy:
+    """Figures of all clusters."""
+
+    size: SampleSize
+    """Requests of a simulation."""
+    outcomes: Outcomes
+    full: dict[str, float]
+    """Requests per second at full size, by workload and design."""
+    borders: list[BorderOutcome]
+    batches: Batches
+    mixed: list[tuple[MixedTask, float]]
+    """Searches with and without the mixed pool, and their rates."""
+    llama: dict[str, float]
+    """Requests per second of Llama-2-70B by design."""
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:
-    """Compute the tables of single machines, then search for clusters."""
-    requests = max(8, options.requests // 2)
+    """Search for clusters, and write them beside the tables of single machines."""
+    return make_page(measure_clusters(options))
+
+
+def measure_clusters(options: ExperimentOptions) -> ClusterStudy:
+    """Return the figures of all clusters."""
+    size = SampleSize(
+        max(8, options.requests // 2), QUICK_SECONDS if options.quick else MIN_SECONDS
+    )
     workloads = ["conversation"] if options.quick else list(WORKLOADS)
+    outcomes = _search_all(options, workloads, size)
+    return ClusterStudy(
+        size,
+        outcomes,
+        _measure_full(options, outcomes),
+        _search_borders(options, outcomes, workloads, size),
+        _run_batches(options, outcomes, workloads, size),
+        _search_mixed(options, outcomes, size),
+        _measure_llama(options, outcomes),
+    )
+
+
+def make_page(study: ClusterStudy) -> ExperimentResult:
+    """Return the page: single machines, then clusters."""
     tables, claims = [], []
     for table, each in (perf_model_table(), table_iv(), second_token_table()):
         tables.append(table)
         claims += each
-    outcomes = _search_all(options, workloads, requests)
-    full = _measure_full(options, outcomes)
-    borders = _search_borders(options, outcomes, workloads, requests)
-    batches = _run_batches(options, outcomes, workloads, requests)
-    claims += cluster_claims(outcomes, borders, batches)
-    text = (
-        _setting(requests, outcomes)
-        + f"\n\n## Performance model\n\n{tables[0]}\n\n## One request\n\n{tables[1]}\n\n"
-        + f"{TABLE_IV_NOTE}\n\n## Second token\n\n{tables[2]}\n\n{SECOND_NOTE}\n\n"
-        + f"## Clusters under a budget\n\n{search_table(outcomes, full)}\n\n"
-        + f"## Clusters for the rate of Baseline-H100\n\n{border_table(borders, SCALE)}\n\n"
-        + f"## Batch jobs\n\n{batch_table(batches)}\n\n"
-        + f"## Misses and slips\n\n{NOTES}"
-    )
+    outcomes = study.outcomes
+    mixed, mixed_claims = mixed_table(study.mixed, SCALE)
+    claims += [*cluster_claims(outcomes, study.borders, study.batches), *mixed_claims]
+    sections = {
+        "Performance model": tables[0],
+        "One request": f"{tables[1]}\n\n{TABLE_IV_NOTE}",
+        "Second token": f"{tables[2]}\n\n{SECOND_NOTE}",
+        "Clusters under a budget": search_table(outcomes, study.full),
+        "Clusters for the rate of Baseline-H100": border_table(study.borders, SCALE),
+        "Batch jobs": batch_table(study.batches),
+        "The mixed pool": f"{MIXED_NOTE}\n\n{mixed}",
+        "Llama-2-70B on clusters for BLOOM-176B": (
+            f"{LLAMA_NOTE}\n\n{llama_table(outcomes, study.llama, SCALE)}"
+        ),
+        "Misses and slips": NOTES,
+    }
+    parts = [f"## {title}\n\n{text}" for title, text in sections.items()]
     return ExperimentResult(
         "Splitwise: machines and clusters in simulation",
-        text,
+        "\n\n".join([_setting(study), *parts]),
         claims,
         {"splitwise.svg": lambda path: plot_rates(outcomes, path)},
         reference=REFERENCE,
     )
 
 
-def _setting(requests: int, outcomes: Outcomes) -> str:
+def _setting(study: ClusterStudy) -> str:
     lengths = "; ".join(
         f"{name} {mean_lengths(name)[0]:.0f} / {mean_lengths(name)[1]:.0f}" for name in WORKLOADS
     )
-    num_points = sum(outcome.num_designs for outcome in outcomes.values())
+    num_points = sum(outcome.num_designs for outcome in study.outcomes.values())
+    num_points += len(study.mixed) + len(study.llama)
     return f"""Simulated. Costs: the whole steps of
 [splitwise_perf_model.csv](../../gllm/sim/data/README.md), piecewise linear over the tokens of a
 batch of prompts and over the requests of a decode batch; a batch of both takes 1.1 times its prompt
 time. Prices, power and links: `splitwise_machines.csv` (Tables I and V). Clusters serve BLOOM-176B
 at TP 8 with the lengths of Azure's 2023 traces (mean prompt / output tokens: {lengths}) and Poisson
 arrivals. Requests join the shortest queue of the prompt pool, then of the token pool; batches of
-prompts have at most 2,560 tokens (Baseline: prompts and decodes in one batch, at most 2,560
-tokens); a transfer hides behind the prompt but for a tenth.
+prompts have at most 2,560 tokens (Baseline: policy `splitwise`, both phases in one batch, at most
+2,048 tokens, as in splitwise-sim); a transfer hides behind the prompt but for a tenth.
 Every cluster is **1/{SCALE} of the paper's size** ({40 // SCALE} H100 or {70 // SCALE} A100):
-{num_points} points under a budget, each searched for its highest rate within the nine SLOs (in
-steps of 5 %) with {requests:,} requests per simulation. Rates are shown for the full size."""
+{num_points} points, each searched for its highest rate within the nine SLOs (in steps of 5 %). A
+simulation has {study.size.requests:,} requests, or as many as arrive in {study.size.seconds:g} s.
+Rates are shown for the full size."""
 
 
-def _search_all(options: ExperimentOptions, workloads: list[str], requests: int) -> Outcomes:
+def _search_all(options: ExperimentOptions, workloads: list[str], size: SampleSize) -> Outcomes:
     """Return the best clusters by constraint, workload and design."""
     designs = ("HH",) if options.quick else DESIGNS
     tasks = [
-        SearchTask(design, workload, "power", SCALE, requests, _policy(design))
+        SearchTask(design, workload, "power", SCALE, size, _policy(design))
         for workload in workloads
         for design in (*BASELINES, *designs)
     ]
     if not options.quick:
-        tasks += [
-            SearchTask("AA", workload, "cost", SCALE, requests, POLICY) for workload in workloads
-        ]
+        tasks.append(SearchTask("AA", "conversation", "cost", SCALE, size, POLICY))
     found = map_parallel(search_design, tasks, options.jobs, options.progress, "search")
     return {
         (task.constraint, task.workload, task.design): outcome
@@ -136,7 +192,7 @@ def _measure_full(options: ExperimentOptions, outcomes: Outcomes) -> dict[str, f
     chosen = [
         (key, outcome)
         for key, outcome in outcomes.items()
-        if key[0] == "power" and key[2] in ("HH", "Baseline-H100") and outcome.rate
+        if key[0] == "power" and key[2] in FULL_DESIGNS and outcome.rate
     ]
     if options.quick:
         chosen = []
@@ -149,23 +205,23 @@ def _measure_full(options: ExperimentOptions, outcomes: Outcomes) -> dict[str, f
 
 
 def _search_borders(
-    options: ExperimentOptions, outcomes: Outcomes, workloads: list[str], requests: int
+    options: ExperimentOptions, outcomes: Outcomes, workloads: list[str], size: SampleSize
 ) -> list[BorderOutcome]:
     """Return the cheapest clusters that serve the rate of Baseline-H100."""
     tasks: list[BorderTask] = []
     for workload in workloads[: 0 if options.quick else None]:
         rate = outcomes["power", workload, "Baseline-H100"].rate
         if rate:
-            tasks += [BorderTask(design, workload, rate, requests, POLICY) for design in DESIGNS]
+            tasks += [BorderTask(design, workload, rate, size, POLICY) for design in DESIGNS]
     return map_parallel(search_border, tasks, options.jobs, options.progress, "border")
 
 
 def _run_batches(
-    options: ExperimentOptions, outcomes: Outcomes, workloads: list[str], requests: int
+    options: ExperimentOptions, outcomes: Outcomes, workloads: list[str], size: SampleSize
 ) -> Batches:
     """Return the throughput of batch jobs by workload and cluster."""
     tasks = [
-        BatchTask(name, outcome.cluster, workload, 2 * requests, _policy(name))
+        BatchTask(name, outcome.cluster, workload, SampleSize(2 * size.requests), _policy(name))
         for (constraint, workload, name), outcome in outcomes.items()
         if constraint == "power" and name in (*BASELINES, "AA", "HH")
     ]
@@ -173,3 +229,23 @@ def _run_batches(
     return {
         (task.workload, task.name): (task, rate) for task, rate in zip(tasks, rates, strict=True)
     }
+
+
+def _search_mixed(
+    options: ExperimentOptions, outcomes: Outcomes, size: SampleSize
+) -> list[tuple[MixedTask, float]]:
+    """Return the rates of the homogeneous cluster for code with conversations."""
+    if options.quick:
+        return []
+    base = outcomes["power", "conversation", "HH"]
+    code = outcomes["power", "code", "HH"].cluster
+    tasks = mixed_tasks(code, base.rate or fluid_rate(code, "conversation"), size)
+    rates = map_parallel(mixed_rate, tasks, options.jobs, options.progress, "mixed")
+    return list(zip(tasks, rates, strict=True))
+
+
+def _measure_llama(options: ExperimentOptions, outcomes: Outcomes) -> dict[str, float]:
+    """Return the rates of Llama-2-70B on the clusters for BLOOM-176B by design."""
+    chosen = [] if options.quick else [outcomes["power", "conversation", n] for n in LLAMA_DESIGNS]
+    rates = map_parallel(llama_rate, chosen, options.jobs, options.progress, "llama")
+    return dict(zip(LLAMA_DESIGNS, rates, strict=False))

@@ -1,14 +1,15 @@
 """Search for Splitwise's clusters: designs by constraint and objective, and their baselines."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from gllm.experiments.splitwise_clusters import (
+from gllm.plan.pools.clusters import (
     ClusterPoint,
+    SampleSize,
     fluid_rate,
     highest_rate,
     simulate_point,
 )
-from gllm.sim.design_search import (
+from gllm.plan.pools.design_search import (
     choose_cheapest,
     find_border,
     maximal_designs,
@@ -29,8 +30,6 @@ NUM_H100 = 40
 """Machines of the paper's Baseline-H100, whose power and cost are the budgets."""
 START_SHARE = 0.75
 """First rate of a search, per rate at which one pool is saturated."""
-STRIDE = 3
-"""Distance of the first designs of a search, in prompt machines."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class SearchTask:
     """A name of DESIGNS or BASELINES."""
     workload: str
     constraint: str
-    """Name of a quantity of gllm.sim.design_search.BUDGETS."""
+    """Name of a quantity of gllm.plan.pools.design_search.BUDGETS."""
     scale: int
     """The cluster has this share of the paper's machines: 5 is a fifth."""
-    requests: int
+    size: SampleSize
     policy: str
 
 
@@ -79,11 +78,11 @@ def baseline(name: str, constraint: str, scale: int) -> ClusterDesign:
 
 
 def measure_rate(
-    design: ClusterDesign, workload: str, requests: int, policy: str
+    design: ClusterDesign, workload: str, size: SampleSize, policy: str
 ) -> tuple[float, int]:
     """Return the highest rate of a cluster within the SLOs, and the number of simulations."""
     rate = START_SHARE * fluid_rate(design, workload)
-    return highest_rate(ClusterPoint(design, workload, rate, requests, policy=policy))
+    return highest_rate(ClusterPoint(design, workload, rate, size, policy=policy))
 
 
 def search_design(task: SearchTask) -> SearchOutcome:
@@ -92,7 +91,7 @@ def search_design(task: SearchTask) -> SearchOutcome:
 
     def evaluate(design: ClusterDesign) -> float:
         nonlocal num_simulations
-        rate, count = measure_rate(design, task.workload, task.requests, task.policy)
+        rate, count = measure_rate(design, task.workload, task.size, task.policy)
         num_simulations += count
         return rate
 
@@ -101,7 +100,7 @@ def search_design(task: SearchTask) -> SearchOutcome:
         return SearchOutcome(task, cluster, evaluate(cluster), 1, num_simulations)
     limit = budget(task.constraint, task.scale)
     pair = machine_pair(task.design)
-    result = maximize_throughput(pair, task.constraint, limit, evaluate, STRIDE)
+    result = maximize_throughput(pair, task.constraint, limit, evaluate)
     return SearchOutcome(task, result.design, result.value, result.num_evaluations, num_simulations)
 
 
@@ -119,7 +118,7 @@ class BorderTask:
     design: str
     workload: str
     rate: float
-    requests: int
+    size: SampleSize
     policy: str
 
 
@@ -147,7 +146,7 @@ def search_border(task: BorderTask) -> BorderOutcome:
     def serves(design: ClusterDesign) -> bool:
         if fluid_rate(design, task.workload) < task.rate:
             return False
-        point = ClusterPoint(design, task.workload, task.rate, task.requests, policy=task.policy)
+        point = ClusterPoint(design, task.workload, task.rate, task.size, policy=task.policy)
         return simulate_point(point).is_served
 
     border, num_evaluations = find_border(pair, serves, (most_prompt, most_token))
@@ -163,14 +162,14 @@ class BatchTask:
     name: str
     cluster: ClusterDesign
     workload: str
-    requests: int
+    size: SampleSize
     policy: str
 
 
 def batch_rate(task: BatchTask) -> float:
     """Return the completed requests per second of a batch job."""
     point = ClusterPoint(
-        task.cluster, task.workload, 1.0, task.requests, is_static=True, policy=task.policy
+        task.cluster, task.workload, 1.0, task.size, is_static=True, policy=task.policy
     )
     return simulate_point(point).requests_per_second
 
@@ -186,11 +185,21 @@ def measure_full(outcome: SearchOutcome) -> tuple[ClusterDesign, float, int]:
         cluster,
         task.workload,
         max(outcome.full_rate, 1.0),
-        2 * task.requests,
+        task.size,
         policy=task.policy,
     )
-    rate, num_simulations = highest_rate(replace(point))
+    rate, num_simulations = highest_rate(point)
     return cluster, rate, num_simulations
+
+
+def llama_rate(outcome: SearchOutcome) -> float:
+    """Return the highest rate of Llama-2-70B on the best cluster of a search for BLOOM-176B."""
+    task, model = outcome.task, "llama-2-70b"
+    rate = START_SHARE * fluid_rate(outcome.cluster, task.workload, model)
+    point = ClusterPoint(
+        outcome.cluster, task.workload, rate, task.size, policy=task.policy, model=model
+    )
+    return highest_rate(point)[0]
 
 
 def replace_sizes(design: ClusterDesign, factor: int) -> ClusterDesign:

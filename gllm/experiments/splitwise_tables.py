@@ -91,6 +91,24 @@ def batch_table(batches: Batches) -> str:
     )
 
 
+def llama_table(outcomes: Outcomes, rates: dict[str, float], scale: int) -> str:
+    """Return the rates of Llama-2-70B at the paper's size beside those of BLOOM-176B."""
+    if not rates:
+        return "Not measured."
+    rows = []
+    for name, rate in rates.items():
+        bloom = outcomes["power", "conversation", name]
+        base = outcomes["power", "conversation", "Baseline-H100"].rate
+        ratios = [
+            f"{value / other:.2f}" if other else "-"
+            for value, other in ((rate, rates["Baseline-H100"]), (bloom.rate, base))
+        ]
+        cluster = str(replace_sizes(bloom.cluster, scale))
+        rows.append([name, cluster, f"{scale * rate:.1f}", f"{bloom.full_rate:.1f}", *ratios])
+    header = ["design", "cluster", "Llama-2-70B, requests/s", "BLOOM-176B, requests/s"]
+    return format_table([*header, "Llama, x Baseline-H100", "BLOOM, x Baseline-H100"], rows)
+
+
 def _per_cost(cluster: ClusterDesign, rate: float) -> float:
     return rate / cluster.dollars_per_hour
 

@@ -18,7 +18,9 @@ from gllm.experiments.distserve_search import (
     PhaseGoodput,
     place_for_rate,
 )
-from gllm.experiments.distserve_systems import (
+from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
+from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
+from gllm.plan.goodput.systems import (
     PARTS,
     Outcome,
     Parallelism,
@@ -26,8 +28,6 @@ from gllm.experiments.distserve_systems import (
     run_phase,
     run_system,
 )
-from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
-from gllm.sim.goodput import TARGET_ATTAINMENT
 
 FIXED = "fixed:512,64"
 OPTIONS = ExperimentOptions(requests=8, quick=True, progress=False, jobs=1)

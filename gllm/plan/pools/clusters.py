@@ -1,17 +1,24 @@
-"""Clusters of Splitwise in simulation: machines, workloads and the highest rate within the SLOs."""
+"""Simulated clusters of prompt and token machines, and their highest rate within the SLOs.
 
+Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677); limits of batches and the overlap
+of transfers from its simulator, splitwise-sim (MIT).
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import log
+from math import ceil, log
+from typing import NamedTuple
 
-from gllm.experiments.split_pools import busy_seconds, simulate_pool, simulate_split
 from gllm.observability.latency import RequestTimeline
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.splitwise import SplitwiseCostModel, read_profile
+from gllm.sim.cluster.split_pools import busy_seconds, simulate_pool, simulate_split
+from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_profile
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.machines import ClusterDesign, MachineType
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.metrics.slowdowns import (
+    SPLITWISE_SLOS,
     RequestLatencies,
     SloMargin,
     check_slos,
@@ -22,6 +29,11 @@ from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 MODEL = "bloom-176b"
 """Model of the paper's cluster studies."""
+PROFILES = {"bloom-176b": "bloom-176b", "llama-2-70b": "llama2-70b"}
+"""Name in Splitwise's measurements by name of the model's shape."""
+MIN_SECONDS = 30.0
+"""Shortest time in which requests arrive: a conversation's decode takes 10 s, and a cluster whose
+requests arrive within it is never full."""
 MAX_MODEL_LEN = 16384
 """Holds every request of the traces."""
 USABLE_SHARE = 0.9
@@ -42,6 +54,19 @@ WORKLOADS = {"code": "azure-code", "conversation": "azure-conv"}
 """Shipped traces of the paper's workloads; arrivals are Poisson's, as in the paper."""
 
 
+class SampleSize(NamedTuple):
+    """Number of requests of a simulation."""
+
+    requests: int
+    """Least number."""
+    seconds: float = MIN_SECONDS
+    """Shortest time in which requests arrive."""
+
+    def at_rate(self, rate: float) -> int:
+        """Return the number of requests at a rate per second."""
+        return max(self.requests, ceil(rate * self.seconds))
+
+
 @dataclass(frozen=True)
 class ClusterPoint:
     """One simulated point."""
@@ -51,12 +76,19 @@ class ClusterPoint:
     """A name of WORKLOADS."""
     rate: float
     """Requests per second."""
-    requests: int
+    size: SampleSize
     is_static: bool = False
     """True if all requests arrive at once, as a batch job."""
     policy: str = "splitwise"
     """Scheduling policy of every machine."""
     seed: int = 0
+    model: str = MODEL
+    """A name of PROFILES."""
+
+    @property
+    def num_requests(self) -> int:
+        """Return the number of simulated requests."""
+        return self.size.requests if self.is_static else self.size.at_rate(self.rate)
 
 
 @dataclass(frozen=True)
@@ -79,18 +111,39 @@ class PointOutcome:
         return worst_margin(self.margins)
 
 
-def reference_latencies(prompt: int, output: int) -> RequestLatencies:
+def machine_profile(model: str, device: str) -> SplitwiseProfile:
+    """Return the measured times of a model on a machine.
+
+    Raises:
+        ValueError: The model was not measured.
+    """
+    if model not in PROFILES:
+        raise ValueError(f"model {model!r} was not measured: choose from {', '.join(PROFILES)}")
+    return read_profile(PROFILES[model], device)
+
+
+def reference_latencies(prompt: int, output: int, model: str = MODEL) -> RequestLatencies:
     """Return the latencies of a request that is alone on a DGX-A100."""
-    profile = read_profile(MODEL, "a100-80gb")
+    profile = machine_profile(model, "a100-80gb")
     ttft, tbt = profile.prompt_seconds(prompt), profile.token_seconds(1)
     return RequestLatencies(ttft, tbt if output > 1 else None, ttft + (output - 1) * tbt)
 
 
-def build_machine(machine: MachineType, policy: str, has_prefill: bool = True) -> Deployment:
-    """Return the deployment of one machine: the model at TP 8, in one stage."""
-    shape = MODELS[MODEL]
-    kv_bytes = shape.layers * shape.kv_bytes
+def kv_capacity(machine: MachineType, model: str) -> int:
+    """Return the tokens that a machine's KV cache holds.
+
+    Raises:
+        ValueError: The weights do not fit.
+    """
+    shape = MODELS[model]
     weight_bytes = shape.parameters * shape.bytes_per_weight
+    return machine.kv_tokens(weight_bytes, shape.layers * shape.kv_bytes, USABLE_SHARE)
+
+
+def build_machine(
+    machine: MachineType, policy: str, has_prefill: bool = True, model: str = MODEL
+) -> Deployment:
+    """Return the deployment of one machine: the model at TP 8, in one stage."""
     config = SchedulerConfig(
         policy=policy,
         max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
@@ -98,14 +151,15 @@ def build_machine(machine: MachineType, policy: str, has_prefill: bool = True) -
         prefix_cache=False,
         async_scheduling=False,
     )
-    blocks = machine.kv_tokens(weight_bytes, kv_bytes, USABLE_SHARE) // config.block_size
-    cost = SplitwiseCostModel(read_profile(MODEL, machine.device), has_prefill)
-    return Deployment(MODEL, [shape.layers], cost, config.resolve(1, blocks, MAX_MODEL_LEN))
+    blocks = kv_capacity(machine, model) // config.block_size
+    cost = SplitwiseCostModel(machine_profile(model, machine.device), has_prefill)
+    layers = [MODELS[model].layers]
+    return Deployment(model, layers, cost, config.resolve(1, blocks, MAX_MODEL_LEN))
 
 
-def transfer_seconds(design: ClusterDesign, num_tokens: int) -> float:
+def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL) -> float:
     """Return the visible time of a per-layer transfer; the slower of both cards counts."""
-    shape = MODELS[MODEL]
+    shape = MODELS[model]
     bandwidth = min(design.prompt.link.bandwidth, design.token.link.bandwidth)
     return num_tokens * shape.layers * shape.kv_bytes / (bandwidth * OVERLAP_FACTOR)
 
@@ -114,16 +168,24 @@ def simulate_point(point: ClusterPoint) -> PointOutcome:
     """Simulate a point."""
     arrivals = "static" if point.is_static else "poisson"
     jobs = make_workload(
-        WORKLOADS[point.workload], point.requests, point.rate, arrivals, point.seed
+        WORKLOADS[point.workload], point.num_requests, point.rate, arrivals, point.seed
     )
     lines, busy = _serve(point, jobs)
+    pairs = pair_latencies(lines, jobs, point.model)
+    span = max(line.times[-1] for line in lines) - jobs[0].arrival_seconds
+    return PointOutcome(check_slos(pairs), len(pairs) / span, busy)
+
+
+def pair_latencies(
+    lines: Sequence[RequestTimeline], jobs: Sequence[WorkloadRequest], model: str = MODEL
+) -> list[tuple[RequestLatencies, RequestLatencies]]:
+    """Return the latencies of each request, and those of the same request alone on a DGX-A100."""
     pairs = []
     for line, job in zip(lines, jobs, strict=True):
         if (latencies := measure_latencies(line)) is not None:
-            reference = reference_latencies(job.num_prompt_tokens, job.num_output_tokens)
+            reference = reference_latencies(job.num_prompt_tokens, job.num_output_tokens, model)
             pairs.append((latencies, reference))
-    span = max(line.times[-1] for line in lines) - jobs[0].arrival_seconds
-    return PointOutcome(check_slos(pairs), len(pairs) / span, busy)
+    return pairs
 
 
 def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[RequestTimeline], float]:
@@ -131,7 +193,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
     design = point.design
 
     def machines(machine: MachineType, count: int, has_prefill: bool) -> dict[str, Deployment]:
-        each = build_machine(machine, point.policy, has_prefill)
+        each = build_machine(machine, point.policy, has_prefill, point.model)
         return {f"{machine.name}-{index}": each for index in range(count)}
 
     prompts = machines(design.prompt, design.num_prompt, True)
@@ -140,7 +202,11 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
         return [run.requests[seq].line for seq in range(len(jobs))], busy_seconds(run)
     tokens = machines(design.token, design.num_token, False)
     split = simulate_split(
-        prompts, tokens, jobs, lambda count: transfer_seconds(design, count), seed=point.seed
+        prompts,
+        tokens,
+        jobs,
+        lambda count: transfer_seconds(design, count, point.model),
+        seed=point.seed,
     )
     return split.lines, split.busy_seconds
 
@@ -155,35 +221,31 @@ def mean_lengths(workload: str) -> tuple[float, float]:
     )
 
 
-def fluid_rate(design: ClusterDesign, workload: str) -> float:
+def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> float:
     """Return the rate at which one pool is saturated, without queues, in requests per second.
 
     A prompt machine computes full batches; a token machine the largest batch that keeps the limit
     of the median TBT and fits its KV cache. A cluster that is not split does both in turn.
     """
     prompt, output = mean_lengths(workload)
-    prompt_rate = _prompt_rate(design.prompt) / prompt
-    token_rate = _token_rate(design.token, prompt + output) / output
+    prompt_rate = _prompt_rate(design.prompt, model) / prompt
+    token_rate = _token_rate(design.token, prompt + output, model) / output
     if not design.num_token:
         return design.num_prompt / (1 / prompt_rate + 1 / token_rate)
     return min(design.num_prompt * prompt_rate, design.num_token * token_rate)
 
 
-def _prompt_rate(machine: MachineType) -> float:
+def _prompt_rate(machine: MachineType, model: str) -> float:
     """Return the prompt tokens per second of full batches."""
-    seconds = read_profile(MODEL, machine.device).prompt_seconds(PROMPT_BATCH_TOKENS)
+    seconds = machine_profile(model, machine.device).prompt_seconds(PROMPT_BATCH_TOKENS)
     return PROMPT_BATCH_TOKENS / seconds
 
 
-def _token_rate(machine: MachineType, length: float) -> float:
+def _token_rate(machine: MachineType, length: float, model: str) -> float:
     """Return the output tokens per second of the largest batch within the median TBT's limit."""
-    token_seconds = read_profile(MODEL, machine.device).token_seconds
-    limit = 1.25 * read_profile(MODEL, "a100-80gb").token_seconds(1)
-    shape = MODELS[MODEL]
-    capacity = machine.kv_tokens(
-        shape.parameters * shape.bytes_per_weight, shape.layers * shape.kv_bytes, USABLE_SHARE
-    )
-    most = max(1, min(MAX_BATCH, int(capacity / length)))
+    token_seconds = machine_profile(model, machine.device).token_seconds
+    limit = SPLITWISE_SLOS.tbt.p50 * machine_profile(model, "a100-80gb").token_seconds(1)
+    most = max(1, min(MAX_BATCH, int(kv_capacity(machine, model) / length)))
     batch = max((b for b in range(1, most + 1) if token_seconds(b) <= limit), default=1)
     return batch / token_seconds(batch)
 
@@ -191,18 +253,26 @@ def _token_rate(machine: MachineType, length: float) -> float:
 def highest_rate(point: ClusterPoint) -> tuple[float, int]:
     """Return the highest rate that meets all SLOs, and the number of simulations.
 
-    Rates are powers of RATE_STEP. The search begins near the point's rate, steps until one rate is
-    served and another is not, then bisects. 0 if a MAX_FACTORth of the point's rate is not served;
-    the search ends at about MAX_FACTOR times that rate, which few requests may be served at.
+    The search begins at the point's rate.
+    """
+    return search_rate(lambda rate: simulate_point(replace(point, rate=rate)).is_served, point.rate)
+
+
+def search_rate(serves: Callable[[float], bool], start_rate: float) -> tuple[float, int]:
+    """Return the highest rate that is served, and the number of calls of `serves`.
+
+    Rates are powers of RATE_STEP. The search begins near a rate, steps until one rate is served and
+    another is not, then bisects. 0 if a MAX_FACTORth of the first rate is not served; the search
+    ends at about MAX_FACTOR times that rate, which few requests may be served at.
     """
     served: dict[int, bool] = {}
 
     def is_served(index: int) -> bool:
         if index not in served:
-            served[index] = simulate_point(replace(point, rate=RATE_STEP**index)).is_served
+            served[index] = serves(RATE_STEP**index)
         return served[index]
 
-    start = round(log(point.rate) / log(RATE_STEP))
+    start = round(log(start_rate) / log(RATE_STEP))
     reach = round(log(MAX_FACTOR) / log(RATE_STEP))
     low = high = start
     step = FIRST_STEP

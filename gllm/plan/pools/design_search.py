@@ -78,54 +78,62 @@ def maximize_throughput(
     constraint: str,
     budget: float,
     evaluate: Callable[[ClusterDesign], float],
-    stride: int = 5,
 ) -> DesignResult:
     """Return the cluster within a budget that serves the most requests per second.
 
-    Of the clusters that use up the budget every `stride`-th is evaluated, then those around the
-    best one, at half the distance each time. That is the best of all if throughput rises up to one
-    number of prompt machines and falls after it. Ties take the fewest prompt machines.
+    The clusters that use up the budget are searched by Fibonacci numbers, then around the best one.
+    That is the best of all if throughput rises up to one number of prompt machines, without equal
+    neighbours, and never rises after it. Ties take the fewest prompt machines.
 
     Args:
         pair: Prompt and token machine.
         constraint: A name of BUDGETS.
         budget: Relative to one DGX-A100, or machines.
         evaluate: Throughput of a cluster that meets the SLOs, requests per second.
-        stride: Distance of the first evaluations, in prompt machines.
 
     Raises:
-        ValueError: The budget does not admit one machine of each kind, or the stride is below 1.
+        ValueError: The budget does not admit one machine of each kind.
     """
     designs = list(maximal_designs(pair, constraint, budget))
-    if not designs or stride < 1:
+    if not designs:
         raise ValueError(
-            f"a {constraint} budget of {budget:g} with a stride of {stride}: choose a budget for "
-            f"one {pair[0].name} and one {pair[1].name} at least, and a stride of at least 1"
+            f"a {constraint} budget of {budget:g}: choose a budget for one {pair[0].name} and one "
+            f"{pair[1].name} at least"
         )
     memo = _Memo(pair, evaluate)
 
     def value(index: int) -> float:
         return memo.value(designs[index].num_prompt, designs[index].num_token)
 
-    best = _best(value, [*range(0, len(designs), stride), len(designs) - 1])
-    while stride > 1:
-        stride = -(-stride // 2)
-        around = (best - stride, best, best + stride)
-        best = _best(value, [index for index in around if 0 <= index < len(designs)])
-    best = _climb(value, best, len(designs))
+    best = _climb(value, _search_peak(value, len(designs)), len(designs))
     return DesignResult(designs[best], value(best), len(memo.values))
 
 
-def _best(value: Callable[[int], float], indices: list[int]) -> int:
-    """Return the index of the greatest value; of equal ones the first."""
-    return max(sorted(indices), key=lambda index: (value(index), -index))
+def _search_peak(value: Callable[[int], float], size: int) -> int:
+    """Return the index of the only peak of a function on 0..size - 1, by Fibonacci numbers.
+
+    Both probes of an interval divide it so that one of them is a probe of the next interval.
+    """
+    small, large = 1, 1
+    while small + large - 1 < size:
+        small, large = large, small + large
+    first = 0
+    while small + large > 2:
+        left, right = first + small - 1, first + large - 1
+        # Indices from `size` on are beyond every cluster.
+        if right >= size or left == right or value(left) >= value(right):
+            large, small = small, large - small
+        else:
+            first += small
+            large, small = small, large - small
+    return first
 
 
 def _climb(value: Callable[[int], float], index: int, size: int) -> int:
     """Return the top beside an index, walking while a neighbour is at least as good."""
     while True:
         around = [each for each in (index - 1, index, index + 1) if 0 <= each < size]
-        best = _best(value, around)
+        best = max(around, key=lambda each: (value(each), -each))
         if best == index:
             return index
         index = best

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.observability.latency import RequestTimeline
-from gllm.sim.design_search import (
+from gllm.plan.pools.design_search import (
     BUDGETS,
     choose_cheapest,
     find_border,
@@ -52,13 +52,12 @@ def test_forty_h100_admit_seventy_a100_at_the_same_power() -> None:
     st.floats(6, 24),
     st.floats(0.3, 5),
     st.floats(0.3, 5),
-    st.integers(1, 12),
 )
 def test_the_throughput_is_that_of_an_exhaustive_search(
-    name: str, constraint: str, budget: float, prompt_rate: float, token_rate: float, stride: int
+    name: str, constraint: str, budget: float, prompt_rate: float, token_rate: float
 ) -> None:
     pair, evaluate = machine_pair(name), throughput(prompt_rate, token_rate)
-    result = maximize_throughput(pair, constraint, budget, evaluate, stride)
+    result = maximize_throughput(pair, constraint, budget, evaluate)
     unit = BUDGETS[constraint]
     grid = [
         ClusterDesign(*pair, num_prompt, num_token)
@@ -99,9 +98,9 @@ def test_the_price_of_a_throughput_is_that_of_an_exhaustive_search(
 
 
 def test_a_search_of_seventy_machines_makes_few_evaluations() -> None:
-    result = maximize_throughput(machine_pair("AA"), "power", 70, throughput(1.0, 3.7), stride=10)
+    result = maximize_throughput(machine_pair("AA"), "power", 70, throughput(1.0, 3.7))
     assert result.design[2:] == (55, 15)
-    assert result.num_evaluations <= 18
+    assert result.num_evaluations <= 10
 
 
 def test_a_budget_for_one_machine_is_refused() -> None:

@@ -1,0 +1,1 @@
+"""Engines of prefill and of decode with the highest goodput per GPU."""
