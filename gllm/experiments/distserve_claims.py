@@ -13,8 +13,8 @@ from gllm.experiments.claims import (
 from gllm.experiments.distserve_study import SHARES, Study, WorkloadResult
 from gllm.experiments.distserve_tables import BREAKDOWN_SHARE, SYSTEMS
 from gllm.experiments.distserve_workloads import TABLE_2
-from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
 from gllm.plan.goodput.systems import PARTS
+from gllm.sim.goodput import TARGET_ATTAINMENT
 from gllm.sim.metrics.plots import ChartPanel
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.distserve_workloads import HIGH_CANDIDATES, PaperWorkload
 from gllm.experiments.parallel import map_parallel
-from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT, find_goodput
 from gllm.plan.goodput.systems import (
     Outcome,
     Parallelism,
@@ -16,6 +15,7 @@ from gllm.plan.goodput.systems import (
     run_phase,
     run_system,
 )
+from gllm.sim.goodput import TARGET_ATTAINMENT, find_goodput
 
 PRECISION = 1 / 32
 """Precision of a search, as a share of its first interval."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from gllm.experiments.distserve_queue import QueuePoint
 from gllm.experiments.distserve_search import PhaseGoodput
 from gllm.experiments.distserve_workloads import PaperWorkload
-from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
 from gllm.plan.goodput.systems import Outcome, System
+from gllm.sim.goodput import TARGET_ATTAINMENT
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Rates per GPU as shares of DistServe's goodput per GPU."""

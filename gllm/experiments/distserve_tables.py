@@ -21,8 +21,8 @@ from gllm.experiments.distserve_workloads import (
     TABLE_2_RATES,
     TABLE_2_SIMULATED,
 )
-from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
 from gllm.plan.goodput.systems import MAX_BATCHED_TOKENS, MAX_SEQS, PARTS, Outcome, System
+from gllm.sim.goodput import TARGET_ATTAINMENT
 from gllm.sim.metrics.report import format_table
 
 BREAKDOWN_SHARE = 0.75

@@ -15,7 +15,7 @@ from gllm.observability.latency import (
     percentile,
     slo_attainment,
 )
-from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
+from gllm.sim.goodput import TARGET_ATTAINMENT
 
 METRICS = {"ttft": "ttft", "tpot": "tpot", "tbt": "itl", "itl": "itl", "e2el": "e2el"}
 """Names in a text by the name of the metric; `tbt` is Vidur's and Splitwise's word for itl."""

@@ -19,7 +19,6 @@ from gllm.experiments.distserve_search import (
     place_for_rate,
 )
 from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
-from gllm.plan.goodput.goodput_search import TARGET_ATTAINMENT
 from gllm.plan.goodput.systems import (
     PARTS,
     Outcome,
@@ -28,6 +27,7 @@ from gllm.plan.goodput.systems import (
     run_phase,
     run_system,
 )
+from gllm.sim.goodput import TARGET_ATTAINMENT
 
 FIXED = "fixed:512,64"
 OPTIONS = ExperimentOptions(requests=8, quick=True, progress=False, jobs=1)

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.plan.goodput.goodput_search import find_goodput
 from gllm.sim.costs.distserve import (
     PhaseCoefficients,
     interpolate_coefficients,
@@ -16,6 +15,7 @@ from gllm.sim.costs.distserve_fit import (
     fit_decode,
     fit_prefill,
 )
+from gllm.sim.goodput import find_goodput
 from gllm.sim.hardware.models import MODELS
 
 
