@@ -69,8 +69,9 @@ class LinkEstimator:
         """Begin and number of the latest samples that agree, unless one has disagreed since."""
         self._round_trips: deque[tuple[float, float]] = deque()
         """Times and round trips, both rising: candidates for the least one of the window."""
-        self._disagreeing: list[tuple[float, float, bool]] = []
-        """Latest samples that disagree: time, rate, and whether a queue stood."""
+        self._disagreeing: list[tuple[float, float, bool, bool]] = []
+        """Latest samples that disagree: time, rate, whether a queue stood, and whether the sender
+        had nothing to send."""
         self._is_rise = False
         """Direction of the samples that disagree."""
 
@@ -122,14 +123,14 @@ class LinkEstimator:
             # The first queue: what arrives now is what the link carries.
             self._rate, self._is_measured, self.is_saturated = value, True, True
         elif value > rate * (1 + AGREEMENT):
-            self._disagree(sample.now, value, is_rise=True)
+            self._disagree(sample, is_rise=True)
         elif rate >= value >= PACED_SHARE * sample.pacing_bytes_per_second:
             # As much arrived as was allowed to leave.
             self._disagreeing.clear()
         elif sample.is_app_limited:
             return
         elif value < rate * (1 - AGREEMENT):
-            self._disagree(sample.now, value, is_rise=False)
+            self._disagree(sample, is_rise=False)
         else:
             self._rate = rate + GAIN * (value - rate)
             self._agree(sample.now)
@@ -144,19 +145,25 @@ class LinkEstimator:
         self.is_saturated |= self.has_queue
         self._is_measured |= self.has_queue or is_plateau
 
-    def _disagree(self, now: float, value: float, is_rise: bool) -> None:
+    def _disagree(self, sample: LinkSample, is_rise: bool) -> None:
         """Keep a sample that disagrees; jump to the latest of these once they are enough."""
+        now = sample.now
         self._plateau = None
         if is_rise != self._is_rise:
             self._disagreeing.clear()
             self._is_rise = is_rise
-        self._disagreeing.append((now, value, self.has_queue))
+        self._disagreeing.append(
+            (now, sample.bytes_per_second, self.has_queue, sample.is_app_limited)
+        )
         latest = self._disagreeing[-NUM_DISAGREEING:]
         if len(latest) < NUM_DISAGREEING:
             return
-        values = [each for _, each, _ in latest]
+        values = [each for _, each, _, _ in latest]
         seconds = now - self._disagreeing[0][0]
-        has_standing_queue = all(queue for _, _, queue in latest)
+        has_standing_queue = all(queue for _, _, queue, _ in latest)
+        if not self._is_measured:
+            # Late acknowledgements of a few bytes look like a queue, as on a busy machine.
+            has_standing_queue &= not any(is_app_limited for *_, is_app_limited in latest)
         if is_rise:
             # Acknowledgements that arrive together make single samples too large.
             self._rate = min(values)

@@ -163,6 +163,24 @@ def test_nothing_is_known_before_the_link_was_filled() -> None:
     assert link.error < 0.1
 
 
+def test_late_acknowledgements_of_a_few_bytes_are_no_queue() -> None:
+    """A machine that starts answers probes late, and a first step of 14 KB does not fill a link.
+
+    Prefills paced to its rate would take minutes: at 0.8 Mbit/s instead of 200 Mbit/s.
+    """
+    estimator = LinkEstimator()
+    for second, round_trip in enumerate((0.1, 0.064, 0.121, 0.126, 0.125, 0.119)):
+        estimator.observe(LinkSample(float(second), 0.0, True, inf, round_trip))
+    assert estimator.has_queue
+    for tick, rate in enumerate((46e3, 102e3, 132e3, 120e3)):
+        estimator.observe(LinkSample(6 + 0.02 * tick, rate, True, inf, 0.1))
+    assert estimator.bytes_per_second is None
+    assert SendRate(estimator).pacing_bytes_per_second(6.1, has_prefill=True) == inf
+    for tick in range(10):
+        estimator.observe(LinkSample(7 + 0.02 * tick, 24e6, False, inf, 0.09))
+    assert estimator.bytes_per_second == pytest.approx(24e6)
+
+
 def test_pacing_keeps_the_queue_short() -> None:
     """After the first overflow; without pacing the window fills the queue again and again."""
     queues = {}
