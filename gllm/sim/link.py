@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import LinkPolicy, LinkView, TrafficClass
+from gllm.sim.congestion_window import CongestionWindow
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 
@@ -70,7 +71,7 @@ class SimulatedLink:
     link is busy for the occupancy of a message only; the message arrives its propagation after
     that. Several senders may share a link: edges of a pipeline on one network card, or KV transfers
     of several engines. Messages of equal propagation arrive in the order in which the link has sent
-    their last chunk.
+    their last chunk. With a congestion window the bytes of a chunk leave as the window permits.
     """
 
     __slots__ = (
@@ -83,11 +84,15 @@ class SimulatedLink:
         "_sending",
         "_slack_sources",
         "_waiting",
+        "_window",
     )
 
-    def __init__(self, loop: EventLoop, policy: LinkPolicy) -> None:
+    def __init__(
+        self, loop: EventLoop, policy: LinkPolicy, window: CongestionWindow | None = None
+    ) -> None:
         self._loop = loop
         self._policy = policy
+        self._window = window
         self._waiting: list[LinkMessage] = []
         self._sending: LinkMessage | None = None
         """Message of the latest chunk; None after a drop."""
@@ -192,7 +197,10 @@ class SimulatedLink:
                 f"{message.remaining_bytes}: select 1 to {message.remaining_bytes}"
             )
         message.remaining_bytes -= num_bytes
-        self._free_time = free_time = now + message.occupancy_seconds(num_bytes)
+        seconds = message.occupancy_seconds(num_bytes)
+        if self._window is not None and seconds:
+            seconds = self._window.sending_seconds(now, num_bytes, num_bytes / seconds)
+        self._free_time = free_time = now + seconds
         if not message.remaining_bytes:
             del self._waiting[position]
             arrival = free_time + message.cost.propagation_seconds
@@ -201,11 +209,14 @@ class SimulatedLink:
             self._push_end(message)
 
     def _view(self, now: float) -> LinkView:
+        rate = self._bytes_per_second
+        if self._window is not None:
+            rate = min(rate, self._window.bytes_per_second)
         if not self._policy.uses_slack:
-            return LinkView(now, self._bytes_per_second, None)
+            return LinkView(now, rate, None)
         slacks = [source(now) for _, source in self._slack_sources]
         slack = min((each for each in slacks if each is not None), default=None)
-        return LinkView(now, self._bytes_per_second, slack)
+        return LinkView(now, rate, slack)
 
     def _push_end(self, message: LinkMessage) -> None:
         self._is_end_due = True
@@ -224,10 +235,17 @@ class SimulatedLink:
             message.deliver(now, message.argument)
 
 
-def make_link(loop: EventLoop, policy: str = "serial") -> SimulatedLink:
+def make_link(
+    loop: EventLoop, policy: str = "serial", window: CongestionWindow | None = None
+) -> SimulatedLink:
     """Return an idle link with a policy of LINK_POLICIES.
+
+    Args:
+        loop: Clock of the link.
+        policy: Name of the policy.
+        window: Of the TCP connection that is the link; None: the link alone limits the sender.
 
     Raises:
         ValueError: The name is unknown.
     """
-    return SimulatedLink(loop, make_link_policy(policy))
+    return SimulatedLink(loop, make_link_policy(policy), window)
