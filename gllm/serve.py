@@ -78,7 +78,7 @@ def _place_in(nodes: NodesConfig, place: NodePlace) -> NodesConfig:
 def _count_own_workers(engine: EngineConfig, nodes: NodesConfig) -> int:
     """Return the number of workers that this machine starts with."""
     degrees = engine.stage_degrees
-    owners = distribute_stages(degrees, nodes.nnodes)
+    owners = distribute_stages(degrees, nodes.nnodes, nodes.stages_per_node)
     return sum(n for n, node in zip(degrees, owners, strict=True) if node == nodes.node_rank)
 
 

@@ -23,7 +23,9 @@ class NodeShape(msgspec.Struct, frozen=True):
     """Name of the node of each stage."""
 
 
-def distribute_stages(degrees: Sequence[int], num_nodes: int) -> list[int]:
+def distribute_stages(
+    degrees: Sequence[int], num_nodes: int, stages_per_node: Sequence[int] = ()
+) -> list[int]:
     """Return the index of the node of each stage: contiguous, with workers as even as possible.
 
     The largest number of workers per node is as small as possible; among such distributions the
@@ -32,11 +34,19 @@ def distribute_stages(degrees: Sequence[int], num_nodes: int) -> list[int]:
     Args:
         degrees: number of ranks of each stage.
         num_nodes: nodes; each gets a stage at least.
+        stages_per_node: number of stages of each node; empty to distribute them evenly.
 
     Raises:
-        ValueError: there are fewer stages than nodes.
+        ValueError: there are fewer stages than nodes, or `stages_per_node` does not fit.
     """
     num_stages = len(degrees)
+    if stages_per_node:
+        if len(stages_per_node) != num_nodes or sum(stages_per_node) != num_stages:
+            raise ValueError(
+                f"stages_per_node {','.join(map(str, stages_per_node))} has to be one number for "
+                f"each of {num_nodes} nodes (--nnodes) that sum up to {num_stages} stages (--pp)"
+            )
+        return [node for node, size in enumerate(stages_per_node) for _ in range(size)]
     if num_stages < num_nodes:
         raise ValueError(
             f"{num_stages} pipeline stages cannot be distributed over {num_nodes} nodes, because "

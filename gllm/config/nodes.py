@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gllm.config.field_types import convert_fields
+from gllm.config.flags import parse_counts
 from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.link.encodings import LINK_ENCODINGS, PLAIN
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY, LINK_POLICIES
@@ -23,6 +24,14 @@ class NodesConfig:
         ge=1,
         le=1024,
         flags=("--nnodes", "--num-nodes"),
+    )
+    stages_per_node: tuple[int, ...] = option(
+        (),
+        "stages of each machine in the order of ranks, such as 1,3; default: about the same number "
+        "of workers on each",
+        ge=1,
+        le=1024,
+        parse=parse_counts,
     )
     node_rank: int | None = option(
         None,

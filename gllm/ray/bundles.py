@@ -70,14 +70,19 @@ def choose_num_nodes(num_stages: int, machines: Sequence[RayMachine], has_gpus: 
 
 
 def plan_bundles(
-    degrees: Sequence[int], num_nodes: int, has_gpus: bool, head_address: str
+    degrees: Sequence[int],
+    num_nodes: int,
+    has_gpus: bool,
+    head_address: str,
+    stages_per_node: Sequence[int] = (),
 ) -> list[dict[str, float]]:
     """Return the resources to reserve on each machine; the first bundle is the head's.
 
     A worker takes a GPU, or a CPU without GPUs; an agent takes a CPU beside GPUs.
     """
     counts = [0.0] * num_nodes
-    for degree, node in zip(degrees, distribute_stages(degrees, num_nodes), strict=True):
+    owners = distribute_stages(degrees, num_nodes, stages_per_node)
+    for degree, node in zip(degrees, owners, strict=True):
         counts[node] += degree
     bundles = [{"CPU": 1.0, "GPU": n} if has_gpus else {"CPU": n} for n in counts]
     bundles[0][f"node:{head_address}"] = _NODE_SHARE

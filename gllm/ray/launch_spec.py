@@ -35,6 +35,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     """Time within which Ray has to find the machines; None for any time."""
     log_level: str
     log_format: str
+    stages_per_node: list[int] = []
+    """Stages of each machine; empty for about the same number of workers on each."""
 
 
 class LaunchEvent(msgspec.Struct, frozen=True):

@@ -183,7 +183,7 @@ def make_launch_spec(
     return LaunchSpec(
         address=nodes.ray_address,
         degrees=expand_degrees(engine.tensor_parallel_size, engine.pipeline_parallel_size),
-        num_nodes=nodes.nnodes if nodes.nnodes > 1 else None,
+        num_nodes=len(nodes.stages_per_node) or (nodes.nnodes if nodes.nnodes > 1 else None),
         has_gpus=None if engine.device == "auto" else engine.device == "cuda",
         num_spares=nodes.ray_spares,
         host=host,
@@ -194,6 +194,7 @@ def make_launch_spec(
         timeout_seconds=nodes.join_timeout,
         log_level=logs.level,
         log_format=logs.format,
+        stages_per_node=list(nodes.stages_per_node),
     )
 
 

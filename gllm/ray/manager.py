@@ -90,7 +90,12 @@ class RayManager:
         if has_gpus is None:
             has_gpus = needs_gpus(machines, self._own_identity)
         num_nodes = spec.num_nodes or choose_num_nodes(len(spec.degrees), machines, has_gpus)
-        self._bundles = plan_bundles(spec.degrees, num_nodes, has_gpus, own_address)
+        try:
+            self._bundles = plan_bundles(
+                spec.degrees, num_nodes, has_gpus, own_address, spec.stages_per_node
+            )
+        except ValueError as error:
+            raise LaunchError(str(error)) from error
         self._reserve()
         gpu_ids = self._reserve_head_gpus() if has_gpus else []
         self._actors += [self._start_agent(index) for index in range(1, num_nodes)]

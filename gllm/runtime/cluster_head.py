@@ -64,7 +64,7 @@ class ClusterHead:
         """
         self.run = secrets.randbits(64)
         """Number of this start of the head process."""
-        self.stage_nodes = distribute_stages(degrees, config.nnodes)
+        self.stage_nodes = distribute_stages(degrees, config.nnodes, config.stages_per_node)
         """Index of the node of each stage at the start, 0 for this one."""
         self._num_workers = sum(degrees)
         self._num_stages = len(degrees)

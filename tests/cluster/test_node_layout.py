@@ -29,6 +29,16 @@ def test_workers_are_distributed_evenly(
     assert distribute_stages(degrees, num_nodes) == expected
 
 
+def test_stages_are_where_the_numbers_say() -> None:
+    assert distribute_stages([2, 1, 1, 1], 2, [3, 1]) == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("numbers", [[2, 1], [4], [1, 1, 2]])
+def test_numbers_of_stages_have_to_fit(numbers: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"each of 2 nodes .* sum up to 4 stages"):
+        distribute_stages([1] * 4, 2, numbers)
+
+
 @given(degrees=st.lists(st.integers(1, 4), min_size=1, max_size=7), num_nodes=st.integers(1, 7))
 def test_distributions_are_contiguous_and_as_even_as_possible(
     degrees: list[int], num_nodes: int
