@@ -19,6 +19,7 @@ COMMANDS = {
     ),
     "experiment": ("gllm.commands.experiment:main", "run a named experiment and write its page"),
     "plan": ("gllm.commands.plan.command:main", "find machines, parallelism and routes"),
+    "up": ("gllm.commands.up:main", "start this machine's share of a plan"),
     "bench": ("gllm.commands.bench.command:main", "measure a server over HTTP, or an engine"),
     "top": ("gllm.commands.top.command:main", "watch a running server in the terminal"),
     "chat": ("gllm.commands.chat:main", "talk to a running server in the terminal"),

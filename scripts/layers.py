@@ -87,6 +87,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.cluster gllm.config gllm.observability gllm.runtime.parent_death "
                 "gllm.runtime.security msgspec ray setproctitle"
             ),
+            "gllm.launch.child_process": "gllm.runtime.parent_death",
             "gllm.platform.selection": "",
             "gllm.platform.service_request": "gllm.config gllm.platform.selection",
             "gllm.platform.service_meter": "gllm.messages",
@@ -103,7 +104,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.platform.service_request"
             ),
             "gllm.platform": (
-                "aiohttp gllm gllm.cluster gllm.config gllm.messages gllm.platform.interface "
+                "aiohttp gllm gllm.cluster gllm.config gllm.launch.child_process gllm.messages "
+                "gllm.platform.interface "
                 "gllm.platform.selection gllm.platform.service gllm.platform.service_meter "
                 "gllm.platform.service_request gllm.platform.service_table gllm.runtime "
                 "prometheus_client zmq"
@@ -152,6 +154,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.plan.serving_plan gllm.routing gllm.scheduler gllm.sim msgspec networkx "
                 "numpy scipy sklearn tqdm"
             ),
+            "gllm.launch": (
+                "aiohttp gllm.config gllm.launch.child_process gllm.plan gllm.plan.serving_plan"
+            ),
             "gllm.profiling": (
                 "gllm.cluster gllm.config gllm.kernels gllm.link.encodings gllm.messages "
                 "gllm.models gllm.runtime gllm.scheduler gllm.sim gllm.transport numpy torch"
@@ -164,6 +169,10 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (
                 "gllm gllm.cluster gllm.config gllm.doctor gllm.messages gllm.runtime"
+            ),
+            "gllm.commands.up": (
+                "gllm.config gllm.launch gllm.observability gllm.plan gllm.plan.serving_plan "
+                "gllm.runtime setproctitle"
             ),
             "gllm.commands.cluster": (
                 "gllm.config gllm.frontend gllm.platform gllm.server_command uvloop"

@@ -67,7 +67,7 @@ class FlagParser(argparse.ArgumentParser):
         arguments: list[str] = []
         try:
             for key, value in read_flags(path).items():
-                action = self._action_of(key)
+                action = self.action_of(key)
                 if getattr(named, action.dest) is None:
                     flag = action.option_strings[0]
                     arguments += flag_arguments(flag, action, value, key)
@@ -84,7 +84,7 @@ class FlagParser(argparse.ArgumentParser):
         blank = argparse.Namespace(**{action.dest: None for action in self._actions})
         return self.parse_known_args(given, blank)[0]
 
-    def _action_of(self, key: str) -> argparse.Action:
+    def action_of(self, key: str) -> argparse.Action:
         """Return the flag of a file's key. Raises ValueError for an unknown key."""
         flag = "--" + key.lstrip("-").replace("_", "-")
         action = self._option_string_actions.get(flag)

@@ -12,6 +12,13 @@ import msgspec
 ROLES = ("mixed", "prefill", "decode")
 """Roles that an engine may begin with."""
 PLAN_VERSION = 1
+NUM_ENGINE_PORTS = 4
+"""Ports of an engine on each of its nodes: API, control, activations, KV caches."""
+FIRST_ENGINE_PORT = 29800
+"""First port of the first engine; those of the others follow."""
+ROUTER_HUB_PORT = 29700
+"""Port at which engines attach to the router."""
+MAX_PORT = 2**16 - 1
 
 
 class PlanError(ValueError):
@@ -61,11 +68,23 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of SchedulerConfig that differ from their defaults."""
     flags: dict[str, Any] = {}
     """Further flags of `gllm serve`, by their names without dashes."""
+    port: int | None = None
+    """First of its ports, NUM_ENGINE_PORTS for each of its nodes in turn, so that nodes may be on
+    one host; None: behind those of the engine before it."""
 
     @property
     def num_devices(self) -> int:
         """Number of ranks over all stages."""
         return sum(stage.num_ranks for stage in self.stages)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of its nodes in the order of their ranks; the first one has the head."""
+        return list(dict.fromkeys(stage.node for stage in self.stages))
+
+    def stages_of(self, node: str) -> list[StagePlan]:
+        """Return the stages on a node, in their order."""
+        return [stage for stage in self.stages if stage.node == node]
 
 
 class RouterPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,6 +140,18 @@ class ServingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Name of the workload that the figures are for."""
     expected: ExpectedFigures | None = None
 
+    def first_port(self, engine: str, node: str) -> int:
+        """Return the first of the ports of an engine on one of its nodes.
+
+        The ports are those of the API, control, activations and KV caches.
+        """
+        first = self.engines[engine].port
+        if first is None:
+            before = list(self.engines)[: list(self.engines).index(engine)]
+            num_nodes = sum(len(self.engines[name].nodes) for name in before)
+            first = FIRST_ENGINE_PORT + NUM_ENGINE_PORTS * num_nodes
+        return first + NUM_ENGINE_PORTS * self.engines[engine].nodes.index(node)
+
 
 def read_plan(path: Path) -> ServingPlan:
     """Return the plan of a file.
@@ -152,6 +183,7 @@ def check_plan(plan: ServingPlan) -> None:
     for name, engine in plan.engines.items():
         _check_engine(plan, name, engine)
     _check_devices(plan)
+    _check_ports(plan)
     for name in plan.links:
         if not any(name == f"{a}-{b}" for a in plan.nodes for b in plan.nodes if a != b):
             raise PlanError(f"links.{name}: join the names of two nodes with a dash")
@@ -180,6 +212,40 @@ def _check_engine(plan: ServingPlan, name: str, engine: EnginePlan) -> None:
                     f"{where}.devices: {device}: node {stage.node} has {num_devices} devices, "
                     "counted from 0"
                 )
+
+    for node in engine.nodes:
+        own = engine.stages_of(node)
+        first = engine.stages.index(own[0])
+        if engine.stages[first : first + len(own)] != own:
+            raise PlanError(
+                f"{path}.stages: those on node {node} are no neighbours: put them next to each "
+                "other, so that activations cross the network once"
+            )
+        if len({bool(stage.devices) for stage in own}) > 1:
+            raise PlanError(
+                f"{path}.stages: those on node {node} use its CPU and its devices: name devices "
+                "for all of them, or for none"
+            )
+
+
+def _check_ports(plan: ServingPlan) -> None:
+    """Raise PlanError if a port is out of range or two processes of a host share one."""
+    owners: dict[tuple[str, int], str] = {}
+
+    def claim(path: str, host: str, port: int) -> None:
+        if not 0 < port <= MAX_PORT:
+            raise PlanError(f"{path}: {port} is no port: choose one of 1 to {MAX_PORT}")
+        owner = owners.setdefault((host, port), path)
+        if owner != path:
+            raise PlanError(f"{path}: {port} of {host} belongs to {owner}: choose another port")
+
+    if plan.router and plan.router.node in plan.nodes:
+        claim("router.port", plan.nodes[plan.router.node].host, plan.router.port)
+    for name, engine in plan.engines.items():
+        for node in engine.nodes:
+            path = f"engines.{name}.port (node {node})"
+            for number in range(NUM_ENGINE_PORTS):
+                claim(path, plan.nodes[node].host, plan.first_port(name, node) + number)
 
 
 def _check_devices(plan: ServingPlan) -> None:

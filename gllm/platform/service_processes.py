@@ -2,17 +2,13 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-from asyncio.subprocess import PIPE, STDOUT, Process
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 from gllm.config.addresses import format_host_port
+from gllm.launch.child_process import ChildProcess
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
     ServiceNodeKept,
@@ -29,18 +25,11 @@ from gllm.platform.service_command import (
     make_url,
 )
 from gllm.platform.service_probe import ServiceProbe
-from gllm.runtime.parent_death import die_with_parent
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Interval of the readings of an engine."""
-KILL_SECONDS = 10.0
-"""Time beyond that for running requests after which a process that does not end is killed."""
-NUM_LAST_LINES = 20
-"""Lines of a process's log that are kept, to find the cause of its exit."""
-MAX_LINE_BYTES = 2**16
-MAX_CAUSE_CHARACTERS = 500
 
 
 @dataclass
@@ -48,13 +37,9 @@ class _RunningProcess:
     """A process of a service, from the command to start it until it was reaped."""
 
     start: StartServiceProcess
+    child: ChildProcess
     ports: ServicePorts = field(default_factory=ServicePorts)
-    process: Process | None = None
-    end_signal: signal.Signals | None = None
-    """Signal that ends the process; None while it shall run."""
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
     head: str = ""
-    killer: asyncio.TimerHandle | None = None
 
 
 class ServiceProcesses:
@@ -76,11 +61,12 @@ class ServiceProcesses:
     @property
     def living(self) -> list[int]:
         """Numbers of the processes that have not exited and are not about to."""
-        return [number for number, each in self._processes.items() if each.end_signal is None]
+        return [number for number, each in self._processes.items() if each.child.end_signal is None]
 
     def start(self, command: StartServiceProcess) -> None:
         """Start a process; its start and its end are reported."""
-        running = _RunningProcess(command)
+        child = ChildProcess(lambda line: log.info("%s: %s", command.service, line))
+        running = _RunningProcess(command, child)
         self._processes[command.process] = running
         self._tasks[command.process] = asyncio.create_task(self._run(running))
 
@@ -91,17 +77,12 @@ class ServiceProcesses:
             # It has exited, which the master may not know.
             self._send(ServiceProcessExited(number, "it does not run"))
             return
-        if running.end_signal is not None:
-            return
-        self._end(running, signal.SIGTERM)
-        running.killer = asyncio.get_running_loop().call_later(
-            running.start.shutdown_seconds + KILL_SECONDS, self._end, running, signal.SIGKILL
-        )
+        running.child.end(running.start.shutdown_seconds)
 
     def drain_node(self, number: int, node: str) -> None:
         """Let a node leave the engine of a head; a refusal is reported."""
         running = self._processes.get(number)
-        if running is None or running.process is None:
+        if running is None or not running.child.is_started:
             self._send(ServiceNodeKept(number, node, "its head does not run"))
             return
         task = asyncio.create_task(self._drain_node(running, node))
@@ -112,8 +93,8 @@ class ServiceProcesses:
         """Kill all processes but some, and report those that are heads anew."""
         for number, running in self._processes.items():
             if number not in wanted:
-                self._end(running, signal.SIGKILL)
-            elif running.process is not None:
+                running.child.send(signal.SIGKILL)
+            elif running.child.is_started:
                 self._report_start(running)
 
     async def close(self) -> None:
@@ -134,11 +115,9 @@ class ServiceProcesses:
         except Exception as error:
             log.exception("process %d of service %s failed", number, running.start.service)
             cause = f"it could not be watched: {error}"
-            self._end(running, signal.SIGKILL)
-        if running.killer is not None:
-            running.killer.cancel()
+            running.child.send(signal.SIGKILL)
         del self._processes[number], self._tasks[number]
-        level = logging.WARNING if running.end_signal is None else logging.INFO
+        level = logging.WARNING if running.child.end_signal is None else logging.INFO
         log.log(level, "a process of service %s has ended: %s", running.start.service, cause)
         self._send(ServiceProcessExited(number, cause))
 
@@ -155,29 +134,16 @@ class ServiceProcesses:
             running.ports = self._choose_ports(len(start.degrees) > 1)
         running.head = start.head or format_host_port(machine.address, running.ports.head or 1)
         command = make_command(machine, start, running.ports, running.head)
-        process = running.process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            limit=MAX_LINE_BYTES,
-            env=make_environment(start.api_key),
-            # Its workers die with it.
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        log.info("a process of service %s starts (pid %d)", start.service, process.pid)
-        if running.end_signal is not None:
-            self._end(running, running.end_signal)
+        await running.child.start(command, make_environment(start.api_key))
+        log.info("a process of service %s starts (pid %d)", start.service, running.child.pid)
         self._report_start(running)
         probing = asyncio.create_task(self._probe(running)) if is_head else None
         try:
-            await self._forward_log(running)
-            status = await process.wait()
+            return await running.child.wait()
         finally:
             if probing is not None:
                 probing.cancel()
                 await asyncio.gather(probing, return_exceptions=True)
-        return describe_exit(status, list(running.last_lines))
 
     def _report_start(self, running: _RunningProcess) -> None:
         if running.start.node_rank == 0:
@@ -202,30 +168,6 @@ class ServiceProcesses:
         finally:
             await probe.close()
 
-    async def _forward_log(self, running: _RunningProcess) -> None:
-        """Log the lines of a process, and keep the last ones."""
-        assert running.process is not None
-        output = running.process.stdout
-        assert output is not None
-        while True:
-            try:
-                line = await output.readline()
-            except ValueError:
-                # A line that is too long was dropped.
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()
-            running.last_lines.append(text)
-            log.info("%s: %s", running.start.service, text)
-
-    def _end(self, running: _RunningProcess, number: signal.Signals) -> None:
-        """Send a signal that ends a process, now or once it has started."""
-        running.end_signal = number
-        if running.process is not None and running.process.returncode is None:
-            with suppress(ProcessLookupError):
-                running.process.send_signal(number)
-
     def _choose_ports(self, needs_head: bool) -> ServicePorts:
         """Return free ports of the range for a head. Raises OSError if there are too few."""
         used = {
@@ -241,21 +183,6 @@ class ServiceProcesses:
         if 0 in ports:
             raise OSError(f"too few ports of --service-ports {first}-{last} are free")
         return ServicePorts(*ports)
-
-
-def describe_exit(status: int, last_lines: list[str]) -> str:
-    """Return the cause of a process's exit in words.
-
-    Args:
-        status: exit status; negative for a signal.
-        last_lines: of its log. A program that ends with an error says why in its last line.
-    """
-    if status < 0:
-        names = {each.value: each.name for each in signal.Signals}
-        return f"it was killed by {names.get(-status, f'signal {-status}')}"
-    text = next((line for line in reversed(last_lines) if line.strip()), "") if status else ""
-    cause = f"it exited with {status}"
-    return f"{cause}: {text[:MAX_CAUSE_CHARACTERS]}" if text else cause
 
 
 def _is_free(address: str, port: int) -> bool:

@@ -85,6 +85,19 @@ def change_engine(**fields: Any) -> ServingPlan:
             change_engine(stages=[StagePlan("b", 4, [0])]),
             "engines.d0.stages[0].devices: 0 of node b belongs to engines.p0.stages[0]",
         ),
+        (
+            change_engine(stages=[StagePlan("b", 2), StagePlan("a", 2), StagePlan("b", 2)]),
+            "engines.p0.stages: those on node b are no neighbours",
+        ),
+        (
+            change_engine(stages=[StagePlan("a", 2), StagePlan("a", 2, [0])]),
+            "engines.p0.stages: those on node a use its CPU and its devices",
+        ),
+        (change_engine(port=0), "engines.p0.port (node a): 0 is no port"),
+        (
+            change_engine(port=7998),
+            "engines.p0.port (node a): 8000 of 10.0.0.1 belongs to router.port",
+        ),
         (change(links={"a-c": LinkPlan(1, 1)}), "links.a-c: join the names of two nodes"),
         (change(router=RouterPlan("c")), "router.node: 'c' is none of a, b"),
         (change(routes={"p0": {"x": 1.0}}), "routes.p0: 'x' is no engine"),

@@ -31,7 +31,7 @@ from gllm.platform.service_command import (
     make_environment,
 )
 from gllm.platform.service_node import ServiceNode
-from gllm.platform.service_processes import ServiceProcesses, describe_exit
+from gllm.platform.service_processes import ServiceProcesses
 from gllm.platform.service_request import ServiceRequest
 from gllm.runtime.agent_state import AgentConfig
 from tests.platform.scripted_cluster import until
@@ -80,20 +80,6 @@ def test_the_environment_has_the_key_and_no_launcher() -> None:
     assert make_environment("", environment) == {"PATH": "/bin"}
 
 
-@pytest.mark.parametrize(
-    ("status", "lines", "cause"),
-    [
-        (0, ["bye"], "it exited with 0"),
-        (1, ["start", "gllm: no memory", " "], "it exited with 1: gllm: no memory"),
-        (2, [], "it exited with 2"),
-        (-9, ["x"], "it was killed by SIGKILL"),
-        (-99, ["x"], "it was killed by signal 99"),
-    ],
-)
-def test_causes_of_exits(status: int, lines: list[str], cause: str) -> None:
-    assert describe_exit(status, lines) == cause
-
-
 class Node:
     """Processes that run scripts in place of `gllm serve`."""
 
@@ -115,7 +101,7 @@ class Node:
 
     def is_running(self, number: int) -> bool:
         running = self.processes._processes.get(number)
-        return running is not None and "it runs" in running.last_lines
+        return running is not None and "it runs" in running.child.last_lines
 
 
 @pytest.fixture
@@ -161,7 +147,7 @@ async def test_failures_to_start_are_reported(node: Node) -> None:
 async def test_a_process_that_ignores_its_end_is_killed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gllm.platform.service_processes.KILL_SECONDS", 0.1)
+    monkeypatch.setattr("gllm.launch.child_process.KILL_SECONDS", 0.1)
     node.script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
     await node.start(shutdown_seconds=0.0)
     node.processes.end(1)
@@ -190,7 +176,7 @@ class RunningNode:
     def pids(self) -> list[int]:
         """Processes of services."""
         processes = self.node._processes._processes.values()
-        return [each.process.pid for each in processes if each.process is not None]
+        return [each.child.pid for each in processes if each.child.is_started]
 
     def cut(self) -> None:
         """Close the connection to the master."""

@@ -1,0 +1,302 @@
+"""Processes that serve a plan: command line, environment and address of each one on a node.
+
+`gllm up` starts them; the emitters of gllm.plan.emit write them into manifests.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gllm.config.addresses import format_host_port, is_loopback, is_wildcard
+from gllm.config.server import ServerConfig
+from gllm.plan.flags import (
+    DERIVED_ENGINE_FIELDS,
+    DERIVED_ROUTER_FIELDS,
+    ENGINE_CONFIGS,
+    ROUTER_CONFIGS,
+    SCHEDULER_CONFIGS,
+    find_flag,
+    render_flags,
+)
+from gllm.plan.serving_plan import ROUTER_HUB_PORT, EnginePlan, PlanError, ServingPlan
+
+ROUTER_NAME = "router"
+"""Name of the router's process."""
+LOOPBACK = "127.0.0.1"
+
+
+class EnginePorts(NamedTuple):
+    """Ports of an engine on each of its nodes."""
+
+    api: int
+    """API, /health, /ready and /metrics."""
+    control: int
+    data: int
+    """Activations of neighbouring stages."""
+    kv: int
+    """KV caches that other engines fetch."""
+
+
+class LaunchOptions(NamedTuple):
+    """Properties of the machine that starts a node's processes."""
+
+    node_secret_file: str | None = None
+    """File of the secret that all machines share; None without one."""
+    num_cores: int | None = None
+    """Cores that the workers on its CPU share; None to leave the number of threads to them."""
+
+
+class ProcessSpec(msgspec.Struct, frozen=True):
+    """One process of a plan."""
+
+    name: str
+    """Name of the engine, or ROUTER_NAME."""
+    module: str
+    """Python module that the process runs."""
+    arguments: list[str]
+    """Its arguments."""
+    url: str
+    """URL under which this machine reaches its API."""
+    environment: dict[str, str] = {}
+    """Variables that are set in addition to those of the parent process."""
+    shutdown_seconds: float = 30.0
+    """Time for running requests to finish after SIGTERM."""
+    node_rank: int = 0
+    """Rank of the node within the engine; only rank 0 serves requests."""
+
+    @property
+    def is_router(self) -> bool:
+        """True if it is the router."""
+        return self.module == "gllm.router"
+
+    @property
+    def title(self) -> str:
+        """Name for people."""
+        if self.is_router:
+            return self.name
+        return f"engine {self.name}" + (f" rank {self.node_rank}" if self.node_rank else "")
+
+    @property
+    def command(self) -> str:
+        """Sub-command of `gllm`."""
+        return self.module.removeprefix("gllm.")
+
+
+def engine_ports(plan: ServingPlan, name: str, node: str) -> EnginePorts:
+    """Return the ports of an engine on one of its nodes."""
+    first = plan.first_port(name, node)
+    return EnginePorts(first, first + 1, first + 2, first + 3)
+
+
+def commands_for(
+    plan: ServingPlan, node: str, options: LaunchOptions | None = None
+) -> list[ProcessSpec]:
+    """Return the processes of a plan on one of its nodes, the router first.
+
+    Raises:
+        PlanError: the plan has no such node, a flag is unknown or one that the plan sets by other
+            fields, or a node secret is missing. The message names the field and the fix.
+    """
+    options = options or LaunchOptions()
+    if node not in plan.nodes:
+        raise PlanError(f"nodes: there is no node {node!r}; choose one of {', '.join(plan.nodes)}")
+    _check_secret(plan, options)
+    specs = [_router_process(plan, options)] if plan.router and plan.router.node == node else []
+    return specs + [
+        _engine_process(plan, name, node, options)
+        for name, engine in plan.engines.items()
+        if node in engine.nodes
+    ]
+
+
+def crosses_machines(plan: ServingPlan) -> bool:
+    """Return True if processes of the plan talk to each other over a network."""
+    nodes = {node for engine in plan.engines.values() for node in engine.nodes}
+    has_wide_engine = any(len(engine.nodes) > 1 for engine in plan.engines.values())
+    is_apart = plan.router is not None and nodes != {plan.router.node}
+    hosts = [plan.nodes[each].host for each in nodes]
+    return (has_wide_engine or is_apart) and not all(map(is_loopback, hosts))
+
+
+def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
+    """Return why engines with a phase of their own cannot pass KV blocks on, by engine."""
+    if not _has_phases(plan):
+        return {}
+    causes = {}
+    for name, engine in plan.engines.items():
+        if len(engine.nodes) > 1:
+            causes[name] = "its stages are on several machines"
+        elif engine.stages[0].devices:
+            causes[name] = "its stages are on GPUs"
+    return causes
+
+
+def router_hub(plan: ServingPlan) -> str:
+    """Return HOST:PORT at which the engines of a plan attach to its router."""
+    assert plan.router is not None
+    hub = find_flag(plan.router.flags, "hub")
+    host = plan.nodes[plan.router.node].host if crosses_machines(plan) else LOOPBACK
+    if hub is None:
+        return format_host_port(host, ROUTER_HUB_PORT)
+    text = str(hub)
+    return format_host_port(host, int(text)) if text.isdigit() else text
+
+
+def _check_secret(plan: ServingPlan, options: LaunchOptions) -> None:
+    flags = [each.flags for each in plan.engines.values()]
+    flags += [plan.router.flags] if plan.router else []
+    has_secret = all(find_flag(each, "node_secret_file") for each in flags)
+    if crosses_machines(plan) and not (options.node_secret_file or has_secret):
+        raise PlanError(
+            "nodes: the machines need a secret: make one with `gllm node --new-secret FILE`, copy "
+            "it to all of them, and pass --node-secret-file FILE"
+        )
+
+
+def _router_process(plan: ServingPlan, options: LaunchOptions) -> ProcessSpec:
+    router = plan.router
+    assert router is not None
+    host = find_flag(router.flags, "host") or plan.nodes[router.node].host
+    derived: dict[str, Any] = {
+        "model": plan.model,
+        "host": host,
+        "port": router.port,
+        "hub": router_hub(plan),
+        "policy": router.policy,
+        "preset": router.preset,
+        "node_secret_file": options.node_secret_file if crosses_machines(plan) else None,
+        "slo_ttft": plan.slo.ttft,
+        "slo_tpot": plan.slo.tpot,
+    }
+    path = "router.flags"
+    render_flags(ROUTER_CONFIGS, router.flags, path, DERIVED_ROUTER_FIELDS)
+    flags = derived | {key.replace("-", "_"): value for key, value in router.flags.items()}
+    flags["hub"] = router_hub(plan)
+    return ProcessSpec(
+        ROUTER_NAME,
+        "gllm.router",
+        render_flags(ROUTER_CONFIGS, flags, path),
+        _make_url(host, router.port, flags),
+        shutdown_seconds=_shutdown_seconds(flags),
+    )
+
+
+def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOptions) -> ProcessSpec:
+    engine = plan.engines[name]
+    path = f"engines.{name}"
+    rank = engine.nodes.index(node)
+    ports = engine_ports(plan, name, node)
+    # Requests reach an engine by the router; without one, by its head.
+    is_entry = plan.router is None and rank == 0
+    host = plan.nodes[node].host
+    derived: dict[str, Any] = {
+        "model": plan.model,
+        "host": host if is_entry or is_loopback(host) else LOOPBACK,
+        "port": ports.api,
+        "pipeline_parallel_size": len(engine.stages),
+        "tensor_parallel_size": [stage.num_ranks for stage in engine.stages],
+        "layers": [stage.layers for stage in engine.stages],
+        **_node_flags(plan, name, node),
+        **_device_flags(plan, engine, node, options),
+        **_router_flags(plan, name, engine),
+        **_transfer_flags(plan, name, ports),
+        "slo_ttft": plan.slo.ttft if is_entry else None,
+        "slo_tpot": plan.slo.tpot if is_entry else None,
+        "node_secret_file": options.node_secret_file if crosses_machines(plan) else None,
+    }
+    render_flags(ENGINE_CONFIGS, engine.flags, f"{path}.flags", DERIVED_ENGINE_FIELDS)
+    flags = derived | {key.replace("-", "_"): value for key, value in engine.flags.items()}
+    arguments = render_flags(ENGINE_CONFIGS, flags, f"{path}.flags")
+    arguments += render_flags(SCHEDULER_CONFIGS, engine.scheduler, f"{path}.scheduler")
+    return ProcessSpec(
+        name,
+        "gllm.serve",
+        arguments,
+        _make_url(str(flags["host"]), ports.api, flags),
+        _visible_devices(engine, node),
+        _shutdown_seconds(flags),
+        rank,
+    )
+
+
+def _node_flags(plan: ServingPlan, name: str, node: str) -> dict[str, Any]:
+    """Return the place of a node in an engine of several; none for an engine of one node."""
+    engine = plan.engines[name]
+    nodes = engine.nodes
+    head_port = engine_ports(plan, name, nodes[0]).control
+    if len(nodes) == 1:
+        return {}
+    return {
+        "nnodes": len(nodes),
+        "stages_per_node": [len(engine.stages_of(each)) for each in nodes],
+        "node_rank": nodes.index(node),
+        "master_addr": format_host_port(plan.nodes[nodes[0]].host, head_port),
+        "node_name": node,
+        "data_port": engine_ports(plan, name, node).data,
+    }
+
+
+def _device_flags(
+    plan: ServingPlan, engine: EnginePlan, node: str, options: LaunchOptions
+) -> dict[str, Any]:
+    """Return the device of the workers on a node, and their threads on its CPU."""
+    if engine.stages_of(node)[0].devices:
+        return {"device": "cuda"}
+    num_workers = sum(
+        not stage.devices for each in plan.engines.values() for stage in each.stages_of(node)
+    )
+    if options.num_cores is None:
+        return {"device": "cpu"}
+    return {"device": "cpu", "threads": max(1, options.num_cores // num_workers)}
+
+
+def _router_flags(plan: ServingPlan, name: str, engine: EnginePlan) -> dict[str, Any]:
+    """Return the attachment of an engine to the router of the plan."""
+    flags: dict[str, Any] = {"name": name, "role": engine.role}
+    if plan.router is None:
+        return flags
+    flags["router"] = router_hub(plan)
+    if find_flag(engine.scheduler, "policy") is None:
+        flags["preset"] = plan.router.preset
+    return flags
+
+
+def _transfer_flags(plan: ServingPlan, name: str, ports: EnginePorts) -> dict[str, Any]:
+    """Return how an engine passes KV blocks on; nothing where it need not or cannot."""
+    if not _has_phases(plan) or name in explain_missing_transfers(plan):
+        return {}
+    flags: dict[str, Any] = {"kv_transfer": "auto"}
+    heads = {engine.nodes[0] for engine in plan.engines.values()}
+    if len(heads) > 1:
+        host = plan.nodes[plan.engines[name].nodes[0]].host
+        flags["kv_transfer_address"] = format_host_port(host, ports.kv)
+    return flags
+
+
+def _has_phases(plan: ServingPlan) -> bool:
+    """Return True if engines of the plan pass requests on after their prefill."""
+    roles = {engine.role for engine in plan.engines.values()}
+    return len(plan.engines) > 1 and bool(
+        (plan.router and plan.router.preset) or roles != {"mixed"}
+    )
+
+
+def _visible_devices(engine: EnginePlan, node: str) -> dict[str, str]:
+    """Return the variables that restrict an engine to its GPUs of a node, in the order of ranks."""
+    devices = [device for stage in engine.stages_of(node) for device in stage.devices]
+    if not devices:
+        return {}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+    }
+
+
+def _make_url(host: str, port: int, flags: dict[str, Any]) -> str:
+    scheme = "https" if flags.get("ssl_certfile") else "http"
+    own = LOOPBACK if is_wildcard(host) else host
+    return f"{scheme}://{format_host_port(own, port)}"
+
+
+def _shutdown_seconds(flags: dict[str, Any]) -> float:
+    return float(flags.get("shutdown_timeout") or ServerConfig.shutdown_timeout)

@@ -1,0 +1,118 @@
+"""`gllm up`: a plan serves, ends in order, and names the first failure."""
+
+import json
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from gllm.plan.serving_plan import (
+    NUM_ENGINE_PORTS,
+    EnginePlan,
+    NodePlan,
+    RouterPlan,
+    ServingPlan,
+    StagePlan,
+    write_plan,
+)
+from tests.e2e.plans import UpProcess, complete, running_up
+from tests.e2e.server import alive, wait_until
+from tests.ray.raylets import free_ports
+
+FLAGS = {"threads": 1, "kv-cache-memory": "64MiB", "dtype": "float32"}
+
+
+def free_block(num_nodes: int = 1) -> int:
+    """The first of as many ports as an engine of some nodes has that nobody listens at."""
+    while True:
+        first = free_ports("first")["first"]
+        try:
+            for number in range(NUM_ENGINE_PORTS * num_nodes):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", first + number))
+        except (OSError, OverflowError):
+            continue
+        return first
+
+
+def local_plan(*engines: str) -> ServingPlan:
+    ports = free_ports("router", "hub")
+    return ServingPlan(
+        model="demo",
+        nodes={"here": NodePlan("127.0.0.1")},
+        engines={
+            name: EnginePlan([StagePlan("here", 6)], flags=FLAGS, port=free_block())
+            for name in engines
+        },
+        router=RouterPlan("here", ports["router"], flags={"hub": ports["hub"]}),
+    )
+
+
+@pytest.mark.timeout(300)
+def test_two_engines_and_a_router_serve_and_end_in_order(tmp_path: Path) -> None:
+    plan = local_plan("a", "b")
+    assert plan.router is not None
+    url = f"http://127.0.0.1:{plan.router.port}"
+    with running_up(plan, tmp_path) as up:
+        up.wait_until_ready()
+        assert up.output.read_text() == f"gllm up: router is ready at {url}\n"
+        assert complete(url, "Once upon a time")["usage"]["completion_tokens"] == 12
+        with urllib.request.urlopen(f"{url}/engines", timeout=60) as answer:
+            rows = json.load(answer)["engines"]
+        assert {row["name"]: row["state"] for row in rows} == {"a": "ready", "b": "ready"}
+        assert up.terminate() == 0
+        drains = [line for line in up.log.splitlines() if "draining" in line]
+        assert drains[0].startswith("router | ")
+        assert {line.partition(" ")[0] for line in drains[1:]} == {"a", "b"}
+
+
+@pytest.mark.timeout(300)
+def test_a_port_in_use_is_the_named_cause(tmp_path: Path) -> None:
+    plan = local_plan("a")
+    assert plan.router is not None
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", plan.router.port))
+        other.listen()
+        with running_up(plan, tmp_path) as up:
+            assert up.process.wait(120) == 1
+            last = up.log.splitlines()[-1]
+    assert last.startswith("gllm up: router: it exited with ")
+    assert f"--host 127.0.0.1 --port {plan.router.port}: cannot listen there" in last
+    assert "in use" in last
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_machines_of_an_engine_run_the_same_line(tmp_path: Path) -> None:
+    """The second machine ends by itself when the first one has."""
+    plan = ServingPlan(
+        model="demo",
+        nodes={"x": NodePlan("127.0.0.1"), "y": NodePlan("127.0.0.2")},
+        engines={
+            "wide": EnginePlan(
+                [StagePlan("x", 1), StagePlan("y", 2), StagePlan("y", 3)],
+                flags=FLAGS,
+                port=free_block(2),
+            )
+        },
+    )
+    path = tmp_path / "plan.yaml"
+    write_plan(plan, path)
+    ups = [UpProcess(path, tmp_path, "--node", node, name=node) for node in "xy"]
+    try:
+        for up in ups:
+            up.wait_until_ready()
+        assert ups[1].output.read_text() == "gllm up: this machine is ready\n"
+        url = f"http://127.0.0.1:{plan.first_port('wide', 'x')}"
+        with urllib.request.urlopen(f"{url}/nodes", timeout=60) as answer:
+            rows = {row["name"]: row["stages"] for row in json.load(answer)["nodes"]}
+        assert rows == {"x": [0], "y": [1, 2]}
+        assert complete(url, "Once upon a time")["usage"]["completion_tokens"] == 12
+        pids = ups[1].pids()
+        assert ups[0].terminate() == 0
+        assert ups[1].process.wait(60) == 0
+        wait_until(lambda: not any(map(alive, pids)))
+    finally:
+        for up in ups:
+            up.close()
