@@ -1,6 +1,6 @@
 """Processes that serve a plan: command line, environment and address of each one on a node.
 
-`gllm up` starts them; the emitters of gllm.plan.emit write them into manifests.
+`gllm up` starts them.
 """
 
 from typing import Any, NamedTuple
