@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test test-long test-router test-installed test-cpus test-triton-3.6 check mutants format browser
+.PHONY: setup serve lint test test-e2e test-long test-router test-installed test-cpus test-triton-3.6 check mutants format browser
 
 setup: $(STAMP)
 
@@ -27,9 +27,19 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests in tests/e2e start servers, two at a time; those marked `alone` measure them. Coverage is that of the others.
+# Without coverage, which makes Python code two to three times as slow: `make check` measures it.
+UNIT_TESTS := $(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e
 test: lint
-	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e --cov --cov-report=term:skip-covered
+	$(UNIT_TESTS)
+	$(MAKE) test-e2e
+
+# What CI runs: as `make test`, with the coverage of the tests outside tests/e2e and its floor.
+check: lint
+	$(UNIT_TESTS) --cov --cov-report=term:skip-covered
+	$(MAKE) test-e2e
+
+# Tests in tests/e2e start servers, two at a time; those marked `alone` measure them.
+test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -q -rs -n 2 --dist loadscope -m "not long and not alone" tests/e2e
 	$(BIN)/python -m pytest -q -rs -m "alone and not long" tests/e2e
 
@@ -54,8 +64,6 @@ $(OLD_TRITON_STAMP): $(STAMP)
 
 test-triton-3.6: $(OLD_TRITON_STAMP)
 	PYTHONPATH=$(dir $<) $(BIN)/python -m gllm.kernels.aot --triton $(OLD_TRITON) --arch 80 90
-
-check: test
 
 # Build the wheel, install it outside the checkout and serve from there.
 test-installed: $(STAMP)
