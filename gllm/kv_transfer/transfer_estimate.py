@@ -1,8 +1,9 @@
 """Duration of transfers from one engine, predicted from those so far.
 
 A transfer of B bytes takes a + B / r seconds. Both coefficients are fitted to the medians of the
-latest transfers of each size: a mean would follow the few transfers that waited for a busy core or
-a lost packet, and would so mostly be too high. All functions are pure; time is an argument.
+latest transfers of each size, those of sizes near B with more weight. A mean would follow the few
+transfers that waited for a busy core or a lost packet, and would so mostly be too high. All
+functions are pure; time is an argument.
 """
 
 from collections import deque
@@ -18,11 +19,9 @@ CHANGE_FACTOR = 2.0
 """A transfer in less than its predicted duration by this factor shows that the link has changed."""
 NUM_LATE = 3
 """So many transfers in a row that take CHANGE_FACTOR times as long as predicted show it too."""
-CURVE_FACTOR = 1.5
-"""Sizes whose durations differ from the line by this factor are predicted without it: links with a
-token bucket let small transfers pass without a delay."""
-MIN_SAMPLES = 5
-"""Transfers of a size class that show such a difference."""
+LOCALITY = 4.0
+"""Factor by which the weight of a size class decreases with each doubling or halving of the size:
+links with a token bucket, for example, let small transfers pass without a delay."""
 FORGET_SECONDS = 120.0
 """Age at which transfers no longer count beside later ones of other size classes."""
 MIN_SIZE_RATIO = 1.2
@@ -44,13 +43,12 @@ def size_class(num_bytes: int) -> int:
 
 
 def fit_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return the a, b >= 0 of the line a + b * x with the least squared relative errors.
+    """Return the a, b >= 0 of the line a + b * x with the least squared errors.
 
-    points: x, y > 0 and the weight of each, at least one.
+    points: x, y and the weight of each, at least one.
     """
     n = sum_x = sum_y = sum_xx = sum_xy = 0.0
-    for x, y, count in points:
-        weight = count / y**2
+    for x, y, weight in points:
         n, sum_x, sum_y = n + weight, sum_x + weight * x, sum_y + weight * y
         sum_xx, sum_xy = sum_xx + weight * x * x, sum_xy + weight * x * y
     variance = sum_xx / n - (sum_x / n) ** 2
@@ -71,8 +69,8 @@ class TransferEstimate:
     """Duration of a transfer of no bytes, for example a round trip."""
     _samples: dict[int, deque[MeasuredTransfer]] = field(default_factory=dict)
     """Latest transfers by size class."""
-    _factors: dict[int, float] = field(default_factory=dict)
-    """Durations of the size classes that are far from the line, in those of the line."""
+    _medians: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """Median size, median duration and number of these; empty while all have about one size."""
     _late: list[MeasuredTransfer] = field(default_factory=list)
     """Last transfers, if all took far longer than predicted."""
 
@@ -95,35 +93,44 @@ class TransferEstimate:
         self._fit()
 
     def _fit(self) -> None:
-        points = [
-            (
+        medians = {
+            size: (
                 median(each.num_bytes for each in kept),
                 median(each.seconds for each in kept),
                 len(kept),
             )
-            for kept in self._samples.values()
-        ]
-        sizes = [x for x, *_ in points]
+            for size, kept in self._samples.items()
+        }
+        sizes = [x for x, *_ in medians.values()]
         if max(sizes) > MIN_SIZE_RATIO * min(sizes):
+            self._medians = medians
+            points = ((x, y, count / y**2) for x, y, count in medians.values())
             self.fixed_seconds, slope = fit_line(points)
             self.bytes_per_second = 1 / slope if slope else inf
         else:
             # One size says nothing about the fixed part, which is kept as far as it is possible.
-            x, y, _ = max(points, key=lambda point: point[2])
+            self._medians = {}
+            x, y, _ = max(medians.values(), key=lambda each: each[2])
             self.fixed_seconds = min(self.fixed_seconds, y / 2)
             self.bytes_per_second = x / (y - self.fixed_seconds)
-        self._factors = {}
-        for size, (x, y, count) in zip(self._samples, points, strict=True):
-            factor = y / (self.fixed_seconds + x / self.bytes_per_second)
-            if count >= MIN_SAMPLES and not 1 / CURVE_FACTOR <= factor <= CURVE_FACTOR:
-                self._factors[size] = factor
 
     def predict(self, num_bytes: int) -> float | None:
-        """Return the seconds of a transfer; None before the rate is known."""
+        """Return the seconds of a transfer; None before the rate is known.
+
+        It is on a line through the medians, in which sizes near the transfer's count for more.
+        """
         if self.bytes_per_second is None:
             return None
-        line = self.fixed_seconds + num_bytes / self.bytes_per_second
-        return line * self._factors.get(size_class(num_bytes), 1.0)
+        if not self._medians:
+            return self.fixed_seconds + num_bytes / self.bytes_per_second
+        own = size_class(num_bytes)
+        nearest = min(self._medians, key=lambda size: abs(size - own))
+        typical = self._medians[nearest][1]
+        fixed, slope = fit_line(
+            (x, y, count * LOCALITY ** -abs(size - own) / max(y, typical) ** 2)
+            for size, (x, y, count) in self._medians.items()
+        )
+        return fixed + slope * num_bytes
 
     def _forget_before_change(self, transfer: MeasuredTransfer) -> None:
         """Forget the transfers from before a change of the rate.

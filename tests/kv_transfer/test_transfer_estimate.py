@@ -34,16 +34,24 @@ def test_estimate_predicts_transfers_on_a_line(
             assert predicted == pytest.approx(fixed_seconds + size / rate, rel=0.6)
 
 
-def test_line_has_the_least_relative_errors_and_no_negative_coefficient() -> None:
+def test_line_has_the_least_errors_and_no_negative_coefficient() -> None:
     # 2 + 3 x, met exactly.
     assert fit_line([(1.0, 5.0, 1), (2.0, 8.0, 4), (10.0, 32.0, 1)]) == pytest.approx((2, 3))
-    # Falling: a constant. With weights 1 and 1/4, (1 + 2/4) / (1 + 1/4).
-    assert fit_line([(2.0, 1.0, 1), (1.0, 2.0, 1)]) == pytest.approx((1.2, 0))
-    # Steeper than proportional: through the origin. With weights 1 and 1/16,
-    # (1 * 1 + 2 * 4 / 16) / (1 * 1 + 2 * 2 / 16).
-    assert fit_line([(1.0, 1.0, 1), (2.0, 4.0, 1)]) == pytest.approx((0, 1.2))
-    # Counts are weights too: (1 + 3 * 2 / 4) / (1 + 3 / 4).
-    assert fit_line([(2.0, 1.0, 1), (1.0, 2.0, 3)]) == pytest.approx((10 / 7, 0))
+    # Falling: a constant, the mean with weights 1 and 1/4.
+    assert fit_line([(2.0, 1.0, 1), (1.0, 2.0, 0.25)]) == pytest.approx((1.2, 0))
+    # Steeper than proportional: through the origin, (1 * 1 + 2 * 4 / 16) / (1 * 1 + 2 * 2 / 16).
+    assert fit_line([(1.0, 1.0, 1), (2.0, 4.0, 1 / 16)]) == pytest.approx((0, 1.2))
+
+
+def test_sizes_far_away_change_a_prediction_little() -> None:
+    """A token bucket: up to 1 MB arrives at once, and what is beyond it at 1 MB/s."""
+    estimate = TransferEstimate()
+    for _ in range(SAMPLES_PER_SIZE):
+        for size in (10**4, 10**5, 10**6, 2 * 10**6, 4 * 10**6, 8 * 10**6):
+            estimate.observe(size, 0.001 + max(size - 10**6, 0) / 1e6, 0.0)
+    assert estimate.predict(10**4) == pytest.approx(0.001, rel=0.1)
+    assert estimate.predict(4 * 10**6) == pytest.approx(3.001, rel=0.25)
+    assert estimate.predict(8 * 10**6) == pytest.approx(7.001, rel=0.1)
 
 
 def test_estimate_finds_both_coefficients_and_follows_a_change() -> None:
