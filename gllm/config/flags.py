@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -282,25 +282,41 @@ def output_folder(text: str) -> str:
     return text
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a configuration dataclass, including nested dataclasses."""
+def add_flags(parser: argparse.ArgumentParser, config: type, exclude: Collection[str] = ()) -> None:
+    """Add a flag for each field of a configuration dataclass, including nested dataclasses.
+
+    Args:
+        parser: Gets the flags.
+        config: The dataclass.
+        exclude: Names of fields without a flag.
+    """
     hints = typing.get_type_hints(config)
     for spec in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]))
-        elif "help" in spec.metadata:
+            add_flags(parser, typing.cast(type, hints[spec.name]), exclude)
+        elif "help" in spec.metadata and spec.name not in exclude:
             flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
             parser.add_argument(*flags, dest=spec.name, **_flag_options(spec, hints[spec.name]))
 
 
-def config_from_flags(config: type, values: argparse.Namespace) -> Any:
-    """Return the configuration of parsed flags. Raises ValueError for invalid values."""
+def config_from_flags(
+    config: type, values: argparse.Namespace, exclude: Collection[str] = ()
+) -> Any:
+    """Return the configuration of parsed flags. Raises ValueError for invalid values.
+
+    Args:
+        config: The dataclass.
+        values: The parsed flags.
+        exclude: Names of fields that keep their defaults.
+    """
     hints = typing.get_type_hints(config)
     given = {}
     for spec in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[spec.name]):
-            given[spec.name] = config_from_flags(typing.cast(type, hints[spec.name]), values)
-        elif "help" in spec.metadata:
+            given[spec.name] = config_from_flags(
+                typing.cast(type, hints[spec.name]), values, exclude
+            )
+        elif "help" in spec.metadata and spec.name not in exclude:
             value = getattr(values, spec.name)
             given[spec.name] = tuple(value or ()) if "repeat" in spec.metadata else value
     return config(**given)

@@ -86,6 +86,10 @@ class LatencyLimits:
         return min(limits, default=None)
 
 
+NO_LIMITS = LatencyLimits()
+"""Limits that every run keeps."""
+
+
 def parse_limits(text: str, attainment: float = TARGET_ATTAINMENT) -> LatencyLimits:
     """Return the limits of a text such as `ttft:p90=2,tbt:p99=0.2` or `ttft=2,tpot=0.1`.
 

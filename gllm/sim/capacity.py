@@ -87,6 +87,8 @@ class CapacityRule:
     then wait 5 s."""
     max_trials: int = 20
     """Most simulations before the confirmations."""
+    rate_step: float = RATE_STEP
+    """Ratio of rates to which the bisection is exact."""
     is_bisection: bool = False
     """Search by Vidur's bisection, which assumes that delays grow with the rate."""
 
@@ -196,7 +198,7 @@ def _bisect_as_vidur(
     limit = rule.max_p99_delay_seconds
     while len(trials) < rule.max_trials:
         rate = (low + high) / 2
-        if trials and abs(high - low) < (RATE_STEP - 1) * trials[-1][0]:
+        if trials and abs(high - low) < (rule.rate_step - 1) * trials[-1][0]:
             break
         trial = run(rate)
         rule.check_length(trial)

@@ -162,6 +162,15 @@ def _simulate_engines(
     return simulate_cluster(dict.fromkeys(names, deployment), jobs, router, open_log=open_log)
 
 
+def simulate_requests(
+    config: SimulationConfig, deployment: Deployment, jobs: list[WorkloadRequest]
+) -> RequestRecords:
+    """Simulate one engine or several; return the requests by position in the workload."""
+    if config.engines == 1:
+        return simulate(deployment, jobs).requests
+    return _simulate_engines(config, deployment, jobs).requests
+
+
 @dataclass(frozen=True)
 class ConfiguredSimulation:
     """Simulation of a configuration at any request rate, with as many requests as that needs."""
@@ -172,10 +181,7 @@ class ConfiguredSimulation:
         """Return the scheduling delays at a rate in requests per second."""
         config = self.at_rate(rate)
         deployment, jobs = build_simulation(config)
-        if config.engines == 1:
-            requests = simulate(deployment, jobs).requests
-        else:
-            requests = _simulate_engines(config, deployment, jobs).requests
+        requests = simulate_requests(config, deployment, jobs)
         return make_rate_trial(scheduling_delays(requests.values()))
 
     def at_rate(self, rate: float) -> SimulationConfig:

@@ -26,6 +26,19 @@ USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory for weights and KV cache; activations and system get the rest."""
 
 
+class ModelFitError(ValueError):
+    """A model that does not fit the devices.
+
+    Args:
+        message: Names the sizes and the fix.
+        constraint: The binding one: weights, or KV cache.
+    """
+
+    def __init__(self, message: str, constraint: str) -> None:
+        super().__init__(message)
+        self.constraint = constraint
+
+
 @dataclass(frozen=True)
 class Deployment:
     """One replica. `scheduler` is resolved."""
@@ -180,7 +193,8 @@ def roofline_deployment(
         bytes_per_weight: Default: that of the model.
 
     Raises:
-        ValueError: A name is unknown, sizes do not divide, or the model does not fit.
+        ValueError: A name is unknown, or sizes do not divide.
+        ModelFitError: The model does not fit.
     """
     hardware = build_hardware(model, device, stages, link, degrees, rank_link, layers)
     if bytes_per_weight is not None:
@@ -192,18 +206,20 @@ def roofline_deployment(
     if blocks < 1:
         fullest = stage_blocks.index(blocks)
         usable_bytes = USABLE_MEMORY_SHARE * hardware.stages[fullest].device.memory
-        raise ValueError(
+        raise ModelFitError(
             f"model {model} does not fit {sum(hardware.degrees)} x {device}: its weights are "
             f"{hardware.model.parameters * hardware.model.bytes_per_weight / 1e9:.0f} GB, "
             f"{hardware.rank_weight_bytes(fullest) / 1e9:.1f} on each device of stage {fullest} "
-            f"with {usable_bytes / 1e9:.1f} usable; raise --pp or --tp, or change --layers"
+            f"with {usable_bytes / 1e9:.1f} usable; raise --pp or --tp, or change --layers",
+            "weights",
         )
     num_needed = -(-max_model_len // config.block_size)
     if blocks < num_needed:
-        raise ValueError(
+        raise ModelFitError(
             f"the KV cache has {blocks} blocks of {config.block_size} tokens, but one sequence of "
             f"max_model_len {max_model_len} needs {num_needed}: raise --pp or --tp, or lower "
-            "--max-model-len"
+            "--max-model-len",
+            "KV cache of the longest request",
         )
     ranks = hardware.degrees
     return Deployment(

@@ -3,7 +3,10 @@
 import importlib
 import sys
 
-PLANNERS: dict[str, str] = {}
+PLANNERS: dict[str, str] = {
+    "capacity": "highest request rate of a configuration within latency limits",
+    "search": "devices, parallelism, policy and batch size that serve a workload best",
+}
 """Descriptions by name; the name is also the module in gllm.commands.plan."""
 
 

@@ -95,7 +95,7 @@ class ChartPanel(NamedTuple):
 
 
 @contextmanager
-def _picture(path: str | Path, height: float) -> Iterator["Figure"]:
+def open_picture(path: str | Path, height: float) -> Iterator["Figure"]:
     """Yield a figure of `height` inches, which is written if the block ends without an error."""
     path = Path(path)
     path = path if path.suffix else path.with_suffix(".svg")
@@ -133,7 +133,7 @@ def plot_distributions(lines: Sequence[RequestTimeline], caption: str, path: str
     """
     titles = ["time to first token", "time per output token"]
     titles += ["inter-token latency", "end-to-end latency"]
-    with _picture(path, 5.4) as figure:
+    with open_picture(path, 5.4) as figure:
         figure.suptitle(f"{caption}: {len(lines)} requests", fontsize=10)
         places = figure.subplots(2, 2, squeeze=False).flat
         for axes, title, (name, values) in zip(
@@ -184,7 +184,7 @@ def plot_tokens(run: RunRecord, path: str | Path) -> None:
     intervals = token_intervals(run)
     intervals = bin_token_intervals(intervals, BINS) if many else fill_gaps(intervals)
     edges = [interval.start for interval in intervals] + [intervals[-1].end]
-    with _picture(path, 3.6) as figure:
+    with open_picture(path, 3.6) as figure:
         axes = figure.subplots()
         layers = {
             "prefill": (BLUE, [s.num_prefill_tokens + s.num_decode_tokens for s in intervals])
@@ -218,7 +218,7 @@ def plot_gantt(
     bars, bubbles = micro_batch_intervals(run, start, end), bubble_intervals(run, start, end)
     uses = stage_usages_in(run, bars, bubbles, start, end)
     stages = range(len(uses))
-    with _picture(path, 1.5 + 0.5 * len(uses)) as figure:
+    with open_picture(path, 1.5 + 0.5 * len(uses)) as figure:
         axes = figure.subplots()
         _draw_shapes(axes, bars, bubbles, run.begin)
         count = len({bar.step for bar in bars})
@@ -307,7 +307,7 @@ def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(name for panel in panels for name in panel.series))
-    with _picture(path, 0.4 + rows * (2.6 if columns > 1 else 3.8)) as figure:
+    with open_picture(path, 0.4 + rows * (2.6 if columns > 1 else 3.8)) as figure:
         places = list(figure.subplots(rows, columns, squeeze=False).flat)
         handles: dict[str, Line2D] = {}
         for axes, panel in zip(places, panels, strict=False):
@@ -359,7 +359,7 @@ def plot_bars(
     kinds = [groups] if reference is None else [groups, reference]
     width = 0.8 / (len(names) * len(kinds))
     room_for_figures = width / len(groups) > 0.03  # of the chart: four small digits
-    with _picture(path, 3.6) as figure:
+    with open_picture(path, 3.6) as figure:
         axes = figure.subplots()
         axes.set(title=title, ylabel=y_label, xticks=range(len(groups)), xticklabels=list(groups))
         axes.grid(visible=False, axis="x")

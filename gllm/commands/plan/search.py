@@ -1,0 +1,294 @@
+"""`gllm plan search`: the devices, parallelism, policy and batch size that serve a workload best.
+
+Closed forms order the designs and rule out those that cannot win; the best ones are simulated.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gllm.commands.plan.capacity import add_limit_flags, engine_flags
+from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
+from gllm.config.flags import (
+    FlagParser,
+    FlagType,
+    add_flags,
+    config_from_flags,
+    number_type,
+    output_file,
+    parse_counts,
+)
+from gllm.plan.budget import SearchBudget
+from gllm.plan.capacity import PLAN_RULES
+from gllm.plan.design_problem import AssessedDesign, DesignProblem, check_problem
+from gllm.plan.design_search import DesignPlanner
+from gllm.plan.engine_designs import CORE, DesignSpace, parse_devices, parse_policies
+from gllm.plan.fleet_forecast import FleetForecast, forecast_closed, forecast_fleet
+from gllm.plan.fleet_layout import (
+    FleetNode,
+    ServiceFacts,
+    assume_nodes,
+    lay_out_fleet,
+    parse_nodes,
+)
+from gllm.plan.latency_limits import parse_limits
+from gllm.plan.objectives import OBJECTIVES
+from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
+from gllm.plan.serving_plan import write_plan
+from gllm.sim.options import SimulationConfig
+
+EXCLUDED = (
+    "rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "device", "layers", "engines",
+    "pipeline_parallel_size", "tensor_parallel_size", "policy", "max_num_batched_tokens",
+    "max_num_seqs", "preset",
+)  # fmt: skip
+"""Fields of SimulationConfig that a search chooses or states in another way."""
+DEFAULT_DEVICES = ("A100-80G", "H100")
+DEFAULT_POLICIES = "vllm,sarathi:512,sarathi:1024,sarathi:2048,throttle"
+DEFAULT_BATCHES = (64, 128, 256)
+DEFAULT_DEGREES = (1, 2, 4)
+"""Numbers of stages and of ranks."""
+DEFAULT_MAX_DEVICES = 16
+NUM_SIMULATED = 6
+"""Designs that are simulated by default."""
+BUDGET_SECONDS = 600.0
+"""Default of --budget."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags: the workload's, the space's, the objective's and those of the outputs."""
+    parser = FlagParser(prog="gllm plan search", description=__doc__.splitlines()[0])
+    parser.add_config_flag()
+    add_flags(parser, SimulationConfig, EXCLUDED)
+    _add_space_flags(parser)
+    add_limit_flags(parser, "vidur")
+    parser.add_argument(
+        "--objective",
+        choices=tuple(OBJECTIVES),
+        help="qps-per-dollar, goodput-per-gpu: capacity of an engine; cost, power: of the engines "
+        "that --rate needs; makespan: of --requests at once on all devices (default: "
+        "qps-per-dollar if all prices are known, else goodput-per-gpu)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=number_type(float, gt=0, le=1e9),
+        help="requests per second that the engines have to serve; default: one engine",
+    )
+    parser.add_argument(
+        "--prices",
+        default=DEFAULT_PRICES,
+        help=f"$/h of a device: {', '.join(PRICE_TABLES)}, or H100=4.25,L20=0.7, or both "
+        f"(default {DEFAULT_PRICES})",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=number_type(float, ge=0, le=1e9),
+        default=BUDGET_SECONDS,
+        help=f"time of the simulations (default {BUDGET_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--simulate",
+        metavar="NUMBER",
+        type=number_type(int, ge=1, le=10**6),
+        default=NUM_SIMULATED,
+        help=f"most designs that are simulated (default {NUM_SIMULATED})",
+    )
+    parser.add_argument(
+        "--closed-form", action="store_true", help="simulate nothing: an estimate in seconds"
+    )
+    parser.add_argument(
+        "--exhaustive", action="store_true", help="simulate all designs that fit, within --budget"
+    )
+    _add_output_flags(parser)
+    return parser
+
+
+def _add_space_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", help=f"devices to choose from (default {','.join(DEFAULT_DEVICES)})"
+    )
+    parser.add_argument(
+        "--nodes", help="machines to choose from, as in a=10.0.0.1:8xH100,b=10.0.0.2:4xA100-80G"
+    )
+    parser.add_argument(
+        "--cores",
+        type=number_type(int, ge=1, le=1024),
+        help="cores of this machine, one for each stage, whose costs are those of --profile",
+    )
+    parser.add_argument(
+        "--max-devices",
+        type=number_type(int, ge=1, le=10**6),
+        help="most devices of one kind; default: 16, or those of --nodes or --cores",
+    )
+    degrees = ",".join(map(str, DEFAULT_DEGREES))
+    for flags, text in (
+        (("--pipeline-parallel-size", "--pp"), "numbers of pipeline stages"),
+        (("--tensor-parallel-size", "--tp", "-tp"), "numbers of tensor-parallel ranks"),
+    ):
+        parser.add_argument(
+            *flags, type=parse_counts, default=None, help=f"{text} to try (default {degrees})"
+        )
+    parser.add_argument(
+        "--policies",
+        default=DEFAULT_POLICIES,
+        help="scheduling policies to try, with their tokens per micro-batch (default "
+        f"{DEFAULT_POLICIES})",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=parse_counts,
+        default=DEFAULT_BATCHES,
+        help=f"batch sizes to try (default {','.join(map(str, DEFAULT_BATCHES))})",
+    )
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        metavar="MODEL",
+        help="folder or hub name of the model in the plan; default: the profile's, or --model",
+    )
+    for name, text in (
+        ("--output", "write the best design as a plan for `gllm up`"),
+        ("--plot", "write a picture of the designs and the Pareto set, .svg or .png"),
+    ):
+        parser.add_argument(name, metavar="FILE", type=FlagType(output_file), help=text)
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm plan search` and return the exit status."""
+    values = make_parser().parse_args(argv)
+    try:
+        return _search(values, shlex.join(["gllm", "plan", "search", *argv]))
+    except BrokenPipeError:
+        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
+    except (ValueError, OSError) as error:
+        print(f"gllm plan search: {error}", file=sys.stderr)
+        return 2
+
+
+def _search(values: argparse.Namespace, command: str) -> int:
+    config: SimulationConfig = config_from_flags(SimulationConfig, values, EXCLUDED)
+    nodes = parse_nodes(values.nodes) if values.nodes else []
+    problem, space = build_problem(values, config, nodes)
+    check_problem(problem, space.devices)
+    planner = DesignPlanner(problem)
+    designs = list(space.designs(problem.max_devices))
+    limit = None if values.closed_form or values.exhaustive else values.simulate
+    budget = SearchBudget(values.budget, limit)
+    # None: no bar where the output is no terminal.
+    with tqdm(unit="design", desc="simulated", leave=False, disable=None) as bar:
+        outcome = planner.search(
+            designs,
+            budget,
+            values.jobs,
+            values.exhaustive,
+            values.closed_form,
+            lambda result: bar.update(),
+        )
+    print(describe_search(outcome, problem, len(designs), values.closed_form))
+    if outcome.best is None:
+        print("no design serves the workload within the limits")
+        return 1
+    best = outcome.best[1]
+    if values.closed_form:
+        forecast = forecast_closed(planner, best)
+    else:
+        forecast = forecast_fleet(problem, best, config.routing_policy)
+    print(format_forecast(best, forecast))
+    if values.plot:
+        plot_search(outcome, problem, Path(values.plot))
+        print(f"wrote {values.plot}")
+    if values.output:
+        facts = _service_facts(values, planner, best, command)
+        _write_plan(best, forecast, nodes, facts, problem, Path(values.output))
+        print(f"wrote {values.output}")
+    return 0
+
+
+def build_problem(
+    values: argparse.Namespace, config: SimulationConfig, nodes: list[FleetNode]
+) -> tuple[DesignProblem, DesignSpace]:
+    """Return the task and the space of a search.
+
+    Raises:
+        ValueError: Flags contradict each other.
+    """
+    is_local = config.profile is not None
+    if is_local != (values.cores is not None):
+        raise ValueError(
+            "--profile and --cores belong together: `--profile FILE --cores 2` searches this "
+            "machine, --devices or --nodes the table"
+        )
+    if is_local and (values.devices or values.nodes):
+        raise ValueError("--cores searches this machine: leave --devices and --nodes out")
+    devices = (CORE,) if is_local else _devices(values, nodes)
+    most = values.max_devices or values.cores or DEFAULT_MAX_DEVICES
+    if nodes and not values.max_devices:
+        most = max(sum(n.num_devices for n in nodes if n.device == device) for device in devices)
+    ranks = values.tensor_parallel_size or ((1,) if is_local else DEFAULT_DEGREES)
+    prices = parse_prices(values.prices)
+    is_priced = all(device in prices for device in devices)
+    problem = DesignProblem(
+        config,
+        values.objective or ("qps-per-dollar" if is_priced else "goodput-per-gpu"),
+        parse_limits(values.slo, values.attainment),
+        values.rate,
+        most,
+        prices,
+        PLAN_RULES[values.rule],
+    )
+    space = DesignSpace(
+        devices,
+        values.pipeline_parallel_size or DEFAULT_DEGREES,
+        ranks,
+        parse_policies(values.policies),
+        values.max_num_seqs,
+    )
+    return problem, space
+
+
+def _devices(values: argparse.Namespace, nodes: list[FleetNode]) -> tuple[str, ...]:
+    present = tuple(dict.fromkeys(node.device for node in nodes))
+    devices = parse_devices(values.devices) if values.devices else present or DEFAULT_DEVICES
+    for device in devices if nodes else ():
+        if device not in present:
+            raise ValueError(f"--devices {device}: none of --nodes has it: {', '.join(present)}")
+    return devices
+
+
+def _service_facts(
+    values: argparse.Namespace, planner: DesignPlanner, best: AssessedDesign, command: str
+) -> ServiceFacts:
+    problem = planner.problem
+    config = best.design.configure(problem.config)
+    deployment = planner.deployment_of(best.design)
+    flags: dict[str, Any] = engine_flags(config)
+    return ServiceFacts(
+        values.checkpoint or deployment.model,
+        deployment.layers,
+        config.scheduler,
+        config.routing_policy,
+        config.workload,
+        problem.limits,
+        command,
+        flags,
+    )
+
+
+def _write_plan(
+    best: AssessedDesign,
+    forecast: FleetForecast,
+    nodes: list[FleetNode],
+    facts: ServiceFacts,
+    problem: DesignProblem,
+    path: Path,
+) -> None:
+    design = best.design
+    usable = nodes or assume_nodes(design.device, forecast.num_engines * design.num_devices)
+    write_plan(lay_out_fleet(design, forecast, usable, facts, dict(problem.prices)), path)

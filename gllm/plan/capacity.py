@@ -1,0 +1,145 @@
+"""Capacity of a configuration within latency limits, by simulation."""
+
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
+from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits
+from gllm.sim.capacity import (
+    CAPACITY_RULES,
+    CapacityRule,
+    RateTrial,
+    TrialObserver,
+    find_capacity,
+    make_rate_trial,
+)
+from gllm.sim.configured import simulate_requests
+from gllm.sim.costs.base import CostRangeError
+from gllm.sim.deployment import Deployment
+from gllm.sim.metrics.delays import scheduling_delays
+from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+
+PLAN_RULES = {
+    "sustained": CAPACITY_RULES["sustained"],
+    "vidur": replace(CAPACITY_RULES["vidur"], min_seconds=60.0),
+}
+"""Rules by name. Vidur's has runs of 60 s at least: at an overload of 10 %, the last requests wait
+longer than its limit."""
+
+
+class RunFigures(NamedTuple):
+    """Latencies of a run in seconds; None without a value."""
+
+    ttft_p50: float | None
+    ttft_p90: float | None
+    tpot_p50: float | None
+    itl_p99: float | None
+    attainment: float
+    """Share of the requests that keep the limits of each request, 0..1."""
+    is_within: bool
+    """True if the run keeps all limits."""
+
+
+class ConfigurationCapacity(NamedTuple):
+    """Result of a search."""
+
+    rate: float
+    """Highest request rate per second; 0: no rate is within the limits."""
+    figures: RunFigures | None
+    """Figures at that rate; None without one."""
+    trials: tuple[tuple[float, RateTrial], ...] = ()
+    """(request rate, its figures) of all simulations; P99 is infinite where a limit is missed."""
+    note: str = ""
+    """Reason of a rate of 0."""
+
+
+def measure_figures(timelines: list[RequestTimeline], limits: LatencyLimits) -> RunFigures:
+    """Return the figures of a run."""
+    latencies = collect_latencies(timelines)
+
+    def at(name: str, percent: float) -> float | None:
+        return percentile(latencies[name], percent) if latencies[name] else None
+
+    return RunFigures(
+        at("ttft", 50),
+        at("ttft", 90),
+        at("tpot", 50),
+        at("itl", 99),
+        limits.attained(timelines),
+        limits.are_kept(timelines),
+    )
+
+
+class LimitedRun:
+    """Simulation of a configuration at any rate. A run beyond a limit has infinite delays.
+
+    Args:
+        config: Deployment, number of engines and workload.
+        rule: States the number of requests that a rate needs.
+        limits: Latency limits.
+    """
+
+    def __init__(self, config: SimulationConfig, rule: CapacityRule, limits: LatencyLimits) -> None:
+        self._config, self._rule, self._limits = config, rule, limits
+        self._deployment: Deployment | None = None
+        self.figures: dict[float, RunFigures] = {}
+        """Figures of the runs in this process, by rate."""
+
+    def __call__(self, rate: float) -> RateTrial:
+        """Return the scheduling delays at a rate in requests per second."""
+        requests = self._rule.num_requests(rate, self._config.requests)
+        config = replace(self._config, rate=rate, requests=requests)
+        jobs = build_workload(config)
+        longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+        deployment = self._deployment
+        if deployment is None or longest > deployment.scheduler.max_model_len:
+            # Profiles take seconds to be fitted.
+            deployment = self._deployment = build_deployment(config, longest)
+        served = list(simulate_requests(config, deployment, jobs).values())
+        figures = measure_figures([each.line for each in served], self._limits)
+        self.figures[rate] = figures
+        trial = make_rate_trial(scheduling_delays(served))
+        return trial if figures.is_within else trial._replace(p99_delay_seconds=inf)
+
+
+def measure_capacity(
+    config: SimulationConfig,
+    start_rate: float,
+    rule: CapacityRule = PLAN_RULES["sustained"],
+    limits: LatencyLimits = NO_LIMITS,
+    jobs: int = 1,
+    on_trial: TrialObserver = lambda rate, trial: None,
+) -> ConfigurationCapacity:
+    """Return the highest rate that a rule calls sustained and that keeps all limits.
+
+    Args:
+        config: Deployment, number of engines and workload; its rate does not matter.
+        start_rate: First rate in requests per second.
+        rule: Conditions of scheduling delays.
+        limits: Latency limits.
+        jobs: Number of processes.
+        on_trial: Called after each simulation that the search looks at.
+
+    Raises:
+        ValueError: The options are invalid.
+        OSError: The profile cannot be read.
+    """
+    run = LimitedRun(config, rule, limits)
+    trials: list[tuple[float, RateTrial]] = []
+
+    def observe(rate: float, trial: RateTrial) -> None:
+        trials.append((rate, trial))
+        on_trial(rate, trial)
+
+    try:
+        rate = find_capacity(run, start_rate, rule, jobs, observe).rate
+    except CostRangeError as error:
+        return ConfigurationCapacity(0.0, None, tuple(trials), f"outside of the profile: {error}")
+    except ValueError as error:
+        if not trials:
+            raise
+        return ConfigurationCapacity(0.0, None, tuple(trials), str(error))
+    if rate not in run.figures:
+        run(rate)
+    return ConfigurationCapacity(rate, run.figures[rate], tuple(trials))

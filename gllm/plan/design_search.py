@@ -1,0 +1,232 @@
+"""Search for the engine design that is best for a workload: closed forms first, then simulation.
+
+Source of the search: Agrawal et al., "Vidur", MLSys 2024 (arXiv 2405.05465): the capacity of each
+configuration within a limit of the scheduling delay, and QPS per dollar within latency limits. The
+closed forms, which save most simulations, are this project's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from math import ceil, inf
+
+from gllm.plan.best_first import BestFirstOutcome, CandidateBound, search_best
+from gllm.plan.budget import SearchBudget
+from gllm.plan.capacity import measure_capacity
+from gllm.plan.design_problem import (
+    MAKESPAN,
+    TOO_SLOW,
+    UNKNOWN,
+    AssessedDesign,
+    DesignProblem,
+    EngineLatencies,
+    assess_capacity,
+)
+from gllm.plan.engine_bounds import EngineBounds
+from gllm.plan.engine_designs import EngineDesign
+from gllm.plan.workload_moments import WorkloadMoments, measure_workload
+from gllm.sim.configured import simulate_requests
+from gllm.sim.deployment import Deployment, ModelFitError
+from gllm.sim.options import build_deployment, build_workload
+
+LONG_PROMPT = "a prompt alone takes longer than the limit of TTFT"
+LONG_STEP = "a token alone takes longer than the limit of TPOT or TBT"
+UNSUITABLE = "sizes do not divide, or options do not suit each other"
+FALLBACK_RATE = 1.0
+"""First rate of a capacity search where closed forms know none, requests per second."""
+MOMENT_REQUESTS = 2000
+"""Least number of requests over which a workload's lengths are averaged."""
+START_SHARE = 0.9
+"""First rate of a capacity search, as a share of the estimate."""
+
+
+Simulate = Callable[[Sequence[EngineDesign]], list[AssessedDesign]]
+"""Returns the figures of some designs, in their order."""
+
+
+class DesignPlanner:
+    """Closed forms of all designs of a problem; searches them.
+
+    Args:
+        problem: The task.
+
+    Raises:
+        ValueError: The workload is unknown.
+    """
+
+    def __init__(self, problem: DesignProblem) -> None:
+        num_requests = max(problem.config.requests, MOMENT_REQUESTS)
+        if problem.config.arrivals == "replay":
+            num_requests = problem.config.requests
+        jobs = build_workload(replace(problem.config, requests=num_requests))
+        self.moments: WorkloadMoments = measure_workload(jobs)
+        self.problem = problem
+        self.unfit: list[tuple[EngineDesign, str]] = []
+        """Designs that the model does not fit, with the binding constraint."""
+        self._bounds: dict[EngineDesign, EngineBounds] = {}
+        self._estimates: dict[EngineDesign, AssessedDesign] = {}
+
+    def bound(self, design: EngineDesign) -> CandidateBound:
+        """Return the closed-form figures of a design's score."""
+        try:
+            bounds = self.bounds_of(design)
+        except ModelFitError as error:
+            self.unfit.append((design, str(error)))
+            return CandidateBound(-inf, -inf, f"does not fit: {error.constraint}")
+        except ValueError as error:
+            self.unfit.append((design, str(error)))
+            return CandidateBound(-inf, -inf, UNSUITABLE)
+        reason = self._hopeless_reason(bounds)
+        facts = self.problem.facts(design)
+        highest = self._highest_rate(bounds)
+        if not reason and facts.count_engines(highest) > facts.max_engines:
+            reason = TOO_SLOW
+        score = self.problem.objective.score(highest, facts)
+        return CandidateBound(score, -inf if reason else self.estimate(design).score, reason)
+
+    def estimate(self, design: EngineDesign) -> AssessedDesign:
+        """Return the figures of a design by closed forms."""
+        if design not in self._estimates:
+            bounds = self.bounds_of(design)
+            if self.problem.objective_name == MAKESPAN:
+                highest = bounds.max_rate()
+                rate = highest if highest < inf else 0.0
+                self._estimates[design] = assess_capacity(self.problem, design, rate)
+            else:
+                point = bounds.best_point(self.problem.limits)
+                rate, latencies = 0.0, UNKNOWN
+                if point:
+                    rate = point.rate
+                    latencies = EngineLatencies(
+                        point.ttft(90), point.step_seconds, point.chunk_seconds
+                    )
+                self._estimates[design] = assess_capacity(self.problem, design, rate, latencies)
+        return self._estimates[design]
+
+    def search(
+        self,
+        designs: Sequence[EngineDesign],
+        budget: SearchBudget,
+        jobs: int = 1,
+        is_exhaustive: bool = False,
+        uses_closed_forms: bool = False,
+        on_result: Callable[[AssessedDesign], None] = lambda result: None,
+    ) -> BestFirstOutcome[EngineDesign, AssessedDesign]:
+        """Return the best design, and what happened to the others.
+
+        Args:
+            designs: The candidates.
+            budget: Of the simulations; closed forms take milliseconds each.
+            jobs: Number of processes.
+            is_exhaustive: Simulate designs that cannot win as well.
+            uses_closed_forms: Simulate nothing.
+            on_result: Called for each design that was simulated.
+
+        Raises:
+            ValueError: No design fits; the message names the binding constraint.
+        """
+        candidates = [(design, self.bound(design)) for design in designs]
+        if len(self.unfit) == len(candidates):
+            raise ValueError(self._describe_unfit())
+
+        if uses_closed_forms:
+            return self._run(candidates, self._estimate_all, budget, is_exhaustive=True)
+
+        def simulate(run: Callable[..., Iterator[AssessedDesign]]) -> Simulate:
+            def run_batch(chosen: Sequence[EngineDesign]) -> list[AssessedDesign]:
+                starts = [(design, self._start_rate(design)) for design in chosen]
+                results = list(run(partial(simulate_design, self.problem), starts))
+                for result in results:
+                    on_result(result)
+                return results
+
+            return run_batch
+
+        if jobs == 1:
+            return self._run(candidates, simulate(map), budget, 1, is_exhaustive)
+        with ProcessPoolExecutor(jobs) as pool:
+            return self._run(candidates, simulate(pool.map), budget, jobs, is_exhaustive)
+
+    @staticmethod
+    def _run(
+        candidates: list[tuple[EngineDesign, CandidateBound]],
+        assess: Simulate,
+        budget: SearchBudget,
+        batch: int = 1,
+        is_exhaustive: bool = False,
+    ) -> BestFirstOutcome[EngineDesign, AssessedDesign]:
+        return search_best(
+            candidates, assess, lambda result: result.score, budget, batch, is_exhaustive
+        )
+
+    def _estimate_all(self, designs: Sequence[EngineDesign]) -> list[AssessedDesign]:
+        return [self.estimate(design) for design in designs]
+
+    def bounds_of(self, design: EngineDesign) -> EngineBounds:
+        """Return the closed forms of a design. Raises ValueError if it does not fit."""
+        if design not in self._bounds:
+            self._bounds[design] = EngineBounds(self.deployment_of(design), self.moments)
+        return self._bounds[design]
+
+    def deployment_of(self, design: EngineDesign) -> Deployment:
+        """Return a design's engine. Raises ValueError if it does not fit."""
+        config = design.configure(self.problem.config)
+        return build_deployment(config, self.moments.longest_tokens)
+
+    def _highest_rate(self, bounds: EngineBounds) -> float:
+        """Return requests per second that no run of the problem's rule can sustain more than."""
+        if self.problem.objective_name == MAKESPAN:
+            return bounds.max_rate()
+        rule, requests = self.problem.rule, self.problem.config.requests
+        return bounds.max_rate_of_run(requests, rule.min_seconds, rule.max_p99_delay_seconds)
+
+    def _hopeless_reason(self, bounds: EngineBounds) -> str:
+        limits = self.problem.limits
+        first = limits.limit_of("ttft")
+        if first is not None and bounds.least_first_token_seconds(first[1]) > first[0]:
+            return LONG_PROMPT
+        steps = [limit[0] for name in ("tpot", "itl") if (limit := limits.limit_of(name))]
+        if steps and bounds.least_token_seconds() > min(steps):
+            return LONG_STEP
+        return ""
+
+    def _start_rate(self, design: EngineDesign) -> float:
+        estimate = self.estimate(design).capacity
+        return START_SHARE * estimate or FALLBACK_RATE
+
+    def _describe_unfit(self) -> str:
+        """Return the constraint of the largest design, which is the closest to fitting."""
+        if not self.unfit:
+            return "no design is within --max-devices: raise it, or lower --tp and --pp"
+        design, message = max(self.unfit, key=lambda pair: pair[0].num_devices)
+        return (
+            f"no design fits; the largest is {design}: {message} "
+            "(--devices, --max-devices, --pp, --tp and --max-request-tokens widen the search)"
+        )
+
+
+def simulate_design(
+    problem: DesignProblem, candidate: tuple[EngineDesign, float]
+) -> AssessedDesign:
+    """Return the simulated figures of a design, whose search begins at a rate per second."""
+    design, start_rate = candidate
+    config = design.configure(problem.config)
+    if problem.objective_name == MAKESPAN:
+        return assess_capacity(problem, design, _measure_throughput(problem, design))
+    capacity = measure_capacity(config, start_rate, problem.rule, problem.limits)
+    found = capacity.figures
+    latencies = UNKNOWN
+    if found:
+        latencies = EngineLatencies(found.ttft_p90, found.tpot_p50, found.itl_p99)
+    return assess_capacity(problem, design, capacity.rate, latencies, capacity.note)
+
+
+def _measure_throughput(problem: DesignProblem, design: EngineDesign) -> float:
+    """Return requests per second of one engine that gets its share of an offline workload."""
+    share = ceil(problem.config.requests / problem.facts(design).max_engines)
+    config = replace(design.configure(problem.config), requests=share, arrivals="static")
+    jobs = build_workload(config)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    served = simulate_requests(config, build_deployment(config, longest), jobs)
+    return share / max(each.line.times[-1] for each in served.values())
