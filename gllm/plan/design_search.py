@@ -94,7 +94,8 @@ class DesignPlanner:
                 rate = highest if highest < inf else 0.0
                 self._estimates[design] = assess_capacity(self.problem, design, rate)
             else:
-                point = bounds.best_point(self.problem.limits)
+                rule = self.problem.rule
+                point = bounds.best_point(self.problem.limits, rule.max_p99_delay_seconds)
                 rate, latencies = 0.0, UNKNOWN
                 if point:
                     rate = point.rate
@@ -126,6 +127,7 @@ class DesignPlanner:
         Raises:
             ValueError: No design fits; the message names the binding constraint.
         """
+        self.unfit.clear()
         candidates = [(design, self.bound(design)) for design in designs]
         if len(self.unfit) == len(candidates):
             raise ValueError(self._describe_unfit())

@@ -27,8 +27,10 @@ BOUND_SLACK = 1.1
 from the mean, and measured times are not convex everywhere."""
 NUM_HALVINGS = 16
 """Bisections in the search for the micro-batch of a rate."""
-MAX_DELAY_SECONDS, DELAY_PERCENT = 5.0, 99.0
-"""Limit of the scheduling delay that every capacity keeps, as in CAPACITY_RULES."""
+DELAY_PERCENT = 99.0
+"""Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
+MAX_DELAY_SECONDS = 5.0
+"""Default of that limit."""
 MAX_UTILIZATION = 0.999
 
 
@@ -61,7 +63,7 @@ class OperatingPoint(NamedTuple):
         """Return a percentile (0..100) of the time to the first token."""
         return self.prefill_seconds + self.wait(percent)
 
-    def keeps(self, limits: LatencyLimits) -> bool:
+    def keeps(self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
         """Return True if the estimates are within the limits and the scheduling delay is bounded.
 
         Limits of `e2el` are not estimated.
@@ -70,7 +72,7 @@ class OperatingPoint(NamedTuple):
             limit = limits.limit_of(metric)
             if limit is not None and self._estimate(metric, limit[1]) > limit[0]:
                 return False
-        return self.wait(DELAY_PERCENT) <= MAX_DELAY_SECONDS
+        return self.wait(DELAY_PERCENT) <= max_delay_seconds
 
     def _estimate(self, metric: str, percent: float) -> float:
         if metric == "ttft":
@@ -129,9 +131,11 @@ class EngineBounds:
         rate = steady * num_requests / (num_requests - unfinished)
         return min(rate, num_requests / min_seconds) if min_seconds else rate
 
-    def best_point(self, limits: LatencyLimits) -> OperatingPoint | None:
+    def best_point(
+        self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
+    ) -> OperatingPoint | None:
         """Return the estimates at the highest rate within limits; None: no rate, or unknown."""
-        return self._bisect(lambda point: point.keeps(limits))
+        return self._bisect(lambda point: point.keeps(limits, max_delay_seconds))
 
     def point_at(self, rate: float) -> OperatingPoint | None:
         """Return the estimates at a rate per second; None: the rate is too high, or unknown."""

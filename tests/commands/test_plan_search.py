@@ -1,0 +1,128 @@
+"""`gllm plan capacity` and `gllm plan search`: tables, plans, and errors that name the fix."""
+
+from pathlib import Path
+
+import pytest
+
+from gllm.commands.plan.command import main
+from gllm.plan.serving_plan import read_plan
+from gllm.sim.costs.profile import write_profile
+from tests.sim.test_fitted import profile as make_profile
+
+WORKLOAD = ["--workload", "fixed:6000,2", "--requests", "20", "--jobs", "1"]
+SMALL = ["search", "--model", "qwen2.5-32b", "--max-num-seqs", "32", "--policies", "sarathi:512"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    workload = [] if "--workload" in argv else WORKLOAD
+    status = main([*argv, *workload])
+    return status, *capsys.readouterr()
+
+
+def test_closed_forms_find_a_design_and_write_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path, picture = tmp_path / "plan.yaml", tmp_path / "designs.svg"
+    files = ["--output", str(plan_path), "--plot", str(picture)]
+    limits = ["--slo", "ttft:p90=2,tbt:p99=0.2", "--rate", "4"]
+    status, text, _ = run(capsys, *SMALL, "--closed-form", *limits, *files)
+    assert status == 0
+    assert "designs estimated" in text
+    assert "| yes    |" in text
+    plan = read_plan(plan_path)
+    assert f"best: {len(plan.engines)} engine" in text
+    assert plan.expected
+    assert plan.expected.rate == 4
+    assert plan.expected.capacity is not None
+    assert plan.expected.capacity >= 4
+    assert plan.expected.by.startswith("gllm plan search --model qwen2.5-32b")
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_the_best_designs_are_simulated_and_the_others_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    space = ["--devices", "H100", "--pp", "1", "--tp", "1,2,4", "--simulate", "1"]
+    status, text, _ = run(capsys, *SMALL, *space, "--objective", "cost", "--rate", "1")
+    assert status == 0
+    assert "1 of 3 designs simulated" in text
+    assert "bound is below the best candidate" in text
+    assert "requests/s: capacity" in text
+
+
+def test_a_profile_gives_a_plan_of_one_core_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_path, plan_path = tmp_path / "profile.json", tmp_path / "plan.yaml"
+    write_profile(make_profile([8]), profile_path)
+    local = ["--profile", str(profile_path), "--cores", "2", "--checkpoint", "demo"]
+    local += ["--workload", "fixed:600,4"]
+    argv = ["search", *local, "--policies", "sarathi:512", "--max-num-seqs", "16"]
+    status, text, error = run(
+        capsys, *argv, "--pp", "1", "--rate", "35", "--output", str(plan_path), "--closed-form"
+    )
+    assert status == 0, error
+    plan = read_plan(plan_path)
+    assert plan.model == "demo"
+    assert len(plan.engines) == 2, text
+    assert all(engine.flags == {"threads": 1} for engine in plan.engines.values())
+    assert {stage.node for engine in plan.engines.values() for stage in engine.stages} == {"local"}
+
+
+def test_a_capacity_within_limits_is_written_as_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path = tmp_path / "plan.yaml"
+    argv = [
+        "capacity",
+        "--model",
+        "qwen2.5-32b",
+        "--device",
+        "H100",
+        "--pp",
+        "1",
+        "--rule",
+        "vidur",
+    ]
+    status, text, _ = run(capsys, *argv, "--slo", "ttft:p90=2", "--output", str(plan_path))
+    assert status == 0
+    assert "capacity, requests/s" in text
+    plan = read_plan(plan_path)
+    assert plan.expected
+    assert plan.expected.capacity == plan.expected.rate > 0
+    assert plan.slo.ttft == 2
+    status, text, _ = run(capsys, *argv, "--slo", "ttft:p90=0.0001")
+    assert status == 1
+    assert "no rate is within the limits" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["search", "--slo", "ttft"], "--slo ttft"),
+        (["search", "--devices", "X1"], "--devices X1"),
+        (["search", "--cores", "2"], "--profile and --cores belong together"),
+        (["search", "--objective", "power"], "needs a rate to serve: add --rate"),
+        (["search", "--devices", "L20", "--objective", "qps-per-dollar"], "needs a price of L20"),
+        (["search", "--model", "llama-2-70b", "--max-devices", "1"], "no design fits; the largest"),
+        (["search", "--devices", "L20", "--nodes", "a=h:1xH100"], "none of --nodes has it"),
+        (["search", "--prices", "gold"], "prices 'gold'"),
+        (["search", "--policies", "best"], "--policies best"),
+        (["capacity", "--arrivals", "static"], "a capacity needs arrivals at a rate"),
+        (["capacity", "--slo", "tbt=1"], "limit a percentile"),
+    ],
+)
+def test_errors_name_the_flag_and_the_fix(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(capsys, *argv)
+    assert status == 2
+    assert error.startswith(f"gllm plan {argv[0]}: ")
+    assert message in error
+
+
+def test_planners_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert "capacity" in text
+    assert "search" in text

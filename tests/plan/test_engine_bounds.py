@@ -1,0 +1,110 @@
+"""Closed forms of one engine against simulations: bounds hold, estimates are near."""
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.plan.capacity import PLAN_RULES, measure_capacity
+from gllm.plan.engine_bounds import EngineBounds
+from gllm.plan.engine_designs import EngineDesign
+from gllm.plan.latency_limits import NO_LIMITS, parse_limits
+from gllm.plan.workload_moments import measure_workload
+from gllm.sim.deployment import simulate
+from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+from gllm.sim.workloads.requests import WorkloadRequest
+from tests.examples import num_examples
+
+RULE = replace(PLAN_RULES["vidur"], min_seconds=2.0, rate_step=1.1, max_p99_delay_seconds=0.5)
+
+workloads = st.builds(
+    lambda low, spread, output: f"uniform:{low},{low + spread},{output},{2 * output}",
+    st.sampled_from((64, 512, 2000)),
+    st.sampled_from((0, 400)),
+    st.sampled_from((1, 4, 12)),
+)
+designs = st.builds(
+    EngineDesign,
+    st.just("H100"),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2)),
+    st.sampled_from(("sarathi", "vllm", "throttle")),
+    st.sampled_from((None, 512)),
+    st.sampled_from((8, 64)),
+)
+
+
+def build(design: EngineDesign, workload: str) -> tuple[SimulationConfig, EngineBounds]:
+    base = SimulationConfig(model="qwen2.5-32b", workload=workload, requests=60, link="nvlink")
+    base = replace(base, device="H200", scheduler=base.scheduler)
+    config = replace(design._replace(device="H200").configure(base), max_model_len=8192)
+    moments = measure_workload(build_workload(replace(config, requests=2000)))
+    return config, EngineBounds(build_deployment(config, 8192), moments)
+
+
+def test_moments_of_a_workload() -> None:
+    moments = measure_workload([WorkloadRequest(0.0, 10, 1), WorkloadRequest(1.0, 20, 4)])
+    assert moments.prompt_tokens == 15
+    assert moments.square_prompt_tokens == 250
+    assert moments.decode_steps == 1.5
+    # Three decode steps after a prompt of 20 attend to 21, 22 and 23 tokens.
+    assert moments.context_tokens == (21 + 22 + 23) / 2
+    assert moments.mean_context_tokens == 22
+    assert (moments.longest_tokens, moments.prompts) == (24, (10, 20))
+
+
+@settings(max_examples=num_examples(6, 150), deadline=None)
+@given(designs, workloads)
+def test_no_simulated_capacity_is_above_the_bound(design: EngineDesign, workload: str) -> None:
+    config, bounds = build(design, workload)
+    highest = bounds.max_rate_of_run(config.requests, RULE.min_seconds, RULE.max_p99_delay_seconds)
+    capacity = measure_capacity(config, 0.7 * bounds.max_rate(), RULE)
+    assert 0 < capacity.rate <= highest
+
+
+@settings(max_examples=num_examples(6, 150), deadline=None)
+@given(designs, workloads)
+def test_no_latency_is_below_its_bound(design: EngineDesign, workload: str) -> None:
+    config, bounds = build(design, workload)
+    jobs = build_workload(replace(config, rate=0.5 * bounds.max_rate()))
+    lines = [each.line for each in simulate(build_deployment(config, 8192), jobs).requests.values()]
+    least = bounds.least_first_token_seconds(1)
+    assert min(line.ttft for line in lines if line.ttft is not None) >= 0.99 * least
+    gaps = [gap for line in lines for gap in line.itl]
+    assert not gaps or fmean(gaps) >= bounds.least_token_seconds() > 0
+
+
+def test_estimates_of_latencies_rise_with_the_rate() -> None:
+    design = EngineDesign("H200", 2, 1, "sarathi", 512, 64)
+    _, bounds = build(design, "uniform:64,464,4,8")
+    top = bounds.max_rate()
+    points = [point for share in (0.2, 0.5, 0.8) if (point := bounds.point_at(share * top))]
+    assert len(points) == 3
+    assert sorted(points, key=lambda point: point.rate) == points
+    for figure in (lambda p: p.ttft(90), lambda p: p.step_seconds, lambda p: p.wait(99)):
+        values = [figure(point) for point in points]
+        assert values == sorted(values)
+    assert bounds.point_at(2 * top) is None or bounds.point_at(2 * top).rate <= 2 * top  # type: ignore[union-attr]
+
+
+def test_tighter_limits_lower_the_estimated_capacity() -> None:
+    _, bounds = build(EngineDesign("H200", 2, 1, "sarathi", 512, 64), "uniform:64,464,4,8")
+    rates = []
+    for text in ("", "ttft:p90=0.4", "ttft:p90=0.2"):
+        point = bounds.best_point(parse_limits(text) if text else NO_LIMITS)
+        assert point is not None
+        rates.append(point.rate)
+        assert point.keeps(parse_limits(text))
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > rates[-1]
+    assert bounds.best_point(parse_limits("tpot=0.0001")) is None
+
+
+@pytest.mark.parametrize("requests", [10, 1000])
+def test_the_bound_of_a_run_is_above_that_of_a_steady_state(requests: int) -> None:
+    _, bounds = build(EngineDesign("H200", 1, 1, "vllm", None, 8), "uniform:64,464,4,8")
+    steady = bounds.max_rate()
+    for min_seconds in (0.0, 60.0):
+        assert bounds.max_rate_of_run(requests, min_seconds, 5.0) > steady

@@ -1,0 +1,200 @@
+"""Searches for designs: the same best as an exhaustive evaluation, Pareto sets, objectives."""
+
+from dataclasses import replace
+from itertools import product
+from math import inf, nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.plan.budget import SearchBudget
+from gllm.plan.capacity import PLAN_RULES
+from gllm.plan.design_problem import DesignProblem, check_problem
+from gllm.plan.design_search import LONG_PROMPT, LONG_STEP, DesignPlanner
+from gllm.plan.engine_designs import (
+    CORE,
+    DesignSpace,
+    EngineDesign,
+    parse_devices,
+    parse_policies,
+)
+from gllm.plan.fleet_forecast import forecast_closed, forecast_fleet
+from gllm.plan.latency_limits import parse_limits
+from gllm.plan.objectives import OBJECTIVES, FleetFacts
+from gllm.plan.pareto import pareto_set
+from gllm.plan.prices import PRICE_TABLES
+from gllm.sim.options import SimulationConfig
+from tests.examples import num_examples
+
+SHORT_RULE = replace(
+    PLAN_RULES["vidur"], min_seconds=8.0, rate_step=1.05, max_p99_delay_seconds=0.5
+)
+SPACE = DesignSpace(
+    ("A100-80G", "H100"), (1, 2), (1, 2), parse_policies("vllm,sarathi:512,orca+"), (8,)
+)
+
+
+def make_problem(requests: int = 10, **fields: object) -> DesignProblem:
+    config = SimulationConfig(
+        model="qwen2.5-32b", workload="fixed:3000,3", requests=requests, link="nvlink"
+    )
+    problem = DesignProblem(
+        config,
+        "qps-per-dollar",
+        parse_limits("ttft:p90=2,tbt:p99=1"),
+        prices=PRICE_TABLES["vidur"],
+        rule=SHORT_RULE,
+    )
+    return replace(problem, **fields)  # type: ignore[arg-type]
+
+
+def compare_with_exhaustive(problem: DesignProblem, space: DesignSpace) -> tuple[int, int]:
+    """Return the numbers of designs that were simulated, by the search and exhaustively."""
+    designs = list(space.designs(16))
+    found = DesignPlanner(problem).search(designs, SearchBudget())
+    everything = DesignPlanner(problem).search(designs, SearchBudget(), is_exhaustive=True)
+    assert found.best
+    assert everything.best
+    assert len(everything.evaluated) == len(designs)
+    assert found.best[1].score == everything.best[1].score
+    assert found.best[0] == everything.best[0]
+    return len(found.evaluated), len(everything.evaluated)
+
+
+@pytest.mark.parametrize(("objective", "rate"), [("qps-per-dollar", None), ("cost", 1.0)])
+def test_the_search_finds_the_best_of_an_exhaustive_evaluation(
+    objective: str, rate: float | None
+) -> None:
+    space = replace(SPACE, stages=(1,), policies=parse_policies("sarathi:512"))
+    problem = make_problem(objective_name=objective, rate=rate)
+    num_simulated, num_all = compare_with_exhaustive(problem, space)
+    assert num_all == 4
+    assert num_simulated < num_all or rate is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["qps-per-dollar", "goodput-per-gpu", "cost", "power"])
+def test_the_search_finds_the_best_of_24_designs_with_500_requests(objective: str) -> None:
+    rate = 6.0 if OBJECTIVES[objective].needs_rate else None
+    problem = make_problem(500, objective_name=objective, rate=rate)
+    assert compare_with_exhaustive(problem, SPACE)[1] == 24
+
+
+def test_makespan_of_an_offline_workload() -> None:
+    problem = make_problem(64, objective_name="makespan", max_devices=4)
+    designs = [EngineDesign("H100", *cut, "sarathi", 512, 32) for cut in ((1, 1), (2, 1), (1, 4))]
+    outcome = DesignPlanner(problem).search(designs, SearchBudget(), is_exhaustive=True)
+    engines = {design: result.num_engines for design, result in outcome.evaluated}
+    assert [engines[design] for design in designs] == [4, 2, 1]
+    assert outcome.best
+    assert outcome.best[1].value == min(result.value for _, result in outcome.evaluated) > 0
+
+
+def test_closed_forms_alone_are_near_the_simulation() -> None:
+    problem = make_problem(
+        60, limits=parse_limits(""), rule=replace(PLAN_RULES["vidur"], min_seconds=30.0)
+    )
+    design = EngineDesign("H100", 1, 1, "sarathi", 512, 32)
+    planner = DesignPlanner(problem)
+    simulated = planner.search([design], SearchBudget())
+    estimated = planner.search([design], SearchBudget(), uses_closed_forms=True)
+    assert simulated.best
+    assert estimated.best
+    assert estimated.best[1].capacity == pytest.approx(simulated.best[1].capacity, rel=0.35)
+
+
+def test_engines_are_counted_for_a_rate() -> None:
+    problem = make_problem(rate=12.0, objective_name="cost", max_devices=8)
+    planner = DesignPlanner(problem)
+    outcome = planner.search([EngineDesign("H100", 1, 1, "sarathi", 512, 32)], SearchBudget())
+    assert outcome.best
+    best = outcome.best[1]
+    assert best.num_engines == -(-12 // best.capacity)
+    assert best.value == 4.25 * best.num_engines
+    forecast = forecast_fleet(problem, best, "round-robin")
+    assert forecast.num_engines >= best.num_engines
+    assert forecast.is_within
+    assert forecast.rate == 12
+    closed = forecast_closed(planner, best)
+    assert closed.capacity == best.num_engines * best.capacity
+
+
+def test_hopeless_designs_are_named() -> None:
+    design = EngineDesign("H100", 1, 1, "sarathi", 512, 32)
+    for text, reason in (("ttft:p90=0.001", LONG_PROMPT), ("tbt:p99=0.0001", LONG_STEP)):
+        planner = DesignPlanner(make_problem(limits=parse_limits(text)))
+        assert planner.bound(design).reason == reason
+    slow = DesignPlanner(make_problem(rate=1e6))
+    assert "too slow" in slow.bound(design).reason
+
+
+def test_a_model_that_fits_nowhere_names_the_binding_constraint() -> None:
+    config = SimulationConfig(model="llama-2-70b", workload="fixed:100,10")
+    designs = [EngineDesign("L20", 1, ranks, "sarathi", None, 8) for ranks in (1, 2)]
+    planner = DesignPlanner(make_problem(config=config))
+    with pytest.raises(ValueError, match=r"largest is 2 x L20.*69.0 on each device of stage 0"):
+        planner.search(designs, SearchBudget())
+    long = replace(config, workload="fixed:60000,2000", model="qwen2.5-32b")
+    planner = DesignPlanner(make_problem(config=long))
+    with pytest.raises(ValueError, match=r"KV cache has .* max_model_len 62000"):
+        planner.search([EngineDesign("A100-80G", 1, 1, "sarathi", None, 8)], SearchBudget())
+    with pytest.raises(ValueError, match="no design is within --max-devices"):
+        planner.search([], SearchBudget())
+
+
+def test_objectives_need_their_facts() -> None:
+    with pytest.raises(ValueError, match="--objective cost needs a rate"):
+        check_problem(make_problem(objective_name="cost"), ["H100"])
+    with pytest.raises(ValueError, match="needs a price of L20: add --prices"):
+        check_problem(make_problem(), ["L20"])
+    with pytest.raises(ValueError, match="power of a core"):
+        check_problem(make_problem(objective_name="power", rate=1.0), [CORE])
+    check_problem(make_problem(), ["H100", "A100-80G"])
+
+
+def test_scores_of_objectives() -> None:
+    facts = FleetFacts(2, 4, price=8.0, power=1400, rate=10.0, num_requests=120)
+    assert OBJECTIVES["qps-per-dollar"].score(4.0, facts) == 0.5
+    assert OBJECTIVES["goodput-per-gpu"].score(4.0, facts) == 2.0
+    assert OBJECTIVES["cost"].score(4.0, facts) == -24.0
+    assert OBJECTIVES["power"].score(5.0, facts) == -2800.0
+    assert OBJECTIVES["makespan"].score(3.0, facts) == -10.0
+    assert OBJECTIVES["cost"].score(2.0, facts) == -inf
+    assert OBJECTIVES["cost"].score(0.0, facts) == OBJECTIVES["cost"].score(nan, facts) == -inf
+
+
+costs = st.lists(st.tuples(*[st.integers(0, 4).map(float)] * 3), max_size=12)
+
+
+@settings(max_examples=num_examples(60, 2000), deadline=None)
+@given(costs)
+def test_the_pareto_set_is_that_of_all_pairs(items: list[tuple[float, ...]]) -> None:
+    front = pareto_set(items, lambda item: item)
+
+    def dominates(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+
+    expected = {b for b in items if not any(dominates(a, b) for a in items)}
+    assert set(front) == expected
+    assert len(front) == len(expected)
+    assert front == sorted(front)
+
+
+def test_the_space_is_the_product_of_its_values() -> None:
+    designs = list(SPACE.designs(2))
+    cuts = {(1, 1), (1, 2), (2, 1)}
+    assert {(design.stages, design.ranks) for design in designs} == cuts
+    assert len(designs) == len(set(designs)) == 2 * 3 * 3
+    assert all(design.num_devices <= 2 for design in designs)
+    assert len({str(design) for design in designs}) == len(designs)
+    assert sum(a * b <= 2 for a, b in product((1, 2), repeat=2)) == 3
+
+
+def test_wrong_names_are_refused() -> None:
+    for text in ("vlm", "sarathi:0", "sarathi:x", ""):
+        with pytest.raises(ValueError, match="--policies"):
+            parse_policies(text)
+    with pytest.raises(ValueError, match="--devices H1000"):
+        parse_devices("H1000")
+    assert parse_policies("vllm, orca+:64") == (("vllm", None), ("orca+", 64))
