@@ -39,7 +39,7 @@ class FleetNode(NamedTuple):
 
 @dataclass(frozen=True)
 class ServiceFacts:
-    """What a plan states besides its engines."""
+    """Facts that a plan states besides its engines."""
 
     model: str
     """Checkpoint that the engines load."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class FleetFacts(NamedTuple):
-    """What a score depends on besides the capacity of one engine."""
+    """Facts that a score depends on besides the capacity of one engine."""
 
     num_devices: int
     """Devices of one engine."""
