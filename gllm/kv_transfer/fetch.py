@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from gllm.kv_transfer.backends.base import FetchTarget, KvBackend, TargetPart
 from gllm.kv_transfer.break_even import FetchDeadline
 from gllm.kv_transfer.endpoint import KvEndpoint
@@ -109,26 +111,45 @@ def fetch_from_machine(
         KvTransferError: The machine refuses, the fetch has to end, or the blocks were not kept
             until the last byte.
     """
-    command = fetch.command
-    request = ReadRequest(
-        command.ticket,
-        fetch.reader,
-        command.first_token,
-        command.num_tokens,
-        *names,
-        [part.part for part in parts],
-        command.is_per_layer,
-    )
-    target = FetchTarget(request, parts, fetch.on_bytes)
-    if command.is_per_layer:
+    command, num_fetched = fetch.command, 0
+    while num_fetched < command.num_tokens:
+        request = ReadRequest(
+            command.ticket,
+            fetch.reader,
+            command.first_token + num_fetched,
+            command.num_tokens - num_fetched,
+            *names,
+            [part.part for part in parts],
+            command.is_per_layer,
+        )
+        left = [part._replace(slots=part.slots[num_fetched:]) for part in parts]
+        num_fetched += _read(fetch, connection, backend, FetchTarget(request, left, fetch.on_bytes))
+
+
+def _read(
+    fetch: RunningFetch, connection: KvConnection, backend: KvBackend, target: FetchTarget
+) -> int:
+    """Send one READ and receive the answer; return the number of tokens that have arrived.
+
+    Raises as `fetch_from_machine` does.
+    """
+    connection.send_struct(KvFrameKind.READ, target.request)
+    if target.request.is_per_layer:
+        num_tokens, parts = target.request.num_tokens, target.parts
         # Announcements keep the fetch alive as bytes do.
-        gate = ReceiverGate(connection, len(parts), lambda: fetch.on_bytes(0))
-        target = target._replace(wait_for_part=gate.wait_for_part)
-    connection.send_struct(KvFrameKind.READ, request)
+        gate = ReceiverGate(connection, num_tokens, len(parts), lambda: fetch.on_bytes(0))
+        num_tokens = gate.wait_for_tokens()
+        target = FetchTarget(
+            msgspec.structs.replace(target.request, num_tokens=num_tokens),
+            [part._replace(slots=part.slots[:num_tokens]) for part in parts],
+            fetch.on_bytes,
+            gate.wait_for_part,
+        )
     backend.fetch(connection, target)
     connection.send(KvFrameKind.CONFIRM)
     if not connection.receive_struct(KvFrameKind.CONFIRMED, ReadConfirmed).is_held:
         raise KvTransferError("the other engine did not keep the blocks until the end")
+    return target.request.num_tokens
 
 
 def _read_part(place: int, move: KvMove) -> ReadPart:

@@ -2,7 +2,8 @@
 
 The receiver of a KV cache sends READ. The owner answers with what the backend needs, and at the
 end, asked by CONFIRM, with CONFIRMED. It may send REFUSE in place of any answer. A connection
-serves one READ after another. If a READ is per layer, READY precedes its parts: see part_gate.
+serves one READ after another. If a READ is per layer, READY precedes its parts, and it may be
+answered for its first tokens only: see part_gate.
 """
 
 import socket
@@ -53,7 +54,7 @@ class KvFrameKind(IntEnum):
     CONFIRMED = 5
     REFUSE = 6
     READY = 7
-    """Parts of a READ per layer that may be read."""
+    """Tokens and parts of a READ per layer that may be read."""
 
 
 _MAX_BYTES = {
@@ -63,7 +64,7 @@ _MAX_BYTES = {
     KvFrameKind.CONFIRM: 0,
     KvFrameKind.CONFIRMED: 16,
     KvFrameKind.REFUSE: 4096,
-    KvFrameKind.READY: 4,
+    KvFrameKind.READY: 8,
 }
 
 
@@ -95,7 +96,8 @@ class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     """Encoding of runs on the wire: a name of LINK_ENCODINGS."""
     parts: Annotated[list[ReadPart], Meta(min_length=1, max_length=2**14)]
     is_per_layer: bool = False
-    """True if READY precedes the parts, which may be computed meanwhile."""
+    """True if READY precedes the parts, which may be computed meanwhile. The answer may be for the
+    first of the tokens only."""
 
 
 class ReadGrant(msgspec.Struct, frozen=True, array_like=True):

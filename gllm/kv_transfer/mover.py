@@ -43,7 +43,9 @@ from gllm.messages.kv_transfer import (
 log = logging.getLogger(__name__)
 
 NUM_FETCH_THREADS = 4
-"""Fetches that run at the same time; further ones wait, which counts for their deadline."""
+"""Fetches that run at the same time; further ones wait."""
+NUM_WAITING_THREADS = 32
+"""Fetches per layer that run at the same time: they wait for the owner's prefill most of it."""
 FIRST_GUESS_BYTES_PER_SECOND = 1e7
 """Rate that a deadline assumes before any transfer was measured."""
 _BACKLOG = 64
@@ -96,6 +98,7 @@ class KvMover:
         self._estimates: dict[str, TransferEstimate] = {}
         """By the socket name of the other machine's mover."""
         self._threads = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
+        self._waiting_threads = ThreadPoolExecutor(NUM_WAITING_THREADS, "kv-fetch-per-layer")
         self.socket_name = f"gllm-kv-{secrets.token_hex(16)}"
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(f"\0{self.socket_name}")
@@ -151,13 +154,8 @@ class KvMover:
     def handle(self, command: KvCommand) -> None:
         """Execute a command of the present generation's driver."""
         match command:
-            case ServeKv(ticket, num_tokens, block_ids, step):
-                held = HeldBlocks(num_tokens, list(block_ids), step=step)
-                with self._state.lock:
-                    try:
-                        self._state.book.hold(ticket, held)
-                    except TicketError as error:
-                        log.warning("blocks are not served: %s", error)
+            case ServeKv():
+                self._serve(command)
             case RevokeKv(ticket):
                 with self._state.lock:
                     self._state.book.revoke(ticket)
@@ -181,7 +179,8 @@ class KvMover:
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._source.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._threads, self._waiting_threads):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     def _replace_caches(self, caches: ServedCaches) -> None:
         with self._state.lock:
@@ -192,6 +191,24 @@ class KvMover:
             self._fetches.clear()
         for descriptor in previous.descriptors:
             os.close(descriptor)
+
+    def _serve(self, command: ServeKv) -> None:
+        """Serve blocks, or report that their ticket has ended."""
+        held = HeldBlocks(
+            command.num_tokens,
+            list(command.block_ids),
+            step=command.step,
+            is_partial=command.is_partial,
+        )
+        with self._state.lock:
+            try:
+                self._state.book.hold(command.ticket, held)
+                return
+            except TicketError as error:
+                log.debug("blocks are not served: %s", error)
+            is_served = command.ticket in self._state.book
+        if not is_served:
+            self._on_report(self._state.caches.generation, KvRevoked(command.ticket))
 
     def _find_backend(self, name: str) -> KvBackend:
         """Return a backend, the same object for the same name. Raises ValueError, ImportError."""
@@ -220,7 +237,8 @@ class KvMover:
             self._clock,
         )
         self._fetches[generation, command.fetch] = fetch
-        self._threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
+        threads = self._waiting_threads if command.is_per_layer else self._threads
+        threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
 
     def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> None:
         """Fetch from all machines of the owner, one after another, and report the end."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from gllm.kv_transfer.backends.base import KvBackend, ServedRead
 from gllm.kv_transfer.frames import (
     KvConnection,
@@ -43,8 +45,12 @@ class ServedCaches:
     progress: Sequence[LayerProgress | None] = ()
     """Counters of the workers that count their layers."""
 
-    def find_awaited(self, held: HeldBlocks, part: ReadPart) -> tuple[LayerProgress, int] | None:
+    def find_awaited(self, step: int, part: ReadPart) -> tuple[LayerProgress, int] | None:
         """Return what has to be awaited for a part: the counter and the number of layers.
+
+        Args:
+            step: That computes the last tokens; 0 if all are computed.
+            part: Of the READ.
 
         Returns:
             None if the part is computed.
@@ -52,7 +58,7 @@ class ServedCaches:
         Raises:
             KvTransferError: The worker does not count its layers.
         """
-        if not held.step:
+        if not step:
             return None
         counter = self.progress[part.place]
         if counter is None:
@@ -193,23 +199,26 @@ class KvSourceServer:
         def is_held() -> bool:
             return self._is_held(request.ticket, held)
 
-        awaited = [caches.find_awaited(held, part) for part in request.parts]
         receiver = connection if request.is_per_layer else None
-        gate = OwnerGate(
-            len(awaited),
-            lambda index: _is_computed(held.step, awaited[index]),
-            is_held,
-            receiver,
-            self._clock,
-            self._sleep,
-        )
+        gate = OwnerGate(is_held, receiver, self._clock, self._sleep)
+        if receiver is not None:
+            last = request.first_token + request.num_tokens
+            num_tokens = gate.wait_for_tokens(
+                lambda: min(last, held.num_tokens) - request.first_token
+            )
+            request = msgspec.structs.replace(request, num_tokens=num_tokens)
+        with self._state.lock:
+            # More tokens may follow meanwhile, by a later step.
+            step, block_ids = held.step, held.block_ids
+        awaited = [caches.find_awaited(step, part) for part in request.parts]
+        gate.watch(len(awaited), lambda index: _is_computed(step, awaited[index]))
         if receiver is None:
             gate.wait_for_part(len(awaited) - 1)
         read = ServedRead(
             request,
             caches.pages,
             caches.descriptors,
-            held.block_ids,
+            block_ids,
             is_held,
             self._yield,
             gate.wait_for_part,
@@ -225,7 +234,11 @@ class KvSourceServer:
             with state.lock:
                 if not state.book.may_come(request.ticket) or self._clock() >= end:
                     held = state.book.use(
-                        request.ticket, request.reader, request.first_token, request.num_tokens
+                        request.ticket,
+                        request.reader,
+                        request.first_token,
+                        request.num_tokens,
+                        request.is_per_layer,
                     )
                     return held, state.caches
             self._sleep(_TICKET_TICK_SECONDS)

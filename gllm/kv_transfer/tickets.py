@@ -24,6 +24,8 @@ class HeldBlocks:
     """Receiver that has used the ticket; 0 before the first use."""
     step: int = 0
     """Step that computes the last tokens; 0: all tokens are computed."""
+    is_partial: bool = False
+    """True if further tokens follow."""
 
 
 class TicketBook:
@@ -53,17 +55,40 @@ class TicketBook:
         return ticket not in self._held and ticket not in self._ended
 
     def hold(self, ticket: int, held: HeldBlocks) -> None:
-        """Serve blocks under a ticket.
+        """Serve blocks under a ticket; for a ticket that is served, more of its sequence.
 
         Raises:
-            TicketError: The ticket is in use, or is no ticket.
+            TicketError: The ticket has ended, is no ticket, or its blocks are others or fewer.
         """
-        if not 0 < ticket <= MAX_TICKET or ticket in self._held:
-            raise TicketError("the ticket is invalid or in use")
-        self._held[ticket] = held
+        if not 0 < ticket <= MAX_TICKET or ticket in self._ended:
+            raise TicketError("the ticket is invalid or has ended")
+        served = self._held.setdefault(ticket, held)
+        if served is held:
+            return
+        if (
+            held.num_tokens < served.num_tokens
+            or held.block_ids[: len(served.block_ids)] != served.block_ids
+        ):
+            raise TicketError("the ticket is in use for other blocks")
+        served.num_tokens, served.block_ids = held.num_tokens, held.block_ids
+        served.step, served.is_partial = held.step, held.is_partial
 
-    def use(self, ticket: int, reader: int, first_token: int, num_tokens: int) -> HeldBlocks:
+    def use(
+        self,
+        ticket: int,
+        reader: int,
+        first_token: int,
+        num_tokens: int,
+        accepts_part: bool = False,
+    ) -> HeldBlocks:
         """Return the blocks of a ticket.
+
+        Args:
+            ticket: The ticket.
+            reader: Number of the fetch.
+            first_token: First token that is requested.
+            num_tokens: Tokens that are requested.
+            accepts_part: True if tokens that will be served later may be among them.
 
         Raises:
             TicketError: The ticket is unknown, revoked or used by another reader, or its blocks do
@@ -73,7 +98,9 @@ class TicketBook:
         if held is None or reader <= 0 or held.reader not in (0, reader):
             self.num_refused += 1
             raise TicketError("the ticket is not held here")
-        if first_token < 0 or num_tokens <= 0 or first_token + num_tokens > held.num_tokens:
+        exceeds = first_token + num_tokens > held.num_tokens
+        exceeds = exceeds and not (accepts_part and held.is_partial)
+        if first_token < 0 or num_tokens <= 0 or exceeds:
             self.num_refused += 1
             raise TicketError(
                 f"tokens {first_token} to {first_token + num_tokens - 1} of {held.num_tokens} are "

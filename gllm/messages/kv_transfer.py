@@ -18,7 +18,11 @@ TokenCount = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class ServeKv(WireMessage, frozen=True):
-    """Command: let the owner of a ticket read blocks, until RevokeKv."""
+    """Command: let the owner of a ticket read blocks, until RevokeKv.
+
+    With a ticket that is served: the same blocks and further ones, as the prefill goes on. A ticket
+    that has ended is not served again; KvRevoked answers.
+    """
 
     ticket: Ticket
     num_tokens: TokenCount
@@ -27,6 +31,8 @@ class ServeKv(WireMessage, frozen=True):
     """The first one begins with the first token."""
     step: Annotated[int, Meta(ge=0, lt=2**47)] = 0
     """Step that computes the last of these tokens and runs or will run; 0: all are computed."""
+    is_partial: bool = False
+    """True if further tokens will be served under the ticket."""
 
 
 class RevokeKv(WireMessage, frozen=True):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, option
 from gllm.scheduler.lanes import LANE_NAMES
+from gllm.kv_transfer.transfer_mode import DEFAULT_THRESHOLD_TOKENS
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 
 POLICY_NAMES = (
@@ -65,12 +66,13 @@ class LocalPreset(NamedTuple):
     policy: str
     prefill_order: str
     kv_admission: str
+    kv_push: str
 
 
 LOCAL_PRESETS: Mapping[str, LocalPreset] = {
-    "distserve": LocalPreset("distserve", "fcfs", "distserve"),
-    "splitwise": LocalPreset("splitwise", "fcfs", "auto"),
-    "tetri": LocalPreset("tetri", "sjf", "reserve-dynamic"),
+    "distserve": LocalPreset("distserve", "fcfs", "distserve", "off"),
+    "splitwise": LocalPreset("splitwise", "fcfs", "auto", "layer"),
+    "tetri": LocalPreset("tetri", "sjf", "reserve-dynamic", "off"),
 }
 """By the name of the router's preset. Source: DistServe (arXiv 2401.09670), Splitwise (arXiv
 2311.18677) and TetriInfer (arXiv 2401.11181), as set up in the evaluations."""
@@ -86,7 +88,7 @@ class SchedulerConfig:
 
     preset: str | None = option(
         None,
-        "policy, prefill_order and kv_admission of a system that separates prefill and decode, as "
+        "policy, prefill_order, kv_admission and kv_push of a system that separates prefill and decode, as "
         "the preset of the router needs them; default: none",
         choices=tuple(LOCAL_PRESETS),
     )
@@ -161,6 +163,20 @@ class SchedulerConfig:
         "now, and prompts before their first decode have less than 5 % of the blocks",
         choices=KV_ADMISSION_NAMES,
     )
+    kv_push: str = option(
+        "auto",
+        "when KV blocks of a prompt that another engine decodes can be fetched; off: after the "
+        "prompt; layer, chunk: each layer or each chunk once it is computed; auto: that of the "
+        "preset (splitwise: layer), or off",
+        choices=("auto", "off", "layer", "chunk"),
+    )
+    kv_push_threshold: int = option(
+        DEFAULT_THRESHOLD_TOKENS,
+        "theta: kv_push is for prompts of at least so many tokens to compute; gllm experiment "
+        "kv-theta calibrates it",
+        ge=0,
+        le=INT32_MAX,
+    )
     expected_output_tokens: int = option(
         256,
         "expected output tokens of a request before similar ones have finished; 0: none",
@@ -213,7 +229,7 @@ class SchedulerConfig:
 
     def _apply_preset(self) -> None:
         """Replace `auto` by the values of the preset. Raises ValueError for another policy."""
-        preset = LOCAL_PRESETS.get(self.preset or "", LocalPreset(self.policy, "fcfs", "auto"))
+        preset = LOCAL_PRESETS.get(self.preset or "", LocalPreset(self.policy, "fcfs", "auto", "off"))
         if self.policy not in ("auto", preset.policy):
             raise ValueError(
                 f"policy is {self.policy}, but preset {self.preset} sets policy {preset.policy}: "
@@ -222,6 +238,11 @@ class SchedulerConfig:
         for name, value in preset._asdict().items():
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, value)
+
+    @property
+    def push_threshold(self) -> int | None:
+        """Tokens from which on a prompt that another engine decodes is pushed; None: never."""
+        return None if self.kv_push in ("auto", "off") else self.kv_push_threshold
 
     @property
     def num_lanes(self) -> int:

@@ -24,6 +24,9 @@ class KvFetch(NamedTuple):
     """Number of tokens; 0: the prefix cache has them all, only the source has to be released."""
     block_ids: list[int]
     """Blocks to write: block i holds the positions from first_token + i * block_size on."""
+    is_early: bool = False
+    """True if the request has not arrived yet: the other engine may compute the tokens meanwhile.
+    """
 
 
 class KvFetches:
@@ -38,6 +41,7 @@ class KvFetches:
         self._pending: list[Sequence] = []
         """Sequences to start, best rank first; those that no longer fetch are removed lazily."""
         self._in_flight: dict[int, Sequence] = {}
+        """By the sequence of KvFetch, which differs for an adopted prefetch."""
         self._cancelled_seqs: set[int] = set()
         """Fetches in flight whose cancellation has been reported."""
 
@@ -70,6 +74,25 @@ class KvFetches:
             self._pending.remove(sequence)
             fetches.append(self._start(sequence))
         return fetches
+
+    def start_prefetch(self, sequence: Sequence, now: float) -> KvFetch | None:
+        """Admit a sequence that is in no queue and start its fetch; None if it has to wait."""
+        tally = self._queues.tally
+        tally.add_waiting(sequence)
+        is_admitted = self._fits(sequence) and self._filler.admit(sequence, now)
+        tally.remove_waiting(sequence)
+        if not is_admitted:
+            return None
+        first_token = sequence.num_scheduled_tokens
+        num_tokens = sequence.request.kv_source_tokens - first_token
+        return self._allocate(sequence, first_token, num_tokens)._replace(is_early=True)
+
+    def adopt(self, owner: Sequence, sequence: Sequence) -> None:
+        """Let a sequence wait for a fetch into blocks that it got from another one."""
+        sequence.is_fetching = True
+        sequence.has_fetched_bytes = owner.has_fetched_bytes
+        sequence.num_rows_in_flight += 1
+        self._in_flight[owner.seq] = sequence
 
     def finish(self, seq: int) -> Sequence:
         """End the fetch of a sequence and return the sequence.
@@ -138,12 +161,16 @@ class KvFetches:
         if num_tokens <= 0:
             self._skip_prefill(sequence)
             return KvFetch(sequence.seq, first_token, 0, [])
+        self._queues.dequeue(sequence)
+        self._in_flight[sequence.seq] = sequence
+        return self._allocate(sequence, first_token, num_tokens)
+
+    def _allocate(self, sequence: Sequence, first_token: int, num_tokens: int) -> KvFetch:
+        """Allocate the blocks of an admitted sequence and return its fetch."""
         num_shared_blocks = len(sequence.block_ids)
         self._kv_cache.allocate(sequence, num_tokens)
-        self._queues.dequeue(sequence)
         sequence.is_fetching = True
         sequence.num_rows_in_flight += 1
-        self._in_flight[sequence.seq] = sequence
         block_ids = sequence.block_ids[num_shared_blocks:]
         return KvFetch(sequence.seq, first_token, num_tokens, block_ids)
 

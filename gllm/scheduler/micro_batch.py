@@ -200,8 +200,8 @@ class MicroBatchFiller:
     def force(self, sequences: Mapping[int, Sequence], now: float) -> list[ScheduledRow]:
         """Return a row of the best-ranked sequence; nothing may be in flight.
 
-        Preempts other sequences, worst rank first, until the row fits. Returns no row if only held
-        blocks are in the way.
+        Preempts other sequences, worst rank first, until the row fits. Returns no row if only
+        blocks are in the way that other engines may read.
 
         Args:
             sequences: all sequences by id, at least one.
@@ -215,6 +215,8 @@ class MicroBatchFiller:
             victim = others.pop()
             assert victim is not best, "the whole cache holds one sequence"
             self._preemption.preempt(victim)
+            if victim.is_preempting:
+                break  # Another engine reads its blocks until that is revoked.
         return rows
 
     def _schedule_alone(self, sequence: Sequence, now: float) -> list[ScheduledRow]:

@@ -12,8 +12,11 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.kv_fetches import KvFetch, KvFetches
+from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import KvHold
+from gllm.scheduler.kv_prefetches import PrefetchRequest
+from gllm.scheduler.kv_pushes import KvPush
+from gllm.scheduler.kv_transfers import KvTransfers
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.output_lengths import OutputLengths
@@ -34,7 +37,7 @@ from gllm.scheduler.policy import SchedulingPolicy
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
-from gllm.scheduler.queues import SequenceQueues, rank_of
+from gllm.scheduler.queues import SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.scheduler.sequence_table import SequenceTable
 from gllm.scheduler.step_times import StepTimeCollector
@@ -84,7 +87,9 @@ class Scheduler:
             self._preemption,
             self._counters,
         )
-        self._fetches = KvFetches(self.kv_cache, self._queues, self._filler)
+        self._transfers = KvTransfers(
+            config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
+        )
         self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
         self._now = 0.0
         """Latest time of a call, at which leases of holds start."""
@@ -96,10 +101,15 @@ class Scheduler:
             ValueError: the request can never run.
         """
         request.check(self.config.max_model_len)
-        sequence = self._table.add(request, now)
-        self._queues.enqueue(sequence)
-        if request.kv_source_tokens:
-            self._fetches.add(sequence)
+        self._transfers.add(self._table.add(request, now))
+
+    def prefetch(self, request: PrefetchRequest, now: float) -> int:
+        """Fetch KV of a request that arrives later; return the id for `take_fetches`.
+
+        Raises:
+            ValueError: the request could not run, or its ticket is in use.
+        """
+        return self._transfers.prefetches.add(request, self.config.max_model_len, now)
 
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""
@@ -160,6 +170,8 @@ class Scheduler:
         num_decodes = counters.decode_tokens - num_decodes
         num_prefills = counters.prefill_tokens - num_prefills
         lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
+        if self._transfers.pushes.is_enabled:
+            self._transfers.pushes.on_scheduled(counters.steps, rows, self._sequences)
         plan = self._in_flight.add(counters.steps, rows, self._table.pop_released(), lane)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
@@ -193,8 +205,8 @@ class Scheduler:
 
     @property
     def has_pending_fetches(self) -> bool:
-        """True if a sequence may wait for the start of its fetch."""
-        return self._fetches.has_pending
+        """True if a fetch may have to be started, or to be released."""
+        return self._transfers.fetches.has_pending or self._transfers.prefetches.has_pending
 
     def take_fetches(self, now: float) -> list[KvFetch]:
         """Admit sequences whose KV can be fetched, and return the fetches to begin.
@@ -203,11 +215,11 @@ class Scheduler:
         with `finish_fetch`.
         """
         self._now = now
-        return self._fetches.start(now)
+        return self._transfers.start_fetches(now)
 
     def record_fetch_progress(self, seq: int) -> None:
         """Record that bytes of a fetch have arrived, so that it is no early victim any more."""
-        self._fetches.record_progress(seq)
+        self._transfers.record_progress(seq)
 
     def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
         """End a fetch, after which nothing is written to its blocks any more.
@@ -221,36 +233,30 @@ class Scheduler:
             ValueError: no fetch of this sequence is in flight.
         """
         self._now = now
-        sequence = self._fetches.finish(seq)
-        if sequence.is_freeing_blocks:
-            self._finalize(sequence)
-        elif is_ok:
-            num_reused = sequence.num_scheduled_tokens
-            self._counters.fetched_tokens += sequence.request.kv_source_tokens - num_reused
-            self._fetches.use_fetched(sequence)
-        else:
-            self._counters.failed_fetches += 1
-            self.kv_cache.free(sequence)
-            self._queues.enqueue(sequence)
+        self._transfers.finish_fetch(seq, is_ok)
 
     def take_fetch_cancellations(self) -> list[int]:
         """Return the sequences that need their source no longer, since the last call.
 
         Called after `schedule`. Of these, a fetch in flight has to end soon, with `finish_fetch`.
         """
-        return self._fetches.pop_cancellations()
+        return self._transfers.pop_cancellations()
+
+    def take_pushes(self) -> list[KvPush]:
+        """Return the KV that can be fetched while its prompt is computed, since the last call."""
+        return self._transfers.pushes.pop_new()
 
     def take_holds(self) -> list[KvHold]:
         """Return the KV that can be fetched from now on, since the last call."""
         return self.kv_cache.holds.pop_new()
 
     def renew_holds(self, tickets: Iterable[int], now: float) -> None:
-        """Begin the leases of holds anew; unknown tickets are ignored."""
-        self.kv_cache.holds.renew(tickets, now)
+        """Begin the leases of holds and prefetches anew; unknown tickets are ignored."""
+        self._transfers.renew(tickets, now)
 
     def release_holds(self, tickets: Iterable[int]) -> None:
-        """Ask for the revocation of holds that nobody will fetch; unknown ones are ignored."""
-        self.kv_cache.holds.release(tickets)
+        """Release holds and prefetches that nobody needs; unknown tickets are ignored."""
+        self._transfers.release(tickets)
 
     def take_revocations(self, now: float) -> list[int]:
         """Return the tickets that must not be served any more, since the last call.
@@ -258,14 +264,14 @@ class Scheduler:
         Their leases have expired, nobody needs them, or a sequence needs their blocks. Each is
         answered with `confirm_revocation`.
         """
-        return self.kv_cache.holds.pop_revocations(now)
+        return self._transfers.pop_revocations(now)
 
     def confirm_revocation(self, ticket: int) -> None:
         """Return the blocks of a hold, which nobody reads any more, to the pool.
 
         Also permitted for a hold that was not revoked: its receiver has all of it.
         """
-        self.kv_cache.holds.confirm(ticket)
+        self._transfers.confirm_revocation(ticket)
 
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
         """Record when a stage computed scheduled steps; permitted at any time after `schedule`."""
@@ -282,7 +288,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
-        running = len(self.kv_cache.running)
+        running = len(self.kv_cache.running) - self._transfers.prefetches.num_started
         return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self._table.pending_forks),
@@ -292,7 +298,7 @@ class Scheduler:
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             decoding=len(self._queues.tally.decoding_seqs),
             depth=self._queues.depth,
-            fetching=self._fetches.num_in_flight,
+            fetching=self._transfers.num_in_flight,
             held_blocks=self.kv_cache.holds.num_blocks,
             **vars(self._counters),
         )
@@ -300,20 +306,10 @@ class Scheduler:
     def _force(self, now: float) -> list[ScheduledRow]:
         """Return a row of the best-ranked sequence though nothing fits; nothing is in flight.
 
-        Returns no row if blocks return without a step: a fetch ends, or the revocation of a hold is
-        confirmed. Holds are revoked if a sequence came from another engine. Two engines may
-        otherwise wait for each other's holds forever. Plain requests wait until holds are fetched.
+        Returns no row if blocks return without a step.
         """
-        holds = self.kv_cache.holds
-        if self._fetches.num_in_flight or holds.num_revoked > 0:
+        if self._transfers.returns_blocks(self._sequences.values()):
             return []
-        sequences = self._sequences.values()
-        if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
-            best = min(sequences, key=rank_of)
-            num_blocks = best.num_missing_blocks(len(best.token_ids), self._block_size)
-            holds.revoke_worst(num_blocks - self.kv_cache.block_pool.num_free_blocks)
-            if holds.num_revoked > 0:
-                return []
         return self._filler.force(self._sequences, now)
 
     def _fork(self, sequence: Sequence) -> None:
@@ -367,7 +363,7 @@ class Scheduler:
             output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
         elif num_generated == request.max_tokens:
             end = FinishedSequence(sequence.seq, "length")
-            hold = self.kv_cache.hold(sequence, self._now)
+            hold = self._transfers.hold(sequence, self._now)
             if hold is not None:
                 end = end._replace(kv_ticket=hold.ticket, num_kv_tokens=hold.num_tokens)
             output.finished.append(end)

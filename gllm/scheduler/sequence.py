@@ -46,6 +46,8 @@ class SchedulerRequest(NamedTuple):
     """True if the KV comes from outside the fleet: no block of the request is then published."""
     predicted_output_tokens: int = 0
     """Lower end of the predicted output length in tokens, `outputs` included; 0: no prediction."""
+    kv_source_ticket: int = 0
+    """Ticket of the KV that can be fetched, which a prefetch may have fetched already."""
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.

@@ -16,6 +16,7 @@ from gllm.kv_transfer.progress import LayerProgress, open_progress
 from tests.kv_transfer.layouts import cut_layouts
 
 (LAYOUT,) = cut_layouts(1, 1)
+NUM_TOKENS = 20
 POSITIONS = st.tuples(st.integers(1, 2**47 - 1), st.integers(0, 2**16 - 1))
 
 
@@ -50,15 +51,29 @@ def make_gate(num_parts: int) -> Iterator[tuple[KvConnection, ReceiverGate]]:
     """Yield the owner's connection and the receiver's gate."""
     own, other = socket.socketpair()
     with own, other:
-        yield KvConnection(other), ReceiverGate(KvConnection(own), num_parts, lambda: None)
+        gate = ReceiverGate(KvConnection(own), NUM_TOKENS, num_parts, lambda: None)
+        yield KvConnection(other), gate
 
 
-@pytest.mark.parametrize("counts", [[5], [2, 1], [2**32 - 1]])
-def test_impossible_announcements_are_refused(counts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("announcements", "error"),
+    [
+        ([(20, 5)], "5 of 4 parts are ready"),
+        ([(20, 2), (20, 1)], "1 of 4 parts are ready"),
+        ([(20, 2**32 - 1)], "of 4 parts are ready"),
+        ([(0, 1)], "1 of 4 parts are ready"),
+        ([(21, 0)], "21 of 20 tokens are announced"),
+        ([(10, 0), (20, 0)], "20 of 20 tokens are announced"),
+        ([(10, 0), (0, 0)], "0 of 20 tokens are announced"),
+    ],
+)
+def test_impossible_announcements_are_refused(
+    announcements: list[tuple[int, int]], error: str
+) -> None:
     with make_gate(4) as (owner, gate):
-        for count in counts:
-            owner.send(KvFrameKind.READY, struct.pack("!I", count))
-        with pytest.raises(KvFrameError, match="of 4 parts are ready"):
+        for announcement in announcements:
+            owner.send(KvFrameKind.READY, struct.pack("!II", *announcement))
+        with pytest.raises(KvFrameError, match=error):
             gate.wait_for_part(3)
 
 
@@ -79,9 +94,9 @@ def test_gates_agree_on_what_is_ready(batches: list[int]) -> None:
         num_computed += pending.pop()
 
     with make_gate(num_parts) as (owner, receiver):
-        gate = OwnerGate(
-            num_parts, lambda index: index < num_computed, lambda: True, owner, lambda: 0.0, compute
-        )
+        gate = OwnerGate(lambda: True, owner, lambda: 0.0, compute)
+        assert gate.wait_for_tokens(lambda: 12) == receiver.wait_for_tokens() == 12
+        gate.watch(num_parts, lambda index: index < num_computed)
         for index in range(num_parts):
             gate.wait_for_part(index)
             receiver.wait_for_part(index)

@@ -34,15 +34,15 @@ def test_tokens_beyond_the_held_ones_are_refused(first: int, count: int) -> None
         book.use(7, 1, first, count)
 
 
-def test_revoked_ticket_is_not_held_even_if_its_number_is_used_again() -> None:
+def test_revoked_ticket_is_never_held_again() -> None:
     book, held = TicketBook(), HeldBlocks(10, [1, 2, 3])
     book.hold(7, held)
     assert book.is_held(7, held)
     book.revoke(7)
     book.revoke(7)
     assert not book.is_held(7, held)
-    book.hold(7, HeldBlocks(10, [1, 2, 3]))
-    assert not book.is_held(7, held)
+    with pytest.raises(TicketError, match="has ended"):
+        book.hold(7, HeldBlocks(10, [1, 2, 3]))
     book.clear()
     assert len(book) == 0
 
@@ -62,5 +62,26 @@ def test_only_a_ticket_that_was_never_held_may_come() -> None:
 
 @pytest.mark.parametrize("ticket", [0, -1, MAX_TICKET + 1])
 def test_invalid_tickets_are_not_held(ticket: int) -> None:
-    with pytest.raises(TicketError, match="invalid or in use"):
+    with pytest.raises(TicketError, match="invalid or has ended"):
         TicketBook().hold(ticket, HeldBlocks(1, [0]))
+
+
+def test_blocks_of_a_ticket_grow_with_the_prefill() -> None:
+    book = TicketBook()
+    book.hold(7, HeldBlocks(4, [1], step=3, is_partial=True))
+    held = book.use(7, 100, 0, 10, accepts_part=True)
+    with pytest.raises(TicketError, match="of 4 are requested"):
+        book.use(7, 100, 0, 10)
+    book.hold(7, HeldBlocks(10, [1, 2, 3], step=4))
+    assert book.is_held(7, held)
+    assert (held.num_tokens, held.block_ids, held.step, held.is_partial) == (10, [1, 2, 3], 4, False)
+    with pytest.raises(TicketError, match="of 10 are requested"):
+        book.use(7, 100, 0, 11, accepts_part=True)
+
+
+@pytest.mark.parametrize("other", [HeldBlocks(3, [1]), HeldBlocks(8, [2, 3])])
+def test_a_served_ticket_keeps_its_blocks(other: HeldBlocks) -> None:
+    book = TicketBook()
+    book.hold(7, HeldBlocks(4, [1], is_partial=True))
+    with pytest.raises(TicketError, match="in use for other blocks"):
+        book.hold(7, other)
