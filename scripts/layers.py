@@ -13,7 +13,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.config.options": "",
             "gllm.config.field_types": "gllm.config.options",
             "gllm.config.slo": "",
-            "gllm.scheduler": "gllm.config.field_types gllm.config.options",
+            "gllm.scheduler": (
+                "gllm.config.field_types gllm.config.options gllm.kv_transfer.transfer_mode"
+            ),
             "gllm.routing": (
                 "gllm.config.field_types gllm.config.options gllm.config.slo gllm.scheduler"
             ),
@@ -33,6 +35,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.kv_transfer.transfer_mode": "",
             "gllm.kv_transfer.totals": "",
             "gllm.kv_transfer.layout": "msgspec",
+            "gllm.kv_transfer.progress": "gllm.kv_transfer.layout",
             "gllm.kv_transfer.endpoint": "gllm.kv_transfer.layout msgspec",
             "gllm.kv_transfer": (
                 "gllm.kv_transfer.backend_names gllm.kv_transfer.break_even "
@@ -69,7 +72,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.runtime": (
                 "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
                 "gllm.kv_transfer.break_even gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
-                "gllm.kv_transfer.totals "
+                "gllm.kv_transfer.progress gllm.kv_transfer.totals "
                 "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.observability.logged_scheduler "

@@ -76,6 +76,7 @@ class EngineAnnouncer:
             supervisor.kv_mover.bytes_per_token,
             policy=limits.policy,
             kv_digest=supervisor.kv_mover.digest,
+            accepts_prefetches=True,
         )
 
 
@@ -95,4 +96,6 @@ def attach_to_routers(
     links = FleetLinkConfig(
         attachment.hub, attachment.router, attachment.node_secret_file, attachment.router_timeout
     )
-    return RouterAttachment(supervisor, announcer, links)
+    routers = RouterAttachment(supervisor, announcer, links)
+    supervisor.kv_mover.on_push = routers.on_push
+    return routers

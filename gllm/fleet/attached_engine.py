@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import HandoffCommand
 from gllm.runtime.client import EngineClient
 from gllm.runtime.kv_events import KvEventSource
 
@@ -34,8 +34,8 @@ class AttachedEngine(Protocol):
     async def reset_prefix_cache(self) -> str:
         """Empty the prefix cache; return the error, empty on success."""
 
-    def send_kv_command(self, message: ReleaseKvHolds | RenewKvHolds) -> None:
-        """Pass a command about held KV blocks on; it is dropped while no driver has any."""
+    def send_kv_command(self, message: HandoffCommand) -> None:
+        """Pass a command about KV blocks on; it is dropped while no driver has any."""
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:
         """Call a function after each event that may change the state."""

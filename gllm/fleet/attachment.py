@@ -127,6 +127,11 @@ class RouterAttachment:
             session.end()
         self._sessions.clear()
 
+    def on_push(self, ticket: int) -> None:
+        """Notify the router of a prompt whose KV can be fetched while it is computed."""
+        for session in self.routers:
+            session.on_push(ticket)
+
     def on_connected(self, connection: PeerConnection) -> None:
         """See PeerHandler."""
         self._sessions[connection] = None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import HandoffCommand
 from gllm.runtime.delivery import SubmittedChoice
 from gllm.runtime.request_client import SendFunction
 from gllm.runtime.request_stream import RequestStream
@@ -24,10 +24,12 @@ class KvPeer(NamedTuple):
     """Random number of this start of its head process."""
     endpoint: Callable[[], bytes]
     """Returns the address and layout of its KV cache; empty while it has none."""
-    send: Callable[[ReleaseKvHolds | RenewKvHolds], None]
-    """Sends a command about the blocks that it holds."""
+    send: Callable[[HandoffCommand], None]
+    """Sends a command about KV blocks."""
     digest: Callable[[], str] = str
     """Returns the digest of what decides the numbers in its KV cache; empty if unknown."""
+    accepts_prefetches: bool = False
+    """True if it understands PrefetchKv."""
 
 
 @dataclass(slots=True, eq=False)

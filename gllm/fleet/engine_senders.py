@@ -29,4 +29,5 @@ def kv_peer(link: EngineLink) -> KvPeer:
         lambda: link.announce.kv_endpoint,
         link.send,
         lambda: link.announce.kv_digest,
+        link.announce.accepts_prefetches,
     )

@@ -32,6 +32,7 @@ from gllm.fleet.role_control import RoleControl
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
+from gllm.messages.handoff import KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import EngineOutputs
 from gllm.routing.disaggregation.policy import PairPolicy
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 """Interval at which deadlines are checked."""
-RETRY_SECONDS = 5
-"""Time after which a client may try again while no engine takes requests."""
 
 
 class Fleet:
@@ -196,9 +195,7 @@ class Fleet:
             case "ready":
                 return
             case "recovering":
-                raise EngineUnavailableError(
-                    "no_engines", self._unready_cause(), RETRY_SECONDS, "rejected-no-endpoints"
-                )
+                raise fleet_status.no_engines_error(self._unready_cause())
             case state:
                 raise EngineUnavailableError(state, f"the router is {state}")
 
@@ -340,6 +337,8 @@ class Fleet:
                 self._on_report(link, record, message, now)
             case KvCacheEvents():
                 apply_kv_events(self._dispatcher.policy.prefixes, link, message)
+            case KvPushStarted(ticket):
+                self.client.handoffs.on_push_started(link.name, ticket, now)
             case CommandDone():
                 self._commands.on_done(link.name, message)
 

@@ -77,7 +77,9 @@ class FleetLinks:
         self._on_attached = on_attached
         self._on_lost = on_lost
         self._on_message = on_message
-        self.greeting = GreetEngine(PROTOCOL, OLDEST_PROTOCOL, router, new_run())
+        self.greeting = GreetEngine(
+            PROTOCOL, OLDEST_PROTOCOL, router, new_run(), accepts_pushes=True
+        )
         """First message to every engine."""
         self._peers: dict[PeerConnection, _Peer] = {}
         self._superseded: dict[str, set[int]] = {}

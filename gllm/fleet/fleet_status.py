@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping
 
 from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import EngineRow, RouterTotals
+from gllm.engine.interface import EngineUnavailableError
 from gllm.fleet.client import FleetClient
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
@@ -18,10 +19,17 @@ COUNTERS = (
     "decode_tokens",
 )
 """Fields of SchedulerStats that count up."""
+RETRY_SECONDS = 5
+"""Time after which a client may try again while no engine takes requests."""
 MAX_NAMES = 1000
 """Most engines whose counters are kept: by default each start of an engine has another name."""
 MAX_AGE_SECONDS = 0.1
 """Age up to which a sum is returned again: each request reads it."""
+
+
+def no_engines_error(cause: str) -> EngineUnavailableError:
+    """Return the error of a request while no engine takes any."""
+    return EngineUnavailableError("no_engines", cause, RETRY_SECONDS, "rejected-no-endpoints")
 
 
 class FleetStats:

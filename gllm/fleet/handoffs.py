@@ -12,7 +12,7 @@ import msgspec
 
 from gllm.fleet.dispatch_target import DispatchTarget
 from gllm.fleet.output_checks import with_ends_of_all, without_ends, without_tokens
-from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.tickets import make_ticket
 from gllm.routing.disaggregation.policy import EnginePair
@@ -186,6 +186,36 @@ class Handoffs:
                 shared |= {end.seq} if entry.n > 1 else set()
         message = without_tokens(without_ends(message, seqs), shared)
         return with_ends_of_all(message, failed), prefilled
+
+    def on_push_started(self, engine: str, ticket: int, now: float) -> None:
+        """Let the decode engine fetch the blocks of a prompt that an engine has begun to compute.
+
+        Requests of several choices do without: the last token of their prompt is computed twice.
+        """
+        for stream, handoff in self._by_stream.items():
+            if handoff.ticket == ticket and handoff.pair.prefill == engine:
+                if stream.entry.n == 1:
+                    self._start_prefetch(stream, handoff, now)
+                return
+
+    def _start_prefetch(self, stream: RequestStream, handoff: Handoff, now: float) -> None:
+        decode, entry = self._engines.get(handoff.decode), stream.entry
+        if decode is None or decode.kv is None or not decode.kv.accepts_prefetches:
+            return
+        source = self._source(stream, handoff, decode)
+        if source is None or not handoff.on_push_started(now):
+            return
+        decode.kv.send(
+            PrefetchKv(
+                source,
+                list(entry.prompt),
+                entry.max_tokens,
+                entry.priority,
+                entry.cache_salt,
+                now - entry.arrival,
+                entry.predicted_output_tokens,
+            )
+        )
 
     def on_prefilled(self, stream: RequestStream, is_held: bool, now: float) -> None:
         """Note that a request has token 1, and that the engine holds its blocks or does not."""

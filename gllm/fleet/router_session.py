@@ -13,7 +13,13 @@ from gllm.fleet.connection import PeerConnection
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import GreetEngine
-from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import (
+    MAX_TICKETS,
+    KvPushStarted,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+)
 from gllm.messages.kv_cache import WatchKvCache
 from gllm.messages.requests import (
     AbortSequences,
@@ -60,7 +66,7 @@ class RouterSession:
         """Ends the subscription of KV events, if there is one."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._tickets: set[int] = set()
-        """Tickets of the router under which KV blocks may be held."""
+        """Tickets of the router under which KV blocks may be held or prefetched."""
 
     @property
     def num_requests(self) -> int:
@@ -91,10 +97,18 @@ class RouterSession:
                 self._engine.send_kv_command(message)
             case RenewKvHolds():
                 self._engine.send_kv_command(message)
+            case PrefetchKv(source) if not refusal:
+                self._tickets.add(source.ticket)
+                self._engine.send_kv_command(message)
             case ResetPrefixCache(command_id):
                 task = asyncio.create_task(self._reset_prefix_cache(command_id))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+
+    def on_push(self, ticket: int) -> None:
+        """Notify the router of a prompt of its own whose KV can be fetched from now on."""
+        if ticket in self._tickets and self.greeting.accepts_pushes:
+            self.connection.send(KvPushStarted(ticket))
 
     def end(self) -> None:
         """End all requests, because nobody reads their output any more."""
@@ -131,6 +145,9 @@ class RouterSession:
         else:
             if message.kv_ticket:
                 self._tickets.add(message.kv_ticket)
+            if message.kv_source is not None:
+                # The request has the blocks of its prefetch from now on.
+                self._tickets.discard(message.kv_source.ticket)
             running = _Running(stream, dict(zip(sorted(stream.alive), count(message.seq))))
             self._running[running] = None
             for choice, seq in running.seqs.items():

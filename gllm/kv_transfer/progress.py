@@ -40,6 +40,8 @@ class LayerProgress:
     def record(self, step: int, num_layers: int) -> None:
         """Note that the first `num_layers` layers of a step are in the KV cache.
 
+        Steps are numbered from 1 on: a new page reads as no step.
+
         The store is one aligned word, so readers never see a half of it.
         """
         self._counter[0] = step << _LAYER_BITS | num_layers

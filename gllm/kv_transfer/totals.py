@@ -17,3 +17,5 @@ class KvTransferTotals:
     """Total duration of the fetches that have got all bytes."""
     num_served: int = 0
     """Tickets under which blocks were served."""
+    num_pushed: int = 0
+    """Of these, tickets that were served from the begin of the prefill on."""

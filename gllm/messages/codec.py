@@ -23,7 +23,7 @@ from gllm.messages.fleet import (
     SetEngineRole,
 )
 from gllm.messages.forward import ForwardDecoder
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import KvPushStarted, PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -92,6 +92,7 @@ ToWorker = (
     | KvFetchStarted
     | KvFetched
     | KvRevoked
+    | PrefetchKv
     | ReleaseKvHolds
     | RenewKvHolds
 )
@@ -108,6 +109,7 @@ ToRouter = (
     | KvCacheEvents
     | CommandDone
     | RefuseRouter
+    | KvPushStarted
 )
 """Messages that an engine may send to a router."""
 ToEngine = (
@@ -123,6 +125,7 @@ ToEngine = (
     | ResetPrefixCache
     | NoticeToEngine
     | RefuseEngine
+    | PrefetchKv
     | ReleaseKvHolds
     | RenewKvHolds
 )

@@ -37,6 +37,8 @@ class GreetEngine(WireMessage, frozen=True):
     """Name of the router, for logs."""
     run: int
     """Random number of this start of the router."""
+    accepts_pushes: bool = False
+    """True if the router understands KvPushStarted."""
 
 
 class AnnounceEngine(WireMessage, frozen=True):
@@ -85,6 +87,8 @@ class AnnounceEngine(WireMessage, frozen=True):
     kv_digest: str = ""
     """Digest of all that decides the numbers in the KV cache, on any number of ranks. Engines of
     equal ones exchange blocks; empty if unknown, then those of equal numerics do."""
+    accepts_prefetches: bool = False
+    """True if the engine understands PrefetchKv."""
 
 
 class EngineReport(WireMessage, frozen=True):

@@ -4,6 +4,9 @@ A router sends the prefill with a ticket (`SubmitRequest.kv_ticket`), under whic
 the KV blocks at the end of the request, and the rest of the request to another engine with the
 source of these blocks (`SubmitRequest.kv_source`). They are sent only to engines that announce a
 `kv_endpoint`.
+
+The blocks can be fetched while the prompt is computed: the first engine reports KvPushStarted, and
+the router sends PrefetchKv to the second one. The rest of the request follows as always.
 """
 
 from typing import Annotated
@@ -11,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from gllm.messages.base import WireMessage
+from gllm.messages.base import TokenId, WireMessage
 from gllm.messages.tickets import Ticket
 
 MAX_TICKETS = 1024
@@ -45,13 +48,47 @@ class KvHandoff(msgspec.Struct, frozen=True):
     """Engine that holds the KV cache of the first tokens; None to compute it."""
 
 
+class KvPushStarted(WireMessage, frozen=True):
+    """Report of the prefill engine: the KV blocks of a prompt can be fetched from now on."""
+
+    ticket: Ticket
+
+
+class PrefetchKv(WireMessage, frozen=True):
+    """Command to the decode engine: fetch the KV blocks of a prompt that is still computed.
+
+    SubmitRequest follows with the same source, or ReleaseKvHolds with its ticket.
+    """
+
+    source: KvSource
+    """Of the whole prompt."""
+    prompt: list[TokenId]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    priority: int = 0
+    cache_salt: str = ""
+    age_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Time since the request was first submitted."""
+    predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
+    """See SubmitRequest."""
+
+
 class ReleaseKvHolds(WireMessage, frozen=True):
-    """Command to the engine that holds KV blocks: free them; unknown tickets are ignored."""
+    """Command to the engine that holds or prefetches KV blocks: free them.
+
+    Unknown tickets are ignored.
+    """
 
     tickets: Tickets
 
 
 class RenewKvHolds(WireMessage, frozen=True):
-    """Command to the engine that holds KV blocks: extend leases; unknown tickets are ignored."""
+    """Command to the engine that holds or prefetches KV blocks: extend leases.
+
+    Unknown tickets are ignored.
+    """
 
     tickets: Tickets
+
+
+HandoffCommand = PrefetchKv | ReleaseKvHolds | RenewKvHolds
+"""Commands of a router about KV blocks."""

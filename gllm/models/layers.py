@@ -4,7 +4,7 @@
 memory of intermediate results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,13 +45,21 @@ class DecoderLayers:
         """True if steps run as a recorded program; known after the first step."""
         return self._program is not None
 
-    def __call__(self, hidden: Tensor, context: ForwardContext, kv: Sequence[LayerCache]) -> Tensor:
+    def __call__(
+        self,
+        hidden: Tensor,
+        context: ForwardContext,
+        kv: Sequence[LayerCache],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Return the residual stream [tokens, hidden] after the layers, valid until the next call.
 
         Args:
             hidden: residual stream [tokens, hidden] before the layers; may be overwritten.
             context: inputs of the step.
             kv: KV cache of each layer, the same at every call until `release_workspace`.
+            on_layer: called after each layer with the number of layers whose keys and values are in
+                the KV cache; None for no calls.
         """
         tokens = len(hidden)
         is_native = all(plan.backend == "native" for plan in context.attention_plans.values())
@@ -61,9 +69,9 @@ class DecoderLayers:
             self._program = self._record(capacity, hidden.dtype, kv)
             self._can_record = self._program is not None
         if self._program is None:
-            return _add(hidden, self._run(hidden, context, kv))
+            return _add(hidden, self._run(hidden, context, kv, on_layer))
         stream = self._stream[:tokens].copy_(hidden)
-        self._program.run(tokens, context.attention_plans, context.angles)
+        self._program.run(tokens, context.attention_plans, context.angles, on_layer)
         return _add(stream, None if self._delta is None else self._delta[:tokens])
 
     def release_workspace(self) -> None:
@@ -73,12 +81,18 @@ class DecoderLayers:
         self._can_record = True
 
     def _run(
-        self, hidden: Tensor, context: ForwardContext, kv: Sequence[LayerCache]
+        self,
+        hidden: Tensor,
+        context: ForwardContext,
+        kv: Sequence[LayerCache],
+        on_layer: Callable[[int], None] | None,
     ) -> Tensor | None:
         """Run layer by layer; return the last addend of the residual stream."""
         delta = None
-        for layer, cache in zip(self.layers, kv, strict=True):
+        for count, (layer, cache) in enumerate(zip(self.layers, kv, strict=True), start=1):
             delta = layer(hidden, delta, context, cache)
+            if on_layer is not None:
+                on_layer(count)
         return delta
 
     def _record(
@@ -101,6 +115,7 @@ class DecoderLayers:
                 for layer, cache in zip(self.layers, kv, strict=True):
                     recorded.reuse()
                     self._delta = layer(self._stream, self._delta, context, cache)
+                    recorded.end_segment()
         except NotRecordableError:
             return None
         return RecordedProgram(recorded, context.angles)

@@ -4,7 +4,7 @@ A stage has consecutive layers; the first stage also has the embedding, the last
 The arithmetic is in gllm/kernels; `gllm.models.spec` describes which of it a model uses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -301,7 +301,11 @@ class ModelStage:
         return sum(self.part_bytes.values())
 
     def forward(
-        self, inputs: StageInputs, hidden: Tensor | None, kv: Sequence[LayerCache]
+        self,
+        inputs: StageInputs,
+        hidden: Tensor | None,
+        kv: Sequence[LayerCache],
+        on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Return the residual stream [tokens, hidden] after this stage's layers.
 
@@ -312,12 +316,13 @@ class ModelStage:
             hidden: residual stream [tokens, hidden] of the previous stage, overwritten; None on the
                 first stage.
             kv: KV cache of each layer of this stage, the same at every call.
+            on_layer: called after each layer with the number of this stage's layers so far.
         """
         if self.embedding is not None:
             hidden = self.embedding(inputs)
         assert hidden is not None, "every stage but the first requires activations"
         context = ForwardContext(inputs.attention, self.compute_angles(inputs.positions))
-        return self.layers(hidden, context, kv)
+        return self.layers(hidden, context, kv, on_layer)
 
     def release_workspace(self) -> None:
         """Free the memory of steps; the next step may have another KV cache."""

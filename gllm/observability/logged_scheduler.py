@@ -9,6 +9,7 @@ from gllm.observability.step_log import (
     DepthEvent,
     KvTransferCall,
     KvTransferEvent,
+    PrefetchEvent,
     ResetPrefixCacheEvent,
     ScheduleEvent,
     StageTimesEvent,
@@ -16,6 +17,8 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_prefetches import PrefetchRequest
+from gllm.scheduler.kv_pushes import KvPush
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
@@ -47,6 +50,12 @@ class LoggedScheduler(Scheduler):
         """Add a request; one that the scheduler rejects is not logged."""
         super().add(request, now)
         self._write(to_event(request, now))
+
+    def prefetch(self, request: PrefetchRequest, now: float) -> int:
+        """Fetch KV of a later request; one that the scheduler rejects is not logged."""
+        seq = super().prefetch(request, now)
+        self._write(PrefetchEvent(now, *request))
+        return seq
 
     def abort(self, seqs: list[int]) -> None:
         """Abort sequences."""
@@ -86,6 +95,14 @@ class LoggedScheduler(Scheduler):
         fetches = super().take_fetches(now)
         self._write(KvTransferEvent(now, "take_fetches", [fetch.seq for fetch in fetches]))
         return fetches
+
+    def take_pushes(self) -> list[KvPush]:
+        """Return KV that can be fetched while its prompt is computed; logged for each prompt."""
+        pushes = super().take_pushes()
+        tickets = [push.ticket for push in pushes if push.is_first]
+        if tickets:
+            self._write_kv_call("take_pushes", tickets)
+        return pushes
 
     def record_fetch_progress(self, seq: int) -> None:
         """Record that bytes of a fetch have arrived."""
@@ -143,6 +160,7 @@ def to_event(request: SchedulerRequest, now: float) -> AddEvent:
         request.kv_source_tokens,
         request.is_kv_foreign,
         request.predicted_output_tokens,
+        request.kv_source_ticket,
     )
 
 
@@ -163,6 +181,7 @@ def to_request(event: AddEvent) -> SchedulerRequest:
         event.kv_source_tokens,
         event.is_kv_foreign,
         event.predicted_output_tokens,
+        event.kv_source_ticket,
     )
 
 
@@ -183,6 +202,17 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
             scheduler.commit(event.result)
         case StageTimesEvent():
             scheduler.record_step_times(event.stage, event.steps)
+        case PrefetchEvent():
+            request = PrefetchRequest(
+                event.ticket,
+                event.prompt,
+                event.max_tokens,
+                event.priority,
+                event.cache_salt,
+                event.age_seconds,
+                event.predicted_output_tokens,
+            )
+            scheduler.prefetch(request, event.time)
         case KvTransferEvent():
             _replay_kv_call(scheduler, event)
     return None
@@ -192,6 +222,8 @@ def _replay_kv_call(scheduler: Scheduler, event: KvTransferEvent) -> None:
     match event.call:
         case "take_fetches":
             scheduler.take_fetches(event.time)
+        case "take_pushes":
+            scheduler.take_pushes()
         case "record_fetch_progress":
             scheduler.record_fetch_progress(event.ids[0])
         case "finish_fetch":

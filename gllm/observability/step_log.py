@@ -24,6 +24,7 @@ ASYNC_SCHEDULING, ASYNC_SCHEDULING_ON_DISK = b'"async_scheduling":', b'"lookahea
 
 KvTransferCall = Literal[
     "take_fetches",
+    "take_pushes",
     "record_fetch_progress",
     "finish_fetch",
     "take_revocations",
@@ -98,6 +99,20 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     kv_source_tokens: int = 0
     is_kv_foreign: bool = False
     predicted_output_tokens: int = 0
+    kv_source_ticket: int = 0
+
+
+class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):
+    """Call of `Scheduler.prefetch`: the fields of `PrefetchRequest`."""
+
+    time: float
+    ticket: int
+    prompt: list[int]
+    max_tokens: int
+    priority: int = 0
+    cache_salt: str = ""
+    age_seconds: float = 0.0
+    predicted_output_tokens: int = 0
 
 
 class AbortEvent(msgspec.Struct, frozen=True, tag_field="event", tag="abort"):
@@ -168,6 +183,7 @@ StepLogEvent = (
     | ScheduleEvent
     | CommitEvent
     | KvTransferEvent
+    | PrefetchEvent
     | StageTimesEvent
 )
 

@@ -50,6 +50,13 @@ class StartPrefill(NamedTuple):
     ticket: int
 
 
+class StartPrefetch(NamedTuple):
+    """Let an engine fetch the KV blocks of the prompt while they are computed."""
+
+    engine: str
+    ticket: int
+
+
 class StartDecode(NamedTuple):
     """Submit the request with its tokens."""
 
@@ -60,7 +67,7 @@ class StartDecode(NamedTuple):
 
 
 class ReleaseHold(NamedTuple):
-    """Let the prefill engine free the blocks of a ticket."""
+    """Let an engine free the blocks that it holds or prefetches under a ticket."""
 
     engine: str
     ticket: int
@@ -73,7 +80,7 @@ class RenewHold(NamedTuple):
     ticket: int
 
 
-HandoffAction = StartPrefill | StartDecode | ReleaseHold | RenewHold
+HandoffAction = StartPrefill | StartPrefetch | StartDecode | ReleaseHold | RenewHold
 
 
 class Handoff:
@@ -100,6 +107,8 @@ class Handoff:
         """Engine that has the request in the states TRANSFER and DECODE; empty for none."""
         self._may_be_held = False
         """True if the prefill engine may hold blocks under the ticket."""
+        self._prefetching = ""
+        """Engine that may have blocks for the request, which it has not got; empty for none."""
         self._read_deadline = self._hold_deadline = self._renew_at = 0.0
 
     @property
@@ -128,6 +137,18 @@ class Handoff:
         self.state, self._may_be_held = HandoffState.PREFILL, True
         return [StartPrefill(self.pair.prefill, self.ticket)]
 
+    def on_push_started(self, now: float) -> list[HandoffAction]:
+        """Note that the blocks can be fetched while the prompt is computed, in PREFILL.
+
+        Returns:
+            The command to the decode engine; nothing without one, or in other states.
+        """
+        if self.state is not HandoffState.PREFILL or not self._decode or self._prefetching:
+            return []
+        self._prefetching = self._decode
+        self._renew_at = now + self._limits.renew_seconds
+        return [StartPrefetch(self._decode, self.ticket)]
+
     def on_prefilled(self, now: float) -> None:
         """Note that token 1 has arrived and more tokens are to follow: PREFILL -> READY."""
         assert self.state is HandoffState.PREFILL
@@ -155,13 +176,16 @@ class Handoff:
         if self.state is not HandoffState.TRANSFER:
             return []
         self._asked = engine
-        return self._release() if engine == self.pair.prefill else []
+        if engine == self.pair.prefill:
+            return self._release()
+        return self._release_prefetch() if engine != self._prefetching else []
 
     def on_decoded(self) -> list[HandoffAction]:
         """Note a token of the engine that decodes: TRANSFER -> DECODE."""
         if self.state is not HandoffState.TRANSFER:
             return []
         self.state, self.outcome = HandoffState.DECODE, "transferred"
+        self._prefetching = ""
         return self._release()
 
     def on_given_back(self, engine: str) -> list[HandoffAction]:
@@ -181,6 +205,8 @@ class Handoff:
             self._may_be_held = False
         if engine == self._decode:
             self._decode = ""
+        if engine == self._prefetching:
+            self._prefetching = ""
 
     def on_not_held(self) -> None:
         """Note that the prefill engine has not kept the blocks."""
@@ -192,24 +218,32 @@ class Handoff:
         return self._finish()
 
     def on_tick(self, now: float) -> list[HandoffAction]:
-        """Act on deadlines: a reader that does not read, the lease and the age of a hold."""
+        """Act on deadlines: a reader that does not read, leases, and the age of a hold."""
         if self.state is HandoffState.READY and now >= self._read_deadline:
             return self.on_read()
-        if self.state not in (HandoffState.READY, HandoffState.TRANSFER) or not self._may_be_held:
+        engines = []
+        if self._may_be_held and self.state in (HandoffState.READY, HandoffState.TRANSFER):
+            if now >= self._hold_deadline:
+                return self._release()
+            engines.append(self.pair.prefill)
+        if self._prefetching and self.state in (HandoffState.PREFILL, HandoffState.READY):
+            engines.append(self._prefetching)
+        if not engines or now < self._renew_at:
             return []
-        if now >= self._hold_deadline:
-            return self._release()
-        if now >= self._renew_at:
-            self._renew_at = now + self._limits.renew_seconds
-            return [RenewHold(self.pair.prefill, self.ticket)]
-        return []
+        self._renew_at = now + self._limits.renew_seconds
+        return [RenewHold(engine, self.ticket) for engine in engines]
 
     def _finish(self) -> list[HandoffAction]:
         self.state = HandoffState.DONE
         return self._release()
 
     def _release(self) -> list[HandoffAction]:
-        if not self._may_be_held:
-            return []
-        self._may_be_held = False
-        return [ReleaseHold(self.pair.prefill, self.ticket)]
+        actions = self._release_prefetch()
+        if self._may_be_held:
+            self._may_be_held = False
+            actions.append(ReleaseHold(self.pair.prefill, self.ticket))
+        return actions
+
+    def _release_prefetch(self) -> list[HandoffAction]:
+        engine, self._prefetching = self._prefetching, ""
+        return [ReleaseHold(engine, self.ticket)] if engine else []

@@ -17,6 +17,7 @@ from gllm.config.field_types import FieldError
 from gllm.kernels.attention_backends import AttentionRequirements, BackendChoice, choose_backend
 from gllm.kernels.native.library import describe_kernels
 from gllm.kv_transfer.layout import KvLayout
+from gllm.kv_transfer.progress import LayerProgress
 from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
@@ -108,6 +109,8 @@ class BaseExecutor(StageWeights, ABC):
         self._keeps_last_tokens = num_stages == 1
         """True if plans may have placeholders for tokens that the previous step samples."""
         self._eos_ids = model_config.eos_ids
+        self._progress: LayerProgress | None = None
+        self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
 
     @property
     def numerics(self) -> str:
@@ -176,6 +179,7 @@ class BaseExecutor(StageWeights, ABC):
         if self._folder is not None:
             self._stage.release_workspace()
             self._stage.ranks.leave()
+        self._progress = None
         if hasattr(self, "_cache"):
             del self._cache
 
@@ -192,6 +196,10 @@ class BaseExecutor(StageWeights, ABC):
         """See Executor."""
         layers = self._whole_model.layers
         return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
+
+    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
+        """See Executor."""
+        self._progress = LayerProgress(kv_memory, layout, is_writable=True)
 
     @property
     def _windows(self) -> frozenset[int | None]:

@@ -14,9 +14,9 @@ import msgspec
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.control import CommandDone, ResetPrefixCache
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import HandoffCommand
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvRevoked
+from gllm.messages.kv_transfer import KvReport
 from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
@@ -254,9 +254,7 @@ class Driver:
             if self.kv is not None:
                 self.kv.coefficients = coefficients
 
-    def on_kv_message(
-        self, message: KvFetchStarted | KvFetched | KvRevoked | ReleaseKvHolds | RenewKvHolds
-    ) -> None:
+    def on_kv_message(self, message: KvReport | HandoffCommand) -> None:
         """Handle a message about KV blocks of other engines, which may free some."""
         if self.kv is not None:
             self.kv.on_message(message)

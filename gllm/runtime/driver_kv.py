@@ -4,27 +4,38 @@ It passes the scheduler's fetches, holds and revocations to the KV mover, by way
 process, and the mover's answers to the scheduler. docs/disaggregation.md has the whole path.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from itertools import count
 
 from gllm.kv_transfer.break_even import FetchDecision
 from gllm.messages.base import WireMessage
-from gllm.messages.handoff import KvSource, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import (
+    HandoffCommand,
+    KvSource,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+)
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
     KvFetched,
     KvFetchStarted,
+    KvReport,
     KvRevoked,
     RevokeKv,
     ServeKv,
 )
 from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_prefetches import PrefetchRequest
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
+
+log = logging.getLogger(__name__)
 
 MIN_PREFILL_TOKENS = 1024
 """Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
@@ -61,7 +72,7 @@ class DriverKv:
     @property
     def is_active(self) -> bool:
         """True while leases and fetches need a turn of the driver from time to time."""
-        return bool(self._fetches or self._served)
+        return bool(self._fetches or self._served or self._scheduler.has_pending_fetches)
 
     def add_to(self, request: SchedulerRequest, message: SubmitRequest) -> SchedulerRequest:
         """Return a request with its ticket, and with the number of tokens that can be fetched."""
@@ -75,6 +86,7 @@ class DriverKv:
         return request._replace(
             kv_ticket=message.kv_ticket,
             kv_source_tokens=num_tokens,
+            kv_source_ticket=0 if source is None else source.ticket,
             is_kv_foreign=source is not None and source.is_foreign,
         )
 
@@ -89,7 +101,7 @@ class DriverKv:
             source = self._sources.pop(fetch.seq, None)
             if not fetch.num_tokens:
                 continue
-            if source is None or not self._is_worth(fetch, source, now):
+            if source is None or not (fetch.is_early or self._is_worth(fetch, source, now)):
                 self._scheduler.finish_fetch(fetch.seq, False, now)
                 continue
             number = next(self._numbers)
@@ -102,12 +114,18 @@ class DriverKv:
                     fetch.first_token,
                     fetch.num_tokens,
                     fetch.block_ids,
+                    fetch.is_early,
                 )
             )
 
     def report_transfers(self) -> None:
-        """Pass new holds, revocations and cancellations on; to be called after each turn."""
+        """Pass new pushes, holds, revocations and cancellations on; called after each turn."""
         scheduler, now = self._scheduler, time.monotonic()
+        for push in scheduler.take_pushes():
+            self._served.add(push.ticket)
+            # Numbers of steps begin with 1 there.
+            step = push.step + 1
+            self._send(ServeKv(push.ticket, push.num_tokens, push.block_ids, step, push.is_partial))
         for hold in scheduler.take_holds():
             self._served.add(hold.ticket)
             self._send(ServeKv(hold.ticket, hold.num_tokens, hold.block_ids))
@@ -119,11 +137,11 @@ class DriverKv:
             for number in numbers:
                 self._send(CancelKvFetch(number))
 
-    def on_message(
-        self, message: KvFetchStarted | KvFetched | KvRevoked | ReleaseKvHolds | RenewKvHolds
-    ) -> None:
+    def on_message(self, message: KvReport | HandoffCommand) -> None:
         """Handle an answer of the mover, or a command of a router."""
         match message:
+            case PrefetchKv():
+                self._prefetch(message)
             case ReleaseKvHolds(tickets):
                 self._scheduler.release_holds(tickets)
             case RenewKvHolds(tickets):
@@ -141,11 +159,33 @@ class DriverKv:
     ) -> None:
         now = time.monotonic()
         if message.is_ok:
-            decision = self._decisions.setdefault(source.engine, FetchDecision())
-            # With the ways to the mover and back, for which the request waits too.
-            decision.observe(message.num_bytes, now - begin, now)
+            if not fetch.is_early:
+                decision = self._decisions.setdefault(source.engine, FetchDecision())
+                # With the ways to the mover and back, for which the request waits too.
+                decision.observe(message.num_bytes, now - begin, now)
             self._bytes_per_token = message.num_bytes / fetch.num_tokens
         self._scheduler.finish_fetch(fetch.seq, message.is_ok, now)
+
+    def _prefetch(self, message: PrefetchKv) -> None:
+        """Fetch the KV of a request that arrives later; one that could not run is ignored."""
+        if self.fetch_choice == "never":
+            return
+        source = message.source
+        request = PrefetchRequest(
+            source.ticket,
+            message.prompt,
+            message.max_tokens,
+            message.priority,
+            message.cache_salt,
+            message.age_seconds,
+            message.predicted_output_tokens,
+        )
+        try:
+            seq = self._scheduler.prefetch(request, time.monotonic())
+        except ValueError as error:
+            log.warning("the KV of a request is not prefetched: %s", error)
+            return
+        self._sources[seq] = source
 
     def _is_worth(self, fetch: KvFetch, source: KvSource, now: float) -> bool:
         """Return True if a fetch is predicted to take less time than the prefill of its tokens."""

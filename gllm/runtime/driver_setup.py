@@ -4,7 +4,7 @@ import time
 
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import ResetPrefixCache
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import WatchKvCache
 from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvRevoked
 from gllm.messages.measurement import LinkTimes
@@ -83,7 +83,9 @@ def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
             driver.on_stage_times(message)
         case LinkTimes():
             driver.on_link_times(message)
-        case KvFetchStarted() | KvFetched() | KvRevoked() | ReleaseKvHolds() | RenewKvHolds():
+        case KvFetchStarted() | KvFetched() | KvRevoked():
+            driver.on_kv_message(message)
+        case PrefetchKv() | ReleaseKvHolds() | RenewKvHolds():
             driver.on_kv_message(message)
         case _:
             raise ValueError(f"the driver has no use for {type(message).__name__}")

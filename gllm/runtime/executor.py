@@ -121,6 +121,17 @@ class Executor(Protocol):
         model: see KvLayout.
         """
 
+    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
+        """Count the layers of each step from now on, for other engines that fetch them.
+
+        Args:
+            kv_memory: descriptor of the file of the KV cache, as in `allocate`.
+            layout: of the KV cache.
+
+        Raises:
+            OSError: the file cannot be larger by a page.
+        """
+
     def register(self, message: RegisterSequences) -> "Future[bytes] | None":
         """Register sequences that later plans name.
 

@@ -7,6 +7,7 @@ under another endpoint. Nothing of an earlier generation reaches a later driver.
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,8 @@ from gllm.runtime.link_child import LinkChild
 
 log = logging.getLogger(__name__)
 
+_MAX_ENDED = 4096
+"""Tickets whose end is remembered."""
 _GONE = "the KV mover has ended"
 
 
@@ -54,6 +57,8 @@ class _OpenCaches:
     """Own descriptors of the memory of each worker, in the order of the layouts."""
     served: set[int] = field(default_factory=set)
     """Tickets that the driver has not seen revoked."""
+    ended: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_ENDED))
+    """Tickets that are served no longer, and never again."""
     fetches: set[int] = field(default_factory=set)
     """Fetches that run."""
     is_refused: bool = False
@@ -87,6 +92,8 @@ class EngineKvMover:
         self.totals = KvTransferTotals()
         self.on_change: Callable[[], None] = lambda: None
         """Called when the endpoint has changed."""
+        self.on_push: Callable[[int], None] = lambda ticket: None
+        """Called with the ticket of a prompt that can be fetched while it is computed."""
         self._send = send
         self._backend, self._encoding = backend, encoding
         self._address = address
@@ -165,14 +172,23 @@ class EngineKvMover:
         caches = self._caches
         if caches is None:
             return
+        is_new_push = False
         match command:
-            case ServeKv(ticket):
+            case ServeKv(ticket) if ticket in caches.ended:
+                # Its reader has had all of it, or the process that served it has ended.
+                self._send(KvRevoked(ticket))
+                return
+            case ServeKv(ticket) if ticket not in caches.served:
                 caches.served.add(ticket)
                 self.totals.num_served += 1
+                is_new_push = command.step > 0
+                self.totals.num_pushed += is_new_push
             case FetchKv(number):
                 caches.fetches.add(number)
         if self._child.is_running and not caches.is_refused:
             self._child.send(MoveKv(caches.generation, command))
+            if isinstance(command, ServeKv) and is_new_push:
+                self.on_push(command.ticket)
             return
         self._end_transfers(caches, _GONE)
         if isinstance(command, RevokeKv):
@@ -234,6 +250,7 @@ class EngineKvMover:
         match report:
             case KvRevoked(ticket):
                 caches.served.discard(ticket)
+                caches.ended.append(ticket)
             case KvFetched(number) if number in caches.fetches:
                 caches.fetches.remove(number)
                 self._count(report)
@@ -257,6 +274,7 @@ class EngineKvMover:
         """Answer all fetches and tickets, which no process has."""
         fetches, caches.fetches = sorted(caches.fetches), set()
         served, caches.served = sorted(caches.served), set()
+        caches.ended.extend(served)
         for number in fetches:
             report = KvFetched(number, False, cause=cause)
             self._count(report)

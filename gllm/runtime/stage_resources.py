@@ -94,6 +94,8 @@ class StageResources:
                 folder = Path(self._assignment.model_folder)
                 model = hash_numerics(hash_model(folder), executor.kv_numerics)
                 self.kv_layout = executor.describe_kv_cache(model)
+                if self._assignment.config.scheduler.push_threshold is not None:
+                    executor.count_layers(kv_memory, self.kv_layout)
             self.backend.prepare_steps()
 
     def start_threads(

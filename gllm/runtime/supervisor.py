@@ -21,7 +21,7 @@ from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_head
 from gllm.messages.control import ResetPrefixCache
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import HandoffCommand
 from gllm.messages.lifecycle import Shutdown
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
@@ -283,8 +283,8 @@ class Supervisor:
         """Empty the prefix cache; return the error, empty on success."""
         return await self.run_command(ResetPrefixCache, 1)
 
-    def send_kv_command(self, message: ReleaseKvHolds | RenewKvHolds) -> None:
-        """Pass a command about held KV blocks to the driver, if there is one."""
+    def send_kv_command(self, message: HandoffCommand) -> None:
+        """Pass a command about KV blocks to the driver, if there is one."""
         if self._recovery.state is RecoveryState.READY:
             self._executor.send_to_driver(message)
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from gllm.config.field_types import convert_fields
 from gllm.config.options import INT32_MAX, option
-from gllm.scheduler.lanes import LANE_NAMES
 from gllm.kv_transfer.transfer_mode import DEFAULT_THRESHOLD_TOKENS
+from gllm.scheduler.lanes import LANE_NAMES
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 
 POLICY_NAMES = (
@@ -88,8 +88,8 @@ class SchedulerConfig:
 
     preset: str | None = option(
         None,
-        "policy, prefill_order, kv_admission and kv_push of a system that separates prefill and decode, as "
-        "the preset of the router needs them; default: none",
+        "policy, prefill_order, kv_admission and kv_push of a system that separates prefill and "
+        "decode, as the preset of the router needs them; default: none",
         choices=tuple(LOCAL_PRESETS),
     )
     policy: str = option(
@@ -229,7 +229,9 @@ class SchedulerConfig:
 
     def _apply_preset(self) -> None:
         """Replace `auto` by the values of the preset. Raises ValueError for another policy."""
-        preset = LOCAL_PRESETS.get(self.preset or "", LocalPreset(self.policy, "fcfs", "auto", "off"))
+        preset = LOCAL_PRESETS.get(
+            self.preset or "", LocalPreset(self.policy, "fcfs", "auto", "off")
+        )
         if self.policy not in ("auto", preset.policy):
             raise ValueError(
                 f"policy is {self.policy}, but preset {self.preset} sets policy {preset.policy}: "

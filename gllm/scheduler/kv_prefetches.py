@@ -130,7 +130,7 @@ class KvPrefetches:
         sequence.num_published_blocks = own.num_published_blocks
         self._kv_cache.running[sequence.seq] = sequence
         # Its driver forgets the source of the sequence.
-        self._adopted.append(KvFetch(sequence.seq, 0, 0, []))
+        self._adopted.append(KvFetch(sequence.seq, 0, 0, [], is_early=True))
         if prefetch.is_complete:
             self._fetches.use_fetched(sequence)
         else:
@@ -187,7 +187,7 @@ class KvPrefetches:
         self._by_ticket.pop(prefetch.ticket, None)
         sequence = prefetch.sequence
         if sequence.seq not in self._started:
-            self._adopted.append(KvFetch(sequence.seq, 0, 0, []))
+            self._adopted.append(KvFetch(sequence.seq, 0, 0, [], is_early=True))
             return
         sequence.is_finished = True
         if prefetch.is_complete:

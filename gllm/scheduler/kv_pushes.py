@@ -47,8 +47,11 @@ class KvPushes:
         self._block_size = block_size
         self._open: dict[int, _OpenPush] = {}
         self._new: list[KvPush] = []
-        self.num_revoked = 0
-        """Pushes whose revocation has not been confirmed yet."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True if blocks return once a push has been revoked."""
+        return any(push.sequence.is_freeing_blocks for push in self._open.values())
 
     @property
     def is_enabled(self) -> bool:
@@ -86,7 +89,6 @@ class KvPushes:
         for ticket, push in self._open.items():
             if push.sequence.is_freeing_blocks and not push.is_revoked:
                 push.is_revoked = True
-                self.num_revoked += 1
                 tickets.append(ticket)
         return tickets
 
@@ -98,7 +100,6 @@ class KvPushes:
         push = self._open.pop(ticket, None)
         if push is None:
             return None
-        self.num_revoked -= push.is_revoked
         push.sequence.num_rows_in_flight -= 1
         return push.sequence
 

@@ -1,4 +1,4 @@
-"""KV that moves between engines, as the scheduler sees it: fetches, prefetches, pushes and holds."""
+"""KV that moves between engines, for the scheduler: fetches, prefetches, pushes and holds."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -63,7 +63,7 @@ class KvTransfers:
             sequences: all sequences of the scheduler, at least one.
         """
         holds = self._kv_cache.holds
-        if self.fetches.num_in_flight or holds.num_revoked or self.pushes.num_revoked:
+        if self.fetches.num_in_flight or holds.num_revoked or self.pushes.is_ending:
             return True
         self.prefetches.release_started()
         if self.prefetches.num_in_flight:

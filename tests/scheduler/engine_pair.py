@@ -12,6 +12,8 @@ from random import Random
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, KvHold
+from gllm.scheduler.kv_prefetches import PrefetchRequest
+from gllm.scheduler.kv_pushes import KvPush
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.pipeline import Pipeline
 
@@ -30,11 +32,13 @@ class ClientRequest:
     """True while an engine computes its prompt for the other."""
     ticket: int = 0
     """Of the hold that its KV is fetched from; 0 without."""
+    push_ticket: int = 0
+    """Ticket under which its prompt is pushed; 0 without."""
 
 
 @dataclass
 class Transfer:
-    """A fetch that the mover carries out."""
+    """A fetch of the mover."""
 
     engine: int
     """Receiver."""
@@ -43,6 +47,8 @@ class Transfer:
     num_done: int = 0
     is_broken: bool = False
     """True if it will fail: it writes garbage until it has ended."""
+    pushed_seq: int | None = None
+    """Sequence that computes the tokens meanwhile; None if they are held."""
 
 
 class EnginePair:
@@ -64,12 +70,16 @@ class EnginePair:
         self.held_tokens: dict[int, list[int]] = {}
         """Tokens of the sequence of each ticket."""
         self.sources: dict[tuple[int, int], int] = {}
-        """Ticket of each sequence that fetches."""
+        """Ticket of each fetching sequence."""
         self.revoked: list[set[int]] = [set(), set()]
         self.transfers: list[Transfer] = []
         self.abandoned: set[int] = set()
         """Tickets that the router has forgotten: their leases expire."""
-        self.num_tickets = 0
+        self.used: set[int] = set()
+        """Tickets that the mover has begun to read."""
+        self.ended_tickets: set[int] = set()
+        """Tickets that are never served again."""
+        self.num_tickets = self.num_pushed = self.num_adopted = 0
         self.num_fetched = self.num_failed = self.num_revoked = 0
 
     def add(self, request: SchedulerRequest, engine: int, is_handed_off: bool) -> None:
@@ -99,6 +109,7 @@ class EnginePair:
     def abort(self, client_id: int) -> None:
         """The client has left; nobody needs its hold any more."""
         client = self.clients.pop(client_id)
+        self._release_prefetch(client)
         num_choices = 1 if client.is_prefill else client.request.n
         self.engines[client.engine].abort(list(range(client.seq, client.seq + num_choices)))
         self.ended[client_id].append("abort")
@@ -123,6 +134,7 @@ class EnginePair:
             else:
                 self.outputs[client_id] = [[] for _ in range(request.n)]
                 self.ended[client_id].clear()
+            self._release_prefetch(client)
             self.engines[1 - engine].scheduler.release_holds([client.ticket])
             client.is_prefill, client.ticket = False, 0
             self._submit(client_id, 1 - engine, request)
@@ -134,10 +146,11 @@ class EnginePair:
         if pipeline.plans and rng.random() < 0.5:
             self._commit(engine)
             return True
-        living = [client.ticket for client in self.clients.values() if client.ticket]
+        living = [client.ticket or client.push_ticket for client in self.clients.values()]
         scheduler.renew_holds(living, pipeline.now)
         self._start_transfers(engine, scheduler.take_fetches(pipeline.now))
         plan = pipeline.schedule(fails)
+        self._start_pushes(engine, scheduler.take_pushes())
         for seq in scheduler.take_fetch_cancellations():
             self._cancel(engine, seq)
         revocations = scheduler.take_revocations(pipeline.now)
@@ -152,7 +165,10 @@ class EnginePair:
         pipeline = self.engines[engine]
         outcome = pipeline.commit()
         for hold in pipeline.scheduler.take_holds():
-            self.holds[engine][hold.ticket] = hold
+            if hold.ticket in self.ended_tickets:
+                self._confirm(engine, hold.ticket)
+            else:
+                self.holds[engine][hold.ticket] = hold
         for seq, token in zip(outcome.seqs, outcome.token_ids, strict=True):
             client_id, choice = self._find(engine, seq)
             if client_id in self.clients:
@@ -185,6 +201,8 @@ class EnginePair:
         if self.rng.random() < 0.03:
             self.abandoned.add(ticket)
             ticket = num_tokens = 0
+            if self.rng.random() < 0.5:
+                self._release_prefetch(client)
         client.ticket = ticket
         if request.n == 1:
             resumed = request._replace(outputs=self.outputs[client_id])
@@ -195,13 +213,18 @@ class EnginePair:
         self._submit(
             client_id,
             receiver,
-            resumed._replace(kv_source_tokens=num_tokens, is_kv_foreign=client_id % 5 == 0),
+            resumed._replace(
+                kv_source_tokens=num_tokens,
+                kv_source_ticket=ticket,
+                is_kv_foreign=client_id % 5 == 0,
+            ),
         )
         if ticket:
             self.sources[receiver, client.seq] = ticket
 
     def _end(self, client_id: int, reason: str) -> None:
         self.ended[client_id].append(reason)
+        self._release_prefetch(self.clients[client_id])
         if len(self.ended[client_id]) == self.requests[client_id].n or reason == "error":
             client = self.clients[client_id]
             if len(self.ended[client_id]) < client.request.n:
@@ -218,15 +241,55 @@ class EnginePair:
         for fetch in fetches:
             ticket = self.sources[engine, fetch.seq]
             if fetch.num_tokens:
-                self.transfers.append(Transfer(engine, fetch, ticket))
-            else:
+                is_broken = ticket in self.used
+                self.used.add(ticket)
+                seq = self._find_pushed_seq(1 - engine, ticket) if fetch.is_early else None
+                self.transfers.append(Transfer(engine, fetch, ticket, 0, is_broken, seq))
+            elif not fetch.is_early:
                 self.engines[1 - engine].scheduler.release_holds([ticket])
+            self.num_adopted += fetch.is_early and fetch.seq >= 0
+
+    def _start_pushes(self, engine: int, pushes: list[KvPush]) -> None:
+        """Serve prompts that are computed, and let the other engine prefetch most of them."""
+        for push in pushes:
+            assert push.ticket not in self.ended_tickets
+            if not push.is_first:
+                continue
+            self.num_pushed += 1
+            seq = self._find_pushed_seq(engine, push.ticket)
+            if seq is None:
+                continue
+            client_id, _ = self._find(engine, seq)
+            client, other = self.clients[client_id], self.engines[1 - engine]
+            request, prompt = client.request, list(client.request.prompt_token_ids)
+            self.held_tokens[push.ticket] = prompt
+            if request.n > 1 or self.rng.random() < 0.2:
+                continue
+            client.push_ticket = push.ticket
+            prefetch = PrefetchRequest(
+                push.ticket, prompt, request.max_tokens, request.priority, request.cache_salt
+            )
+            number = other.scheduler.prefetch(prefetch, other.now)
+            self.sources[1 - engine, number] = push.ticket
+
+    def _find_pushed_seq(self, engine: int, ticket: int) -> int | None:
+        """Return the sequence that is computed under a ticket, if it has not ended."""
+        for seq, sequence in self.engines[engine].scheduler._sequences.items():
+            if sequence.request.kv_ticket == ticket and not sequence.is_finished:
+                return seq
+        return None
+
+    def _release_prefetch(self, client: ClientRequest) -> None:
+        if client.push_ticket:
+            for engine in self.engines:
+                engine.scheduler.release_holds([client.push_ticket])
 
     def _cancel(self, engine: int, seq: int) -> None:
         for transfer in self.transfers:
             if (transfer.engine, transfer.fetch.seq) == (engine, seq):
                 transfer.is_broken = True
-        self.engines[1 - engine].scheduler.release_holds([self.sources[engine, seq]])
+        if seq >= 0:
+            self.engines[1 - engine].scheduler.release_holds([self.sources[engine, seq]])
 
     def move(self, fails: float = 0.0) -> bool:
         """One step of the mover; False if it has nothing to do."""
@@ -238,19 +301,41 @@ class EnginePair:
         if not self.transfers:
             return False
         transfer = rng.choice(self.transfers)
-        held = self.holds[1 - transfer.engine].get(transfer.ticket)
-        transfer.is_broken |= held is None or rng.random() < fails
         num_left = transfer.fetch.num_tokens - transfer.num_done
+        held = self.holds[1 - transfer.engine].get(transfer.ticket)
+        if held is None and transfer.pushed_seq is not None:
+            held = self._find_pushed(transfer)
+            if held is not None and not transfer.is_broken:
+                first = transfer.fetch.first_token + transfer.num_done
+                num_ready = min(num_left, held.num_tokens - first)
+                if num_ready <= 0:
+                    return False
+                self._copy(transfer, held, num_ready)
+                transfer.num_done += num_ready
+                self._on_moved(transfer, num_ready == num_left)
+                return True
+        transfer.is_broken |= held is None or rng.random() < fails
         if transfer.is_broken and rng.random() < 0.5:
             num_left = 0
         count = min(num_left, rng.randint(1, 8))
         self._copy(transfer, None if transfer.is_broken else held, count)
         transfer.num_done += count
+        self._on_moved(transfer, count == num_left)
+        return True
+
+    def _on_moved(self, transfer: Transfer, is_last: bool) -> None:
         scheduler = self.engines[transfer.engine].scheduler
         scheduler.record_fetch_progress(transfer.fetch.seq)
-        if count == num_left:
+        if is_last:
             self._finish(transfer)
-        return True
+
+    def _find_pushed(self, transfer: Transfer) -> KvHold | None:
+        """Return what is computed of a prompt; None if its push has ended early."""
+        scheduler = self.engines[1 - transfer.engine].scheduler
+        sequence = scheduler._sequences.get(transfer.pushed_seq)
+        if sequence is None or sequence.is_freeing_blocks or sequence.epoch:
+            return None
+        return KvHold(transfer.ticket, sequence.num_computed_tokens, sequence.block_ids)
 
     def _copy(self, transfer: Transfer, hold: KvHold | None, count: int) -> None:
         """Copy some tokens; garbage if there is no hold."""
@@ -283,13 +368,14 @@ class EnginePair:
         if is_ok:
             # The receiver has all of it: the source need not ask any more.
             self._confirm(1 - transfer.engine, transfer.ticket)
-        else:
+        elif not transfer.fetch.is_early:
             source = self.engines[1 - transfer.engine].scheduler
             source.release_holds([transfer.ticket])
         engine.scheduler.finish_fetch(transfer.fetch.seq, is_ok, engine.now)
         engine.check()
 
     def _confirm(self, engine: int, ticket: int) -> None:
+        self.ended_tickets.add(ticket)
         self.revoked[engine].discard(ticket)
         self.holds[engine].pop(ticket, None)
         self.engines[engine].scheduler.confirm_revocation(ticket)
@@ -301,10 +387,11 @@ class EnginePair:
             progress = [self.step(engine) for engine in (0, 1)] + [self.move()]
             if any(progress):
                 continue
-            if not self.clients and not any(self.holds):
+            waits = any(engine.scheduler.has_pending_fetches for engine in self.engines)
+            if not self.clients and not any(self.holds) and not waits:
                 return
-            # Nobody but the lease ends a hold that the router has forgotten.
-            forgotten = [t for holds in self.holds for t in holds if t in self.abandoned]
+            # Nobody but the lease ends a hold or a prefetch that the router has forgotten.
+            forgotten = [t for holds in self.holds for t in holds if t in self.abandoned] or waits
             assert forgotten, "requests wait, and nothing will ever happen"
             for engine in self.engines:
                 engine.now += HOLD_LEASE_SECONDS

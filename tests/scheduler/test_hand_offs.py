@@ -1,5 +1,6 @@
 """Two engines that hand requests to each other: every request ends, every block returns."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -61,7 +62,12 @@ def test_every_request_ends_and_every_block_returns(
     first: SchedulerConfig, second: SchedulerConfig, seed: int
 ) -> None:
     """With fetches, holds, revocations, failed transfers, aborts and deaths at any state."""
-    pair = EnginePair([first, second], Random(seed))
+    rng = Random(seed)
+    configs = [
+        replace(each, kv_push=rng.choice(("off", "layer")), kv_push_threshold=rng.choice((0, 5)))
+        for each in (first, second)
+    ]
+    pair = EnginePair(configs, rng)
     drive(pair, STEPS)
     pair.drain()
     check_end(pair)
@@ -90,6 +96,31 @@ def test_two_engines_full_of_holds_for_each_other_go_on(seed: int) -> None:
     check_end(pair)
     assert pair.num_revoked
     assert pair.num_fetched
+
+
+@pytest.mark.parametrize("num_blocks", [10, 14, 40])
+def test_pushed_prompts_end_though_both_engines_are_full(num_blocks: int) -> None:
+    """Each engine prefills for the other one, and prefetches from it."""
+    num_pushed = num_adopted = 0
+    for seed in range(num_examples(8, 100)):
+        rng = Random(seed)
+        config = small_config(
+            num_blocks,
+            prefix_cache=rng.random() < 0.5,
+            async_scheduling=rng.random() < 0.5,
+            kv_threshold=rng.choice((0, 0.05)),
+            max_prefill_tokens=rng.choice((4, 32)),
+            min_prefill_tokens=4,
+            kv_push="layer",
+            kv_push_threshold=rng.choice((0, 5)),
+        )
+        pair = EnginePair([config, config], rng)
+        drive(pair, STEPS)
+        pair.drain()
+        check_end(pair)
+        num_pushed += pair.num_pushed
+        num_adopted += pair.num_adopted
+    assert num_pushed > num_adopted > 0
 
 
 @pytest.mark.parametrize("seed", range(5))

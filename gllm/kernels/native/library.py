@@ -197,7 +197,7 @@ class KernelLibrary:
         run.argtypes, run.restype = [Pointer, Long], None
         self._run = run
 
-    def run(self, calls: ctypes.Array[Any], count: int) -> None:
+    def run(self, calls: ctypes.c_void_p, count: int) -> None:
         """Run recorded calls (program.py) without holding the GIL."""
         self._run(calls, count)
 

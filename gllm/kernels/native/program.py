@@ -71,6 +71,8 @@ class KernelRecorder(KernelLibrary):
     def __init__(self, library: KernelLibrary, tokens: int, memory: Tensor) -> None:
         """Record calls of `library` with buffers in memory [bytes] uint8."""
         self.calls: list[ctypes.Structure] = []
+        self.segment_ends: list[int] = []
+        """Number of calls up to the end of each segment."""
         self.checks: list[Callable[[], None]] = []
         """Checks to call after each run of the calls."""
         self.tokens = tokens
@@ -81,6 +83,10 @@ class KernelRecorder(KernelLibrary):
     def __call__(self, arguments: ctypes.Structure) -> None:
         """Store the call."""
         self.calls.append(arguments)
+
+    def end_segment(self) -> None:
+        """End a part of the calls, after which a run may call a function."""
+        self.segment_ends.append(len(self.calls))
 
     def call_after(self, check: Callable[[], None]) -> None:
         """Store the check, once."""
@@ -143,6 +149,7 @@ class RecordedProgram:
             table += [recorded.address(arguments), ctypes.addressof(arguments)]
         self._table = (ctypes.c_void_p * len(table))(*table)
         self._count = len(calls)
+        self._segment_ends = recorded.segment_ends
         self._checks = recorded.checks
         self._library = recorded.library
         self._attentions = [call for call in calls if isinstance(call, AttentionArguments)]
@@ -163,10 +170,18 @@ class RecordedProgram:
         tokens: int,
         plans: Mapping[int | None, AttentionPlan],
         angles: Mapping[Any, RotaryAngles],
+        on_segment: Callable[[int], None] | None = None,
     ) -> None:
-        """Run the calls for a step of `tokens` tokens, with plans by window and angles by rope.
+        """Run the calls for a step.
 
         Raises what the checks of the recorded calls raise, such as GroupClosedError.
+
+        Args:
+            tokens: of the step.
+            plans: by window.
+            angles: by rope.
+            on_segment: called after each segment with the number of segments that have run; None
+                to run all calls at once.
         """
         if tokens != self._num_tokens:
             for call, rows_per_token in self._calls_with_rows:
@@ -184,7 +199,20 @@ class RecordedProgram:
         for call in self._attentions:
             for name, value in fields[call.window]:
                 setattr(call, name, value)
-        self._library.run(self._table, self._count)
+        if on_segment is None:
+            self._run_calls(0, self._count)
+            return
+        begin = 0
+        for index, end in enumerate(self._segment_ends, start=1):
+            self._run_calls(begin, end)
+            on_segment(index)
+            begin = end
+
+    def _run_calls(self, begin: int, end: int) -> None:
+        """Run some of the calls, and the checks."""
+        entry_bytes = 2 * ctypes.sizeof(ctypes.c_void_p)
+        address = ctypes.addressof(self._table) + begin * entry_bytes
+        self._library.run(ctypes.c_void_p(address), end - begin)
         for check in self._checks:
             check()
 

@@ -1,5 +1,7 @@
 """Executor of a stage on a CPU."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from gllm.runtime.sampling import build_embedding_details, to_sampled
 from gllm.scheduler.plan import SampledToken
 
 CPU = torch.device("cpu")
+COUNTED_TOKENS = 32
+"""Tokens of a step from which on its layers are counted one by one. Smaller steps are decodes or
+short, and a recorded program runs without a stop."""
 
 
 class CpuExecutor(BaseExecutor):
@@ -71,7 +76,7 @@ class CpuExecutor(BaseExecutor):
         """
         if batch.placeholders:
             self._fill_placeholders(batch)
-        hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers)
+        hidden = self._forward(batch, hidden)
         if not self.is_last:
             return hidden
         for chunk in batch.prompt_chunks:
@@ -80,6 +85,16 @@ class CpuExecutor(BaseExecutor):
         if batch.sampling.embedding_rows:
             batch.embeddings = self._stage.apply_final_norm(sampled[batch.sampling.embedding_rows])
         return self._stage.compute_logits(sampled)
+
+    def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """Compute the layers, and count them for other engines that fetch the keys and values."""
+        progress, on_layer = self._progress, None
+        if progress is not None and self._counts_each_layer and batch.num_tokens >= COUNTED_TOKENS:
+            on_layer = partial(progress.record, batch.step + 1)
+        hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers, on_layer)
+        if progress is not None:
+            progress.record(batch.step + 1, len(self.layers))
+        return hidden
 
     def _fill_placeholders(self, batch: Batch) -> None:
         """Put the tokens that were sampled last into the inputs of a batch."""
