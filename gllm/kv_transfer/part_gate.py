@@ -43,20 +43,22 @@ class OwnerGate:
         self._num_tokens = self._num_parts = self._num_ready = 0
         self._is_computed: Callable[[int], bool] = lambda index: False
 
-    def wait_for_tokens(self, find_tokens: Callable[[], int]) -> int:
-        """Wait until a READ can be answered for tokens; return their number.
+    def wait_for_tokens(self, are_scheduled: Callable[[], bool]) -> None:
+        """Wait until a READ can be answered.
 
         Args:
-            find_tokens: Returns how many of the requested tokens are computed or scheduled.
+            are_scheduled: Returns whether requested tokens are computed or scheduled.
 
         Raises:
             OSError: The receiver has gone.
             KvTransferError: The blocks are not kept any more, or the tokens are late.
         """
-        self._wait(lambda: find_tokens() > 0)
-        self._num_tokens = find_tokens()
+        self._wait(are_scheduled)
+
+    def announce(self, num_tokens: int) -> None:
+        """Announce the tokens for which the READ is answered. Raises OSError."""
+        self._num_tokens = num_tokens
         self._send()
-        return self._num_tokens
 
     def watch(self, num_parts: int, is_computed: Callable[[int], bool]) -> None:
         """Note the parts of the READ, and the function that returns whether a part is computed."""

@@ -201,15 +201,17 @@ class KvSourceServer:
 
         receiver = connection if request.is_per_layer else None
         gate = OwnerGate(is_held, receiver, self._clock, self._sleep)
+        step, block_ids = held.step, held.block_ids
         if receiver is not None:
-            last = request.first_token + request.num_tokens
-            num_tokens = gate.wait_for_tokens(
-                lambda: min(last, held.num_tokens) - request.first_token
-            )
+            first, last = request.first_token, request.first_token + request.num_tokens
+            gate.wait_for_tokens(lambda: held.num_tokens > first)
+            with self._state.lock:
+                # More tokens may follow meanwhile, by later steps.
+                end, step = held.find_chunk(first)
+                block_ids = held.block_ids
+            num_tokens = min(last, end) - first
+            gate.announce(num_tokens)
             request = msgspec.structs.replace(request, num_tokens=num_tokens)
-        with self._state.lock:
-            # More tokens may follow meanwhile, by a later step.
-            step, block_ids = held.step, held.block_ids
         awaited = [caches.find_awaited(step, part) for part in request.parts]
         gate.watch(len(awaited), lambda index: _is_computed(step, awaited[index]))
         if receiver is None:

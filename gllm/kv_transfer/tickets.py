@@ -1,7 +1,7 @@
 """Tickets that a mover serves. Pure, without locks."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gllm.messages.tickets import MAX_TICKET
 
@@ -26,6 +26,24 @@ class HeldBlocks:
     """Step that computes the last tokens; 0: all tokens are computed."""
     is_partial: bool = False
     """True if further tokens follow."""
+    _chunks: list[tuple[int, int]] = field(default_factory=list)
+    """End of each chunk in tokens, and the step that computes it."""
+
+    def __post_init__(self) -> None:
+        """Begin with one chunk."""
+        self._chunks.append((self.num_tokens, self.step))
+
+    def extend(self, other: "HeldBlocks") -> None:
+        """Add the tokens that `other` has in addition; their step computes none of the others."""
+        self.num_tokens, self.block_ids = other.num_tokens, other.block_ids
+        self.step, self.is_partial = other.step, other.is_partial
+        if not other.step:
+            self._chunks.clear()
+        self._chunks.append((other.num_tokens, other.step))
+
+    def find_chunk(self, first_token: int) -> tuple[int, int]:
+        """Return the end of the chunk with a token, and its step; the last chunk if none has it."""
+        return next((each for each in self._chunks if each[0] > first_token), self._chunks[-1])
 
 
 class TicketBook:
@@ -70,8 +88,7 @@ class TicketBook:
             or held.block_ids[: len(served.block_ids)] != served.block_ids
         ):
             raise TicketError("the ticket is in use for other blocks")
-        served.num_tokens, served.block_ids = held.num_tokens, held.block_ids
-        served.step, served.is_partial = held.step, held.is_partial
+        served.extend(held)
 
     def use(
         self,

@@ -5,8 +5,8 @@ KV mover copies the tensors at once, when a test lets it.
 """
 
 from collections import deque
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Sequence
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class KvEngine:
             vocab_size=executors[0].model.vocab_size,
             has_kv_mover=True,
         )
+
+    def endpoint(self) -> bytes:
+        return self.name.encode()
 
     def receive(self, message: WireMessage) -> None:
         """Handle a message of the router."""
@@ -211,9 +214,12 @@ class KvCluster:
     def attach(
         self, name: str, stages: Stages, numerics: str = "x", digest: Callable[[], str] = str
     ) -> None:
-        engine = self.engines[name] = KvEngine(name, stages, self)
-        peer = KvPeer(1, name.encode, engine.receive, digest)
+        engine = self.engines[name] = self.create_engine(name, stages)
+        peer = KvPeer(1, engine.endpoint, engine.receive, digest, accepts_prefetches=True)
         self.client.attach(name, numerics, engine.receive, peer)
+
+    def create_engine(self, name: str, stages: Stages) -> KvEngine:
+        return KvEngine(name, stages, self)
 
     def kill(self, name: str) -> None:
         """End an engine without a warning; its KV goes with it."""
@@ -255,19 +261,33 @@ class KvCluster:
             assert engine.scheduler.kv_cache.free_share == 1, engine.name
 
 
-def load_stages(folder: Path, num_stages: int, block_size: int) -> Stages:
-    """Stages of one more engine, in float32."""
+def load_stages(
+    folder: Path,
+    num_stages: int,
+    block_size: int,
+    descriptors: Sequence[int] = (),
+    **options: object,
+) -> Stages:
+    """Stages of one more engine, in float32.
+
+    Args:
+        folder: of the model.
+        num_stages: of the engine.
+        block_size: in tokens.
+        descriptors: files for the KV caches, one per stage; none for own memory.
+        options: of the engine.
+    """
     model = read_config(folder)
     config = EngineConfig.from_options(
-        str(folder), block_size=block_size, dtype="float32", max_model_len=MAX_MODEL_LEN
+        str(folder), block_size=block_size, dtype="float32", max_model_len=MAX_MODEL_LEN, **options
     )
     executors = [
         CpuExecutor(model, config, num_stages, layers)
         for layers in split_layers(model.model, num_stages)
     ]
     num_blocks = NUM_KV_TOKENS // block_size
-    for executor in executors:
+    for executor, descriptor in zip_longest(executors, descriptors):
         executor.load(folder, lambda done, total: None)
-        executor.allocate(num_blocks, block_size)
+        executor.allocate(num_blocks, block_size, descriptor)
     scheduler = config.scheduler.resolve(num_stages, num_blocks, MAX_MODEL_LEN)
     return Stages(executors, scheduler)
