@@ -13,7 +13,7 @@ from gllm.fleet.fleet_links import FleetLinks
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.codec import AnyMessage
 from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine, EngineReport, GreetEngine
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import HandoffCommand
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
@@ -47,14 +47,14 @@ class FakeEngine:
         self.state, self.state_cause = "ready", ""
         self.is_recovery_overdue = False
         self.reset_error = ""
-        self.kv_commands: list[ReleaseKvHolds | RenewKvHolds] = []
+        self.kv_commands: list[HandoffCommand] = []
         self._listeners: list[Callable[[], None]] = []
         self._rng = random.Random(1)
 
     async def reset_prefix_cache(self) -> str:
         return self.reset_error
 
-    def send_kv_command(self, message: ReleaseKvHolds | RenewKvHolds) -> None:
+    def send_kv_command(self, message: HandoffCommand) -> None:
         self.kv_commands.append(message)
 
     def add_change_listener(self, listener: Callable[[], None]) -> None:

@@ -4,7 +4,13 @@ import msgspec
 import pytest
 
 from gllm.messages.control import CommandDone, ResetPrefixCache
-from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import (
+    KvPushStarted,
+    KvSource,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+)
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import AbortSequences, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
@@ -198,3 +204,42 @@ async def test_holds_of_a_router_end_with_its_session(links: Links) -> None:
     await router.links.stop()
     await until(lambda: len(engine.kv_commands) == 3)
     assert engine.kv_commands[2] == ReleaseKvHolds([6])
+
+
+def prefetch(ticket: int) -> PrefetchKv:
+    return PrefetchKv(KvSource("other", 1, ticket, 2, b"endpoint"), [1, 2], 8)
+
+
+async def test_prefetches_of_a_router_end_with_its_session(links: Links) -> None:
+    router, engine, _ = await links.pair()
+    for ticket in (5, 6, 7):
+        router.link().send(prefetch(ticket))
+    # This one has become a request.
+    message = request(1, [1, 2], 8)
+    router.link().send(msgspec.structs.replace(message, kv_source=prefetch(6).source))
+    router.link().send(ReleaseKvHolds([5]))
+    await until(lambda: len(engine.kv_commands) == 4)
+    assert engine.kv_commands[:3] == [prefetch(5), prefetch(6), prefetch(7)]
+    await router.links.stop()
+    await until(lambda: len(engine.kv_commands) == 5)
+    assert engine.kv_commands[4] == ReleaseKvHolds([7])
+
+
+async def test_an_engine_that_takes_no_requests_prefetches_nothing(links: Links) -> None:
+    router, engine, attachment = await links.pair()
+    await attachment.drain()
+    router.link().send(prefetch(5))
+    router.link().send(RenewKvHolds([5]))
+    await until(lambda: engine.kv_commands)
+    assert engine.kv_commands == [RenewKvHolds([5])]
+
+
+async def test_a_router_learns_of_the_pushes_of_its_requests(links: Links) -> None:
+    router, _, attachment = await links.pair()
+    message = request(1, [1, 2], 1)
+    router.link().send(msgspec.structs.replace(message, kv_ticket=5))
+    await until(lambda: any(session._tickets for session in attachment.routers))
+    for ticket in (4, 5):
+        attachment.on_push(ticket)
+    await until(lambda: KvPushStarted(5) in router.messages)
+    assert KvPushStarted(4) not in router.messages

@@ -13,6 +13,7 @@ from gllm.routing.handoff import (
     ReleaseHold,
     RenewHold,
     StartDecode,
+    StartPrefetch,
     StartPrefill,
 )
 
@@ -88,6 +89,40 @@ def test_a_ticket_is_used_once() -> None:
     assert (handoff.state, handoff.outcome) == (HandoffState.DONE, "decode_failed")
 
 
+def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
+    handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
+    assert handoff.on_push_started(0.0) == []
+    handoff.start()
+    assert handoff.on_push_started(0.0) == [StartPrefetch("D", TICKET)]
+    assert handoff.on_push_started(0.0) == []
+    assert handoff.on_tick(3.0) == [RenewHold("D", TICKET)]
+    handoff.on_prefilled(4.0)
+    assert handoff.on_read() == [StartDecode("D", TICKET)]
+    assert handoff.on_submitted("D") == []
+    assert handoff.on_tick(7.0) == [RenewHold("P", TICKET)]
+    assert handoff.on_decoded() == [ReleaseHold("P", TICKET)]
+
+
+def test_a_prefetch_that_nobody_needs_is_released() -> None:
+    for event in ("end", "given back", "elsewhere"):
+        handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
+        handoff.start()
+        handoff.on_push_started(0.0)
+        both = [ReleaseHold("D", TICKET), ReleaseHold("P", TICKET)]
+        match event:
+            case "end":
+                assert handoff.on_end() == both
+            case "given back":
+                assert handoff.on_given_back("P") == both
+            case _:
+                handoff.on_prefilled(0.0)
+                handoff.on_read()
+                assert handoff.on_submitted("E") == both[:1]
+    handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
+    handoff.start()
+    assert handoff.on_push_started(0.0) == []
+
+
 class HandoffMachine(RuleBasedStateMachine):
     """Any order of events; a model of the prefill engine knows what it holds."""
 
@@ -95,6 +130,8 @@ class HandoffMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.held_until: float | None = None
+        self.prefetched_until: dict[str, float] = {}
+        """Ends of the leases of prefetches that no request has adopted, by engine."""
         self.alive = {"P", "D", "E"}
         self.has_request = ""
         """Engine that has the request; empty while it is parked."""
@@ -118,15 +155,26 @@ class HandoffMachine(RuleBasedStateMachine):
                 case ReleaseHold("P", ticket):
                     assert ticket == TICKET
                     self.held_until = None
+                case StartPrefetch(engine, ticket):
+                    assert ticket == TICKET
+                    assert engine in self.alive
+                    self.prefetched_until[engine] = self.now + LEASE_SECONDS
+                case ReleaseHold(engine, ticket):
+                    assert ticket == TICKET
+                    self.prefetched_until.pop(engine, None)
                 case RenewHold("P", ticket):
                     assert ticket == TICKET
                     if self.held_until is not None:
                         self.held_until = self.now + LEASE_SECONDS
+                case RenewHold(engine, ticket):
+                    assert ticket == TICKET
+                    self.prefetched_until[engine] = self.now + LEASE_SECONDS
 
     def submit(self, engine: str) -> None:
         self.is_parked = engine not in self.alive
         if not self.is_parked:
             self.has_request = engine
+            self.prefetched_until.pop(engine, None)
             self.execute(self.handoff.on_submitted(engine))
 
     @property
@@ -145,6 +193,10 @@ class HandoffMachine(RuleBasedStateMachine):
         self.handoff.on_prefilled(self.now)
         if not is_held:
             self.handoff.on_not_held()
+
+    @rule()
+    def start_push(self) -> None:
+        self.execute(self.handoff.on_push_started(self.now))
 
     @rule()
     def read(self) -> None:
@@ -170,6 +222,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.alive.discard(engine)
         if engine == "P":
             self.held_until = None
+        self.prefetched_until.pop(engine, None)
         self.handoff.on_lost(engine)
         self.give_back(engine)
 
@@ -193,6 +246,8 @@ class HandoffMachine(RuleBasedStateMachine):
         if state in (HandoffState.DECODE, HandoffState.DONE):
             assert self.held_until is None
             assert not self.handoff.is_held
+            assert not self.prefetched_until
+        assert all(self.now <= each for each in self.prefetched_until.values())
         if self.held_until is not None and self.handoff.is_held:
             assert self.now <= self.held_until
 
