@@ -327,9 +327,11 @@ KV_PANELS = [
             Query(rate("kv_fetches_total", "outcome"), "{{outcome}}"),
             Query(rate("kv_computed_fetches_total"), "computed instead"),
             Query(rate("kv_served_tickets_total"), "served"),
+            Query(rate("kv_pushed_tickets_total"), "of these during the prefill"),
         ],
         "Fetches per second by outcome; prompts that were computed in spite of a source, because "
-        "the fetch failed or would have taken longer; requests whose blocks others may read.",
+        "the fetch failed or would have taken longer; requests whose blocks others may read, and "
+        "those of them that others may read while they are computed.",
     ),
     Panel(
         "Rate of fetches",

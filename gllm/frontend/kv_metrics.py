@@ -38,6 +38,8 @@ def kv_transfer_metrics(labels: dict[str, str], status: EngineStatus) -> Iterato
          "predicted to take longer"),
         ("kv_served_tickets", totals.num_served,
          "Requests whose KV blocks other engines were allowed to read"),
+        ("kv_pushed_tickets", totals.num_pushed,
+         "Those of them whose KV blocks could be read while their prompt was computed"),
     ):  # fmt: skip
         counter = CounterMetricFamily(PREFIX + name, text, labels=[*labels])
         counter.add_metric(values, value)

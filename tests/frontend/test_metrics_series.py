@@ -43,7 +43,7 @@ async def test_all_buckets_of_all_histograms_are_there_before_the_first_step(ser
 
 
 async def test_engines_count_the_blocks_that_they_fetch(server):
-    server.engine.kv_transfers = KvTransferTotals(3, 1, 4096, 0.5, 7)
+    server.engine.kv_transfers = KvTransferTotals(3, 1, 4096, 0.5, 7, 2)
     server.engine.stats = SchedulerStats(
         fetching=2, held_blocks=9, fetched_tokens=64, failed_fetches=5
     )
@@ -56,6 +56,7 @@ async def test_engines_count_the_blocks_that_they_fetch(server):
             "fetched_tokens_total",
             "computed_fetches_total",
             "served_tickets_total",
+            "pushed_tickets_total",
             "fetches_running",
             "held_blocks",
         )
@@ -65,6 +66,7 @@ async def test_engines_count_the_blocks_that_they_fetch(server):
         "fetched_tokens_total": 64,
         "computed_fetches_total": 5,
         "served_tickets_total": 7,
+        "pushed_tickets_total": 2,
         "fetches_running": 2,
         "held_blocks": 9,
     }

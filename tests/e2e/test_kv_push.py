@@ -1,0 +1,80 @@
+"""Preset splitwise: long prompts are fetched while they are computed, short ones afterwards."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from tests.e2e.conftest import GREEDY
+from tests.e2e.fleet import Router
+from tests.e2e.recovery_load import COMPLETIONS
+from tests.e2e.server import wait_until
+from tests.e2e.test_disaggregation import DECODE, PREFILL, Pair
+
+THETA = 100
+PROMPTS = GREEDY["prompt"][20:80]
+"""On both sides of theta; fewer tokens than those from which on prompts overflow (8,192)."""
+EXACT = ["--dtype", "float32", "--threads", "1", "--kv-transfer", "--kv-fetch", "always"]
+
+
+def read_pushes(step_log: Path) -> list[int]:
+    """Return the tickets of the prompts that were served while they were computed."""
+    events: list[dict[str, Any]] = [json.loads(line) for line in step_log.read_text().splitlines()]
+    return [
+        ticket
+        for event in events
+        if event["event"] == "kv" and event["call"] == "take_pushes"
+        for ticket in event["ids"]
+    ]
+
+
+def complete(router: Router) -> list[list[int]]:
+    """Return the output tokens of each prompt."""
+    status, answer = router.post(COMPLETIONS, {**GREEDY, "prompt": PROMPTS})
+    assert status == 200
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def test_prompts_from_theta_on_are_pushed_and_a_death_changes_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S7 and S9, with processes. The last engine answers alone."""
+    # One build of the kernels for both engines: nothing is measured.
+    monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
+    router, step_log = Router("demo", "--preset", "splitwise"), tmp_path / "steps.jsonl"
+    try:
+        flags = [*EXACT, "--preset", "splitwise", "--kv-push-threshold", str(THETA)]
+        log = ["--step-log", str(step_log)]
+        router.start_engine(PREFILL, *flags, "--role", "prefill", *log)
+        router.start_engine(DECODE, *flags, "--role", "decode")
+        pair = Pair(router, None)  # type: ignore[arg-type]
+        wait_until(lambda: router.status("/version") == 200)
+        pair.wait_until_connected()
+        num_prefilled = pair.stats(DECODE)["prefill_tokens"]
+        answers = complete(router)
+        pair.wait_until_empty()
+        lengths = [len(prompt) for prompt in PROMPTS]
+        decode = pair.stats(DECODE)
+        assert decode["fetched_tokens"] == sum(lengths)
+        assert decode["prefill_tokens"] == num_prefilled
+        num_long = sum(length >= THETA for length in lengths)
+        wait_until(lambda: len(read_pushes(step_log)) == num_long)
+
+        assert router.post("/reset_prefix_cache", {})[0] == 200
+        interrupted: list[list[list[int]]] = []
+        load = Thread(target=lambda: interrupted.append(complete(router)))
+        load.start()
+        wait_until(lambda: pair.stats(PREFILL)["running"] or pair.stats(DECODE)["running"])
+        os.killpg(router.engines[DECODE].process.pid, signal.SIGKILL)
+        load.join()
+        assert interrupted == [answers]
+        wait_until(lambda: DECODE not in router.rows())
+        assert complete(router) == answers
+        pair.wait_until_empty()
+    finally:
+        router.close()
