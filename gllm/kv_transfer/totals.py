@@ -18,4 +18,4 @@ class KvTransferTotals:
     num_served: int = 0
     """Tickets under which blocks were served."""
     num_pushed: int = 0
-    """Of these, tickets that were served from the begin of the prefill on."""
+    """Tickets that were served from the begin of the prefill on."""

@@ -61,7 +61,7 @@ class PrefetchKv(WireMessage, frozen=True):
     """
 
     source: KvSource
-    """Of the whole prompt."""
+    """Engine that computes the KV of the whole prompt."""
     prompt: list[TokenId]
     max_tokens: Annotated[int, Meta(ge=1)]
     priority: int = 0

@@ -172,8 +172,7 @@ class SchedulerConfig:
     )
     kv_push_threshold: int = option(
         DEFAULT_THRESHOLD_TOKENS,
-        "theta: kv_push is for prompts of at least so many tokens to compute; gllm experiment "
-        "kv-theta calibrates it",
+        "theta: kv_push is for prompts of at least so many tokens to compute",
         ge=0,
         le=INT32_MAX,
     )

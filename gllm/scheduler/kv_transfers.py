@@ -15,7 +15,7 @@ from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
 
 
-class KvTransfers:
+class SchedulerTransfers:
     """Sequences whose blocks another engine reads, or fills."""
 
     def __init__(

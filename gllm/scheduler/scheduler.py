@@ -16,7 +16,7 @@ from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import KvHold
 from gllm.scheduler.kv_prefetches import PrefetchRequest
 from gllm.scheduler.kv_pushes import KvPush
-from gllm.scheduler.kv_transfers import KvTransfers
+from gllm.scheduler.kv_transfers import SchedulerTransfers
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.output_lengths import OutputLengths
@@ -87,7 +87,7 @@ class Scheduler:
             self._preemption,
             self._counters,
         )
-        self._transfers = KvTransfers(
+        self._transfers = SchedulerTransfers(
             config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
         )
         self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
