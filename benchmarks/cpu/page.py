@@ -68,6 +68,14 @@ class ForeignCpu:
         (begin, all_begin, own_begin), (end, all_end, own_end) = self._begin, self._now()
         return max(0.0, (all_end - all_begin - own_end + own_begin) / max(end - begin, 1e-9))
 
+    def own_cores(self) -> float:
+        """Return the average number of cores that this process tree kept busy.
+
+        Processes that have ended since do not count.
+        """
+        (begin, _, own_begin), (end, _, own_end) = self._begin, self._now()
+        return max(0.0, (own_end - own_begin) / max(end - begin, 1e-9))
+
     def _now(self) -> tuple[float, float, float]:
         """Return CPU seconds since boot: elapsed per core, of all processes, of this tree."""
         tick = os.sysconf("SC_CLK_TCK")

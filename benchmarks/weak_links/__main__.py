@@ -76,7 +76,7 @@ class Sections:
 
     def _measure_simulator(self) -> list[dict[str, Any]]:
         options = self._options
-        plan = ComparisonPlan(options.stages, 10 if options.quick else 20, 32)
+        plan = ComparisonPlan(options.stages, 10 if options.quick else 26, 32)
         return measure_comparison(self._model, plan, self.progress)
 
 

@@ -48,15 +48,17 @@ def engine_flags(name: str, congestion: str, num_stages: int) -> list[str]:
 
 @contextmanager
 def running_engine(
-    model: Path, num_stages: int, flags: Sequence[str]
+    model: Path, num_stages: int, flags: Sequence[str], link: WeakLink | None = None
 ) -> Iterator[tuple[NamespaceRig, RigEngine]]:
-    """Run an engine with a machine per stage; its links are fast at first."""
+    """Run an engine with a machine per stage, from its start on over a link; fast links if None."""
     with (
         tempfile.TemporaryDirectory(prefix="gllm-rig-") as folder,
         NamespaceRig(num_stages) as rig,
-        RigEngine(rig, model, Path(folder), flags) as engine,
     ):
-        yield rig, engine
+        if link is not None:
+            set_links(rig, link)
+        with RigEngine(rig, model, Path(folder), flags) as engine:
+            yield rig, engine
 
 
 def set_links(rig: NamespaceRig, link: WeakLink) -> None:

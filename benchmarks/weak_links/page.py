@@ -214,18 +214,23 @@ def format_simulator(rows: list[Row]) -> str:
                     f"{row[f'{metric}_error']:+.1%}",
                 )
             ),
+            show(row.get("rig_cores"), 2),
+            show(row.get("other_cores"), 2),
         ]
         for row in rows
     ]
     worst = max(abs(row[f"{metric}_error"]) for row in rows for metric in ("ttft", "tpot"))
     header = ["links", "Mbit/s", "delay, ms", "requests", "TTFT, ms", "simulated", "error"]
+    header += ["TPOT, ms", "simulated", "error", "cores, rig", "others"]
     return "\n\n".join(
         [
-            "Mean latencies of the same requests, Poisson "
-            "arrivals. The simulator has the production scheduler, link policy and lanes; the "
-            "times of the stages were measured on the same engine over fast links. `tcp_slow_start_"
-            "after_idle` is 0, because simulated connections are always warm.",
-            format_table([*header, "TPOT, ms", "simulated", "error"], table),
+            "Mean latencies of the same requests, Poisson arrivals. Each configuration has an "
+            "engine that is started on its links. The simulator has the production scheduler, "
+            "link policy and lanes, and connections with TCP's slow start; the times of stages "
+            "and processes were measured on an engine over fast links. Cores are the mean number "
+            "that the rig, with all machines and clients, and other programs kept busy meanwhile: "
+            "where the rig's are few, links set the times.",
+            format_table(header, table),
             f"Largest error {worst:.1%} (at most {MAX_ERROR:.0%}: {is_met(worst <= MAX_ERROR)}).",
         ]
     )

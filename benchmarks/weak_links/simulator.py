@@ -1,4 +1,10 @@
-"""The simulator against the rig: the same requests over the same links, TTFT and TPOT compared."""
+"""The simulator against the rig: the same requests over the same links, TTFT and TPOT compared.
+
+Each configuration has an engine of its own that is started on its links, as a user starts one:
+congestion windows and estimates that a connection brings from other links would count as errors of
+the simulator otherwise. The times of stages and processes are measured on an engine over fast
+links, where a hop has no delay.
+"""
 
 import asyncio
 import time
@@ -12,25 +18,29 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.cpu.page import ForeignCpu
 from benchmarks.net.engine import RigEngine
 from benchmarks.net.rig import NamespaceRig
-from benchmarks.weak_links.engines import engine_flags, running_engine, set_links
+from benchmarks.weak_links.engines import engine_flags, running_engine
 from benchmarks.weak_links.limits import WeakLink
 from benchmarks.weak_links.load import PromptMaker, StreamedRequest, send_schedule
-from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, SLOW_START, Progress
+from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, Progress
 from benchmarks.weak_model import TOKEN_BYTES
+from gllm.link.link_monitor import WARM_SECONDS
 from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.pacing.send_rate import PACING_SHARE
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_requests
+from gllm.sim.congestion_window import MIN_TIMEOUT_SECONDS, CongestionWindow
 from gllm.sim.costs.base import CostModel, DelegatingCostModel, TransferCost
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import build_profile
 from gllm.sim.depth_control import AUTO_DEPTH, start_depth
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.link import make_link
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
-from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
+from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 
 MAX_ERROR = 0.15
 """Largest relative error of mean TTFT and TPOT."""
@@ -40,8 +50,12 @@ PACED_SHARES = MappingProxyType({FIFO: 1.0, OURS: PACING_SHARE})
 RATE, PROMPT_TOKENS, OUTPUT_TOKENS = 1.2, (64, 300), (16, 48)
 """Requests per second, and the ranges of their lengths."""
 NUM_WARM_UP = 6
-"""First requests after a change of the links, which the simulator serves too, but do not count:
-connections and the depth of the pipeline adapt meanwhile."""
+"""First requests of an engine, which the simulator serves too, but which do not count: connections
+and the depth of the pipeline adapt meanwhile."""
+NUM_LONE = 16
+"""Requests that the engine over fast links serves one after the other."""
+SHORT_PROMPT_TOKENS = 8
+"""Prompts of requests that decode together."""
 LOG_SECONDS = 1.5
 """Time until the driver has logged the last steps."""
 
@@ -69,7 +83,8 @@ class ComparisonPlan(NamedTuple):
     num_stages: int
     num_requests: int
     """Per case, NUM_WARM_UP included."""
-    num_calibration_requests: int
+    num_together: int
+    """Requests that decode together on the engine over fast links, more than in any case."""
 
 
 class LinkedCostModel(DelegatingCostModel):
@@ -112,52 +127,72 @@ def make_requests(num_requests: int, rate: float, seed: int) -> list[tuple[float
     return requests
 
 
-def make_burst(num_requests: int) -> list[tuple[float, StreamedRequest]]:
-    """Return requests that arrive together, one of which is longer than all of `make_requests`.
+def make_calibration(num_together: int) -> list[list[StreamedRequest]]:
+    """Return groups of requests that an engine serves one group after the other.
 
-    Their micro-batches are larger than those of any case: cost models do not extrapolate.
+    Most are alone, so that stages do not compute at once and wait for a core: the cases leave the
+    cores idle. Groups have larger micro-batches than any case, because cost models do not
+    extrapolate.
     """
-    burst = [(0.0, request) for _, request in make_requests(num_requests, RATE, 0)]
-    longest = PromptMaker(1).make(PROMPT_TOKENS[1] + 2 * OUTPUT_TOKENS[1])
-    return [*burst, (0.0, StreamedRequest(longest, OUTPUT_TOKENS[1]))]
+    maker = PromptMaker(1)
+    lone = [[request] for _, request in make_requests(NUM_LONE, RATE, 0)]
+    longest = StreamedRequest(maker.make(PROMPT_TOKENS[1] + 2 * OUTPUT_TOKENS[1]), OUTPUT_TOKENS[1])
+    together = [
+        StreamedRequest(maker.make(SHORT_PROMPT_TOKENS), OUTPUT_TOKENS[1])
+        for _ in range(num_together)
+    ]
+    prompts = [StreamedRequest(maker.make(PROMPT_TOKENS[1]), 1) for _ in range(num_together // 4)]
+    return [*lone, [longest], together[: num_together // 4], together, prompts]
 
 
 def serve(
-    rig: NamespaceRig, engine: RigEngine, requests: Sequence[tuple[float, StreamedRequest]]
+    rig: NamespaceRig, engine: RigEngine, groups: Sequence[Sequence[tuple[float, StreamedRequest]]]
 ) -> tuple[float, float]:
-    """Serve requests; return the times of the beginning and the end."""
+    """Serve groups of requests, one after the other; return the times of the beginning and end."""
     begin = time.monotonic()
     with rig.inside(0):
-        asyncio.run(send_schedule(engine.url, requests))
+        for group in groups:
+            asyncio.run(send_schedule(engine.url, group))
     end = time.monotonic()
     time.sleep(LOG_SECONDS)
     return begin, end
 
 
-def measure_cases(
-    setup: str, cases: Sequence[RigCase], model: Path, plan: ComparisonPlan, progress: Progress
-) -> list[dict[str, Any]]:
-    """Serve the cases of one engine, simulate them, and return a row per case."""
+def measure_processes(setup: str, model: Path, plan: ComparisonPlan) -> FittedCostModel:
+    """Return the times of stages and processes of an engine whose links are fast."""
     flags = engine_flags(setup, CONGESTION, plan.num_stages)
+    groups = make_calibration(plan.num_together)
     with running_engine(model, plan.num_stages, flags) as (rig, engine):
-        for machine in range(plan.num_stages):
-            # The simulated connections are always warm.
-            rig.set_tcp_option(machine, SLOW_START, 0)
-        calibration = serve(rig, engine, make_burst(plan.num_calibration_requests))
-        progress(f"simulator: steps of {setup} timed over fast links")
-        spans = []
-        for seed, case in enumerate(cases, 1):
-            set_links(rig, case.link)
-            spans.append(serve(rig, engine, make_requests(plan.num_requests, RATE, seed)))
-            progress(f"simulator: served over {case.link} by {setup}")
+        span = serve(rig, engine, [[(0.0, request) for request in group] for group in groups])
+        run = build_run_record(list(read_step_log(engine.step_log)))
+    return FittedCostModel(build_profile([cut_run(run, span)], {}))
+
+
+def measure_case(
+    case: RigCase, cost: CostModel, seed: int, model: Path, plan: ComparisonPlan
+) -> dict[str, Any]:
+    """Serve a case on an engine of its own, simulate it, and return its row."""
+    flags = engine_flags(case.setup, CONGESTION, plan.num_stages)
+    with running_engine(model, plan.num_stages, flags, case.link) as (rig, engine):
+        cpu = ForeignCpu()
+        span = serve(rig, engine, [make_requests(plan.num_requests, RATE, seed)])
+        cores = {"rig_cores": cpu.own_cores(), "other_cores": cpu.cores()}
         events = list(read_step_log(engine.step_log))
     run = build_run_record(events)
-    cost = FittedCostModel(build_profile([cut_run(run, calibration)], {}))
-    rows = []
-    for case, span in zip(cases, spans, strict=True):
-        rows.append(compare_case(case, run, requests_within(events, run, span), cost))
-        progress(f"simulator: {describe_row(rows[-1])}")
-    return rows
+    row = compare_case(case, run, requests_within(events, run, span), cost)
+    return row | cores
+
+
+def describe_processes(cost: FittedCostModel) -> str:
+    """Return a line about the measured times of a decode's step."""
+    work = StageWork(0, 1, (), 1, 1, 1)
+    times = {
+        "a stage": cost.stage_seconds(0, work),
+        "a hop": cost.activation_transfer(0, work).propagation_seconds,
+        "a plan": cost.plan_seconds(work),
+        "a result": cost.return_seconds(work),
+    }
+    return ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times.items())
 
 
 def cut_run(run: RunRecord, span: tuple[float, float]) -> RunRecord:
@@ -175,6 +210,21 @@ def requests_within(
     return [each for each in read_requests(events, run) if begin <= each[0] <= end]
 
 
+def make_windowed_links(loop: EventLoop, case: RigCase, num_stages: int) -> PipelineLinks:
+    """Return links whose activations have TCP's window; plans and results always fit into it.
+
+    A connection with two lanes is kept warm; another one restarts after TCP's timeout.
+    """
+    policy, link = SETUPS[case.setup][1], case.link
+    round_trip = 2 * link.delay_seconds
+    timeout = WARM_SECONDS if case.setup == OURS else round_trip + MIN_TIMEOUT_SECONDS
+    activations = [
+        make_link(loop, policy, CongestionWindow(link.bytes_per_second, round_trip, timeout))
+        for _ in range(num_stages - 1)
+    ]
+    return make_pipeline_links(loop, num_stages, policy)._replace(activations=activations)
+
+
 def simulate_case(
     case: RigCase,
     run: RunRecord,
@@ -185,13 +235,12 @@ def simulate_case(
     start = msgspec.structs.replace(run.start, time=requests[0][0], warm_ups=0)
     events: list[StepLogEvent] = [start]
     loop, config = EventLoop(), run.start.scheduler
-    policy = SETUPS[case.setup][1]
     pipeline = SimulatedPipeline(
         config,
         LinkedCostModel(cost, case.link, PACED_SHARES[case.setup]),
         log=events.append,
         loop=loop,
-        links=make_pipeline_links(loop, config.stages, policy),
+        links=make_windowed_links(loop, case, config.stages),
     )
     if case.setup == OURS:
         start_depth(pipeline, AUTO_DEPTH)
@@ -223,17 +272,22 @@ def compare_case(
 def describe_row(row: dict[str, Any]) -> str:
     """Return a line about a case."""
     link = WeakLink(row["megabits"], row["delay_ms"])
-    return f"{row['setup']}, {link}: TTFT {row['ttft_error']:+.1%}, TPOT {row['tpot_error']:+.1%}"
+    return (
+        f"{row['setup']}, {link}: TTFT {row['ttft_error']:+.1%}, TPOT {row['tpot_error']:+.1%}, "
+        f"{row['rig_cores']:.2f} cores, others {row['other_cores']:.2f}"
+    )
 
 
 def measure_comparison(
     model: Path, plan: ComparisonPlan, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return a row per case; the cases of one setup share an engine."""
-    return [
-        row
-        for setup in (FIFO, OURS)
-        for row in measure_cases(
-            setup, [case for case in CASES if case.setup == setup], model, plan, progress
-        )
-    ]
+    """Return a row per case."""
+    costs = {}
+    for setup in (FIFO, OURS):
+        costs[setup] = measure_processes(setup, model, plan)
+        progress(f"simulator: {setup} over fast links: {describe_processes(costs[setup])}")
+    rows = []
+    for seed, case in enumerate(CASES, 1):
+        rows.append(measure_case(case, costs[case.setup], seed, model, plan))
+        progress(f"simulator: {describe_row(rows[-1])}")
+    return rows

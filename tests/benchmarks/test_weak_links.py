@@ -9,12 +9,24 @@ from tokenizers import Tokenizer
 from benchmarks.weak_links.limits import WeakLink, most_tokens_per_second, token_floor_seconds
 from benchmarks.weak_links.load import StreamedRequest, collect_figures
 from benchmarks.weak_links.page import SECTIONS, format_sections
-from benchmarks.weak_links.simulator import LinkedCostModel, make_requests
+from benchmarks.weak_links.simulator import (
+    NUM_LONE,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    LinkedCostModel,
+    RigCase,
+    make_calibration,
+    make_requests,
+    make_windowed_links,
+)
 from benchmarks.weak_links.traffic import FIFO, OURS
 from benchmarks.weak_model import PRINTABLE, TOKEN_BYTES, make_weak_model
+from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.stage_work import compute_stage_work
+from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.event_loop import PIPELINE, EventLoop
 from tests.runtime.pipeline import Pipeline
 
 LINK = WeakLink(100, 30)
@@ -85,6 +97,38 @@ def test_requests_of_a_seed_are_the_same_and_have_nothing_in_common() -> None:
     assert [time for time, _ in requests] == sorted(time for time, _ in requests)
 
 
+def test_engines_over_fast_links_serve_most_requests_alone() -> None:
+    """Steps that are timed compute alone; the largest micro-batches are beyond those of cases."""
+    groups = make_calibration(32)
+    assert [len(group) for group in groups[: NUM_LONE + 1]] == [1] * (NUM_LONE + 1)
+    assert max(len(group) for group in groups) == 32
+    lengths = [len(request.prompt) for group in groups for request in group]
+    assert max(lengths) + OUTPUT_TOKENS[1] > PROMPT_TOKENS[1] + OUTPUT_TOKENS[1]
+
+
+@pytest.mark.parametrize(("setup", "is_kept_warm"), [(FIFO, False), (OURS, True)])
+def test_simulated_connections_begin_slowly_and_only_lanes_keep_them_warm(
+    setup: str, is_kept_warm: bool
+) -> None:
+    """A prompt of 300 tokens on a new connection, on a used one, and after two silent seconds."""
+    loop, num_bytes = EventLoop(), 300 * TOKEN_BYTES
+    link = make_windowed_links(loop, RigCase(setup, LINK), 2).activations[0]
+    cost = TransferCost(LINK.sending_seconds(num_bytes), LINK.delay_seconds, num_bytes)
+    seconds: list[float] = []
+
+    def send(now: float, _: None) -> None:
+        link.send(TrafficClass.PREFILL, cost, lambda at, begin: seconds.append(at - begin), now)
+
+    for begin in (0.0, 0.75, 3.0):
+        loop.push(begin, PIPELINE, send, None)
+    loop.run()
+    floor = LINK.floor_seconds(num_bytes)
+    new, used, silent = seconds
+    assert new > floor + 4 * 2 * LINK.delay_seconds
+    assert used == pytest.approx(floor)
+    assert silent == pytest.approx(floor if is_kept_warm else new)
+
+
 def test_linked_costs_are_those_of_the_bytes_and_the_delay() -> None:
     work = compute_stage_work(0, [ScheduledRow(1, 0, 0, 100, [], [], True)])
     cost = LinkedCostModel(ConstantCostModel(0.01), LINK, share=0.9)
@@ -130,6 +174,7 @@ def results() -> dict[str, Any]:
     engine |= {"itl_mean_ms": None, "itl_p99_ms": None, "prompt_ttft_mean_ms": 900.0}
     case = {"megabits": 60.0, "delay_ms": 30.0, "requests": 20, "ttft_rig_ms": 800.0}
     case |= {"ttft_simulated_ms": 880.0, "tpot_rig_ms": 200.0, "tpot_simulated_ms": 160.0}
+    case |= {"rig_cores": 0.31, "other_cores": 0.02}
     return {
         "origins": dict.fromkeys(SECTIONS, "Made by `python -m benchmarks.weak_links`."),
         "traffic": [
@@ -155,6 +200,7 @@ def test_page_names_what_is_met_and_what_is_missed() -> None:
     assert "dropped at most 0.200% of a run's packets (at most 0.1%: **missed**)" in text
     assert "at most 1.06 delays per hop (at most 1.2: met)" in text
     assert "Largest error 20.0% (at most 15%: **missed**)" in text
+    assert "| +10.0% | 200 | 160 | -20.0% | 0.31 | 0.02 |" in text
     assert "| bbr | 4 | ours | 30.0 | 1.50 | 37 | - | - | 107 | 900 | 3 of 4 |" in text
 
 
