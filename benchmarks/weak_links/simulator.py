@@ -213,13 +213,14 @@ def requests_within(
 def make_windowed_links(loop: EventLoop, case: RigCase, num_stages: int) -> PipelineLinks:
     """Return links whose activations have TCP's window; plans and results always fit into it.
 
-    A connection with two lanes is kept warm; another one restarts after TCP's timeout.
+    With two lanes connections are kept warm; otherwise windows halve per timeout of silence.
     """
     policy, link = SETUPS[case.setup][1], case.link
     round_trip = 2 * link.delay_seconds
-    timeout = WARM_SECONDS if case.setup == OURS else round_trip + MIN_TIMEOUT_SECONDS
+    arguments = link.bytes_per_second, round_trip, round_trip + MIN_TIMEOUT_SECONDS
+    warm_seconds = WARM_SECONDS if case.setup == OURS else 0.0
     activations = [
-        make_link(loop, policy, CongestionWindow(link.bytes_per_second, round_trip, timeout))
+        make_link(loop, policy, CongestionWindow(*arguments, warm_seconds))
         for _ in range(num_stages - 1)
     ]
     return make_pipeline_links(loop, num_stages, policy)._replace(activations=activations)

@@ -1,10 +1,10 @@
-"""Congestion window of a simulated TCP connection: slow start, and its restart after an idle time.
+"""Congestion window of a simulated TCP connection: slow start, and its decay while idle.
 
-Sources: RFC 6928 (initial window of ten segments), RFC 5681 (slow start in section 3.1, restart of
-idle connections in section 4.1), RFC 7661 (a window that is not used does not grow). The window
-grows until it carries the rate of the link over a round trip. Losses, and so the congestion
-avoidance of CUBIC (RFC 9438), are left out: once the window carries the link, the link alone limits
-the sender.
+Sources: RFC 6928 (initial window of ten segments), RFC 5681 (slow start in section 3.1), RFC 7661
+(a window that is not used does not grow), RFC 2861 (an idle window halves per retransmission
+timeout, as in Linux; RFC 5681 permits its restart at once). The window grows until it carries the
+rate of the link over a round trip. Losses, and so the congestion avoidance of CUBIC (RFC 9438), are
+left out: once the window carries the link, the link alone limits the sender.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from math import inf
 SEGMENT_BYTES = 1448
 """Payload of a packet of 1,500 bytes with timestamps."""
 INITIAL_BYTES = 10 * SEGMENT_BYTES
-"""Window of a new connection (RFC 6928), and of one that was idle (RFC 5681)."""
+"""Window of a new connection, and the least of one that was idle."""
 MIN_TIMEOUT_SECONDS = 0.2
 """Least time by which Linux's retransmission timeout exceeds the round trip."""
 
@@ -24,9 +24,10 @@ class CongestionWindow:
     Args:
         bytes_per_second: Rate of the link.
         round_trip_seconds: Time from the end of a segment's transmission to its acknowledgement.
-        restart_seconds: Silence after which the window restarts: the retransmission timeout, or the
-            time for which the sender keeps an idle connection warm; infinite: never.
-        initial_bytes: Window of a new connection, and after a restart.
+        timeout_seconds: Retransmission timeout: each such time of silence halves the window;
+            infinite: none does.
+        warm_seconds: Silence that does not count, because the sender keeps the connection warm.
+        initial_bytes: Window of a new connection, and the least of an idle one.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -39,8 +40,9 @@ class CongestionWindow:
         "_last_time",
         "_limit_bytes",
         "_most_in_flight_bytes",
-        "_restart_seconds",
         "_round_trip_seconds",
+        "_timeout_seconds",
+        "_warm_seconds",
         "window_bytes",
     )
 
@@ -48,22 +50,26 @@ class CongestionWindow:
         self,
         bytes_per_second: float,
         round_trip_seconds: float,
-        restart_seconds: float = inf,
+        timeout_seconds: float = inf,
+        warm_seconds: float = 0.0,
         initial_bytes: int = INITIAL_BYTES,
     ) -> None:
         if not 0 < bytes_per_second < inf:
             raise ValueError(f"bytes_per_second is {bytes_per_second}: give a positive rate")
         if not 0 <= round_trip_seconds < inf:
             raise ValueError(f"round_trip_seconds is {round_trip_seconds}: give 0 or more")
-        if restart_seconds < round_trip_seconds:
+        if timeout_seconds <= 0 or timeout_seconds < round_trip_seconds:
             raise ValueError(
-                f"restart_seconds is {restart_seconds}, the round trip {round_trip_seconds}: an "
-                "acknowledgement would come after the restart; give at least the round trip"
+                f"timeout_seconds is {timeout_seconds}, the round trip {round_trip_seconds}: give "
+                "more than 0, and at least the round trip"
             )
+        if warm_seconds < 0:
+            raise ValueError(f"warm_seconds is {warm_seconds}: give 0 or more")
         if initial_bytes < SEGMENT_BYTES:
             raise ValueError(f"initial_bytes is {initial_bytes}: give at least {SEGMENT_BYTES}")
         self._round_trip_seconds = round_trip_seconds
-        self._restart_seconds = restart_seconds
+        self._timeout_seconds = timeout_seconds
+        self._warm_seconds = warm_seconds
         self._initial_bytes = initial_bytes
         self._limit_bytes = bytes_per_second * round_trip_seconds + SEGMENT_BYTES
         """Window from which on the link is the limit."""
@@ -73,8 +79,8 @@ class CongestionWindow:
         is no limit, because nothing depends on it any more."""
         self._in_flight_bytes = self._most_in_flight_bytes = 0
         """Bytes on their way, and the most of them since the connection was last empty."""
-        self._last_time = -inf
-        """Time at which the last byte left."""
+        self._last_time: float | None = None
+        """Time at which the last byte left; None before the first one."""
 
     @property
     def is_open(self) -> bool:
@@ -102,8 +108,7 @@ class CongestionWindow:
             bytes_per_second: Rate of these bytes, at most that of the link.
         """
         self._acknowledge(now)
-        if now - self._last_time > self._restart_seconds:
-            self.window_bytes = min(self.window_bytes, self._initial_bytes)
+        self._decay(now)
         time, left_bytes = now, num_bytes
         while left_bytes:
             self._acknowledge(time)
@@ -120,6 +125,15 @@ class CongestionWindow:
             left_bytes -= part_bytes
         self._last_time = time
         return time - now
+
+    def _decay(self, now: float) -> None:
+        """Halve the window for each timeout of silence that was not kept warm."""
+        if self._last_time is None:
+            return
+        idle_seconds = now - self._last_time - self._warm_seconds
+        while idle_seconds > self._timeout_seconds and self.window_bytes > self._initial_bytes:
+            idle_seconds -= self._timeout_seconds
+            self.window_bytes = max(self.window_bytes // 2, self._initial_bytes)
 
     def _acknowledge(self, now: float) -> None:
         """Grow the window by the bytes that were acknowledged until a time."""

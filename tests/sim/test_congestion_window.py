@@ -18,9 +18,9 @@ RATE, ROUND_TRIP = 12.5e6, 0.06
 SEGMENT_SECONDS = SEGMENT_BYTES / RATE
 
 
-def make_window(restart_seconds: float = inf) -> CongestionWindow:
+def make_window(timeout_seconds: float = inf, warm_seconds: float = 0.0) -> CongestionWindow:
     """Return a new window."""
-    return CongestionWindow(RATE, ROUND_TRIP, restart_seconds)
+    return CongestionWindow(RATE, ROUND_TRIP, timeout_seconds, warm_seconds)
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,21 @@ def test_unused_window_does_not_grow() -> None:
     assert 2 * 14_336 <= window.window_bytes <= 2 * 14_336 + SEGMENT_BYTES
 
 
-def test_idle_connection_restarts() -> None:
-    num_bytes = 310 * SEGMENT_BYTES
-    kept_warm, cold = make_window(), make_window(restart_seconds=0.26)
-    for window in (kept_warm, cold):
-        end = window.sending_seconds(0.0, 8 * num_bytes, RATE)
-        assert window.sending_seconds(end + 0.25, num_bytes, RATE) == pytest.approx(
-            num_bytes / RATE
-        )
-    begin = end + 0.25 + num_bytes / RATE
-    assert kept_warm.sending_seconds(begin + 9, num_bytes, RATE) == pytest.approx(num_bytes / RATE)
-    new = make_window().sending_seconds(0.0, num_bytes, RATE)
-    assert cold.sending_seconds(begin + 9, num_bytes, RATE) == pytest.approx(new)
-    assert new > 4 * ROUND_TRIP
+@pytest.mark.parametrize(
+    ("idle_seconds", "warm_seconds", "num_halvings"),
+    [(0.25, 0, 0), (0.27, 0, 1), (0.51, 0, 1), (0.53, 0, 2), (9, 0, 6), (9, 60, 0), (60.3, 60, 1)],
+)
+def test_idle_window_halves_per_timeout(
+    idle_seconds: float, warm_seconds: float, num_halvings: int
+) -> None:
+    """A window of 640 segments that carries the link, and a timeout of 0.26 s."""
+    window = make_window(0.26, warm_seconds)
+    end = window.sending_seconds(0.0, 3000 * SEGMENT_BYTES, RATE)
+    assert window.is_open
+    before = window.window_bytes
+    window.sending_seconds(end + idle_seconds, 1, RATE)
+    assert window.window_bytes == max(INITIAL_BYTES, before // 2**num_halvings)
+    assert window.is_open == (num_halvings == 0)
 
 
 @settings(max_examples=num_examples(25, 300), deadline=None)
@@ -86,7 +88,7 @@ def test_window_bounds_the_bytes_on_their_way(
     rate: float, round_trip: float, sends: list[tuple[float, int]]
 ) -> None:
     """No byte leaves faster than the link, and no round trip passes without a window of bytes."""
-    window = CongestionWindow(rate, round_trip, restart_seconds=0.2 + round_trip)
+    window = CongestionWindow(rate, round_trip, timeout_seconds=0.2 + round_trip)
     now = 0.0
     for pause, num_bytes in sends:
         now += pause
@@ -161,8 +163,10 @@ def test_open_window_changes_nothing() -> None:
         ((0.0, 0.06), "bytes_per_second"),
         ((inf, 0.06), "bytes_per_second"),
         ((1e6, -1.0), "round_trip_seconds"),
-        ((1e6, 0.3, 0.2), "restart_seconds"),
-        ((1e6, 0.06, inf, 100), "initial_bytes"),
+        ((1e6, 0.3, 0.2), "timeout_seconds"),
+        ((1e6, 0.0, 0.0), "timeout_seconds"),
+        ((1e6, 0.06, inf, -1.0), "warm_seconds"),
+        ((1e6, 0.06, inf, 0.0, 100), "initial_bytes"),
     ],
 )
 def test_bad_arguments_are_named(arguments: tuple[float, ...], name: str) -> None:
