@@ -1,0 +1,270 @@
+"""Number of engines that a fleet needs, and the engines to drain: the decisions of autoscaling.
+
+The number follows the rate of requests by N = ceil(k5 rate + c5). The rate is that since its last
+change point, extrapolated by the time that an engine takes to start. It grows as soon as the rule
+says so, or if requests wait for too long; it shrinks once the rule, with a margin for chance, has
+said so for a whole stabilization window. An engine is removed only after it has drained.
+
+Source: "Aladdin" (arXiv 2405.06856), section on scaling; the start-up time, which the paper leaves
+out, the draining and the stabilization window (as in Kubernetes' HorizontalPodAutoscaler) are ours.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from math import ceil
+from typing import NamedTuple
+
+from gllm.routing.arrival_rate import ArrivalRate
+from gllm.routing.scale_config import ScaleConfig
+
+DOWN_MARGIN = 2.0
+"""Standard errors that are added to the rate before fewer engines are wanted."""
+UP_MARGIN = -1.0
+"""Standard errors that are added to the rate before more engines are wanted."""
+QUEUE_PATIENCE_SECONDS = 5.0
+"""Time for which the queue has to be too long: bursts end by themselves."""
+NUM_STARTUPS = 5
+"""Start-up times that are remembered; the longest counts."""
+OVERDUE_FACTOR = 2.0
+"""Start-up times after which an engine that was wanted counts as one that never comes."""
+
+
+class EnginePhase(Enum):
+    """Phase of an engine's life that scaling distinguishes."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class EngineLoad(NamedTuple):
+    """An engine that a router knows."""
+
+    name: str
+    phase: EnginePhase
+    num_requests: int = 0
+    """Unfinished requests, of all routers."""
+
+
+class FleetLoad(NamedTuple):
+    """Load of a fleet at one moment."""
+
+    num_arrivals: int
+    """Requests that have arrived since the last observation."""
+    num_waiting: int
+    """Requests that no engine has."""
+    queue_seconds: float
+    """Time for which the oldest request has waited to be computed."""
+    engines: Sequence[EngineLoad]
+    engine_rate: float | None = None
+    """Requests per second that one engine sustains; None: unknown."""
+
+
+class ScaleDecision(NamedTuple):
+    """Decision of an observation."""
+
+    num_wanted: int
+    """Engines that should run, draining ones not counted."""
+    drain: tuple[str, ...] = ()
+    """Engines that should get no more requests."""
+    undrain: tuple[str, ...] = ()
+    """Draining engines that are needed again."""
+    removable: tuple[str, ...] = ()
+    """Draining engines without requests, which may be stopped."""
+
+
+class ScaleRule(NamedTuple):
+    """N = ceil(k5 rate + c5)."""
+
+    k5: float
+    """Engines per request per second."""
+    c5: float = 0.0
+
+    def num_engines(self, rate: float) -> int:
+        """Return the number of engines for a rate in requests per second."""
+        # A rate of 1.6 engines must not become 2.0000001 of them.
+        return max(0, ceil(self.k5 * rate + self.c5 - 1e-9))
+
+
+def fit_scale_rule(points: Sequence[tuple[float, int]]) -> ScaleRule:
+    """Return the rule with the least squared error; k5 is not negative.
+
+    Args:
+        points: Rates in requests per second, and the numbers of workers that they need.
+
+    Raises:
+        ValueError: There are fewer than two rates.
+    """
+    if len({rate for rate, _ in points}) < 2:
+        raise ValueError("a rule for the number of workers needs at least two rates")
+    mean_rate = sum(rate for rate, _ in points) / len(points)
+    mean_count = sum(count for _, count in points) / len(points)
+    variance = sum((rate - mean_rate) ** 2 for rate, _ in points)
+    covariance = sum((rate - mean_rate) * (count - mean_count) for rate, count in points)
+    k5 = max(0.0, covariance / variance)
+    # Counts are rounded up: half a worker less before that is the mean of what is needed.
+    return ScaleRule(k5, mean_count - 0.5 - k5 * mean_rate)
+
+
+class Autoscaler:
+    """Number of wanted engines, from observations of a fleet. Pure: time is an argument.
+
+    Args:
+        config: Limits and times.
+        now: Time in seconds.
+        num_engines: Engines at the beginning.
+        c5: Engines that the rule adds to those of the rate.
+    """
+
+    def __init__(
+        self, config: ScaleConfig, now: float, num_engines: int = 0, c5: float = 0.0
+    ) -> None:
+        self._config = config
+        self._least, self._most = config.limits()
+        self._c5 = c5
+        self.rate = ArrivalRate(now)
+        self.num_needed = min(self._most, max(self._least, num_engines))
+        """Engines that the load needs; those that never came are not counted."""
+        self._requested: deque[float] = deque()
+        """Times since which engines are missing, the oldest first."""
+        self._startups: deque[float] = deque(maxlen=NUM_STARTUPS)
+        self._known: set[str] = set()
+        """Engines that have been ready."""
+        self._needs: deque[tuple[float, int]] = deque()
+        """Times and numbers that would have sufficed, of the stabilization window."""
+        self._last_arrival = now
+        self._queue_growth_at: float | None = None
+        """Time of the last growth because of the queue."""
+        self._queue_since: tuple[float, float] | None = None
+        """Time since which the queue has been too long, and its length then, both in seconds."""
+        self._least_k5 = 0.0
+        """Engines per rate that a long queue has shown to be needed, since the last change
+        point."""
+        self._num_overdue = 0
+        self._overdue_at = now
+        self._draining: set[str] = set()
+        """Engines that this object has told to drain."""
+
+    @property
+    def startup_seconds(self) -> float:
+        """Time from the wish for an engine until it serves: the longest of the last ones."""
+        return max(self._startups, default=self._config.scale_startup_seconds)
+
+    def observe(self, load: FleetLoad, now: float) -> ScaleDecision:
+        """Return the decision for the present load; called about once per second."""
+        if self.rate.observe(load.num_arrivals, now):
+            self._least_k5 = 0.0
+        ready = [each for each in load.engines if each.phase is EnginePhase.READY]
+        starting = [each for each in load.engines if each.phase is EnginePhase.STARTING]
+        self._measure_startups(load.engines, now)
+        is_busy = load.num_waiting > 0 or any(each.num_requests for each in load.engines)
+        if load.num_arrivals or is_busy:
+            self._last_arrival = now
+        self._set_needed(load, len(ready), now)
+        self._note_missing(len(ready), now)
+        num_wanted = min(self._most, self.num_needed + self._num_overdue)
+        return self._decide(load.engines, ready, starting, num_wanted)
+
+    def _set_needed(self, load: FleetLoad, num_ready: int, now: float) -> None:
+        floor = self._least
+        if now - self._last_arrival < self._config.scale_idle_seconds:
+            # At least one, unless nothing has been asked for since the beginning.
+            has_been_used = self.num_needed > 0 or load.num_arrivals or load.num_waiting
+            floor = max(floor, 1 if has_been_used else 0)
+        elif self._least == 0:
+            self.num_needed = 0
+            self._needs.clear()
+            return
+        self._follow_rate(load.engine_rate, floor, now)
+        self._follow_queue(load, num_ready, now)
+        self.num_needed = min(self._most, max(floor, self.num_needed))
+
+    def _follow_rate(self, engine_rate: float | None, floor: int, now: float) -> None:
+        """Apply the rule: up at once, down after the stabilization window."""
+        if engine_rate is None:
+            self._needs.clear()
+            return
+        rule = ScaleRule(max(1.0 / engine_rate, self._least_k5), self._c5)
+        growth = self.rate.slope() * self.startup_seconds
+        up = rule.num_engines(self.rate.bound(UP_MARGIN) + growth)
+        down = rule.num_engines(self.rate.bound(DOWN_MARGIN) + growth)
+        self._needs.append((now, max(floor, down)))
+        while now - self._needs[0][0] > self._config.scale_down_seconds:
+            self._needs.popleft()
+        if up > self.num_needed:
+            self.num_needed = up
+        elif now - self._needs[0][0] > 0.9 * self._config.scale_down_seconds:
+            self.num_needed = min(self.num_needed, max(count for _, count in self._needs))
+
+    def _follow_queue(self, load: FleetLoad, num_ready: int, now: float) -> None:
+        """Want one more engine while requests wait too long, though all wanted ones serve."""
+        if load.queue_seconds <= self._config.scale_queue_seconds or not num_ready:
+            self._queue_since = None
+            return
+        since, length = self._queue_since = self._queue_since or (now, load.queue_seconds)
+        if now - since < QUEUE_PATIENCE_SECONDS:
+            return
+        self._queue_since = now, load.queue_seconds
+        if load.queue_seconds < length:
+            # The engines catch up by themselves, with what arrived while they started.
+            return
+        grown_at = self._queue_growth_at
+        has_waited = grown_at is None or now - grown_at > self.startup_seconds
+        if num_ready >= self.num_needed and has_waited:
+            self._queue_growth_at = now
+            self.num_needed += 1
+            self._needs.clear()
+            if self.rate.rate:
+                self._least_k5 = (self.num_needed - 0.5 - self._c5) / self.rate.rate
+
+    def _measure_startups(self, engines: Sequence[EngineLoad], now: float) -> None:
+        """Note how long the engines that are ready for the first time have been missing."""
+        for each in engines:
+            if each.phase is EnginePhase.READY and each.name not in self._known:
+                self._known.add(each.name)
+                if self._requested:
+                    self._startups.append(max(0.1, now - self._requested.popleft()))
+        self._known &= {each.name for each in engines}
+
+    def _note_missing(self, num_ready: int, now: float) -> None:
+        """Note since when engines are missing, and how many of them will never come."""
+        num_missing = max(0, self.num_needed - num_ready)
+        while len(self._requested) > num_missing:
+            self._requested.pop()
+        while len(self._requested) < num_missing:
+            self._requested.append(now)
+        if not num_missing:
+            self._num_overdue = 0
+            return
+        patience = OVERDUE_FACTOR * self.startup_seconds
+        is_overdue = now - self._requested[0] > patience
+        if is_overdue and now - self._overdue_at > patience:
+            self._overdue_at = now
+            self._num_overdue = min(self._most, self._num_overdue + num_missing)
+
+    def _decide(
+        self,
+        engines: Sequence[EngineLoad],
+        ready: Sequence[EngineLoad],
+        starting: Sequence[EngineLoad],
+        num_wanted: int,
+    ) -> ScaleDecision:
+        """Return the engines to drain, to undrain and to remove."""
+        draining = [each for each in engines if each.phase is EnginePhase.DRAINING]
+        own = [each for each in draining if each.name in self._draining]
+        num_lacking = max(0, self.num_needed - len(ready) - len(starting))
+        back = sorted(own, key=lambda each: (-each.num_requests, each.name))[:num_lacking]
+        undrain = tuple(each.name for each in back)
+        drain: list[str] = []
+        if len(ready) >= self.num_needed:
+            # One that has not started serves nobody; one that serves few loses little.
+            ordered = sorted(starting, key=lambda each: each.name)
+            ordered += sorted(ready, key=lambda each: (each.num_requests, each.name))
+            num_surplus = len(ready) + len(starting) - num_wanted
+            drain = [each.name for each in ordered[: max(0, num_surplus)]]
+        self._draining = {*drain, *(each.name for each in own)}
+        removable = tuple(
+            each.name for each in draining if not each.num_requests and each.name not in undrain
+        )
+        return ScaleDecision(num_wanted, tuple(drain), undrain, removable)
