@@ -173,8 +173,10 @@ ROUTER_PANELS = [
         [
             Query(f"sum by (state) (gllm:router_engines{{{CHOSEN}}})", "{{state}}"),
             Query(gauge("router_parked_requests"), "requests that wait for an engine"),
+            Query(f"max (gllm:wanted_engines{{{CHOSEN}}})", "wanted"),
         ],
-        "Engines attached to routers, by state. With several routers each counts its own.",
+        "Engines attached to routers, by state, and how many the leading router wants. With "
+        "several routers each counts its own.",
     ),
     Panel(
         "Requests of engines",

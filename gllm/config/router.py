@@ -9,6 +9,7 @@ from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.routing.flip import FlipConfig
 from gllm.routing.health import HealthConfig
 from gllm.routing.policy_registry import POLICIES
+from gllm.routing.scale_config import ScaleConfig
 
 POLICY_ALIASES = {
     "cache_aware": "prefix-aware",
@@ -121,6 +122,7 @@ class RouterConfig:
     )
     health: HealthConfig = field(default_factory=HealthConfig)
     flip_conditions: FlipConfig = field(default_factory=FlipConfig)
+    scale_conditions: ScaleConfig = field(default_factory=ScaleConfig)
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""

@@ -71,6 +71,27 @@ class RouterTotals(msgspec.Struct, frozen=True):
     """Commands of this router to take a role, by role."""
 
 
+class ScaleStatus(msgspec.Struct, frozen=True):
+    """Decision of a router about the number of its engines."""
+
+    is_leader: bool
+    """True if the decision counts: all engines name this router their leader, or there are none."""
+    num_wanted: int
+    """Engines that should run, draining ones not counted."""
+    drain: list[str]
+    """Engines that should get no more requests."""
+    undrain: list[str]
+    """Draining engines that are needed again."""
+    removable: list[str]
+    """Draining engines without requests, which may be stopped."""
+    rate: float
+    """Requests per second since the last change of the rate."""
+    engine_rate: float | None
+    """Requests per second that one engine sustains; None while it is unknown."""
+    startup_seconds: float
+    """Time from the wish for an engine until it serves."""
+
+
 class UnknownEngineError(Exception):
     """No engine with this name is attached to the router."""
 
@@ -95,12 +116,23 @@ class EngineRoles(Protocol):
         """
 
 
+class EngineScaling(Protocol):
+    """Number of engines that a router wants."""
+
+    def status(self) -> ScaleStatus | None:
+        """Return the latest decision; None without scaling."""
+
+
 class FleetControl(Protocol):
     """A router's view of its engines, and their control."""
 
     @property
     def roles(self) -> EngineRoles:
         """Roles of the engines."""
+
+    @property
+    def scaling(self) -> EngineScaling:
+        """Number of wanted engines."""
 
     def engines(self) -> list[EngineRow]:
         """Return the attached engines, by name."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from gllm.config.slo import Slo
 from gllm.fleet.engine_record import EngineRecord
+from gllm.routing.engine_rate import MeanLengths
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.predict import predict_all
@@ -43,6 +44,8 @@ class Dispatcher:
         self.num_shed: Counter[str] = Counter()
         """Requests refused because of their SLO, by reason."""
         self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
+        self.mean_lengths: MeanLengths | None = None
+        """Of the requests that have finished lately; None before the first."""
         self.policy = policy
         self.health = health
         self._clock = clock
@@ -83,6 +86,8 @@ class Dispatcher:
         """Note an output of a request that has finished, by its length in tokens."""
         self.output_lengths.record(entry.max_tokens, length)
         self.policy.on_finished(len(entry.prompt), length)
+        lengths = MeanLengths(len(entry.prompt), length)
+        self.mean_lengths = self.mean_lengths.mix(lengths) if self.mean_lengths else lengths
 
     def predict_output(self, entry: JournalEntry) -> int:
         """Predict the length of a request's output in tokens, earlier output included.

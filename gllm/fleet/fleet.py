@@ -29,6 +29,7 @@ from gllm.fleet.link_config import FleetLinkConfig
 from gllm.fleet.pair_dispatcher import PairDispatcher
 from gllm.fleet.prefix_events import apply_kv_events
 from gllm.fleet.role_control import RoleControl
+from gllm.fleet.scale_control import ScaleControl
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
@@ -105,6 +106,11 @@ class Fleet:
             self._links, self._dispatcher.records, config, time.monotonic, pair_policy
         )
         """See FleetControl."""
+        self.scaling = ScaleControl(
+            self._dispatcher, config, time.monotonic, self.roles.leads,
+            lambda: self.client.parked_since,
+        )  # fmt: skip
+        """See FleetControl."""
         self._commands = EngineCommands()
         self._stats = fleet_status.FleetStats()
         self._num_lost: Counter[str] = Counter()
@@ -122,7 +128,7 @@ class Fleet:
             return "dead"
         if self._is_draining:
             return "draining"
-        if self._unready_since is not None:
+        if self._unready_since is not None and not self.scaling.holds_requests:
             return "recovering"
         return "sleeping" if self._is_sleeping else "ready"
 
@@ -156,20 +162,9 @@ class Fleet:
 
     def engines(self) -> list[EngineRow]:
         """See FleetControl."""
-        now = time.monotonic()
-        ejected = self._dispatcher.health.ejected(now)
-        return [
-            fleet_status.engine_row(
-                record,
-                self._links.links[name],
-                weight=self._dispatcher.health.weight(name, now),
-                ejection_cause=ejected.get(name, ""),
-                num_requests=self.client.num_running(name),
-                num_dispatched=self.client.num_dispatched[name],
-                now=now,
-            )
-            for name, record in sorted(self._dispatcher.records.items())
-        ]
+        records, health = self._dispatcher.records, self._dispatcher.health
+        links = self._links.links
+        return fleet_status.engine_rows(records, links, health, self.client, time.monotonic())
 
     def totals(self) -> RouterTotals:
         """See FleetControl."""
@@ -209,6 +204,7 @@ class Fleet:
     ) -> None:
         """See Backend."""
         self._dispatcher.health.on_request(time.monotonic())
+        self.scaling.on_requests(len(prompts), slo)
         if not self._config.shed or slo is None:
             return
         for prompt in prompts:
@@ -382,9 +378,10 @@ class Fleet:
                 self.client.migrate(name, is_planned=False)
         self._handoff_poll.on_tick()
         self.roles.on_tick()
+        self.scaling.on_tick()
         if self.client.num_parked:
             self.client.dispatch_parked()
-            self.client.reject_parked(self._unready_cause(), self._config.park_timeout)
+            self.client.reject_parked(self._unready_cause(), self.scaling.park_seconds)
 
     def _is_overdue(self) -> bool:
         since = self._unready_since

@@ -8,6 +8,7 @@ from gllm.engine.interface import EngineUnavailableError
 from gllm.fleet.client import FleetClient
 from gllm.fleet.engine_link import EngineLink
 from gllm.fleet.engine_record import EngineRecord
+from gllm.routing.health import FleetHealth
 from gllm.scheduler.plan import SchedulerStats
 
 COUNTERS = (
@@ -115,6 +116,37 @@ def engine_row(
         weight=weight,
         has_kv_transfer=bool(announce.kv_endpoint),
     )
+
+
+def engine_rows(
+    records: Mapping[str, EngineRecord],
+    links: Mapping[str, EngineLink],
+    health: FleetHealth,
+    client: FleetClient,
+    now: float,
+) -> list[EngineRow]:
+    """Return the row of each engine, by name.
+
+    Args:
+        records: engines by name.
+        links: of the engines.
+        health: weights and ejections.
+        client: with the requests.
+        now: time in seconds.
+    """
+    ejected = health.ejected(now)
+    return [
+        engine_row(
+            record,
+            links[name],
+            weight=health.weight(name, now),
+            ejection_cause=ejected.get(name, ""),
+            num_requests=client.num_running(name),
+            num_dispatched=client.num_dispatched[name],
+            now=now,
+        )
+        for name, record in sorted(records.items())
+    ]
 
 
 def router_totals(

@@ -34,6 +34,7 @@ class RouterCollector(Collector):
         yield self._engine_states(rows)
         yield from self._engine_counters(rows)
         yield from self._totals()
+        yield from self._wanted()
 
     def _states(self, rows: list[EngineRow]) -> Metric:
         gauge = GaugeMetricFamily(
@@ -91,6 +92,16 @@ class RouterCollector(Collector):
             for row, value in zip(rows, values, strict=True):
                 counter.add_metric([*self._model, row.name], value)
             yield counter
+
+    def _wanted(self) -> Iterator[Metric]:
+        """Yield the number of wanted engines, from the router whose decision counts."""
+        status = self._fleet.scaling.status()
+        gauge = GaugeMetricFamily(
+            "gllm:wanted_engines", "Engines that should run, by the leading router", labels=LABELS
+        )
+        if status is not None and status.is_leader:
+            gauge.add_metric(self._model, status.num_wanted)
+        yield gauge
 
     def _totals(self) -> Iterator[Metric]:
         totals = self._fleet.totals()

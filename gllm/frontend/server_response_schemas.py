@@ -133,11 +133,25 @@ class RouterTotalsResponse(ResponseSchema):
     role_changes: dict[str, int]
 
 
+class ScaleStatusResponse(ResponseSchema):
+    """Decision of a router about the number of its engines."""
+
+    is_leader: bool
+    num_wanted: int
+    drain: list[str]
+    undrain: list[str]
+    removable: list[str]
+    rate: float
+    engine_rate: float | None
+    startup_seconds: float
+
+
 class EngineListResponse(ResponseSchema):
-    """Answer of /engines: the engines of a router, and the router's counters."""
+    """Answer of /engines: a router's engines, its counters, and how many engines it wants."""
 
     engines: list[EngineRowResponse]
     router: RouterTotalsResponse
+    scaling: ScaleStatusResponse | None = None
 
 
 class EngineRoleResponse(ResponseSchema):

@@ -133,6 +133,7 @@ class Autoscaler:
         """Engines that have been ready."""
         self._needs: deque[tuple[float, int]] = deque()
         """Times and numbers that would have sufficed, of the stabilization window."""
+        self._started_at = now
         self._last_arrival = now
         self._queue_growth_at: float | None = None
         """Time of the last growth because of the queue."""
@@ -169,13 +170,16 @@ class Autoscaler:
     def _set_needed(self, load: FleetLoad, num_ready: int, now: float) -> None:
         floor = self._least
         if now - self._last_arrival < self._config.scale_idle_seconds:
-            # At least one, unless nothing has been asked for since the beginning.
+            # At least one, unless there has never been a request or an engine.
             has_been_used = self.num_needed > 0 or load.num_arrivals or load.num_waiting
             floor = max(floor, 1 if has_been_used else 0)
         elif self._least == 0:
             self.num_needed = 0
             self._needs.clear()
             return
+        if now - self._started_at < self._config.scale_down_seconds:
+            # Engines that serve already are kept until the rate is known.
+            self.num_needed = min(self._most, max(self.num_needed, num_ready))
         self._follow_rate(load.engine_rate, floor, now)
         self._follow_queue(load, num_ready, now)
         self.num_needed = min(self._most, max(floor, self.num_needed))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
+from gllm.engine.fleet_control import EngineRow, RouterTotals, ScaleStatus, UnknownEngineError
 from gllm.scheduler.plan import SchedulerStats
 from tests.frontend.conftest import serving
 
@@ -30,6 +30,13 @@ class ScriptedFleet:
     @property
     def roles(self) -> "ScriptedFleet":
         return self
+
+    @property
+    def scaling(self) -> "ScriptedFleet":
+        return self
+
+    def status(self) -> ScaleStatus:
+        return ScaleStatus(True, 3, ["b"], [], [], 2.5, 1.0, 20.0)
 
     def set_role(self, name: str, role: str) -> str:
         self.undrain_engine(name)
@@ -73,6 +80,7 @@ async def test_engines_are_listed(engine, fleet):
     ]
     assert body["engines"][0]["stats"]["running"] == 3
     assert (body["router"]["num_parked"], body["router"]["migrations"]) == (4, {"lost": 2})
+    assert (body["scaling"]["num_wanted"], body["scaling"]["drain"]) == (3, ["b"])
 
 
 async def test_drain_and_undrain(engine, fleet):

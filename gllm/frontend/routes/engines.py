@@ -12,12 +12,12 @@ FALSE_VALUES = ("", "0", "false", "no")
 
 
 async def list_engines(request: web.Request) -> web.Response:
-    """Return the engines of a router with their load, and the router's counters."""
+    """Return a router's engines with their load, its counters, and how many engines it wants."""
     fleet = _fleet(request)
     rows = [
         {**msgspec.structs.asdict(row), "stats": row.stats._asdict()} for row in fleet.engines()
     ]
-    body = {"engines": rows, "router": fleet.totals()}
+    body = {"engines": rows, "router": fleet.totals(), "scaling": fleet.scaling.status()}
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
