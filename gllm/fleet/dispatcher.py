@@ -45,7 +45,7 @@ class Dispatcher:
         """Requests refused because of their SLO, by reason."""
         self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
         self.mean_lengths: MeanLengths | None = None
-        """Of the requests that have finished lately; None before the first."""
+        """Mean lengths of the requests that have finished lately; None before the first."""
         self.policy = policy
         self.health = health
         self._clock = clock

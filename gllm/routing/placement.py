@@ -12,7 +12,7 @@ constraints of its placement problem. A worker is an engine.
     (e) KV tokens of the batch <= M in each future step
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import hypot, inf
 from typing import NamedTuple
@@ -124,8 +124,8 @@ class PlacementWorker(NamedTuple):
     """Maximum number of requests of a batch."""
 
 
-def fits_kv_cache(requests: Iterable[PlacedRequest], num_kv_tokens: float) -> bool:
-    """Return True if the KV cache holds a batch in each future step, by expected lengths (e).
+def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
+    """Return the most tokens of KV cache that a batch holds in a future step, by expected lengths.
 
     In the order of their ends, the cache is fullest just before each of them: a request that ends
     r steps from now, and all later ones, have grown by r tokens then. O(n log n).
@@ -133,12 +133,11 @@ def fits_kv_cache(requests: Iterable[PlacedRequest], num_kv_tokens: float) -> bo
     by_end = sorted(
         (each.num_expected_tokens - each.num_output_tokens, _context(each)) for each in requests
     )
-    total = sum(context for _, context in by_end)
+    total, peak = sum(context for _, context in by_end), 0.0
     for index, (remaining, context) in enumerate(by_end):
-        if total + (len(by_end) - index) * remaining > num_kv_tokens:
-            return False
+        peak = max(peak, total + (len(by_end) - index) * remaining)
         total -= context
-    return True
+    return peak
 
 
 def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
@@ -166,7 +165,7 @@ def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRule
                     default=inf)  # fmt: skip
         if seconds > rules.theta * slack:
             return False
-    return "e" not in checked or fits_kv_cache(batch, worker.num_kv_tokens)
+    return "e" not in checked or peak_kv_tokens(batch) <= worker.num_kv_tokens
 
 
 def capacity_norm(worker: PlacementWorker, rules: PlacementRules) -> float:
@@ -187,6 +186,31 @@ def place_best_fit(
         if admits(worker, request, rules):
             return worker
     return None
+
+
+def place_heartbeat(
+    workers: Sequence[PlacementWorker],
+    requests: Iterable[PlacedRequest],
+    rules: PlacementRules,
+    open_worker: Callable[[int], PlacementWorker],
+) -> list[PlacementWorker]:
+    """Place the requests of a heartbeat by best fit, those with the longest prompts first.
+
+    Args:
+        workers: Workers with their requests.
+        requests: New requests.
+        rules: Constraints.
+        open_worker: Returns an empty worker, by the number of workers so far, for a request that no
+            worker admits.
+
+    Returns:
+        All workers with their requests.
+    """
+    placed = {each.name: each for each in workers}
+    for request in sorted(requests, key=lambda each: -each.num_prompt_tokens):
+        worker = place_best_fit(list(placed.values()), request, rules) or open_worker(len(placed))
+        placed[worker.name] = worker._replace(requests=[*worker.requests, request])
+    return list(placed.values())
 
 
 def _context(request: PlacedRequest) -> int:

@@ -6,6 +6,7 @@ import sys
 PLANNERS: dict[str, str] = {
     "capacity": "highest request rate of a configuration within latency limits",
     "search": "devices, parallelism, policy and batch size that serve a workload best",
+    "scale": "GPUs per engine, and engines by request rate, within an SLO (Aladdin)",
 }
 """Descriptions by name; the name is also the module in gllm.commands.plan."""
 

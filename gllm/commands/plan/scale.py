@@ -1,0 +1,142 @@
+"""`gllm plan scale`: GPUs per engine, and engines by request rate, within an SLO (Aladdin)."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from gllm.config.flags import FlagParser, FlagType, number_type, output_file
+from gllm.config.options import MAX_TIMEOUT_SECONDS
+from gllm.plan.latency_limits import parse_limits
+from gllm.plan.prices import DEFAULT_PRICES, parse_prices
+from gllm.plan.scaling.service_plan import (
+    BASELINE,
+    ScaleResult,
+    ScaleTask,
+    affordable_workers,
+    plan_scale,
+    to_serving_plan,
+)
+from gllm.plan.serving_plan import write_plan
+from gllm.sim.hardware.devices import DEVICES
+from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.metrics.report import format_table
+from gllm.sim.workloads.lengths import WORKLOAD_HELP
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    parser = FlagParser(prog="gllm plan scale", description=__doc__.splitlines()[0])
+    positive = number_type(float, gt=0)
+    parser.add_argument(
+        "--slo", required=True, metavar="LIMITS",
+        help="limits of each request in seconds: ttft=1.6,atgt=0.075 (atgt: mean time per token "
+        "after the first, also tpot)",
+    )  # fmt: skip
+    parser.add_argument("--trace", required=True, metavar="WORKLOAD", help=WORKLOAD_HELP)
+    parser.add_argument("--rate", required=True, type=positive, help="requests per second")
+    parser.add_argument(
+        "--model", default="llama-2-70b", choices=tuple(MODELS), metavar="MODEL",
+        help=f"one of {', '.join(MODELS)} (default llama-2-70b)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="A100-80G", choices=tuple(DEVICES), help="(default A100-80G)"
+    )
+    parser.add_argument(
+        "--rank-link", default="nvlink", choices=tuple(LINKS), help="between the GPUs of an engine"
+    )
+    parser.add_argument(
+        "--gpus", type=number_type(int, ge=1, le=64),
+        help="GPUs per engine; default: those with the most tokens per second and GPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attainment", type=number_type(float, gt=0, le=1), default=0.99,
+        help="share of requests that keep both limits (default 0.99)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budget", type=positive, help="most dollars per hour; more engines are refused"
+    )
+    parser.add_argument("--prices", default=DEFAULT_PRICES, help="table or DEVICE=DOLLARS_PER_HOUR")
+    parser.add_argument(
+        "--startup-seconds", type=number_type(float, gt=0, le=MAX_TIMEOUT_SECONDS),
+        help="measured time from the start of an engine until it serves, for the plan",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=positive, default=120.0, help="length of a simulation (default 120)"
+    )
+    parser.add_argument("--seed", type=number_type(int, ge=0, le=2**31), default=0)
+    parser.add_argument("--checkpoint", metavar="MODEL", help="model in the plan")
+    parser.add_argument(
+        "--output", metavar="FILE", type=FlagType(output_file), help="write a plan for `gllm up`"
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm plan scale`; return 0, 1 if the budget is too small, or 2 for invalid input."""
+    values = make_parser().parse_args(argv)
+    try:
+        limits = parse_limits(values.slo.replace("atgt", "tpot"), values.attainment)
+        price = parse_prices(values.prices).get(values.device)
+        task = ScaleTask(
+            values.model, values.device, values.trace, values.rate, limits, values.rank_link,
+            values.gpus, values.seconds, values.seed,
+        )  # fmt: skip
+        with tqdm(unit="simulation", desc="scale", leave=False, disable=None) as bar:
+            result = plan_scale(task, lambda: bar.update() and None)
+        most = affordable_workers(price, result.worker.num_gpus, values.budget)
+        print(_format(task, result, price))
+        count = result.num_workers(task.rate)
+        if count > most:
+            rate = (most - result.rule.c5) / result.rule.k5 if result.rule.k5 else 0.0
+            print(
+                f"beyond the budget: {most:g} engines serve about {max(0.0, rate):.3g} per second"
+            )
+            return 1
+        if values.output:
+            plan = to_serving_plan(
+                task, result, shlex.join(["gllm", "plan", "scale", *argv]), values.checkpoint,
+                price, values.startup_seconds,
+            )  # fmt: skip
+            write_plan(plan, Path(values.output))
+            print(f"wrote {values.output}")
+    except BrokenPipeError:
+        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"gllm plan scale: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _format(task: ScaleTask, result: ScaleResult, price: float | None) -> str:
+    """Return the tables of worker types and of fleets, and the rule."""
+    gpus = result.worker.num_gpus
+    types = [
+        [
+            f"{each.num_gpus}{' *' if each.num_gpus == gpus else ''}",
+            f"{each.memory_rate:.0f}", f"{each.slo_rate:.0f}", f"{each.memory_batch:.0f}",
+            str(each.slo_batch),
+        ]
+        for each in result.workers
+    ]  # fmt: skip
+    header = ["GPUs", "tokens/s/GPU by memory", "by SLO", "batch by memory", "by SLO"]
+    text = format_table(header, types)
+    rows = []
+    for each in result.points:
+        count = each.placed.num_workers
+        other = "more than 4 x" if each.baseline is None else str(each.baseline.num_workers)
+        saved = "" if each.baseline is None else f"{1 - count / each.baseline.num_workers:.0%}"
+        cost = "" if price is None else f"{price * gpus * count:.2f}"
+        rows.append([f"{each.rate:.3g}", str(count), str(gpus * count), cost, other, saved])
+    fleet_header = ["requests/s", "engines", "GPUs", "$/h", f"engines, {BASELINE}", "saved"]
+    fit, rule = result.fit, result.rule
+    return (
+        f"{text}\n\n{format_table(fleet_header, rows)}\n\n"
+        f"engines = ceil({rule.k5:.3g} rate {rule.c5:+.3g}): {result.num_workers(task.rate)} for "
+        f"{task.rate:g} requests per second\n"
+        f"linear latencies: largest error {fit.prefill_max_error:.1%} of prefills, "
+        f"{fit.decode_max_error:.1%} of decodes"
+    )

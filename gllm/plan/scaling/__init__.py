@@ -1,0 +1,1 @@
+"""Planner of the number of engines by rate: worker type, placement, fleet sizes (Aladdin)."""

@@ -1,0 +1,183 @@
+"""Least number of workers that serve a workload within its SLO, by simulation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from gllm.config.slo import Slo
+from gllm.routing.aladdin import AladdinPolicy
+from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
+from gllm.routing.policy_registry import make_policy
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.router import PolicyRouter
+from gllm.sim.costs.base import CostModel
+from gllm.sim.deployment import Deployment
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
+
+SECONDS = 120.0
+"""Time in which the requests of a run arrive."""
+MAX_TOKENS = 4096
+"""Longest request in tokens."""
+NUM_HISTORY = 2000
+"""Requests whose outputs the length predictor knows at the beginning."""
+HISTORY_SEED = 1000
+BLOCK_SIZE = 16
+MAX_WORKERS = 512
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker."""
+
+    name: str
+    """Name of the model."""
+    num_layers: int
+    cost: CostModel
+    latency: LatencyModel
+    """Linear model of the cost, for placement."""
+    num_kv_tokens: int
+    num_gpus: int = 1
+    max_num_seqs: int = 128
+
+    def deployment(self) -> Deployment:
+        """Return an engine that computes prompts first, as vLLM of the paper's time did."""
+        config = SchedulerConfig(
+            policy="vllm",
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=self.max_num_seqs,
+            prefix_cache=False,
+            async_scheduling=False,
+        )
+        num_blocks = self.num_kv_tokens // BLOCK_SIZE
+        resolved = config.resolve(1, num_blocks, min(MAX_TOKENS, num_blocks * BLOCK_SIZE))
+        return Deployment(self.name, [self.num_layers], self.cost, resolved)
+
+
+@dataclass(frozen=True)
+class FleetCase:
+    """A workload and the rule that divides its requests among workers."""
+
+    worker: WorkerSpec
+    workload: str
+    rate: float
+    slo: Slo
+    policy: str = "aladdin"
+    seed: int = 0
+    seconds: float = SECONDS
+    theta: float = PlacementRules.theta
+    constraints: frozenset[str] = field(default=ALL_CONSTRAINTS)
+
+    def jobs(self) -> list[WorkloadRequest]:
+        """Return the requests, cut to the longest that a worker takes."""
+        count = max(2, round(self.rate * self.seconds))
+        most = min(MAX_TOKENS, self.worker.num_kv_tokens // BLOCK_SIZE * BLOCK_SIZE)
+        return [
+            scale_request(job, 1.0, most)
+            for job in make_workload(self.workload, count, self.rate, seed=self.seed)
+        ]
+
+    def router(self) -> PolicyRouter:
+        """Return a new router; Aladdin's has learned lengths from earlier requests."""
+        if self.policy != "aladdin":
+            return PolicyRouter(make_policy(self.policy, Random(self.seed)), self.slo)
+        rules = PlacementRules(theta=self.theta, constraints=self.constraints)
+        policy = AladdinPolicy(Random(self.seed), rules, self.worker.latency)
+        history = make_workload(
+            self.workload, NUM_HISTORY, self.rate, seed=self.seed + HISTORY_SEED
+        )
+        for job in history:
+            policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+        return PolicyRouter(policy, self.slo)
+
+
+class FleetOutcome(NamedTuple):
+    """Latencies of a run of a fleet."""
+
+    num_workers: int
+    attainment: float
+    """Share of requests within both limits, 0..1."""
+    ttft_attainment: float
+    tpot_attainment: float
+    tpots: tuple[float, ...]
+    """Time per output token of each request in seconds, sorted; 0 with a single token."""
+
+
+def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
+    """Return the latencies of a workload on a number of workers."""
+    deployment = case.worker.deployment()
+    run = simulate_cluster(
+        {f"w{index}": deployment for index in range(num_workers)}, case.jobs(), case.router()
+    )
+    ttft, tpot = case.slo
+    lines = [served.line for served in run.requests.values()]
+    is_first = [ttft is None or (each.ttft is not None and each.ttft <= ttft) for each in lines]
+    tpots = [each.tpot or 0.0 for each in lines]
+    is_fast = [tpot is None or each <= tpot for each in tpots]
+    both = sum(a and b for a, b in zip(is_first, is_fast, strict=True))
+    count = len(lines)
+    return FleetOutcome(
+        num_workers, both / count, sum(is_first) / count, sum(is_fast) / count,
+        tuple(sorted(tpots)),
+    )  # fmt: skip
+
+
+def least_fleet(
+    case: FleetCase,
+    attainment: float = 0.99,
+    start: int = 4,
+    max_workers: int = MAX_WORKERS,
+    on_outcome: Callable[[FleetOutcome], None] = lambda outcome: None,
+) -> FleetOutcome | None:
+    """Return the smallest fleet that attains a share of requests; None if none up to a limit does.
+
+    More workers are assumed not to harm: the search doubles the number, then bisects.
+
+    Args:
+        case: The workload.
+        attainment: Required share of requests within both limits, 0..1.
+        start: First number of workers.
+        max_workers: Most workers.
+        on_outcome: Called after each simulation.
+    """
+    known: dict[int, FleetOutcome] = {}
+
+    def attains(count: int) -> bool:
+        if count not in known:
+            known[count] = simulate_fleet(case, count)
+            on_outcome(known[count])
+        return known[count].attainment >= attainment
+
+    low, high = 0, max(1, start)
+    while not attains(high):
+        if high >= max_workers:
+            return None
+        low, high = high, min(max_workers, max(high + 1, 3 * high // 2))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if attains(middle) else (middle, high)
+    return known[high]
+
+
+def fleet_points(
+    case_at: Callable[[float], FleetCase], rates: Sequence[float], attainment: float = 0.99
+) -> list[tuple[float, int]]:
+    """Return the least number of workers at each rate, for `fit_scale_rule`.
+
+    Args:
+        case_at: Returns the case of a rate.
+        rates: Requests per second, in rising order.
+        attainment: Required share of requests, 0..1.
+
+    Raises:
+        ValueError: No fleet attains it at a rate.
+    """
+    points: list[tuple[float, int]] = []
+    for rate in rates:
+        start = points[-1][1] if points else 2
+        outcome = least_fleet(case_at(rate), attainment, start)
+        if outcome is None:
+            raise ValueError(f"no fleet of {MAX_WORKERS} workers attains {attainment} at {rate}/s")
+        points.append((rate, outcome.num_workers))
+    return points

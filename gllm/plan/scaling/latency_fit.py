@@ -1,0 +1,131 @@
+"""Linear latency model of a worker, fitted to a cost model or to measured steps.
+
+Source: "Aladdin" (arXiv 2405.06856): prefill k1 sum(l_in) + c1, decode k2 context + c2 b + c3, KV
+cache h t + j, each fitted by least squares with coefficients that are not negative.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gllm.routing.placement import LatencyModel
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostModel
+
+Array = NDArray[np.float64]
+
+PREFILL_TOKENS = (512, 768, 1024, 1536, 2048, 2560, 3072, 4096)
+"""Prompt tokens of the steps to which a prefill is fitted; below, time does not follow tokens."""
+DECODE_BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+DECODE_CONTEXTS = (128, 256, 512, 1024, 1536, 2048)
+"""Tokens of context per request."""
+
+
+class FittedLatency(NamedTuple):
+    """A latency model and its relative errors, 0..1, on the steps that it is fitted to."""
+
+    model: LatencyModel
+    prefill_mean_error: float
+    prefill_max_error: float
+    decode_mean_error: float
+    decode_max_error: float
+
+
+class KvModel(NamedTuple):
+    """KV cache of a request: h t + j."""
+
+    h: float
+    """Per token."""
+    j: float
+
+    def predict(self, num_tokens: int) -> float:
+        """Return the KV cache of a request with so many tokens."""
+        return self.h * num_tokens + self.j
+
+
+def fit_latency(cost: CostModel, max_tokens: int = PREFILL_TOKENS[-1]) -> FittedLatency:
+    """Return the latency model of a cost model of one stage.
+
+    Args:
+        cost: Predicts steps.
+        max_tokens: Most prompt tokens of a step.
+    """
+    prefills = [
+        (tokens, cost.stage_seconds(0, StageWork(0, tokens, ((0, tokens),), 0, 0, 1)))
+        for tokens in PREFILL_TOKENS
+        if tokens <= max_tokens
+    ]
+    decodes = [
+        (batch, batch * context,
+         cost.stage_seconds(0, StageWork(0, batch, (), batch, batch * context, batch)))
+        for batch in DECODE_BATCHES
+        for context in DECODE_CONTEXTS
+    ]  # fmt: skip
+    return fit_steps(prefills, decodes)
+
+
+def fit_steps(
+    prefills: Sequence[tuple[int, float]], decodes: Sequence[tuple[int, int, float]]
+) -> FittedLatency:
+    """Return the latency model of measured steps.
+
+    Args:
+        prefills: Prompt tokens and seconds of steps that only prefill.
+        decodes: Requests, total context in tokens, and seconds of steps that only decode.
+    """
+    tokens, prefill_seconds = _columns(prefills)
+    features = np.stack([tokens, np.ones_like(tokens)], axis=1)
+    k1, c1 = solve_nonnegative_least_squares(features, prefill_seconds)
+    batches, contexts, decode_seconds = _columns(decodes)
+    ones = np.ones_like(batches)
+    decode_features = np.stack([contexts, batches, ones], axis=1)
+    k2, c2, c3 = solve_nonnegative_least_squares(decode_features, decode_seconds)
+    prefill_errors = np.abs(features @ np.array([k1, c1]) / prefill_seconds - 1)
+    decode_errors = np.abs(decode_features @ np.array([k2, c2, c3]) / decode_seconds - 1)
+    return FittedLatency(
+        LatencyModel(k1, c1, k2, c2, c3),
+        float(prefill_errors.mean()),
+        float(prefill_errors.max()),
+        float(decode_errors.mean()),
+        float(decode_errors.max()),
+    )
+
+
+def fit_kv_cache(samples: Sequence[tuple[int, float]]) -> KvModel:
+    """Return the KV model of measured requests: tokens, and the KV cache that they hold."""
+    tokens, held = _columns(samples)
+    return KvModel(
+        *solve_nonnegative_least_squares(np.stack([tokens, np.ones_like(tokens)], axis=1), held)
+    )
+
+
+def solve_nonnegative_least_squares(features: Array, values: Array) -> list[float]:
+    """Return coefficients >= 0 that predict values [rows] from features [rows, columns].
+
+    Errors count relative to the values.
+
+    Raises:
+        ModuleNotFoundError: scipy is missing; the message says what to install.
+    """
+    scale = np.maximum(features.max(axis=0), 1e-12)
+    weighted = features / scale / values[:, None]
+    solution, _ = import_optimize().nnls(weighted, np.ones_like(values))
+    coefficients: list[float] = (solution / scale).tolist()
+    return coefficients
+
+
+def _columns(rows: Sequence[tuple[float, ...]]) -> list[Array]:
+    return [np.array(column, np.float64) for column in zip(*rows, strict=True)]
+
+
+def import_optimize() -> Any:
+    """Return scipy.optimize. Raises ModuleNotFoundError that says what to install."""
+    try:
+        return importlib.import_module("scipy.optimize")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "planning the number of engines needs scipy: pip install gllm[plan]", name=error.name
+        ) from error

@@ -1,0 +1,113 @@
+"""GPUs per worker: the degree of tensor parallelism with the highest throughput per GPU.
+
+Source: "Aladdin" (arXiv 2405.06856), equations 5 and 6:
+
+    T_max(N) = min(M / (N m_r (t_comp + t_comm)), B / (N T_dec))
+
+M is the memory of N GPUs without the weights, m_r the mean KV cache of a request, the times are
+those of an iteration with the batch M / m_r, and B is the largest batch that meets T_dec. The best
+N does not depend on the load.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostModel
+from gllm.sim.deployment import roofline_deployment
+
+DEGREES = (1, 2, 4, 8)
+MAX_BATCH = 4096
+
+
+class WorkerType(NamedTuple):
+    """Throughput of a worker of N GPUs."""
+
+    num_gpus: int
+    memory_rate: float
+    """Tokens per second and GPU of the batch that fills the memory."""
+    slo_rate: float
+    """Tokens per second and GPU of the largest batch within T_dec; 0 if none is."""
+    memory_batch: float
+    """M / m_r."""
+    slo_batch: int
+    """B."""
+
+    @property
+    def rate(self) -> float:
+        """T_max: tokens per second and GPU."""
+        return min(self.memory_rate, self.slo_rate)
+
+
+def decode_seconds(cost: CostModel, batch: float, context: float) -> float:
+    """Return the time of a decode step of a batch, each with a context in tokens."""
+    count = max(1, round(batch))
+    total = round(count * context)
+    return cost.stage_seconds(0, StageWork(0, count, (), count, total, count))
+
+
+def rate_workers(
+    model: str,
+    device: str,
+    tpot_seconds: float,
+    context: float,
+    rank_link: str = "nvlink",
+    degrees: Sequence[int] = DEGREES,
+    max_model_len: int = 4096,
+) -> list[WorkerType]:
+    """Return the throughput of each degree that holds the model, by the roofline cost model.
+
+    Args:
+        model: A name of MODELS.
+        device: A name of DEVICES.
+        tpot_seconds: T_dec.
+        context: Mean tokens of a request over its life: m_r in tokens.
+        rank_link: A name of LINKS.
+        degrees: Numbers of GPUs.
+        max_model_len: Longest request in tokens.
+
+    Raises:
+        ValueError: A name is unknown, or no degree holds the model.
+    """
+    workers, refusals = [], []
+    for degree in degrees:
+        try:
+            deployment = roofline_deployment(
+                model, device, 1, max_model_len, degrees=(degree,), rank_link=rank_link
+            )
+        except ValueError as error:
+            refusals.append(str(error))
+            continue
+        capacity = deployment.scheduler.num_blocks * deployment.scheduler.block_size
+        batch = capacity / context
+        seconds = decode_seconds(deployment.cost, batch, context)
+        largest = largest_batch(deployment.cost, tpot_seconds, context)
+        workers.append(
+            WorkerType(
+                degree,
+                batch / (degree * seconds),
+                largest / (degree * tpot_seconds),
+                batch,
+                largest,
+            )
+        )
+    if not workers:
+        raise ValueError(refusals[0])
+    return workers
+
+
+def largest_batch(cost: CostModel, tpot_seconds: float, context: float) -> int:
+    """Return B: the largest batch whose decode step meets a limit; 0 if a single one does not."""
+    low, high = 0, MAX_BATCH
+    while low < high:
+        middle = (low + high + 1) // 2
+        if decode_seconds(cost, middle, context) <= tpot_seconds:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def best_worker(workers: Sequence[WorkerType]) -> WorkerType:
+    """Return N*: the worker with the highest throughput per GPU; of equal ones the smallest."""
+    return max(workers, key=lambda each: (each.rate, -each.num_gpus))

@@ -1,0 +1,197 @@
+"""Planning of the number of engines: fits, worker types, optimal placement, fleet sizes."""
+
+from math import inf
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gllm.commands.plan.scale import main as plan_scale
+from gllm.config.slo import Slo
+from gllm.plan.scaling.fleet_size import FleetCase, WorkerSpec, least_fleet, simulate_fleet
+from gllm.plan.scaling.latency_fit import fit_kv_cache, fit_latency
+from gllm.plan.scaling.optimum import least_workers
+from gllm.plan.scaling.worker_type import best_worker, decode_seconds, rate_workers
+from gllm.plan.serving_plan import read_plan
+from gllm.routing.placement import (
+    LatencyModel,
+    PlacedRequest,
+    PlacementRules,
+    PlacementWorker,
+    peak_kv_tokens,
+    place_heartbeat,
+)
+from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.scheduling_groups import num_scheduling_groups, predict_scheduling_seconds
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.costs.forest import ForestCostModel
+from gllm.sim.costs.linear import LinearCostModel
+from gllm.sim.deployment import roofline_deployment
+
+MODEL = LatencyModel(k1=0.3635e-3, c1=4e-3, k2=9.62e-8, c2=0.173e-3, c3=55.8e-3)
+SLO = Slo(1.6, 0.075)
+RULES = PlacementRules(SLO)
+WORKER = WorkerSpec("llama-2-70b", 80, LinearCostModel(MODEL), MODEL, 60_000, num_gpus=2)
+
+
+def test_latencies_of_vidurs_profile_are_linear() -> None:
+    fitted = fit_latency(ForestCostModel())
+    assert fitted.prefill_max_error <= 0.07
+    assert fitted.decode_max_error <= 0.08
+    assert min(fitted.model) >= 0
+    # Aladdin's limits for this model are 1,600 ms and 75 ms.
+    assert fitted.model.prefill_seconds(4096) == pytest.approx(1.5, rel=0.05)
+    assert 1.3 * fitted.model.decode_seconds(1, 512) == pytest.approx(0.075, rel=0.1)
+
+
+def test_fit_of_a_linear_model_is_that_model() -> None:
+    fitted = fit_latency(LinearCostModel(MODEL)).model
+    assert tuple(fitted) == pytest.approx(tuple(MODEL), rel=1e-6)
+
+
+def test_kv_cache_of_requests_is_linear_in_their_tokens() -> None:
+    samples = []
+    for num_tokens in range(256, 4097, 160):
+        config = SchedulerConfig(prefix_cache=False, max_num_batched_tokens=4096)
+        scheduler = Scheduler(config.resolve(1, 512, 8192))
+        scheduler.add(SchedulerRequest(0, range(num_tokens), 64), 0.0)
+        assert scheduler.schedule(0.0) is not None
+        held = scheduler.stats().kv_usage * 512 * config.block_size
+        samples.append((num_tokens, held))
+    model = fit_kv_cache(samples)
+    errors = [abs(model.predict(tokens) / held - 1) for tokens, held in samples]
+    assert sum(errors) / len(errors) <= 0.01
+    assert model.h == pytest.approx(1.0, rel=0.01)
+
+
+def test_best_fit_is_close_to_the_optimum() -> None:
+    rng = Random(0)
+
+    def open_worker(number: int) -> PlacementWorker:
+        return PlacementWorker(str(number), MODEL, [], memory)
+
+    for _ in range(12):
+        requests = [
+            PlacedRequest(rng.randint(50, 3000), rng.randint(10, 600))
+            for _ in range(rng.randint(4, 10))
+        ]
+        memory = rng.choice([4000.0, 8000.0, inf])
+        workers = place_heartbeat([], requests, RULES, open_worker)
+        optimum = least_workers(requests, MODEL, RULES, memory, len(workers))
+        assert optimum <= len(workers) <= 1.3 * optimum
+        assert sum(len(each.requests) for each in workers) == len(requests)
+        assert all(peak_kv_tokens(each.requests) <= memory for each in workers)
+
+
+def test_optimum_of_placements_that_are_known() -> None:
+    requests = [PlacedRequest(2190, 100)] * 4
+    # Two prompts take 1.6 s, three 2.4 s.
+    assert least_workers(requests, MODEL, RULES, inf) == 2
+    assert least_workers(requests, MODEL, RULES, 2400) == 4
+    assert least_workers([], MODEL, RULES, inf) == 0
+    with pytest.raises(ValueError, match="fits no worker"):
+        least_workers(requests, MODEL, RULES, 2000)
+    with pytest.raises(ValueError, match="do not fit 1 workers"):
+        least_workers(requests, MODEL, RULES, inf, max_workers=1)
+
+
+def test_requests_that_end_apart_share_the_kv_cache() -> None:
+    # One after the other each needs 60 tokens at most; together 91.
+    short, long = PlacedRequest(30, 10), PlacedRequest(20, 40)
+    assert peak_kv_tokens([short, long]) == 70
+    assert least_workers([short, long], MODEL, RULES, 70) == 1
+    assert least_workers([short, long], MODEL, RULES, 69) == 2
+
+
+def test_worker_type_has_the_highest_throughput_per_gpu() -> None:
+    workers = rate_workers("llama-2-70b", "A100-80G", 0.075, 850)
+    assert [each.num_gpus for each in workers] == [2, 4, 8]
+    best = best_worker(workers)
+    assert best.rate == max(each.rate for each in workers)
+    cost = roofline_deployment(
+        "llama-2-70b", "A100-80G", 1, 4096, degrees=(best.num_gpus,), rank_link="nvlink"
+    ).cost
+    assert decode_seconds(cost, best.slo_batch, 850) <= 0.075
+    assert decode_seconds(cost, best.slo_batch + 1, 850) > 0.075
+    with pytest.raises(ValueError, match="does not fit"):
+        rate_workers("llama-2-70b", "V100", 0.075, 850, degrees=(1, 2))
+
+
+def test_aladdin_serves_with_fewer_workers_than_the_shortest_queue() -> None:
+    case = FleetCase(WORKER, "sharegpt-like", 4.0, SLO, seconds=40.0)
+    aladdin = simulate_fleet(case, 3)
+    queue = simulate_fleet(
+        FleetCase(WORKER, "sharegpt-like", 4.0, SLO, "least-tokens", seconds=40.0), 3
+    )
+    careless = simulate_fleet(
+        FleetCase(WORKER, "sharegpt-like", 4.0, SLO, seconds=40.0, constraints=frozenset("bce")), 3
+    )
+    assert aladdin.attainment > queue.attainment
+    # Without (d), prompts interrupt decodes that have no slack.
+    assert careless.attainment <= aladdin.attainment - 0.3
+
+
+def test_least_fleet_is_found_between_failures_and_successes() -> None:
+    case = FleetCase(WORKER, "fixed:500,50", 2.0, SLO, seconds=20.0)
+    tried = []
+    best = least_fleet(case, 0.99, start=8, on_outcome=lambda o: tried.append(o.num_workers))
+    assert best is not None
+    assert best.attainment >= 0.99
+    assert best.num_workers == 1 or simulate_fleet(case, best.num_workers - 1).attainment < 0.99
+    assert len(tried) <= 5
+    tight = FleetCase(WORKER, "fixed:500,50", 2.0, Slo(0.01, 0.075), seconds=5.0)
+    assert least_fleet(tight, 0.99, max_workers=4) is None
+
+
+def test_groups_are_as_few_as_are_fast_and_predictable() -> None:
+    assert num_scheduling_groups(64, 25.0, 1.0, 1e-6, 4.0) == 1
+    assert num_scheduling_groups(1000, 100.0, 1.0, 1e-6, 4.0) == 4
+    seconds = predict_scheduling_seconds(1000 / 4, 100 / 4, 1e-6)
+    assert seconds <= 0.05 < predict_scheduling_seconds(1000 / 3, 100 / 3, 1e-6)
+    # No group gets less than the rate R.
+    assert num_scheduling_groups(1000, 100.0, 1.0, 1e-6, 40.0) == 2
+
+
+FLAGS = ["--slo", "ttft=1.6,atgt=0.075", "--trace", "fixed:400,40", "--seconds", "8"]
+
+
+def test_command_writes_a_plan_that_scales(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "plan.yaml"
+    flags = ["--rate", "4", "--gpus", "4", "--startup-seconds", "90", "--output", str(file)]
+    assert plan_scale([*FLAGS, *flags]) == 0
+    plan = read_plan(file)
+    text = capsys.readouterr().out
+    assert f"{len(plan.engines)} for 4 requests per second" in text
+    assert plan.router is not None
+    assert plan.router.policy == "aladdin"
+    scale = ScaleConfig(
+        plan.router.flags["scale"],
+        plan.router.flags["scale-engine-rate"],
+        plan.router.flags["scale-startup-seconds"],
+    )
+    assert scale.limits() == (1, len(plan.engines))
+    assert {each.num_devices for each in plan.engines.values()} == {4}
+    assert plan.expected is not None
+    assert plan.expected.startup_seconds == 90
+    assert plan.nodes["node0"].price == pytest.approx(4 * 2.21)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "text"),
+    [
+        (["--rate", "4", "--gpus", "4", "--budget", "5"], 1, "beyond the budget: 0 engines"),
+        (["--rate", "4", "--slo", "ttft=1"], 2, "limit of each request for both"),
+        (["--rate", "4", "--slo", "ttft=1,atgt=0.001"], 2, "loosen tpot"),
+        (["--rate", "4", "--gpus", "1"], 2, "does not fit"),
+        (["--rate", "4", "--trace", "nothing"], 2, "nothing"),
+        (["--rate", "4", "--gpus", "4", "--prices", "H100=1", "--budget", "5"], 2, "no price"),
+    ],
+)
+def test_command_names_what_cannot_be_planned(
+    capsys: pytest.CaptureFixture, flags: list[str], status: int, text: str
+) -> None:
+    assert plan_scale([*FLAGS, *flags]) == status
+    captured = capsys.readouterr()
+    assert text in captured.out + captured.err
