@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: setup serve lint test test-e2e test-long test-router test-installed test-cpus test-triton-3.6 check mutants format browser
+.PHONY: setup serve lint test test-e2e test-long test-router test-installed test-cpus test-triton-3.6 mutants format browser
 
 setup: $(STAMP)
 
@@ -27,15 +27,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Without coverage, which makes Python code two to three times as slow: `make check` measures it.
-UNIT_TESTS := $(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e
+# COVERAGE=1 prints the coverage of the tests outside tests/e2e and holds it to its floor; tracing makes Python code two
+# to three times as slow.
+COVERAGE ?=
 test: lint
-	$(UNIT_TESTS)
-	$(MAKE) test-e2e
-
-# What CI runs: as `make test`, with the coverage of the tests outside tests/e2e and its floor.
-check: lint
-	$(UNIT_TESTS) --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 	$(MAKE) test-e2e
 
 # Tests in tests/e2e start servers, two at a time; those marked `alone` measure them.
