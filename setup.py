@@ -86,6 +86,7 @@ setup(
             "demo/*",
             "frontend/page/**",
             "sim/data/*",
+            "plan/data/*",
             "py.typed",
         ]
     },

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from gllm.config.field_types import convert_fields
 from gllm.config.flags import input_file, parse_list
 from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.routing.disaggregation.flow import Routes, parse_routes
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.routing.flip import FlipConfig
 from gllm.routing.health import HealthConfig
@@ -86,6 +87,13 @@ class RouterConfig:
         "that separates both; engines announce their --role; default: one engine for both",
         choices=tuple(PAIR_POLICIES),
     )
+    routes: tuple[str, ...] = option(
+        (),
+        "flows from prefill to decode engines for --preset flow, by the names of the engines: "
+        "p0:d0=2.5,p0:d1=1 sends all requests to p0 and 2.5 of 3.5 on to d0; `gllm plan hetero` "
+        "writes them",
+        parse=parse_list,
+    )
     flip: bool | None = option(
         None,
         "give the role of the other phase to prefill and decode engines that are idle while that "
@@ -129,11 +137,21 @@ class RouterConfig:
         convert_fields(self)
         if self.hub == "off" and not self.engines:
             raise ValueError("hub is off and engines is empty: the router needs one of both")
+        if self.routes and self.preset != "flow":
+            raise ValueError(
+                "routes are those of preset flow: set preset to flow, or leave them out"
+            )
+        parse_routes(self.routes)
 
     @property
     def flips(self) -> bool:
         """True if idle engines get another role."""
         return self.preset == "tetri" if self.flip is None else self.flip
+
+    @property
+    def flows(self) -> Routes:
+        """Flow from each prefill engine to each decode engine."""
+        return parse_routes(self.routes)
 
     @property
     def decode_choice(self) -> str:

@@ -35,7 +35,9 @@ class FleetEngine(TextEngine):
                 f"max_model_len is {max_model_len}, but the model's context is {context_length} "
                 "tokens"
             )
-        pairs = None if config.preset is None else make_pair_policy(config.preset, Random())
+        pairs = None
+        if config.preset is not None:
+            pairs = make_pair_policy(config.preset, Random(), config.flows)
         self._fleet = Fleet(config, hash_model(folder), max_model_len, pair_policy=pairs)
         super().__init__(
             self._fleet,

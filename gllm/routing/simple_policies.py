@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from gllm.routing.policy import RoutingPolicy
+from gllm.routing.smooth_round_robin import SmoothRoundRobin
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 
@@ -31,27 +32,17 @@ def choose_least(
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Every engine in turn, as often as its weight says.
-
-    Source: smooth weighted round-robin of nginx (src/http/ngx_http_upstream_round_robin.c).
-    """
+    """Every engine in turn, as often as its weight says."""
 
     uses_statistics = False
 
     def __init__(self, rng: Random) -> None:
         super().__init__(rng)
-        self._credits: dict[str, float] = {}
+        self._turns = SmoothRoundRobin()
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
-        """Return the engine with the most credit; every choice gives each engine its weight."""
-        if not engines:
-            return None
-        credits = {each.name: self._credits.get(each.name, 0.0) + each.weight for each in engines}
-        # In the order of names, whatever the order of the engines.
-        chosen = max(sorted(credits), key=credits.__getitem__)
-        credits[chosen] -= sum(each.weight for each in engines)
-        self._credits = credits
-        return chosen
+        """Return the engine whose turn it is."""
+        return self._turns.choose({each.name: each.weight for each in engines})
 
 
 class RandomPolicy(RoutingPolicy):

@@ -7,6 +7,7 @@ PLANNERS: dict[str, str] = {
     "capacity": "highest request rate of a configuration within latency limits",
     "search": "devices, parallelism, policy and batch size that serve a workload best",
     "scale": "GPUs per engine, and engines by request rate, within an SLO (Aladdin)",
+    "hetero": "prefill and decode replicas on unlike devices (HexGen-2)",
 }
 """Descriptions by name; the name is also the module in gllm.commands.plan."""
 

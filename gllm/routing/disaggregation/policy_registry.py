@@ -3,6 +3,7 @@
 from random import Random
 
 from gllm.routing.disaggregation.distserve import DistServePairPolicy
+from gllm.routing.disaggregation.flow import FlowPairPolicy, Routes
 from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
 from gllm.routing.disaggregation.tetri import TetriPairPolicy
@@ -11,20 +12,24 @@ PAIR_POLICIES: dict[str, type[PairPolicy]] = {
     "distserve": DistServePairPolicy,
     "splitwise": SplitwisePairPolicy,
     "tetri": TetriPairPolicy,
+    "flow": FlowPairPolicy,
 }
 """Pair policies by the name that users choose."""
 
 
-def make_pair_policy(name: str, rng: Random) -> PairPolicy:
+def make_pair_policy(name: str, rng: Random, routes: Routes | None = None) -> PairPolicy:
     """Return a new pair policy.
 
     Args:
         name: of PAIR_POLICIES.
         rng: source of its random choices.
+        routes: flows of a plan, for the policy `flow`.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: there is no such policy, or it has no routes.
     """
     if name not in PAIR_POLICIES:
         raise ValueError(f"pair policy {name!r} is none of {', '.join(PAIR_POLICIES)}")
-    return PAIR_POLICIES[name](rng)
+    if routes and name != "flow":
+        raise ValueError(f"pair policy {name} has no routes: choose flow")
+    return FlowPairPolicy(rng, routes) if routes else PAIR_POLICIES[name](rng)

@@ -28,7 +28,7 @@ def choose_both(
 
 
 def test_unknown_pair_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'best' is none of distserve, splitwise, tetri"):
+    with pytest.raises(ValueError, match="'best' is none of distserve, splitwise, tetri, flow"):
         make_pair_policy("best", Random(0))
 
 
@@ -38,6 +38,7 @@ def test_decode_engines_are_chosen_when_the_papers_say() -> None:
         "distserve": DecodeChoice.PREFILL_END,
         "splitwise": DecodeChoice.ARRIVAL,
         "tetri": DecodeChoice.FIRST_CHUNK,
+        "flow": DecodeChoice.ARRIVAL,
     }
     for name, moment in moments.items():
         pair = make_pair_policy(name, Random(0)).choose(pair_request(1), fleet(1, 1), 0.0)

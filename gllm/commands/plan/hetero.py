@@ -1,0 +1,148 @@
+"""`gllm plan hetero`: prefill and decode replicas on unlike devices (HexGen-2)."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from gllm.config.flags import FlagParser, FlagType, number_type, output_file
+from gllm.config.options import INT32_MAX
+from gllm.plan.hetero.cluster import (
+    DeviceCluster,
+    cluster_names,
+    named_cluster,
+    read_cluster,
+)
+from gllm.plan.hetero.drawing import (
+    describe_search,
+    draw_placement,
+    draw_routes,
+    replica_table,
+)
+from gllm.plan.hetero.planner import COSTS, HeteroPlan, PlanProblem, plan_replicas
+from gllm.plan.hetero.replicas import PipelineCredit
+from gllm.plan.hetero.search import RefinementBudget
+from gllm.plan.hetero.serving import make_serving_plan
+from gllm.plan.hetero.simulation import simulate_plan
+from gllm.plan.hetero.workload import CLASSES
+from gllm.plan.serving_plan import write_plan
+from gllm.sim.hardware.models import MODELS
+
+CLUSTER_HELP = """\
+a cluster file, with Gbit/s in one direction and latencies in microseconds:
+  links: {nvlink: {gbit: 2400, us: 5}, ethernet: {gbit: 25, us: 50}}
+  machines:
+    a: {device: H100, count: 2, link: nvlink}
+    b: {device: L40, count: 4, link: ethernet}
+  network: ethernet            # between machines
+  between: {a-b: ethernet}     # pairs of machines that differ from it
+"""
+"""Form of a cluster file, by example."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    parser = FlagParser(
+        prog="gllm plan hetero",
+        description=__doc__.splitlines()[0],
+        epilog=CLUSTER_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        help=f"a file of machines and links (see below), or {', '.join(cluster_names())}",
+    )
+    parser.add_argument("--model", required=True, help=", ".join(MODELS))
+    parser.add_argument(
+        "--workload",
+        required=True,
+        help=f"{', '.join(CLASSES)} (heavy or light prefill and decode of azure-conv), or a "
+        "workload of gllm simulate",
+    )
+    parser.add_argument(
+        "--costs",
+        choices=tuple(COSTS),
+        default="roofline",
+        help="roofline: the simulator's; table1: the paper's, at peak rates",
+    )
+    parser.add_argument(
+        "--credit",
+        choices=[str(each) for each in PipelineCredit],
+        default=str(PipelineCredit.PIPELINED),
+        help="pipelined: stages work at once on one batch that memory holds; credited: each on a "
+        "batch of that size; literal: one batch passes all stages",
+    )
+    parser.add_argument(
+        "--budget", type=number_type(float, gt=0), help="seconds of the search; default: no limit"
+    )
+    parser.add_argument("--seed", type=number_type(int, ge=0, le=INT32_MAX), default=0)
+    parser.add_argument("--simulate", action="store_true", help="simulate the plan's throughput")
+    parser.add_argument("--output", type=FlagType(output_file), help="file for the plan, as YAML")
+    return parser
+
+
+def find_cluster(name: str) -> DeviceCluster:
+    """Return a shipped cluster or that of a file. Raises ValueError or OSError."""
+    if name in cluster_names():
+        return named_cluster(name)
+    if not Path(name).exists():
+        names = ", ".join(cluster_names())
+        raise ValueError(f"cluster {name!r} is no file and none of {names}")
+    return read_cluster(Path(name))
+
+
+def format_command(values: argparse.Namespace) -> str:
+    """Return the command line that repeats the plan."""
+    words = ["gllm", "plan", "hetero"]
+    for name in ("cluster", "model", "workload", "costs", "credit", "budget", "seed"):
+        value = getattr(values, name)
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+def show_plan(plan: HeteroPlan) -> str:
+    """Return the plan as text."""
+    problem = plan.problem
+    return "\n\n".join(
+        [
+            f"{problem.model} on {problem.cluster.describe(problem.cluster.all_devices)}, "
+            f"{problem.workload}: {plan.best.score.flow:.3g} requests/s, "
+            f"{plan.tokens_per_second:.0f} output tokens/s",
+            replica_table(plan),
+            draw_placement(plan),
+            draw_routes(plan),
+            describe_search(plan),
+        ]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run the planner and return its exit status."""
+    values = make_parser().parse_args(argv)
+    budget = RefinementBudget()
+    if values.budget is not None:
+        budget.seconds = values.budget
+    try:
+        problem = PlanProblem(
+            find_cluster(values.cluster),
+            values.model,
+            values.workload,
+            values.costs,
+            PipelineCredit(values.credit),
+            values.seed,
+            budget,
+        )
+        plan = plan_replicas(problem)
+        print(show_plan(plan))
+        if values.simulate:
+            run = simulate_plan(plan, values.seed)
+            print(f"\nsimulated: {run.simulated:.3g} requests/s, {run.error:+.0%} of the estimate")
+        if values.output:
+            write_plan(make_serving_plan(plan, format_command(values)), Path(values.output))
+            print(f"\nwrote {values.output}")
+    except (ValueError, OSError) as error:
+        print(f"gllm plan hetero: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,80 @@
+"""Rivals of the planner: colocated replicas, and equal replicas as DistServe has them."""
+
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from gllm.plan.hetero.cluster import Group
+from gllm.plan.hetero.evaluation import EvaluatedPlan, PlanEvaluator, make_partition
+from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
+
+MAX_COLOCATED_DEVICES = 12
+"""Largest number of devices of a colocated replica."""
+
+
+class ColocatedPlan(NamedTuple):
+    """Replicas that run both phases."""
+
+    replicas: list[Replica]
+    capacity: float
+    """Requests per second of all replicas."""
+
+
+def best_colocated(planner: ReplicaPlanner) -> ColocatedPlan:
+    """Return the division into colocated replicas with the most capacity, by dynamic programming.
+
+    HexGen (arXiv 2311.11514) searches for it with genes; this is the optimum of that search.
+    """
+    devices = planner.cluster.all_devices
+    groups = [
+        group
+        for group in product(*(range(count + 1) for count in devices))
+        if 0 < sum(group) <= MAX_COLOCATED_DEVICES
+    ]
+    replicas = [each for group in groups if (each := planner.best(group, Phase.MIXED)) is not None]
+    # Groups that serve less than a part of theirs are no choice.
+    replicas.sort(key=lambda each: -each.capacity / sum(each.group))
+
+    @cache
+    def best(left: Group) -> tuple[float, tuple[int, ...]]:
+        chosen: tuple[float, tuple[int, ...]] = (0.0, ())
+        density = max((each.capacity / sum(each.group) for each in replicas), default=0.0)
+        for index, replica in enumerate(replicas):
+            if replica.capacity / sum(replica.group) * sum(left) <= chosen[0] and density:
+                # The others serve less per device.
+                break
+            rest = tuple(x - y for x, y in zip(left, replica.group, strict=True))
+            if min(rest) < 0:
+                continue
+            capacity, others = best(rest)
+            if replica.capacity + capacity > chosen[0]:
+                chosen = replica.capacity + capacity, (index, *others)
+        return chosen
+
+    capacity, indices = best(devices)
+    return ColocatedPlan([replicas[index] for index in indices], capacity)
+
+
+def best_uniform(planner: ReplicaPlanner) -> EvaluatedPlan:
+    """Return the best plan whose replicas of a phase are all alike, on equal devices.
+
+    As DistServe (arXiv 2401.09670) places: a number of devices per replica of each phase, and a
+    number of replicas of each.
+
+    Raises:
+        ValueError: The cluster has several machines.
+    """
+    if len(planner.cluster.machines) != 1:
+        raise ValueError("equal replicas need a cluster of one machine: choose hom or hom4")
+    (total,) = planner.cluster.all_devices
+    evaluator = PlanEvaluator(planner)
+    plans = []
+    sizes = range(1, total)
+    for prefill, decode in product(sizes, sizes):
+        for num_prefill in range(1, total // prefill + 1):
+            num_decode = (total - num_prefill * prefill) // decode
+            if num_decode:
+                groups = [(Phase.PREFILL, (prefill,))] * num_prefill
+                groups += [(Phase.DECODE, (decode,))] * num_decode
+                plans.append(evaluator.evaluate(make_partition(groups)))
+    return max(plans, key=lambda each: each.score)

@@ -1,0 +1,149 @@
+"""Search for the partition with the most flow: guided local search, and its rivals.
+
+Source: HexGen-2 (arXiv 2502.07903), section 4.3. Swaps of devices alone end in poor partitions, so
+groups also merge and split; the first improvement is accepted. After the last one the search goes
+on from a randomly changed partition while its budget lasts.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from gllm.plan.hetero.evaluation import EvaluatedPlan, Partition, PlanEvaluator, Score
+from gllm.plan.hetero.moves import NeighbourFinder, guided_changes, random_changes
+
+Changes = Callable[[EvaluatedPlan, Random], Iterator[Partition]]
+"""Yields the neighbours of a plan in the order in which they are tried."""
+MAX_KICKED_CHANGES = 2
+"""Most random changes with which the search goes on after a local optimum."""
+
+
+@dataclass
+class RefinementBudget:
+    """Limits of a search; it ends at the first one that it reaches."""
+
+    evaluations: int = 20_000
+    """Partitions that are compared."""
+    seconds: float = float("inf")
+    """Time of this process."""
+    kicks: int = 24
+    """Random restarts without an improvement, one after the other."""
+    clock: Callable[[], float] = time.monotonic
+    _end: float | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        """Begin to count the time."""
+        self._end = self.clock() + self.seconds
+
+    def is_spent(self, evaluator: PlanEvaluator) -> bool:
+        """Return True if a limit is reached."""
+        late = self._end is not None and self.clock() >= self._end
+        return late or evaluator.num_evaluations >= self.evaluations
+
+
+class SearchStep(NamedTuple):
+    """Improvement of the best plan."""
+
+    num_evaluations: int
+    flow: float
+    """Requests per second."""
+
+
+class SearchResult(NamedTuple):
+    """Best plan of a search, and how it was found."""
+
+    first: EvaluatedPlan
+    """Plan of the first partition."""
+    best: EvaluatedPlan
+    steps: list[SearchStep]
+    num_evaluations: int
+    num_flows: int
+    num_kicks: int
+    """Restarts from randomly changed partitions."""
+    is_complete: bool
+    """True if no change of the best partition improves it; False if the budget ended before."""
+
+    def flow_after(self, num_evaluations: int) -> float:
+        """Return the best flow after a number of evaluations, requests per second."""
+        known = [step.flow for step in self.steps if step.num_evaluations <= num_evaluations]
+        return max(known, default=0.0)
+
+
+class LocalSearch:
+    """First-improvement search with restarts.
+
+    Args:
+        evaluator: A new evaluator.
+        budget: Limits.
+        seed: Seed of ties and restarts.
+        changes: Neighbours and their order up to the first local optimum, in which also the
+            ablations differ.
+        restart_changes: Neighbours and their order after restarts.
+    """
+
+    def __init__(
+        self,
+        evaluator: PlanEvaluator,
+        budget: RefinementBudget,
+        seed: int = 0,
+        changes: Changes = guided_changes,
+        restart_changes: Changes = random_changes,
+    ) -> None:
+        self._evaluator, self._budget = evaluator, budget
+        self._changes, self._restart_changes = changes, restart_changes
+        self._rng = Random(seed)
+        self._steps: list[SearchStep] = []
+
+    def run(self, partition: Partition) -> SearchResult:
+        """Return the best plan that is found from a first partition."""
+        self._budget.start()
+        first = self._evaluator.evaluate(partition)
+        self._note(first)
+        best, is_complete = self._climb(first, self._changes, None)
+        num_kicks = num_vain = 0
+        while num_vain < self._budget.kicks and not self._budget.is_spent(self._evaluator):
+            num_kicks += 1
+            plan, _ = self._climb(self._kick(best), self._restart_changes, best.score)
+            num_vain += 1
+            if plan.score.beats(best.score):
+                best, num_vain = plan, 0
+        return SearchResult(
+            first,
+            best,
+            self._steps,
+            self._evaluator.num_evaluations,
+            self._evaluator.num_flows,
+            num_kicks,
+            is_complete,
+        )
+
+    def _climb(
+        self, plan: EvaluatedPlan, changes: Changes, known: Score | None
+    ) -> tuple[EvaluatedPlan, bool]:
+        """Improve a plan as far as possible; the second value is False if the budget ended."""
+        while True:
+            better = None
+            for partition in changes(plan, self._rng):
+                if self._budget.is_spent(self._evaluator):
+                    return plan, False
+                better = self._evaluator.evaluate_if_better(partition, plan.score)
+                if better is not None:
+                    break
+            if better is None:
+                return plan, True
+            plan = better
+            if known is None or plan.score.beats(known):
+                self._note(plan)
+
+    def _kick(self, plan: EvaluatedPlan) -> EvaluatedPlan:
+        """Return a plan some random changes away."""
+        partition = plan.partition
+        for _ in range(self._rng.randint(1, MAX_KICKED_CHANGES)):
+            partition = self._rng.choice(list(NeighbourFinder(partition).all_changes()))
+        return self._evaluator.evaluate(partition)
+
+    def _note(self, plan: EvaluatedPlan) -> None:
+        if not self._steps or plan.score.flow > self._steps[-1].flow:
+            self._steps.append(SearchStep(self._evaluator.num_evaluations, plan.score.flow))

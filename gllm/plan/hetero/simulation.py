@@ -1,0 +1,216 @@
+"""Simulation of a plan: engines of its stages, its routes, and KV transfers over its links."""
+
+from random import Random
+from typing import NamedTuple
+
+from gllm.plan.hetero.cluster import DeviceCluster
+from gllm.plan.hetero.planner import HeteroPlan
+from gllm.plan.hetero.replicas import Phase, Replica
+from gllm.plan.hetero.roofline_costs import BLOCK_SIZE, build_pipeline
+from gllm.plan.hetero.serving import engine_names, named_routes
+from gllm.plan.hetero.workload import sample_workload
+from gllm.routing.disaggregation.policy_registry import make_pair_policy
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.smooth_round_robin import SmoothRoundRobin
+from gllm.routing.state import RoutingRequest
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
+from gllm.sim.cluster.handoffs import KvNetwork
+from gllm.sim.cluster.paired import simulate_pairs
+from gllm.sim.cluster.router import PolicyRouter
+from gllm.sim.cluster.transfers import TransferPath
+from gllm.sim.costs.roofline import RooflineCostModel
+from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
+from gllm.sim.event_loop import EventLoop
+from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.shapes import ModelShape
+from gllm.sim.workloads.requests import WorkloadRequest
+
+OVERLOAD = 1.15
+"""Request rate of a simulation over the estimated capacity, so that the capacity shows."""
+WINDOW = (2.0, 4.0)
+"""Time in which finished requests are counted, in latencies of the slowest replicas; requests
+arrive until its end."""
+MIN_REQUESTS = 200
+"""Least number of requests of a simulation."""
+
+
+class PairLinks(KvNetwork):
+    """Links that carry KV caches, one per pair of engines, as the flow assumes.
+
+    Args:
+        seconds: Time of a transfer of `num_tokens` tokens by sending and receiving engine.
+        num_tokens: Tokens of these transfers.
+        bytes_per_token: KV cache of one token in bytes, over all layers.
+    """
+
+    def __init__(
+        self, seconds: dict[tuple[str, str], float], num_tokens: float, bytes_per_token: int
+    ) -> None:
+        super().__init__(NetworkLink(1.0, 0.0), bytes_per_token)
+        self._ways = {
+            pair: NetworkLink(num_tokens * bytes_per_token / each, 0.0)
+            for pair, each in seconds.items()
+        }
+
+    def path(self, source: str, target: str, loop: EventLoop) -> TransferPath:
+        """Return the link of the pair."""
+        link = super().path(f"{source}-{target}", target, loop).link
+        return TransferPath(link, self._ways[source, target])
+
+
+class WeightedTurns(RoutingPolicy):
+    """Engines in turn, as often as their capacities say: the router of colocated replicas."""
+
+    uses_statistics = False
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        super().__init__(Random(0))
+        self._weights, self._turns = weights, SmoothRoundRobin()
+
+    def choose(self, request: RoutingRequest, engines: object) -> str | None:
+        """Return the engine whose turn it is."""
+        return self._turns.choose(self._weights)
+
+
+class SimulatedThroughput(NamedTuple):
+    """Throughput of a simulated plan beside its estimate."""
+
+    estimate: float
+    """Requests per second."""
+    simulated: float
+    """Requests that finished per second of the window."""
+
+    @property
+    def error(self) -> float:
+        """Return the relative deviation of the simulation from the estimate."""
+        return self.simulated / self.estimate - 1
+
+
+def build_deployment(
+    cluster: DeviceCluster, model: str, shape: ModelShape, replica: Replica, max_model_len: int
+) -> Deployment:
+    """Return an engine on a replica's devices, with the batch of its plan.
+
+    Raises:
+        ValueError: A sequence of `max_model_len` tokens does not fit.
+    """
+    hardware = build_pipeline(cluster, shape, replica.stages)
+    blocks = min(hardware.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
+    # A prefill engine needs room for prompts that wait for their transfer.
+    batch = replica.batch if replica.phase is not Phase.PREFILL else 256
+    is_mixed = replica.phase is Phase.MIXED
+    config = SchedulerConfig(
+        max_num_seqs=max(1, batch),
+        prefix_cache=False,
+        block_size=BLOCK_SIZE,
+        preset=None if is_mixed else "flow",
+        policy="vllm" if is_mixed else "auto",
+    )
+    return Deployment(
+        model,
+        hardware.layer_counts,
+        RooflineCostModel(hardware),
+        config.resolve(len(replica.stages), blocks, min(max_model_len, blocks * BLOCK_SIZE)),
+        degrees=hardware.degrees,
+        hardware=hardware,
+    )
+
+
+def sample_jobs(
+    workload: str, rate: float, count: int, seed: int, max_model_len: int
+) -> list[WorkloadRequest]:
+    """Return requests of a workload at even intervals; longer ones are cut to `max_model_len`."""
+    lengths = sample_workload(workload, count, seed)
+    return [
+        WorkloadRequest(index / rate, min(prompt, max_model_len - output), output)
+        for index, (prompt, output) in enumerate(lengths)
+    ]
+
+
+def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
+    """Simulate a plan at a rate above its flow; the routes are those of the plan.
+
+    Args:
+        plan: The replicas.
+        seed: Seed of the lengths.
+    """
+    best, problem = plan.best, plan.problem
+    sides = {Phase.PREFILL: best.prefill, Phase.DECODE: best.decode}
+    routes = named_routes(best)
+    used = {*routes, *(name for targets in routes.values() for name in targets)}
+    replicas = {
+        name: sides[phase][index]
+        for (phase, index), name in engine_names(best).items()
+        if name in used
+    }
+    most = _max_model_len(problem.cluster, problem.shape, list(replicas.values()))
+    engines = {
+        name: build_deployment(problem.cluster, problem.model, problem.shape, replica, most)
+        for name, replica in replicas.items()
+    }
+    seconds = {
+        (p, d): plan.planner.kv_seconds(replicas[p], replicas[d])
+        for p, targets in routes.items()
+        for d in targets
+    }
+    shape = problem.shape
+    network = PairLinks(seconds, problem.lengths.prompt, shape.layers * shape.kv_bytes)
+    latency = max(each.latency for each in best.prefill) + max(each.latency for each in best.decode)
+    load = _Load.for_latency(OVERLOAD * best.score.flow, latency)
+    jobs = sample_jobs(problem.workload, load.rate, load.num_requests, seed, most)
+    roles = {name: str(replica.phase) for name, replica in replicas.items()}
+    policy = make_pair_policy("flow", Random(seed), routes)
+    run = simulate_pairs(engines, roles, jobs, policy, network)
+    return SimulatedThroughput(best.score.flow, load.finished_rate(run.cluster))
+
+
+def simulate_colocated(
+    cluster: DeviceCluster,
+    model: str,
+    shape: ModelShape,
+    replicas: list[Replica],
+    workload: str,
+    seed: int = 0,
+) -> SimulatedThroughput:
+    """Simulate replicas that run both phases, each with its share of the requests."""
+    estimate = sum(replica.capacity for replica in replicas)
+    most = _max_model_len(cluster, shape, replicas)
+    engines = {
+        f"m{index}": build_deployment(cluster, model, shape, replica, most)
+        for index, replica in enumerate(replicas)
+    }
+    weights = {f"m{index}": replica.capacity for index, replica in enumerate(replicas)}
+    load = _Load.for_latency(OVERLOAD * estimate, max(each.latency for each in replicas))
+    jobs = sample_jobs(workload, load.rate, load.num_requests, seed, most)
+    run = simulate_cluster(engines, jobs, PolicyRouter(WeightedTurns(weights)))
+    return SimulatedThroughput(estimate, load.finished_rate(run))
+
+
+class _Load(NamedTuple):
+    """Arrivals of a simulation, and the window in which it counts."""
+
+    rate: float
+    num_requests: int
+    begin: float
+    end: float
+
+    @classmethod
+    def for_latency(cls, rate: float, latency: float) -> "_Load":
+        """Return arrivals for replicas of a latency in seconds."""
+        latency = max(latency, MIN_REQUESTS / rate / WINDOW[1])
+        return cls(
+            rate, round(rate * WINDOW[1] * latency), WINDOW[0] * latency, WINDOW[1] * latency
+        )
+
+    def finished_rate(self, run: ClusterRun) -> float:
+        """Return the requests per second that finish in the window."""
+        ends = [served.line.times[-1] for served in run.requests.values() if served.line.times]
+        return sum(self.begin <= each < self.end for each in ends) / (self.end - self.begin)
+
+
+def _max_model_len(cluster: DeviceCluster, shape: ModelShape, replicas: list[Replica]) -> int:
+    """Return the tokens that every engine can hold."""
+    pipelines = [build_pipeline(cluster, shape, each.stages) for each in replicas]
+    blocks = [min(each.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for each in pipelines]
+    return BLOCK_SIZE * min(blocks)

@@ -1,0 +1,91 @@
+"""Workloads by their mean lengths: HexGen-2's four classes of Azure's conversations, or a trace."""
+
+from functools import cache
+from statistics import fmean
+from typing import NamedTuple
+
+from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
+from gllm.sim.workloads.traces import TRACES, Lengths, load_trace
+
+HEAVY_PROMPT, HEAVY_OUTPUT = 512, 128
+"""Tokens above which a prompt or an output is heavy (HexGen-2, section 5.1)."""
+CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
+"""Heavy or light prefill, heavy or light decode."""
+CLASS_TRACE = "azure-conv"
+NUM_SAMPLES = 4096
+"""Requests whose mean stands for a workload that is no trace."""
+
+
+MAX_SPREAD = 8
+"""Largest number of prompts whose longest one is computed."""
+
+
+class MeanLengths(NamedTuple):
+    """Mean lengths of a workload in tokens."""
+
+    prompt: float
+    output: float
+    spread: tuple[float, ...] = ()
+    """Expected longest of 1, 2, ... prompts over the mean prompt; empty: all are alike."""
+
+    @property
+    def total(self) -> float:
+        """Return the tokens of a request at its end."""
+        return self.prompt + self.output
+
+
+def class_of(prompt: int, output: int) -> str:
+    """Return the class of a request by its lengths in tokens."""
+    heavy_prompt = "H" if prompt > HEAVY_PROMPT else "L"
+    return f"{heavy_prompt}P{'H' if output > HEAVY_OUTPUT else 'L'}D"
+
+
+@cache
+def _lengths_by_class() -> dict[str, Lengths]:
+    lengths: dict[str, Lengths] = {name: [] for name in CLASSES}
+    for pair in load_trace(TRACES[CLASS_TRACE]).lengths:
+        lengths[class_of(*pair)].append(pair)
+    return lengths
+
+
+@cache
+def mean_lengths(workload: str) -> MeanLengths:
+    """Return the mean lengths of a class of CLASSES, or of another workload of the simulator.
+
+    Raises:
+        ValueError: The workload is unknown.
+    """
+    pairs = sample_workload(workload, 0, 0)
+    prompts = sorted(prompt for prompt, _ in pairs)
+    mean = fmean(prompts)
+    spread = [
+        sum(
+            prompt * (((index + 1) / len(prompts)) ** number - (index / len(prompts)) ** number)
+            for index, prompt in enumerate(prompts)
+        )
+        for number in range(1, MAX_SPREAD + 1)
+    ]
+    outputs = fmean(output for _, output in pairs)
+    return MeanLengths(mean, outputs, tuple(each / mean for each in spread))
+
+
+def sample_workload(workload: str, count: int, seed: int) -> Lengths:
+    """Return lengths of `count` requests of a workload; 0: all of a trace or class.
+
+    Raises:
+        ValueError: The workload is unknown; the message lists the names.
+    """
+    if workload in CLASSES:
+        pairs = _lengths_by_class()[workload]
+        if not count:
+            return pairs
+        step = max(1, len(pairs) // count)
+        # Rows far apart: neighbours of a conversation trace are alike.
+        return [pairs[(seed + index * step) % len(pairs)] for index in range(count)]
+    if workload in TRACES and not count:
+        return load_trace(TRACES[workload]).lengths
+    try:
+        return sample_lengths(workload, count or NUM_SAMPLES, seed)
+    except ValueError as error:
+        names = ", ".join([*CLASSES, *NAMED_WORKLOADS])
+        raise ValueError(f"workload {workload!r}: {error}; names: {names}") from None

@@ -1,0 +1,114 @@
+"""Pair policy `flow`: engines in proportion to the flow of a plan.
+
+Source: HexGen-2 (ICLR 2025, arXiv 2502.07903), section 4.2: KV caches go from a prefill to a decode
+replica in proportion to the maximum flow between them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+
+from gllm.routing.disaggregation.policy import (
+    DecodeChoice,
+    EnginePair,
+    PairPolicy,
+    PairRequest,
+)
+from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
+from gllm.routing.smooth_round_robin import SmoothRoundRobin
+from gllm.routing.state import EngineSnapshot
+
+Routes = Mapping[str, Mapping[str, float]]
+"""Flow from each prefill engine to each decode engine by their names, in any unit; above 0."""
+
+
+def parse_routes(routes: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the flows of routes such as `p0:d1=2.5`.
+
+    Raises:
+        ValueError: A route has another form, appears twice, or its flow is not above 0.
+    """
+    flows: dict[str, dict[str, float]] = {}
+    for route in routes:
+        engines, _, number = route.partition("=")
+        prefill, _, decode = engines.partition(":")
+        try:
+            flow = float(number)
+        except ValueError:
+            flow = 0.0
+        if not (prefill and decode and 0 < flow < float("inf")):
+            raise ValueError(
+                f"routes: {route!r} is not PREFILL:DECODE=FLOW with a flow above 0, as in p0:d1=2.5"
+            )
+        if decode in flows.setdefault(prefill, {}):
+            raise ValueError(f"routes: {prefill}:{decode} appears twice: leave one out")
+        flows[prefill][decode] = flow
+    return flows
+
+
+def format_routes(routes: Routes) -> str:
+    """Return routes as `parse_routes` reads them, separated by commas."""
+    return ",".join(
+        f"{prefill}:{decode}={flow:.6g}"
+        for prefill, targets in routes.items()
+        for decode, flow in targets.items()
+    )
+
+
+class FlowPairPolicy(PairPolicy):
+    """Engines of both phases in turn, as often as the flow of a plan says.
+
+    Engines that the plan does not name get a turn only where none of its engines is left; they
+    share the turns by their weights then.
+
+    Args:
+        rng: As of PairPolicy; not used.
+        routes: Flows of the plan; none: all engines share the turns by their weights.
+    """
+
+    decode_choice = DecodeChoice.ARRIVAL
+
+    def __init__(self, rng: Random, routes: Routes | None = None) -> None:
+        super().__init__(rng)
+        self._routes = routes or {}
+        self._prefill_turns = SmoothRoundRobin()
+        self._decode_turns: dict[str, SmoothRoundRobin] = {}
+        """By the prefill engine; an empty name for engines without routes."""
+
+    def choose(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> EnginePair | None:
+        """Return both engines of a request."""
+        flows = {prefill: sum(targets.values()) for prefill, targets in self._routes.items()}
+        weights = _weights(engines, flows) or _weights(prefill_pool(engines), None)
+        prefill = self._prefill_turns.choose(weights)
+        if prefill is None:
+            return None
+        return self._assign(request, EnginePair(prefill, self._next_decode(prefill, engines)))
+
+    def choose_decode(
+        self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
+    ) -> str | None:
+        """Return another decode engine for a request that has lost its own."""
+        known = self.loads.get(request.key)
+        name = self._next_decode(known.prefill if known else "", engines)
+        return self._assign_decode(request, name) if name is not None else None
+
+    def _next_decode(self, prefill: str, engines: Sequence[EngineSnapshot]) -> str | None:
+        weights = _weights(engines, self._routes.get(prefill, {}))
+        key = prefill if weights else ""
+        if not weights:
+            totals: dict[str, float] = {}
+            for targets in self._routes.values():
+                for decode, flow in targets.items():
+                    totals[decode] = totals.get(decode, 0.0) + flow
+            weights = _weights(engines, totals) or _weights(decode_pool(engines), None)
+        return self._decode_turns.setdefault(key, SmoothRoundRobin()).choose(weights)
+
+
+def _weights(
+    engines: Sequence[EngineSnapshot], flows: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Return the weights of engines that a plan names; None: of all engines."""
+    if flows is None:
+        return {each.name: each.weight for each in engines}
+    return {each.name: each.weight * flows[each.name] for each in engines if each.name in flows}

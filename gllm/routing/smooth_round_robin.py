@@ -1,0 +1,28 @@
+"""Turns in proportion to weights, spread evenly.
+
+Source: smooth weighted round-robin of nginx (src/http/ngx_http_upstream_round_robin.c).
+"""
+
+from collections.abc import Mapping
+
+
+class SmoothRoundRobin:
+    """Gives every name its share of the turns, with short runs of one name."""
+
+    def __init__(self) -> None:
+        self._credits: dict[str, float] = {}
+
+    def choose(self, weights: Mapping[str, float]) -> str | None:
+        """Return the name with the most credit; every choice gives each name its weight.
+
+        Args:
+            weights: Names and their weights, above 0; names may come and go. None without names.
+        """
+        if not weights:
+            return None
+        credits = {name: self._credits.get(name, 0.0) + each for name, each in weights.items()}
+        # In the order of names, whatever the order of the weights.
+        chosen = max(sorted(credits), key=credits.__getitem__)
+        credits[chosen] -= sum(weights.values())
+        self._credits = credits
+        return chosen

@@ -1,0 +1,113 @@
+"""`gllm plan hetero`: its output, its file, its simulation and its errors."""
+
+from pathlib import Path
+
+import pytest
+
+from gllm.commands.plan.command import main
+from gllm.plan.flags import ROUTER_CONFIGS, render_flags
+from gllm.plan.hetero.baselines import best_colocated, best_uniform
+from gllm.plan.hetero.cluster import named_cluster, read_cluster
+from gllm.plan.hetero.evaluation import make_partition
+from gllm.plan.hetero.planner import PlanProblem, plan_replicas
+from gllm.plan.hetero.replicas import Phase
+from gllm.plan.hetero.simulation import simulate_plan
+from gllm.plan.serving_plan import read_plan
+
+FILE = """
+links: {fast: {gbit: 2400, us: 5}, slow: {gbit: 25, us: 50}}
+machines:
+  a: {device: H100, count: 2, link: fast}
+  b: {device: A100-80G, count: 2, link: fast}
+network: slow
+between: {a-b: fast}
+"""
+
+
+def test_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.yaml"
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(FILE)
+    flags = ["--model", "opt-30b", "--workload", "HPHD", "--output", str(path)]
+    assert main(["hetero", "--cluster", str(cluster), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "2 H100 + 2 A100-80G" in text
+    assert "[p0.0]" in text
+    plan = read_plan(path)
+    assert {engine.role for engine in plan.engines.values()} == {"prefill", "decode"}
+    assert sum(engine.num_devices for engine in plan.engines.values()) <= 4
+    assert plan.router is not None
+    assert plan.router.preset == "flow"
+    arguments = render_flags(ROUTER_CONFIGS, plan.router.flags, "router.flags")
+    assert any(source in arguments[-1] for source in plan.routes)
+    assert plan.expected is not None
+    assert plan.expected.by.startswith("gllm plan hetero --cluster")
+    assert read_cluster(cluster).link(0, 1).latency == pytest.approx(5e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--model", "deepseek-v3", "--cluster", "hom4"], "memory: the weights of deepseek-v3 are"),
+        (["--model", "llama-2-70b", "--cluster", "case-e2"], "no file and none of hom"),
+        (["--model", "gpt", "--cluster", "hom"], "model 'gpt' is none of"),
+    ],
+)
+def test_errors_name_the_constraint(
+    flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hetero", *flags, "--workload", "HPHD"]) == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("device: H100", "device: X", "machines.a.device"),
+        ("count: 2", "count: 0", "machines.a.count: 0"),
+        ("network: slow", "network: lan", "network 'lan' is none of fast, slow"),
+        ("a-b: fast", "a-c: fast", "between 'a-c' is none of a-b, b-a"),
+        ("gbit: 25,", "gbit: 0,", "links.slow: gbit must be above 0"),
+    ],
+)
+def test_a_cluster_file_is_checked(tmp_path: Path, old: str, new: str, error: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE.replace(old, new, 1))
+    with pytest.raises(ValueError, match=error):
+        read_cluster(path)
+
+
+def test_simulated_throughput_is_near_the_flow() -> None:
+    plan = plan_replicas(PlanProblem(named_cluster("case-e"), "opt-30b", "HPHD"))
+    assert abs(simulate_plan(plan).error) <= 0.15
+
+
+def test_unlike_devices_serve_more_apart_than_together() -> None:
+    wins = []
+    for cluster in ("het1", "het4"):
+        for workload in ("HPLD", "LPHD"):
+            problem = PlanProblem(named_cluster(cluster), "llama-2-70b", workload)
+            plan = plan_replicas(problem)
+            wins.append(plan.best.score.flow >= best_colocated(plan.planner).capacity)
+    assert sum(wins) >= 3
+
+
+def test_equal_replicas_are_among_the_plans() -> None:
+    problem = PlanProblem(named_cluster("hom4"), "opt-30b", "LPHD")
+    planner = problem.make_planner()
+    uniform, best = best_uniform(planner), plan_replicas(problem, planner).best
+    assert 0 < uniform.score.flow <= best.score.flow * (1 + 1e-9)
+    groups = {phase: {group for p, group in uniform.partition if p is phase} for phase in Phase}
+    assert all(len(each) <= 1 for each in groups.values())
+
+
+def test_colocated_division_is_the_best_of_all() -> None:
+    problem = PlanProblem(named_cluster("hom4"), "opt-30b", "HPHD")
+    planner = problem.make_planner()
+    plan = best_colocated(planner)
+    totals = [0.0]
+    for sizes in ((4,), (3, 1), (2, 2), (2, 1, 1), (1, 1, 1, 1)):
+        partition = make_partition([(Phase.MIXED, (size,)) for size in sizes])
+        replicas = [planner.best(group, Phase.MIXED) for _, group in partition]
+        totals.append(sum(each.capacity for each in replicas if each))
+    assert plan.capacity == pytest.approx(max(totals))

@@ -1,0 +1,161 @@
+"""The search against exhaustive search, its monotony, and its rivals (H3, H5, H6, H7)."""
+
+from random import Random
+
+import pytest
+
+from gllm.plan.hetero.cluster import build_cluster, named_cluster
+from gllm.plan.hetero.costs import Table1Costs
+from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
+from gllm.plan.hetero.genetic import GeneticSearch
+from gllm.plan.hetero.moves import (
+    NeighbourFinder,
+    guided_changes,
+    random_changes,
+    random_exchanges,
+)
+from gllm.plan.hetero.partition import count_groups, divide_devices, first_partition
+from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
+from gllm.plan.hetero.roofline_costs import RooflineCosts
+from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
+from gllm.plan.hetero.workload import mean_lengths
+from gllm.sim.hardware.models import MODELS
+from tests.plan.hetero.oracle import all_partitions, best_flow
+
+FIXTURES = [
+    ({"h100": 4, "a100": 4}, "opt-30b", "HPHD"),
+    ({"h100": 4, "a100": 4}, "llama-2-70b", "HPHD"),
+    ({"h100": 2, "a100": 2, "l40": 4}, "opt-30b", "LPHD"),
+    ({"a100": 4, "a6000": 4}, "opt-30b", "HPLD"),
+    ({"h100": 2, "l40": 6}, "llama-2-70b", "HPHD"),
+    ({"h100": 8}, "llama-2-13b", "LPLD"),
+    ({"h100": 1, "a100": 3, "a6000": 4}, "llama-2-13b", "LPLD"),
+    ({"l40": 4, "a6000": 4}, "opt-30b", "LPHD"),
+]
+
+
+def make_planner(cluster, model, workload, costs=RooflineCosts, rule=PipelineCredit.PIPELINED):
+    shape, lengths = MODELS[model], mean_lengths(workload)
+    return ReplicaPlanner(cluster, shape, costs(cluster, shape, lengths), rule)
+
+
+def first_of(planner, model: str, workload: str):
+    groups = count_groups(planner.cluster, MODELS[model], mean_lengths(workload))
+    return first_partition(planner, groups)
+
+
+def search(planner, model: str, workload: str, budget=None, changes=guided_changes) -> SearchResult:
+    first = first_of(planner, model, workload)
+    return LocalSearch(PlanEvaluator(planner), budget or RefinementBudget(), 0, changes).run(first)
+
+
+@pytest.mark.parametrize(("counts", "model", "workload"), FIXTURES)
+@pytest.mark.parametrize("rule", [PipelineCredit.PIPELINED, PipelineCredit.CREDITED])
+def test_flow_is_near_the_best_of_all_partitions(counts, model, workload, rule) -> None:
+    cluster = build_cluster(counts)
+    costs = RooflineCosts if rule is PipelineCredit.PIPELINED else Table1Costs
+    planner = make_planner(cluster, model, workload, costs, rule)
+    best = best_flow(PlanEvaluator(planner), cluster.all_devices)
+    result = search(planner, model, workload)
+    ratio = result.best.score.flow / best
+    assert ratio >= 0.95
+    if counts == {"h100": 4, "a100": 4}:
+        assert ratio == pytest.approx(1)
+
+
+def test_oracle_sees_every_partition_once() -> None:
+    # Two devices of one machine: both apart or together, each group of either phase.
+    assert len(list(all_partitions((2,)))) == 5
+    partitions = list(all_partitions((2, 2)))
+    assert len(partitions) == len(set(partitions))
+    # Whatever a change makes is among them.
+    for partition in partitions:
+        for other in NeighbourFinder(partition).all_changes():
+            assert other in partitions
+
+
+@pytest.mark.parametrize("cluster", ["case-e", "het1", "het4"])
+def test_decode_gets_more_devices_for_long_outputs(cluster: str) -> None:
+    model = "opt-30b" if cluster == "case-e" else "llama-2-70b"
+    planner = make_planner(named_cluster(cluster), model, "LPHD")
+    result = search(planner, model, "LPHD", RefinementBudget(kicks=0))
+
+    def num_decode_devices(partition) -> int:
+        return sum(sum(group) for phase, group in partition if phase is Phase.DECODE)
+
+    first, best = result.first.partition, result.best.partition
+    assert num_decode_devices(best) >= num_decode_devices(first) + 1
+    flows = [step.flow for step in result.steps]
+    assert flows == sorted(flows)
+    assert result.best.score.flow == flows[-1] > flows[0]
+
+
+def rival_flows(planner, seed: int, budget: int, model: str, workload: str) -> dict[str, float]:
+    """Return the flow of each search after as many evaluations."""
+    first = first_of(planner, model, workload)
+
+    def limits() -> RefinementBudget:
+        return RefinementBudget(evaluations=budget, kicks=budget)
+
+    def local(*changes) -> LocalSearch:
+        return LocalSearch(PlanEvaluator(planner), limits(), seed, *changes)
+
+    searches: dict[str, LocalSearch | GeneticSearch] = {
+        "guided": local(),
+        "swaps": local(random_exchanges, random_exchanges),
+        "genes": GeneticSearch(PlanEvaluator(planner), limits(), seed),
+    }
+    results = {name: each.run(first) for name, each in searches.items()}
+    assert all(each.num_evaluations <= budget for each in results.values())
+    return {name: each.best.score.flow for name, each in results.items()}
+
+
+def test_guided_search_is_ahead_early() -> None:
+    model, workload = "llama-2-70b", "HPHD"
+    planner = make_planner(named_cluster("het1"), model, workload)
+    flows = [rival_flows(planner, seed, 75, model, workload) for seed in range(5)]
+    mean = {name: sum(each[name] for each in flows) for name in flows[0]}
+    assert mean["guided"] > max(mean["swaps"], mean["genes"])
+
+
+@pytest.mark.parametrize("changes", [guided_changes, random_changes])
+def test_changes_are_every_neighbour_once(changes) -> None:
+    planner = make_planner(named_cluster("case-e"), "opt-30b", "HPHD")
+    plan = PlanEvaluator(planner).evaluate(first_of(planner, "opt-30b", "HPHD"))
+    neighbours = list(changes(plan, Random(0)))
+    assert len(neighbours) == len(set(neighbours))
+    expected = set(NeighbourFinder(plan.partition).all_changes()) - {plan.partition}
+    assert set(neighbours) - {plan.partition} == expected
+
+
+def test_devices_with_fast_links_form_groups_of_similar_memory() -> None:
+    groups = divide_devices(build_cluster({"h100": 4, "a100": 4}), 4)
+    assert sorted(groups) == [(0, 2), (0, 2), (2, 0), (2, 0)]
+    assert make_partition([(Phase.DECODE, (0, 0)), (Phase.PREFILL, (1, 0))]) == (
+        (Phase.PREFILL, (1, 0)),
+    )
+
+
+def test_budget_ends_the_search_and_is_reported() -> None:
+    planner = make_planner(named_cluster("het1"), "llama-2-70b", "HPHD")
+    short = search(planner, "llama-2-70b", "HPHD", RefinementBudget(evaluations=40))
+    assert not short.is_complete
+    assert short.num_evaluations == 40
+    ticks = iter(range(1000))
+    late = search(
+        planner, "llama-2-70b", "HPHD", RefinementBudget(seconds=20, clock=lambda: next(ticks))
+    )
+    assert not late.is_complete
+    assert late.num_evaluations <= 21
+
+
+@pytest.mark.parametrize(
+    ("factor", "num_evaluations"), [(1, 6000), pytest.param(3, 40_000, marks=pytest.mark.long)]
+)
+def test_large_clusters_need_few_evaluations(factor: int, num_evaluations: int) -> None:
+    counts = {"h100": 2, "a100": 6, "l40": 4, "a6000": 8}
+    cluster = build_cluster({name: factor * count for name, count in counts.items()})
+    planner = make_planner(cluster, "llama-2-70b", "HPHD")
+    result = search(planner, "llama-2-70b", "HPHD", RefinementBudget(kicks=0))
+    assert result.is_complete
+    assert result.num_evaluations < num_evaluations
