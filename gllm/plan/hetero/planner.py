@@ -23,7 +23,7 @@ COSTS: dict[str, CostsFactory] = {"roofline": RooflineCosts, "table1": Table1Cos
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """What to plan, and by which rules."""
+    """Input of the planner: cluster, model, workload and rules."""
 
     cluster: DeviceCluster
     model: str
