@@ -158,7 +158,8 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "numpy scipy sklearn tqdm"
             ),
             "gllm.launch": (
-                "aiohttp gllm.config gllm.launch.child_process gllm.plan gllm.plan.serving_plan"
+                "aiohttp gllm.config gllm.launch.child_process gllm.plan gllm.plan.serving_plan "
+                "gllm.ray msgspec ray"
             ),
             "gllm.profiling": (
                 "gllm.cluster gllm.config gllm.kernels gllm.link.encodings gllm.messages "
@@ -175,7 +176,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.commands.up": (
                 "gllm.config gllm.launch gllm.observability gllm.plan gllm.plan.serving_plan "
-                "gllm.runtime setproctitle"
+                "gllm.ray gllm.runtime setproctitle"
             ),
             "gllm.commands.cluster": (
                 "gllm.config gllm.frontend gllm.platform gllm.server_command uvloop"

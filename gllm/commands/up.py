@@ -11,6 +11,8 @@ from pathlib import Path
 
 from gllm.config.flags import FlagParser, FlagType, input_file
 from gllm.observability.logs import LogConfig, configure_logging
+from gllm.plan.emit.base import IMAGE, EmitOptions
+from gllm.plan.emit.registry import EMITTERS, emit_manifests
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,
@@ -38,6 +40,30 @@ def make_parser() -> argparse.ArgumentParser:
         help="file of `gllm node --new-secret`, the same on all machines",
     )
     parser.add_argument(
+        "--on",
+        choices=("local", "ray"),
+        default="local",
+        help="local: this machine's share; ray: all processes, on machines of a Ray cluster to "
+        "which this one belongs (default local)",
+    )
+    parser.add_argument(
+        "--ray-address",
+        help="address of the Ray cluster; default: RAY_ADDRESS, or the cluster of this machine",
+    )
+    parser.add_argument(
+        "--step-logs",
+        metavar="FOLDER",
+        help="folder for the step log of each engine, ENGINE.jsonl, which `gllm plan diff` reads",
+    )
+    parser.add_argument(
+        "--emit",
+        nargs=2,
+        metavar=("MANAGER", "FOLDER"),
+        help="write manifests for a cluster manager instead: "
+        + "; ".join(f"{name} ({text})" for name, text in EMITTERS.items()),
+    )
+    parser.add_argument("--image", default=IMAGE, help=f"container image (default {IMAGE})")
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the commands instead of running them"
     )
     return parser
@@ -49,8 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(LogConfig("info", "text"))
     try:
         plan = read_plan(arguments.plan)
+        if arguments.emit:
+            return _emit(plan, arguments)
+        if arguments.on == "ray":
+            return _run_on_ray(plan, arguments)
         node = arguments.node or find_own_node(plan)
-        specs = commands_for(plan, node, _launch_options(arguments.node_secret_file))
+        specs = commands_for(plan, node, _launch_options(arguments))
         if not specs:
             raise PlanError(f"nodes.{node}: no router and no engine of the plan runs on it")
     except (PlanError, OSError) as error:
@@ -99,10 +129,47 @@ def format_command(spec: ProcessSpec) -> str:
     return shlex.join([*(["env", *variables] if variables else []), *words])
 
 
-def _launch_options(secret_file: str | None) -> LaunchOptions:
+def _launch_options(arguments: argparse.Namespace) -> LaunchOptions:
     from gllm.runtime.device import count_cores
 
-    return LaunchOptions(secret_file, count_cores())
+    return LaunchOptions(arguments.node_secret_file, count_cores(), arguments.step_logs)
+
+
+def _emit(plan: ServingPlan, arguments: argparse.Namespace) -> int:
+    """Write the manifests of a plan. Raises PlanError or OSError."""
+    manager, folder = arguments.emit
+    secret = arguments.node_secret_file or EmitOptions.node_secret_file
+    files = emit_manifests(manager, plan, EmitOptions(arguments.image, secret))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = Path(folder, name)
+        path.write_text(text, encoding="utf-8")
+        if text.startswith("#!"):
+            path.chmod(0o755)
+        print(path)
+    return 0
+
+
+def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
+    """Run all processes of a plan in a Ray cluster. Raises PlanError."""
+    import setproctitle
+
+    from gllm.launch.ray_plan import run_plan
+    from gllm.ray.manager import LaunchError
+
+    setproctitle.setproctitle(TITLE)
+    options = LaunchOptions(arguments.node_secret_file, None, arguments.step_logs)
+    try:
+        run_plan(
+            plan,
+            options,
+            arguments.ray_address,
+            lambda url: print(f"gllm up: router is ready at {url}", flush=True),
+        )
+    except LaunchError as error:
+        print(f"gllm up: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _run(specs: list[ProcessSpec]) -> int:

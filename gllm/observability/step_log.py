@@ -56,6 +56,8 @@ class StartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     """Number of tensor-parallel ranks per stage; empty: one each."""
     engine: str = ""
     """Name of the engine in its fleet; empty outside of one."""
+    process_seconds: float = 0.0
+    """Age of the driver's process, which starts with the engine; 0 in a simulation."""
 
 
 class RestartEvent(msgspec.Struct, frozen=True, tag_field="event", tag="restart"):

@@ -44,6 +44,8 @@ class LaunchOptions(NamedTuple):
     """File of the secret that all machines share; None without one."""
     num_cores: int | None = None
     """Cores that the workers on its CPU share; None to leave the number of threads to them."""
+    step_log_folder: str | None = None
+    """Folder to which each engine writes its step log, ENGINE.jsonl; None for no logs."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
@@ -134,12 +136,16 @@ def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
 def router_hub(plan: ServingPlan) -> str:
     """Return HOST:PORT at which the engines of a plan attach to its router."""
     assert plan.router is not None
-    hub = find_flag(plan.router.flags, "hub")
+    hub = _own_hub(plan)
     host = plan.nodes[plan.router.node].host if crosses_machines(plan) else LOOPBACK
-    if hub is None:
-        return format_host_port(host, ROUTER_HUB_PORT)
-    text = str(hub)
-    return format_host_port(host, int(text)) if text.isdigit() else text
+    return format_host_port(host, int(hub)) if hub.isdigit() else hub
+
+
+def _own_hub(plan: ServingPlan) -> str:
+    """Return the --hub of the router; a port alone is one of all addresses if it has a secret."""
+    assert plan.router is not None
+    hub = find_flag(plan.router.flags, "hub")
+    return str(ROUTER_HUB_PORT if hub is None else hub)
 
 
 def _check_secret(plan: ServingPlan, options: LaunchOptions) -> None:
@@ -161,7 +167,7 @@ def _router_process(plan: ServingPlan, options: LaunchOptions) -> ProcessSpec:
         "model": plan.model,
         "host": host,
         "port": router.port,
-        "hub": router_hub(plan),
+        "hub": _own_hub(plan),
         "policy": router.policy,
         "preset": router.preset,
         "node_secret_file": options.node_secret_file if crosses_machines(plan) else None,
@@ -171,7 +177,7 @@ def _router_process(plan: ServingPlan, options: LaunchOptions) -> ProcessSpec:
     path = "router.flags"
     render_flags(ROUTER_CONFIGS, router.flags, path, DERIVED_ROUTER_FIELDS)
     flags = derived | {key.replace("-", "_"): value for key, value in router.flags.items()}
-    flags["hub"] = router_hub(plan)
+    flags["hub"] = _own_hub(plan)
     return ProcessSpec(
         ROUTER_NAME,
         "gllm.router",
@@ -202,6 +208,7 @@ def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOpti
         **_transfer_flags(plan, name, ports),
         "slo_ttft": plan.slo.ttft if is_entry else None,
         "slo_tpot": plan.slo.tpot if is_entry else None,
+        "step_log": _step_log(name, rank, options),
         "node_secret_file": options.node_secret_file if crosses_machines(plan) else None,
     }
     render_flags(ENGINE_CONFIGS, engine.flags, f"{path}.flags", DERIVED_ENGINE_FIELDS)
@@ -217,6 +224,13 @@ def _engine_process(plan: ServingPlan, name: str, node: str, options: LaunchOpti
         _shutdown_seconds(flags),
         rank,
     )
+
+
+def _step_log(name: str, rank: int, options: LaunchOptions) -> str | None:
+    """Return the file of an engine's step log; None without one, and where its driver is not."""
+    if options.step_log_folder is None or rank:
+        return None
+    return f"{options.step_log_folder}/{name}.jsonl"
 
 
 def _node_flags(plan: ServingPlan, name: str, node: str) -> dict[str, Any]:

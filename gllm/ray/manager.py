@@ -33,18 +33,38 @@ class LaunchError(RuntimeError):
     """Ray cannot be used, or has no machines; the message says what to change."""
 
 
-def import_ray() -> Any:
-    """Return the package ray. Raises LaunchError if it is not installed."""
+def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
+    """Return the package ray. Raises LaunchError, which names the flag, if it is not installed."""
     try:
         import ray
         import ray.util
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise LaunchError(
-            f"--distributed-executor-backend ray needs the package ray ({error}): run "
-            "`pip install 'gllm[ray]'` on all machines, or use the backend mp"
+            f"{flag} needs the package ray ({error}): run `pip install 'gllm[ray]'` on all "
+            "machines, or leave the flag out"
         ) from error
     return ray
+
+
+def connect_ray(ray: Any, address: str | None, shows_logs: bool = True) -> None:
+    """Connect this process to a Ray cluster.
+
+    Args:
+        ray: the package.
+        address: of the cluster; None for RAY_ADDRESS or the cluster of this machine.
+        shows_logs: write the logs of actors to this process's standard error.
+
+    Raises:
+        LaunchError: the cluster cannot be reached.
+    """
+    try:
+        ray.init(address=address or "auto", log_to_driver=shows_logs, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"Ray cannot be reached: {error}; start it on this machine with `ray start --head`, "
+            "or `ray start --address HOST:6379` to join a cluster, or pass --ray-address"
+        ) from error
 
 
 class RayManager:
@@ -128,18 +148,7 @@ class RayManager:
         self._ray.shutdown()
 
     def _connect(self) -> None:
-        try:
-            self._ray.init(
-                address=self._spec.address or "auto",
-                log_to_driver=self._spec.log_format == "text",
-                configure_logging=False,
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise LaunchError(
-                f"Ray cannot be reached: {error}; start it on this machine with `ray start "
-                "--head`, or `ray start --address HOST:6379` to join a cluster, or pass "
-                "--ray-address"
-            ) from error
+        connect_ray(self._ray, self._spec.address, self._spec.log_format == "text")
         self._own_identity = self._ray.get_runtime_context().get_node_id()
 
     def _machines(self) -> list[RayMachine]:

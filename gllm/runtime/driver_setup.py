@@ -20,6 +20,7 @@ from gllm.observability.step_log import (
 )
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.driver import Driver
+from gllm.runtime.machine import process_age_seconds
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
 
@@ -41,7 +42,16 @@ def create_scheduler(
         return Scheduler(config, output_lengths=assignment.output_lengths), None
     now, layers = time.monotonic(), assignment.layer_counts
     degrees = list(assignment.degrees) if max(assignment.degrees) > 1 else []
-    start = StartEvent(now, engine.model, layers, config, "driver", warm_ups=1, degrees=degrees)
+    start = StartEvent(
+        now,
+        engine.model,
+        layers,
+        config,
+        "driver",
+        warm_ups=1,
+        degrees=degrees,
+        process_seconds=process_age_seconds(),
+    )
     restart = RestartEvent(
         now,
         assignment.placement.generation,

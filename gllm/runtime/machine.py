@@ -231,6 +231,11 @@ def find_own_address(host: str, port: int) -> str:
     raise error
 
 
+def process_age_seconds() -> float:
+    """Return the time since the start of this process."""
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
 def is_own_address(host: str) -> bool:
     """Return True if a host name or IP address is one of this machine. Raises OSError."""
     if is_loopback(host):

@@ -11,10 +11,13 @@ PLANNERS: dict[str, str] = {
 }
 """Descriptions by name; the name is also the module in gllm.commands.plan."""
 
+REPORTS = {"diff": "compare what a plan expects with the step logs of its engines"}
+"""The same for commands that read plans."""
+
 
 def usage() -> str:
     """Return the help text."""
-    lines = [f"  {name:12}{text}" for name, text in PLANNERS.items()]
+    lines = [f"  {name:12}{text}" for name, text in {**PLANNERS, **REPORTS}.items()]
     return "\n".join(["usage: gllm plan NAME [ARGUMENTS]", "", *lines])
 
 
@@ -24,7 +27,7 @@ def main(argv: list[str]) -> int:
     if name in ("-h", "--help"):
         print(usage())
         return 0
-    if name not in PLANNERS:
+    if name not in PLANNERS and name not in REPORTS:
         print(f"gllm plan: unknown planner {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"gllm.commands.plan.{name}")

@@ -1,0 +1,1 @@
+"""Manifests of a plan for cluster managers, one file each, and their registry."""

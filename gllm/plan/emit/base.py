@@ -1,0 +1,64 @@
+"""Parts that the emitters of manifests share: options, changed flags, YAML."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gllm.plan.serving_plan import ServingPlan
+
+PAUSE_SECONDS = 5
+"""Time before SIGTERM for a cluster to send new connections elsewhere."""
+STOP_SECONDS = 10
+"""Time beyond --shutdown-timeout and the pause until a process is killed."""
+IMAGE = "registry.example.com/gllm:0.1.0"
+"""Default image; deploy/ has Dockerfiles for it."""
+SECRET_NAME = "gllm-node"
+"""Name of the secret object that has the node secret."""
+
+
+@dataclass(frozen=True)
+class EmitOptions:
+    """Options of the manifests."""
+
+    image: str = IMAGE
+    """Container image with gllm."""
+    node_secret_file: str = "~/gllm-secret"
+    """Path of the node secret on machines without a secret store."""
+
+
+def replace_flags(arguments: Sequence[str], values: Mapping[str, str | None]) -> list[str]:
+    """Return a command line with other values of some flags.
+
+    Args:
+        arguments: flags of the form `--name=value`.
+        values: value by flag; None removes the flag. Flags that are not there are appended.
+    """
+    kept = [text for text in arguments if text.partition("=")[0] not in values]
+    return kept + [f"{flag}={value}" for flag, value in values.items() if value is not None]
+
+
+def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
+    """Return a plan whose nodes have other hosts, by their names."""
+    nodes = {
+        name: msgspec.structs.replace(node, host=hosts.get(name, node.host))
+        for name, node in plan.nodes.items()
+    }
+    return msgspec.structs.replace(plan, nodes=nodes)
+
+
+def stop_seconds(shutdown_seconds: float) -> int:
+    """Return the time that a process gets from the pause before SIGTERM until SIGKILL."""
+    return PAUSE_SECONDS + int(shutdown_seconds) + STOP_SECONDS
+
+
+def to_yaml(documents: Sequence[Any], comment: str) -> str:
+    """Return YAML documents below a comment.
+
+    Args:
+        documents: of dicts, lists and scalars.
+        comment: lines of text without a comment sign.
+    """
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    return head + "---\n".join(msgspec.yaml.encode(each).decode() for each in documents)

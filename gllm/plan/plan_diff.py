@@ -1,0 +1,206 @@
+"""Difference between the figures that a plan expects and those of its engines' step logs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from gllm.observability.latency import RequestTimeline, collect_latencies, slo_attainment
+from gllm.observability.step_log import AddEvent, CommitEvent, StartEvent, StepLogEvent
+from gllm.plan.serving_plan import ExpectedFigures, PlanError, ServingPlan
+from gllm.sim.metrics.report import format_table, show_value
+from gllm.sim.metrics.run_record import build_run_record
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """Requests that one engine has served."""
+
+    name: str
+    role: str
+    timelines: list[RequestTimeline]
+    startup_seconds: float | None
+    """Time from the start of its process until it served; None in a simulation."""
+
+    @property
+    def serves_prefill(self) -> bool:
+        """True if requests arrive here."""
+        return self.role != "decode"
+
+    @property
+    def serves_decode(self) -> bool:
+        """True if requests end here."""
+        return self.role != "prefill"
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second between the first and the last arrival; None for fewer than two."""
+        arrivals = sorted(line.arrival for line in self.timelines)
+        span = arrivals[-1] - arrivals[0] if arrivals else 0.0
+        return (len(arrivals) - 1) / span if span else None
+
+
+class FigureComparison(NamedTuple):
+    """One figure of a plan and of its run."""
+
+    name: str
+    expected: float | None
+    """None: the plan has no such figure."""
+    measured: float | None
+    """None: the logs have no such figure."""
+    factor: float = 1.0
+    """Multiplier for the table, such as 1000 for milliseconds."""
+    is_share: bool = False
+    """True for a share 0..1, whose difference is in points."""
+
+    @property
+    def difference(self) -> float | None:
+        """Relative difference to the expected figure, or that of two shares; None without both."""
+        if self.expected is None or self.measured is None:
+            return None
+        if self.is_share:
+            return self.measured - self.expected
+        return self.measured / self.expected - 1 if self.expected else None
+
+
+def read_engine_run(plan: ServingPlan, name: str, events: Sequence[StepLogEvent]) -> LoggedRun:
+    """Return the requests of an engine's step log, without warm-up requests.
+
+    Raises:
+        PlanError: the log is that of an engine with other stages.
+        ValueError: the log does not begin with its start.
+    """
+    run = build_run_record(events)
+    engine = plan.engines[name]
+    layers = [stage.layers for stage in engine.stages]
+    degrees = [stage.num_ranks for stage in engine.stages]
+    log_degrees = run.start.degrees or [1] * len(run.start.layers)
+    if run.start.layers != layers or log_degrees != degrees:
+        raise PlanError(
+            f"engines.{name}.stages: {layers} layers on {degrees} ranks, but its step log has "
+            f"{run.start.layers} on {log_degrees}: give the log of a run of this plan"
+        )
+    timelines = [served.line for served in run.requests.values()]
+    return LoggedRun(name, engine.role, timelines, measure_startup(events))
+
+
+def measure_startup(events: Iterable[StepLogEvent]) -> float | None:
+    """Return the seconds from the start of an engine's process until its warm-up had ended.
+
+    None if the log does not have it: that of a simulation, or one without a warm-up.
+    """
+    iterator = iter(events)
+    start = next(iterator, None)
+    if not isinstance(start, StartEvent) or not start.process_seconds:
+        return None
+    num_warm_ups = start.warm_ups
+    ready: float | None = None
+    for event in iterator:
+        if isinstance(event, AddEvent):
+            num_warm_ups -= 1
+            if num_warm_ups < 0:
+                break
+        elif isinstance(event, CommitEvent):
+            ready = event.time
+    return None if ready is None else start.process_seconds + ready - start.time
+
+
+def compare_with_plan(plan: ServingPlan, runs: Sequence[LoggedRun]) -> list[FigureComparison]:
+    """Return each figure of the plan beside that of its run.
+
+    Prompts are measured where requests arrive, further tokens where they end. A request that two
+    engines serve is in two logs, which do not say that it is the same one: the attainment of such a
+    plan is the least one that the shares within each limit allow.
+    """
+    expected = plan.expected or ExpectedFigures("", 0.0)
+    arriving = [line for run in runs if run.serves_prefill for line in run.timelines]
+    ending = [line for run in runs if run.serves_decode for line in run.timelines]
+    ttft, tpot = collect_latencies(arriving)["ttft"], collect_latencies(ending)["tpot"]
+    rates = [run.rate for run in runs if run.serves_prefill and run.rate is not None]
+    startups = [run.startup_seconds for run in runs if run.startup_seconds is not None]
+    return [
+        FigureComparison("requests/s", expected.rate or None, sum(rates) if rates else None),
+        FigureComparison(
+            "SLO attainment, %",
+            expected.attainment,
+            measure_attainment(plan, arriving, ending),
+            100,
+            is_share=True,
+        ),
+        FigureComparison(
+            "TTFT median, ms", expected.ttft_seconds, median(ttft) if ttft else None, 1e3
+        ),
+        FigureComparison(
+            "TPOT median, ms", expected.tpot_seconds, median(tpot) if tpot else None, 1e3
+        ),
+        FigureComparison("startup, s", expected.startup_seconds, max(startups, default=None)),
+    ]
+
+
+def measure_attainment(
+    plan: ServingPlan, arriving: Sequence[RequestTimeline], ending: Sequence[RequestTimeline]
+) -> float | None:
+    """Return the share of requests within the goals of a plan; None without goals or requests.
+
+    Args:
+        plan: with the goals.
+        arriving: requests of the engines that compute prompts.
+        ending: requests of the engines that compute further tokens.
+    """
+    goals = plan.slo
+    if (goals.ttft is None and goals.tpot is None) or not arriving or not ending:
+        return None
+    if all(engine.role == "mixed" for engine in plan.engines.values()):
+        return slo_attainment(arriving, goals.ttft, goals.tpot)
+    shares = slo_attainment(arriving, ttft=goals.ttft), slo_attainment(ending, tpot=goals.tpot)
+    return max(0.0, sum(shares) - 1)
+
+
+def exceeds(figures: Iterable[FigureComparison], tolerance: float) -> list[str]:
+    """Return the names of the figures that differ by more than a tolerance."""
+    return [
+        each.name
+        for each in figures
+        if each.difference is not None and abs(each.difference) > tolerance
+    ]
+
+
+def format_figures(figures: Sequence[FigureComparison]) -> str:
+    """Return the figures as a table."""
+    rows = []
+    for each in figures:
+        cells = [show_value(value, each.factor) for value in (each.expected, each.measured)]
+        rows.append([each.name, *cells, _format_difference(each)])
+    return format_table(["", "expected", "measured", "difference"], rows)
+
+
+def format_runs(runs: Sequence[LoggedRun]) -> str:
+    """Return the requests of each engine as a table."""
+    rows = []
+    for run in runs:
+        latencies = collect_latencies(run.timelines)
+        medians = [median(latencies[name]) if latencies[name] else None for name in LATENCIES]
+        rows.append(
+            [
+                run.name,
+                run.role,
+                str(len(run.timelines)),
+                show_value(run.rate),
+                *(show_value(value, 1e3) for value in medians),
+                show_value(run.startup_seconds),
+            ]
+        )
+    header = ["engine", "role", "requests", "requests/s", "TTFT, ms", "TPOT, ms", "startup, s"]
+    return format_table(header, rows)
+
+
+LATENCIES = ("ttft", "tpot")
+"""Latencies of the table of engines, of which it has the medians."""
+
+
+def _format_difference(figure: FigureComparison) -> str:
+    if figure.difference is None:
+        return ""
+    if figure.is_share:
+        return f"{figure.difference * 100:+.1f} points"
+    return f"{figure.difference:+.1%}"
