@@ -1,0 +1,94 @@
+"""`gllm up`: the node of this machine, its commands, and plans that cannot be started."""
+
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gllm.commands.up import find_own_node, main
+from gllm.plan.serving_plan import NodePlan, PlanError, ServingPlan, write_plan
+from gllm.router import build_parser as build_router_parser
+from gllm.serve import build_parser
+from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
+
+
+def with_hosts(**hosts: str) -> ServingPlan:
+    nodes = {name: NodePlan(host) for name, host in hosts.items()}
+    return msgspec.structs.replace(LOCAL, nodes=nodes)
+
+
+def test_the_node_is_the_one_whose_host_is_this_machine() -> None:
+    assert find_own_node(with_hosts(here="127.0.0.1", there="203.0.113.7")) == "here"
+    # A name that is not known here is that of another machine.
+    assert find_own_node(with_hosts(here="localhost", there="no-such-host.invalid")) == "here"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ({"x": "203.0.113.7", "y": "203.0.113.8"}, "none has an address of it: pass --node: x, y"),
+        (
+            {"x": "127.0.0.1", "y": "127.0.0.2", "z": "203.0.113.7"},
+            "several have an address of this machine: pass --node: x, y",
+        ),
+    ],
+)
+def test_a_machine_that_is_not_known_is_named(hosts: dict[str, str], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        find_own_node(with_hosts(**hosts))
+    assert str(caught.value).endswith(words)
+
+
+def test_a_dry_run_prints_lines_for_a_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(LOCAL, path)
+    assert main([str(path), "--dry-run", "--step-logs", str(tmp_path)]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [["gllm", "router"], *[["gllm", "serve"]] * 2]
+    build_router_parser().parse_args(lines[0][2:])
+    logs = [build_parser().parse_args(line[2:]).step_log for line in lines[1:]]
+    assert logs == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+
+
+def test_gpus_and_missing_transfers_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, secret = tmp_path / "plan.yaml", tmp_path / "secret"
+    write_plan(GPUS, path)
+    secret.touch()
+    flags = ["--node", "y", "--node-secret-file", str(secret), "--dry-run"]
+    assert main([str(path), *flags]) == 0
+    captured = capsys.readouterr()
+    words = shlex.split(captured.out)
+    assert words[:3] == ["env", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "CUDA_VISIBLE_DEVICES=1,0"]
+    assert "engine p0 passes no KV blocks on, because its stages are on GPUs" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("plan", "flags", "words"),
+    [
+        (CPU_PHASES, ["--node", "x"], "nodes: the machines need a secret"),
+        (LOCAL, ["--node", "there"], "nodes: there is no node 'there'"),
+        (LOCAL, ["--emit", "nomad", "out"], "--emit nomad: choose one of"),
+        (
+            msgspec.structs.replace(LOCAL, nodes={**LOCAL.nodes, "spare": NodePlan("203.0.113.7")}),
+            ["--node", "spare"],
+            "nodes.spare: no router and no engine of the plan runs on it",
+        ),
+    ],
+)
+def test_plans_that_cannot_be_started_are_refused(
+    plan: ServingPlan,
+    flags: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(plan, path)
+    assert main([str(path), *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"gllm up: {words}")
+    assert main([str(tmp_path / "none.yaml")]) == 2
