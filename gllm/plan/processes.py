@@ -270,7 +270,7 @@ def _router_flags(plan: ServingPlan, name: str, engine: EnginePlan) -> dict[str,
     if plan.router is None:
         return flags
     flags["router"] = router_hub(plan)
-    if find_flag(engine.scheduler, "policy") is None:
+    if not any(find_flag(engine.scheduler, name) for name in ("policy", "preset")):
         flags["preset"] = plan.router.preset
     return flags
 
