@@ -3,9 +3,11 @@
 The choice is made when Triton and the kernels are imported, whichever test does it first.
 """
 
+import gc
 import os
 import sys
 import threading
+from collections.abc import Generator
 from zlib import crc32
 
 import pytest
@@ -30,6 +32,22 @@ def stop_tracing() -> None:
 
 # Coverage of a forked process is never saved.
 os.register_at_fork(after_in_child=stop_tracing)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect thousands of tests without garbage collections, which would go over all of them.
+
+    Those during the tests leave out what exists by then.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
 
 TRACED_SHARE = 3
 """Of the cases of a test in EXPENSIVE, one of this number is traced for coverage."""

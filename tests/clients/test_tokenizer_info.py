@@ -2,20 +2,22 @@
 
 import asyncio
 
-from lm_eval.utils import RemoteTokenizer
-from transformers import AutoTokenizer
-
 from tests.clients.scripted import DEMO, scripted_server
 
 
 def used(url: str) -> tuple[object, ...]:
-    """What lm-eval makes of a server."""
+    """Return what lm-eval knows of a server's tokenizer."""
+    # Takes seconds to import, in every process that collects the tests.
+    from lm_eval.utils import RemoteTokenizer
+
     made = RemoteTokenizer(url, max_retries=1)
     messages = [{"role": "user", "content": "Hi"}]
     return made.eos_token, made.eos_token_id, made.pad_token, made.apply_chat_template(messages)
 
 
 async def test_lm_eval_finds_the_tokenizer() -> None:
+    from transformers import AutoTokenizer
+
     reference = AutoTokenizer.from_pretrained(DEMO)
     async with scripted_server() as server:
         url = str(server.client.make_url("/v1/completions"))
