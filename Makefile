@@ -34,9 +34,10 @@ test: lint
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 	$(MAKE) test-e2e
 
-# Tests in tests/e2e start servers, two at a time; those marked `alone` measure them.
+# Tests in tests/e2e start servers, three at a time, as they wait for half of their time; those marked `alone` measure
+# their servers.
 test-e2e: $(STAMP)
-	$(BIN)/python -m pytest -q -rs -n 2 --dist loadscope -m "not long and not alone" tests/e2e
+	$(BIN)/python -m pytest -q -rs -n 3 --dist loadscope -m "not long and not alone" tests/e2e
 	$(BIN)/python -m pytest -q -rs -m "alone and not long" tests/e2e
 
 # The tests of servers over HTTP with a router and two engines as the server. What they leave out looks at a pipeline's
