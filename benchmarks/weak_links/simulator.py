@@ -56,6 +56,9 @@ NUM_LONE = 16
 """Requests that the engine over fast links serves one after the other."""
 SHORT_PROMPT_TOKENS = 8
 """Prompts of requests that decode together."""
+SETTLED_CORES, SETTLE_SECONDS = 0.2, 60.0
+"""Cores that an engine without requests may keep busy, and the limit of the wait for that: standby
+workers are loaded after it is ready."""
 LOG_SECONDS = 1.5
 """Time until the driver has logged the last steps."""
 
@@ -158,11 +161,22 @@ def serve(
     return begin, end
 
 
+def wait_until_settled() -> None:
+    """Wait until an engine that is ready does nothing more, at most SETTLE_SECONDS."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        cpu = ForeignCpu()
+        time.sleep(1.0)
+        if cpu.own_cores() < SETTLED_CORES:
+            break
+
+
 def measure_processes(setup: str, model: Path, plan: ComparisonPlan) -> FittedCostModel:
     """Return the times of stages and processes of an engine whose links are fast."""
     flags = engine_flags(setup, CONGESTION, plan.num_stages)
     groups = make_calibration(plan.num_together)
     with running_engine(model, plan.num_stages, flags) as (rig, engine):
+        wait_until_settled()
         span = serve(rig, engine, [[(0.0, request) for request in group] for group in groups])
         run = build_run_record(list(read_step_log(engine.step_log)))
     return FittedCostModel(build_profile([cut_run(run, span)], {}))
@@ -174,6 +188,7 @@ def measure_case(
     """Serve a case on an engine of its own, simulate it, and return its row."""
     flags = engine_flags(case.setup, CONGESTION, plan.num_stages)
     with running_engine(model, plan.num_stages, flags, case.link) as (rig, engine):
+        wait_until_settled()
         cpu = ForeignCpu()
         span = serve(rig, engine, [make_requests(plan.num_requests, RATE, seed)])
         cores = {"rig_cores": cpu.own_cores(), "other_cores": cpu.cores()}
