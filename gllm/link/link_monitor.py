@@ -53,6 +53,8 @@ class LinkMonitor:
         """Time at which a step last waited for this connection."""
         self._probe_time: float | None = None
         """Time of the probe that was not answered yet."""
+        self._has_prefill = False
+        """True if a prefill waited at the last call of `observe`."""
         self._pacing = inf
         self._unsent_bytes = 0
         """Limits of this connection; 0 for none."""
@@ -62,7 +64,7 @@ class LinkMonitor:
         self._connection, self._last, self._busy_since = connection, None, inf
         self._deliveries.clear()
         self._sample_time, self._active_time, self._probe_time = 0.0, now, None
-        self._pacing, self._unsent_bytes = inf, 0
+        self._has_prefill, self._pacing, self._unsent_bytes = False, inf, 0
         self.observe(now, is_busy=False, has_prefill=False)
 
     def observe(self, now: float, is_busy: bool, has_prefill: bool) -> None:
@@ -79,7 +81,14 @@ class LinkMonitor:
         self._busy_since = min(self._busy_since, now) if is_busy else inf
         if is_busy:
             self._step_time = now
-        if now - self._sample_time < SAMPLE_SECONDS or self._connection is None:
+        begins_prefill = has_prefill and not self._has_prefill
+        self._has_prefill = has_prefill
+        if self._connection is None:
+            return
+        if begins_prefill and self._is_shaped:
+            # A whole window would leave before the next sample, and the decodes after it wait.
+            self._adapt(now, has_prefill)
+        if now - self._sample_time < SAMPLE_SECONDS:
             return
         self._sample_time = now
         info = self._connection.read_tcp_info()

@@ -93,6 +93,20 @@ def test_prefills_are_paced_once_the_link_is_known() -> None:
     assert 0.9 * DRAIN_SHARE < min(shares) < max(shares) < 1.1 * TRIAL_SHARE
 
 
+def test_a_prefill_is_paced_before_its_first_bytes() -> None:
+    """It may begin soon after a sample, between decodes that are not paced."""
+    course = Course()
+    course.send(0.5, is_busy=False)
+    course.send(2, round_trip=0.1)
+    course.send(2, rate=PACING_SHARE * RATE)
+    course.send(1, rate=1000.0, is_busy=False)
+    assert course.connection.pacings[-1] == inf
+    course.monitor.observe(course.now + 0.1 * SAMPLE_SECONDS, is_busy=True, has_prefill=False)
+    assert course.connection.pacings[-1] == inf
+    course.monitor.observe(course.now + 0.2 * SAMPLE_SECONDS, is_busy=True, has_prefill=True)
+    assert course.connection.pacings[-1] < inf
+
+
 def test_a_thread_that_is_late_does_not_lower_the_rate() -> None:
     """Its machine computes, so the kernel runs out of bytes; the queues are those of others."""
     course = Course()
