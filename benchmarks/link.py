@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.watch import cpu_seconds
 from gllm.link.commands import LinkPeer, OpenLinkEdge
 from gllm.observability.latency import percentile
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200, help="large steps per round, 15 MB each")
     parser.add_argument("--pings", type=int, default=3000)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/link.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/link.md"))
     options = parser.parse_args()
     foreign = ForeignCpu()
     rounds: dict[str, list[LinkRound]] = {"plain": [], "TLS": []}

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import zmq
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from gllm.messages.codec import AnyMessage, decode_for_head, decode_for_worker, encode
 from gllm.messages.lifecycle import InitializeCache, StageReady
 from gllm.messages.requests import EngineOutputs
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=30_000)
     parser.add_argument("--pings", type=int, default=3000)
     parser.add_argument("--connects", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/node-secret.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/node-secret.md"))
     options = parser.parse_args()
     counts = (options.messages, options.pings, options.connects)
     foreign = ForeignCpu()

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.fleet_processes import open_session
 from benchmarks.node_engines import ROLES, NodeEngine, make_secret, running_engine
 from benchmarks.recovery import make_prompts, request_bodies
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--server-flag", action="append", default=[])
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/nodes.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/nodes.md"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gllm-") as folder:
         # Measurements of layers are made now, and not at an earlier start.

@@ -26,7 +26,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.serving import free_port
 from benchmarks.cpu.startup import floor
 from benchmarks.cpu.watch import tree
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--standby", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--server-flag", action="append", default=[])
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/recovery.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/recovery.md"))
     options = parser.parse_args()
     results = measure(options)
     title = "Recovery from the death of a worker"

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.serving import free_port
 from benchmarks.fleet_processes import FleetProcess, open_session, started
 from benchmarks.frontend import one_connection
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=200, help="to busy fake engines")
     parser.add_argument("--fake-tokens", type=int, default=32, help="per request to them")
     parser.add_argument("--fake-rounds", type=int, default=10, help="requests per connection")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/router.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/router.md"))
     options = parser.parse_args()
     foreign = ForeignCpu()
     results = measure(options)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import uvloop
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.serving import free_port
 from benchmarks.fleet_processes import FleetProcess, open_session, started
 from gllm.commands.bench.client import RequestResult, request_body, send
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=page_path)
     options = parser.parse_args()
     foreign = ForeignCpu()
     if options.simulate:

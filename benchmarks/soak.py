@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.page import origin, page_path, write_results
 from benchmarks.soak_load import LoadTally, SoakLoad, plan_texts
 from benchmarks.soak_samples import (
     FIGURES,
@@ -325,7 +325,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="a Hugging Face folder, or demo")
     parser.add_argument("--agent", action="append", default=[], help="command of another node")
     parser.add_argument("--server-log", type=Path, help="file for the log of the server")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/soak.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/soak.md"))
     parser.add_argument("flags", nargs="*", help="flags of the server, after --")
     options = parser.parse_args(arguments)
     if options.warm_up_minutes is None:

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import msgspec
 from benchmarks.policies import processor
 
 BEGIN, END = "<!-- figures, overwritten by the command -->", "<!-- end of figures -->"
+RESULTS_SUFFIX = ".json"
+"""Suffix of the file beside a page that has its figures as data."""
+Section = tuple[str, Callable[[list[dict[str, Any]]], str]]
+"""Title of a section, and the formatter of its rows."""
 
 
 def origin(module: str) -> str:
@@ -38,8 +43,43 @@ def make_parser(doc: str | None, page: str, rounds: int) -> argparse.ArgumentPar
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--output", type=Path, default=Path(f"docs/benchmarks/{page}.md"))
+    parser.add_argument("--output", type=page_path, default=Path(f"docs/benchmarks/{page}.md"))
     return parser
+
+
+def page_path(text: str) -> Path:
+    """Return the page that an option names.
+
+    Raises:
+        argparse.ArgumentTypeError: the name is that of the results, which lie beside the page.
+    """
+    path = Path(text)
+    if path.suffix == RESULTS_SUFFIX:
+        raise argparse.ArgumentTypeError(
+            f"{text} would hold the results, which lie beside the page: name the page, "
+            f"{path.with_suffix('.md')}"
+        )
+    return path
+
+
+def read_results(page: Path) -> dict[str, Any]:
+    """Return the results of earlier runs beside a page; none without a file."""
+    path = page.with_suffix(RESULTS_SUFFIX)
+    return msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+
+
+def format_sections(sections: Mapping[str, Section], results: dict[str, Any]) -> str:
+    """Format the sections that have been measured, each with its origin.
+
+    Args:
+        sections: Title and formatter of each section, in the order of the page.
+        results: Rows of each section, and the origins by section.
+    """
+    return "\n\n".join(
+        f"## {title}\n\n{results['origins'][name]}\n\n{form(results[name])}"
+        for name, (title, form) in sections.items()
+        if name in results
+    )
 
 
 def write_figures(path: Path, title: str, figures: str) -> None:
@@ -53,7 +93,9 @@ def write_figures(path: Path, title: str, figures: str) -> None:
 def write_results(page: Path, title: str, figures: str, results: dict[str, Any]) -> None:
     """Write the figures to the page and the results to a JSON file beside it; print the figures."""
     write_figures(page, title, figures)
-    page.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    page.with_suffix(RESULTS_SUFFIX).write_bytes(
+        msgspec.json.format(msgspec.json.encode(results)) + b"\n"
+    )
     print(figures)
 
 

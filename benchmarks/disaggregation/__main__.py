@@ -16,10 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import (
+    ForeignCpu,
+    format_sections,
+    origin,
+    page_path,
+    read_results,
+    write_results,
+)
 from benchmarks.disaggregation.crossing import measure_crossing
 from benchmarks.disaggregation.load import measure_load
-from benchmarks.disaggregation.page import SECTIONS, format_sections
+from benchmarks.disaggregation.page import SECTIONS
 
 TITLE = "Prefill and decode apart, on one machine"
 MEASURES = {"load": measure_load, "break-even": measure_crossing}
@@ -33,7 +40,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of the load")
     parser.add_argument("--repeats", type=int, default=25, help="of each time of the break-even")
     parser.add_argument("--quick", action="store_true", help="short: shows that everything works")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/disaggregation.md"))
+    parser.add_argument(
+        "--output", type=page_path, default=Path("docs/benchmarks/disaggregation.md")
+    )
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("the engines need a core each: run this on a machine with two cores at least")
@@ -44,8 +53,7 @@ def main() -> int:
     def progress(text: str) -> None:
         print(f"[{time.monotonic() - begin:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    file = options.output.with_suffix(".json")
-    results = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
+    results = read_results(options.output)
     for name in options.sections:
         foreign = ForeignCpu()
         results[name] = asyncio.run(MEASURES[name](options, progress))
@@ -54,7 +62,7 @@ def main() -> int:
         )
         # JSON has text as keys.
         shown = msgspec.json.decode(msgspec.json.encode(results))
-        write_results(options.output, TITLE, format_sections(shown), shown)
+        write_results(options.output, TITLE, format_sections(SECTIONS, shown), shown)
     return 0
 
 

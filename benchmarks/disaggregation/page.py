@@ -148,12 +148,3 @@ SECTIONS = {
     "load": ("Two engines under load", format_load),
     "break-even": ("Break-even of fetches", format_crossing),
 }
-
-
-def format_sections(results: dict[str, Any]) -> str:
-    """Format all sections that were measured."""
-    return "\n\n".join(
-        f"## {title}\n\n{results['origins'][name]}\n\n{format_rows(results[name])}"
-        for name, (title, format_rows) in SECTIONS.items()
-        if name in results
-    )

@@ -16,12 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.cpu.page import ForeignCpu, origin, write_results
+from benchmarks.cpu.page import (
+    ForeignCpu,
+    format_sections,
+    origin,
+    page_path,
+    read_results,
+    write_results,
+)
 from benchmarks.net.rig import unsupported_reason
 from benchmarks.weak_links.engines import EnginePlan, measure_engines
-from benchmarks.weak_links.page import SECTIONS, format_sections
+from benchmarks.weak_links.page import SECTIONS
 from benchmarks.weak_links.simulator import ComparisonPlan, measure_comparison
 from benchmarks.weak_links.traffic import (
     OTHER_RATES,
@@ -80,11 +85,6 @@ class Sections:
         return measure_comparison(self._model, plan, self.progress)
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """Return the results of earlier runs; none without a file."""
-    return msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", type=int, default=3, help="machines of an engine")
     parser.add_argument("--runs", type=int, default=5, help="runs of the traffic at 100 Mbit/s")
     parser.add_argument("--quick", action="store_true", help="short: shows that everything works")
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/weak-links.md"))
+    parser.add_argument("--output", type=page_path, default=Path("docs/benchmarks/weak-links.md"))
     return parser
 
 
@@ -102,7 +102,7 @@ def main() -> int:
     options = make_parser().parse_args()
     if reason := unsupported_reason():
         sys.exit(f"the rig does not work here: {reason}")
-    results = read_results(options.output.with_suffix(".json"))
+    results = read_results(options.output)
     failed = False
     with tempfile.TemporaryDirectory(prefix="gllm-weak-model-") as folder:
         sections = Sections(options, make_weak_model(Path(folder) / "model", options.stages))
@@ -118,7 +118,7 @@ def main() -> int:
             results.setdefault("origins", {})[name] = (
                 f"{origin('benchmarks.weak_links')} Others used {foreign.cores():.2f} cores."
             )
-            text = format_sections(results)
+            text = format_sections(SECTIONS, results)
             write_results(options.output, TITLE, text, results)
     return int(failed)
 

@@ -243,12 +243,3 @@ SECTIONS = {
     "simulator": ("The simulator against the rig", format_simulator),
 }
 """Titles and formatters of the sections, in the order of the page."""
-
-
-def format_sections(results: dict[str, Any]) -> str:
-    """Format the sections that have been measured, each with its command."""
-    return "\n\n".join(
-        f"## {title}\n\n{results['origins'][name]}\n\n{form(results[name])}"
-        for name, (title, form) in SECTIONS.items()
-        if name in results
-    )

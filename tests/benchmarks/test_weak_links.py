@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.cpu.page import format_sections
 from benchmarks.weak_links.limits import WeakLink, most_tokens_per_second, token_floor_seconds
 from benchmarks.weak_links.load import StreamedRequest, collect_figures
-from benchmarks.weak_links.page import SECTIONS, format_sections
+from benchmarks.weak_links.page import SECTIONS
 from benchmarks.weak_links.simulator import (
     NUM_LONE,
     OUTPUT_TOKENS,
@@ -192,7 +193,7 @@ def results() -> dict[str, Any]:
 
 
 def test_page_names_what_is_met_and_what_is_missed() -> None:
-    text = " ".join(format_sections(results()).split())  # Without the padding of columns.
+    text = " ".join(format_sections(SECTIONS, results()).split())  # Without the padding of columns.
     assert "decode mean at most 1.29 x floor (at most 1.3: met)" in text
     assert "p99 at most 4.3 x floor (at most 4: **missed**)" in text
     assert "p99 0.10 x FIFO's (at most 0.25: met)" in text
@@ -207,7 +208,7 @@ def test_page_names_what_is_met_and_what_is_missed() -> None:
 def test_page_has_the_sections_that_were_measured() -> None:
     rows = results()
     del rows["engines"], rows["traffic"]
-    text = format_sections(rows)
+    text = format_sections(SECTIONS, rows)
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## Single tokens on an idle link",
         "## The simulator against the rig",

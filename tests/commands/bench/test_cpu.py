@@ -1,11 +1,12 @@
 """Benchmarks on a CPU: pages that keep their words, verdicts on figures that are known."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cpu import bursts, overhead, pipeline
-from benchmarks.cpu.page import BEGIN, END, ForeignCpu, write_figures
+from benchmarks.cpu.page import BEGIN, END, ForeignCpu, page_path, write_figures
 from benchmarks.cpu.rounds import Round
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
@@ -30,6 +31,12 @@ def test_words_around_the_figures_stay(tmp_path: Path) -> None:
     assert text.startswith("# Title")
     assert "old" not in text
     assert text.endswith("new figures\n\n" + END + "\n\nWhat it means.\n")
+
+
+def test_results_are_not_written_over_their_page() -> None:
+    assert page_path("docs/page.md") == Path("docs/page.md")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"name the page, docs/page\.md"):
+        page_path("docs/page.json")
 
 
 def test_own_work_is_not_foreign() -> None:
