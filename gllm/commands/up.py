@@ -18,6 +18,7 @@ from gllm.plan.processes import (
     ProcessSpec,
     commands_for,
     explain_missing_transfers,
+    scaling_router_url,
 )
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
 
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         print("\n".join(format_command(spec) for spec in specs))
         return 0
-    return _run(specs)
+    return _run(specs, plan)
 
 
 def find_own_node(plan: ServingPlan) -> str:
@@ -172,16 +173,24 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(specs: list[ProcessSpec]) -> int:
+def _run(specs: list[ProcessSpec], plan: ServingPlan) -> int:
     import setproctitle
 
+    from gllm.launch.scale_follower import ScaleFollower
     from gllm.launch.supervisor import ProcessSupervisor
 
     setproctitle.setproctitle(TITLE)
 
     async def run() -> int:
-        supervisor = ProcessSupervisor(specs, _print_line, _print_urls)
+        url = scaling_router_url(plan)
+        supervisor = ProcessSupervisor(specs, _print_line, _print_urls, is_scaled=bool(url))
+        if url:
+            own = [spec.name for spec in specs if not spec.is_router]
+            follower = ScaleFollower(supervisor, url, list(plan.engines), own)
+            following = asyncio.create_task(follower.run())
         status = await supervisor.run()
+        if url:
+            following.cancel()
         if supervisor.cause:
             print(f"gllm up: {supervisor.cause}", file=sys.stderr)
         return status

@@ -43,6 +43,7 @@ class ProcessSupervisor:
         on_line: Callable[[str, str], None],
         on_ready: Callable[[list[ProcessSpec]], None],
         make_command: Callable[[ProcessSpec], Sequence[str]] | None = None,
+        is_scaled: bool = False,
     ) -> None:
         """Create a node without processes.
 
@@ -51,6 +52,8 @@ class ProcessSupervisor:
             on_line: receives the name of a process and a line that it writes.
             on_ready: receives all processes once each one of them is ready.
             make_command: returns program and arguments of a process; None for this Python.
+            is_scaled: begin with the router alone. Engines are started and ended by the caller, and
+                the failure of one ends no other process.
         """
         self.cause = ""
         """First failure; empty without one."""
@@ -58,6 +61,7 @@ class ProcessSupervisor:
         self._on_line = on_line
         self._on_ready = on_ready
         self._make_command = make_command or python_command
+        self._is_scaled = is_scaled
         self._processes: dict[str, _ManagedProcess] = {}
         self._should_stop = asyncio.Event()
 
@@ -77,8 +81,9 @@ class ProcessSupervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         readiness = asyncio.create_task(self._announce())
         try:
-            for name in self._specs:
-                self._start(name)
+            for name, spec in self._specs.items():
+                if spec.is_router or not self._is_scaled:
+                    self._start(name)
             await self._should_stop.wait()
         finally:
             readiness.cancel()
@@ -148,13 +153,16 @@ class ProcessSupervisor:
             cause = f"it could not be started: {error}"
         del self._processes[spec.name]
         if child.status not in (0, None) or not child.is_started:
-            self._fail(f"{spec.title}: {cause}")
+            self._fail(f"{spec.title}: {cause}", spec)
         elif child.end_signal is None:
             log.info("%s has ended", spec.title)
-        if spec.is_router or not self._processes:
+        if spec.is_router or not (self._processes or self._is_scaled):
             self.stop()
 
-    def _fail(self, cause: str) -> None:
+    def _fail(self, cause: str, spec: ProcessSpec) -> None:
+        if self._is_scaled and not spec.is_router:
+            log.warning("%s", cause)
+            return
         if not self.cause:
             self.cause = cause
             log.error("%s", cause)

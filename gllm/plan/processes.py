@@ -148,6 +148,15 @@ def _own_hub(plan: ServingPlan) -> str:
     return str(ROUTER_HUB_PORT if hub is None else hub)
 
 
+def scaling_router_url(plan: ServingPlan) -> str:
+    """Return the URL of a router that decides how many engines run; empty if none does."""
+    router = plan.router
+    if router is None or not find_flag(router.flags, "scale"):
+        return ""
+    flags = {key.replace("-", "_"): value for key, value in router.flags.items()}
+    return _make_url(str(flags.get("host") or plan.nodes[router.node].host), router.port, flags)
+
+
 def _check_secret(plan: ServingPlan, options: LaunchOptions) -> None:
     flags = [each.flags for each in plan.engines.values()]
     flags += [plan.router.flags] if plan.router else []

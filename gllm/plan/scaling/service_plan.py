@@ -207,7 +207,7 @@ def to_serving_plan(
         for index in range(count)
     }
     flags: dict[str, object] = {
-        "scale": f"1:{count}", "slo-ttft": slo.ttft_seconds, "slo-tpot": slo.tpot_seconds,
+        "scale": f"1:{count}",
     }  # fmt: skip
     if result.rule.k5:
         flags["scale-engine-rate"] = round(1 / result.rule.k5, 4)
