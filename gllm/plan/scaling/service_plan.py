@@ -206,9 +206,7 @@ def to_serving_plan(
         )
         for index in range(count)
     }
-    flags: dict[str, object] = {
-        "scale": f"1:{count}",
-    }  # fmt: skip
+    flags: dict[str, object] = {"scale": f"1:{count}"}
     if result.rule.k5:
         flags["scale-engine-rate"] = round(1 / result.rule.k5, 4)
     if startup_seconds is not None:

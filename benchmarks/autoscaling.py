@@ -1,0 +1,280 @@
+"""Engines that follow the rate: `gllm up` with a router that scales, under a load that changes.
+
+Run as `python -m benchmarks.autoscaling`; `--seconds 30 --output PAGE` for a short look. One
+engine's highest rate is measured first, with all its seats taken. Requests then arrive at 0.5, 1.6,
+0 and 0.5 of it. A minimum time per step keeps two engines on two cores as fast as two machines. The
+page has the engines that were wanted and that were ready over time, and the waits of the requests
+that woke the service.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import uvloop
+
+from benchmarks.cpu.page import origin, write_results
+from benchmarks.cpu.serving import free_port
+from benchmarks.fleet_processes import open_session
+from gllm.observability.latency import percentile
+from gllm.plan.serving_plan import (
+    EnginePlan,
+    NodePlan,
+    RouterPlan,
+    ServingPlan,
+    StagePlan,
+    write_plan,
+)
+from gllm.sim.metrics.plots import open_picture
+from gllm.sim.metrics.report import format_table
+
+PAGE = Path("docs/benchmarks/autoscaling.md")
+SHARES = (0.5, 1.6, 0.0, 0.5)
+"""Rates of the phases, per highest rate of one engine."""
+STEP_SECONDS = 0.05
+MAX_NUM_SEQS = 8
+OUTPUT_TOKENS = 20
+PROMPT = list(range(100, 132))
+NUM_LAYERS = 6
+"""Of the demo model."""
+USED_SHARE = 0.85
+"""Rate that an engine is given, per highest rate: at the highest one, queues never shrink."""
+SAMPLE_SECONDS = 0.25
+
+
+class Sample(NamedTuple):
+    """Numbers of engines at a time."""
+
+    seconds: float
+    num_wanted: int
+    num_ready: int
+
+
+class Answer(NamedTuple):
+    """Outcome of a request."""
+
+    arrival: float
+    """Seconds since the first phase."""
+    seconds: float
+    status: int
+
+
+class Measurement(NamedTuple):
+    """Result of a run."""
+
+    highest_rate: float
+    startup_seconds: float
+    samples: list[Sample]
+    answers: list[Answer]
+    ready_at_ends: list[int]
+    """Ready engines at the end of each phase."""
+
+
+def make_plan(port: int, hub: str, engine_rate: float | None, idle_seconds: float) -> ServingPlan:
+    """Return a plan of two engines of the demo model on this machine.
+
+    Args:
+        port: Of the router.
+        hub: Address of the router for the engines.
+        engine_rate: Rate that one engine sustains; None: one engine that always runs.
+        idle_seconds: Time without requests after which no engine is wanted.
+    """
+    flags = {
+        "threads": 1, "dtype": "float32", "kv-cache-memory": "64MiB", "max-num-seqs": MAX_NUM_SEQS,
+        "debug-step-seconds": STEP_SECONDS,
+    }  # fmt: skip
+    names = ("a", "b") if engine_rate else ("a",)
+    router: dict[str, Any] = {"hub": hub}
+    if engine_rate:
+        router |= {
+            "scale": "0:2", "scale-engine-rate": round(engine_rate, 3),
+            "scale-idle-seconds": idle_seconds, "scale-down-seconds": idle_seconds,
+        }  # fmt: skip
+    return ServingPlan(
+        "demo",
+        {"here": NodePlan("127.0.0.1")},
+        {name: EnginePlan([StagePlan("here", NUM_LAYERS)], flags=flags) for name in names},
+        router=RouterPlan("here", port, "least-requests", flags=router),
+    )
+
+
+@asynccontextmanager
+async def serving(plan: ServingPlan) -> AsyncIterator[str]:
+    """Run `gllm up` on a plan; yield the router's URL once it answers."""
+    assert plan.router is not None
+    url = f"http://127.0.0.1:{plan.router.port}"
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "plan.yaml", Path(folder) / "log"
+        write_plan(plan, path)
+        with log.open("w") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gllm", "up", str(path), stdout=output, stderr=output
+            )
+        try:
+            async with asyncio.timeout(120), open_session() as session:
+                while not await answers(session, f"{url}/version"):
+                    if process.returncode is not None:
+                        raise RuntimeError(log.read_text()[-2000:])
+                    await asyncio.sleep(0.1)
+            yield url
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                await asyncio.wait_for(process.wait(), 60)
+
+
+async def answers(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return True if a GET is answered with 200."""
+    try:
+        async with session.get(url) as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def complete(session: aiohttp.ClientSession, url: str) -> int:
+    """Send a completion; return its status, 0 if the connection failed."""
+    body = {
+        "model": "demo", "prompt": PROMPT, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
+        "temperature": 0,
+    }  # fmt: skip
+    try:
+        async with session.post(f"{url}/v1/completions", data=json.dumps(body)) as answer:
+            await answer.read()
+            return answer.status
+    except aiohttp.ClientError:
+        return 0
+
+
+async def measure_highest_rate(seconds: float) -> tuple[float, float]:
+    """Return the highest rate of one engine, and the time from its start until it serves."""
+    begin = time.monotonic()
+    plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", None, 1.0)
+    async with serving(plan) as url, open_session() as session:
+        while not await answers(session, f"{url}/ready"):
+            await asyncio.sleep(0.1)
+        startup = time.monotonic() - begin
+        end = time.monotonic() + seconds
+        count = 0
+
+        async def keep_busy() -> None:
+            nonlocal count
+            while time.monotonic() < end:
+                await complete(session, url)
+                count += time.monotonic() < end
+
+        await asyncio.gather(*(keep_busy() for _ in range(MAX_NUM_SEQS)))
+    return count / seconds, startup
+
+
+async def measure(seconds: float, idle_seconds: float) -> Measurement:
+    """Return the engines and answers of a load whose rate changes.
+
+    Args:
+        seconds: Length of each phase.
+        idle_seconds: Time without requests after which no engine is wanted.
+    """
+    highest, startup = await measure_highest_rate(min(10.0, seconds))
+    plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", USED_SHARE * highest, idle_seconds)
+    samples: list[Sample] = []
+    tasks: list[asyncio.Task[None]] = []
+    results: list[Answer] = []
+    ready_at_ends: list[int] = []
+    rng = random.Random(0)
+    async with serving(plan) as url, open_session() as session:
+        begin = time.monotonic()
+
+        async def watch() -> None:
+            while True:
+                samples.append(await look(session, url, begin))
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+        async def send() -> None:
+            arrival = time.monotonic()
+            status = await complete(session, url)
+            results.append(Answer(arrival - begin, time.monotonic() - arrival, status))
+
+        watching = asyncio.create_task(watch())
+        for index, share in enumerate(SHARES):
+            end = begin + (index + 1) * seconds
+            while share and (gap := rng.expovariate(share * highest)) < end - time.monotonic():
+                await asyncio.sleep(gap)
+                tasks.append(asyncio.create_task(send()))
+            await asyncio.sleep(max(0.0, end - time.monotonic()))
+            ready_at_ends.append((await look(session, url, begin)).num_ready)
+        await asyncio.gather(*tasks)
+        watching.cancel()
+    return Measurement(highest, startup, samples, results, ready_at_ends)
+
+
+async def look(session: aiohttp.ClientSession, url: str, begin: float) -> Sample:
+    """Return the present numbers of engines."""
+    async with session.get(f"{url}/engines") as answer:
+        body = await answer.json()
+    num_ready = sum(row["state"] == "ready" for row in body["engines"])
+    return Sample(time.monotonic() - begin, body["scaling"]["num_wanted"], num_ready)
+
+
+def format_figures(result: Measurement, seconds: float) -> str:
+    """Return the table of phases."""
+    rows = []
+    for index, share in enumerate(SHARES):
+        begin, end = index * seconds, (index + 1) * seconds
+        inside = [each for each in result.answers if begin <= each.arrival < end]
+        waits = sorted(each.seconds for each in inside)
+        rows.append(
+            [
+                f"{share:g}", str(len(inside)), str(sum(each.status != 200 for each in inside)),
+                str(result.ready_at_ends[index]),
+                f"{percentile(waits, 50):.2f}" if waits else "",
+                f"{waits[-1]:.2f}" if waits else "",
+            ]
+        )  # fmt: skip
+    header = ["rate", "requests", "failed", "engines at its end", "median, s", "longest, s"]
+    return (
+        f"{origin('benchmarks.autoscaling')}\n\nOne engine: {result.highest_rate:.2f} requests/s "
+        f"at most, {result.startup_seconds:.1f} s until it serves (router and engine). Rates are "
+        f"shares of the former; each phase takes {seconds:g} s.\n\n{format_table(header, rows)}\n\n"
+        "![Wanted and ready engines over time](autoscaling.svg)"
+    )
+
+
+def plot(result: Measurement, path: Path) -> None:
+    """Plot the wanted and the ready engines over time."""
+    with open_picture(path, 2.6) as figure:
+        axes = figure.subplots()
+        times = [each.seconds for each in result.samples]
+        for label, values in (
+            ("wanted", [each.num_wanted for each in result.samples]),
+            ("ready", [each.num_ready for each in result.samples]),
+        ):
+            axes.step(times, values, where="post", label=label)
+        axes.set(xlabel="seconds", ylabel="engines", yticks=range(3))
+        axes.legend()
+
+
+def main() -> None:
+    """Measure, and write the page, the plot and the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of each phase")
+    parser.add_argument("--idle-seconds", type=float, default=20.0)
+    parser.add_argument("--output", type=Path, default=PAGE)
+    values = parser.parse_args()
+    result = uvloop.run(measure(values.seconds, values.idle_seconds))
+    figures = format_figures(result, values.seconds)
+    plot(result, values.output.with_suffix(".svg"))
+    write_results(values.output, "Autoscaling on this machine", figures, result._asdict())
+
+
+if __name__ == "__main__":
+    main()
