@@ -10,12 +10,9 @@ from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.distserve_claims import make_claims, make_panels
 from gllm.experiments.distserve_queue import compare_queues
 from gllm.experiments.distserve_search import (
-    GoodputTask,
-    RunTask,
     measure_goodputs,
     place_for_rate,
     place_high_affinity,
-    run_task,
 )
 from gllm.experiments.distserve_study import (
     SHARES,
@@ -38,7 +35,9 @@ from gllm.experiments.distserve_workloads import (
     PaperWorkload,
 )
 from gllm.experiments.parallel import map_parallel
-from gllm.plan.goodput.systems import Parallelism, System
+from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
+from gllm.plan.goodput.measurement import GoodputTask, RunTask, run_task
+from gllm.plan.goodput.systems import System
 from gllm.sim.metrics.plots import plot_grid
 
 REFERENCE = 'arXiv 2401.09670 ("DistServe", OSDI\'24)'
@@ -109,7 +108,7 @@ def _run_points(results: Sequence[WorkloadResult], options: ExperimentOptions) -
 def measure_motivation(options: ExperimentOptions) -> dict[str, dict[str, float]]:
     """Return the goodput per GPU of the paper's Figure 1, by lengths and system."""
     systems = {name: (system, "") for name, system in MOTIVATION.items()}
-    engine = System("phase", "opt-13b", "distserve", Parallelism(1))
+    engine = System("phase", "opt-13b", DISTSERVE_COSTS, Parallelism(1))
     systems |= {phase: (engine, phase) for phase in ("prefill", "decode")}
     goodputs: dict[str, dict[str, float]] = {}
     for title, lengths in MOTIVATION_LENGTHS.items():

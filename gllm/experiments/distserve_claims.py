@@ -10,6 +10,7 @@ from gllm.experiments.claims import (
     ExpectedLimit,
     PaperClaim,
 )
+from gllm.experiments.distserve_decode import decode_claims, decode_points
 from gllm.experiments.distserve_study import SHARES, Study, WorkloadResult
 from gllm.experiments.distserve_tables import BREAKDOWN_SHARE, SYSTEMS
 from gllm.experiments.distserve_workloads import TABLE_2
@@ -28,6 +29,7 @@ def make_claims(study: Study) -> list[PaperClaim]:
         *_table_2_claims(study),
         *_placement_claims(study),
         *_queue_claims(study),
+        *decode_claims(decode_points()),
     ]
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.parallel import map_parallel
-from gllm.plan.goodput.systems import Parallelism, System, make_engine, run_phase
+from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism, make_engine
+from gllm.plan.goodput.systems import System, run_phase
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.queueing import mean_latency, tensor_parallel_crossover
 
@@ -42,7 +43,7 @@ class QueuePoint(NamedTuple):
 
 def stage_seconds(engine: Parallelism) -> float:
     """Return the time of a prompt on each stage of an engine, in seconds."""
-    cost = make_engine("distserve", MODEL, engine, "distserve").cost
+    cost = make_engine(DISTSERVE_COSTS, MODEL, engine, "distserve").cost
     return cost.stage_seconds(0, StageWork(0, PROMPT, ((0, PROMPT),), 0, 0, 1))
 
 
@@ -54,7 +55,7 @@ def closed_form(engine: Parallelism, rate: float) -> float:
 
 def simulated_mean(task: QueueTask) -> float:
     """Return the mean TTFT in seconds of an engine that prefills only."""
-    system = System("prefill", MODEL, "distserve", task.engine)
+    system = System("prefill", MODEL, DISTSERVE_COSTS, task.engine)
     lengths = f"fixed:{PROMPT},1"
     return fmean(run_phase(system, "prefill", lengths, task.rate, task.num_requests).ttft)
 

@@ -1,86 +1,18 @@
 """Goodput of systems, and the placement of DistServe's Algorithm 1, in the simulator."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import ceil
-from typing import NamedTuple
+from dataclasses import replace
 
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.distserve_workloads import HIGH_CANDIDATES, PaperWorkload
 from gllm.experiments.parallel import map_parallel
-from gllm.plan.goodput.systems import (
-    Outcome,
-    Parallelism,
-    System,
-    run_phase,
-    run_system,
-)
-from gllm.sim.goodput import TARGET_ATTAINMENT, find_goodput
+from gllm.plan.goodput.engines import DISTSERVE_COSTS
+from gllm.plan.goodput.measurement import PHASE_TARGET, GoodputTask, measure_goodput
+from gllm.plan.goodput.placement import PhaseGoodput, count_engines
+from gllm.plan.goodput.systems import System
 
-PRECISION = 1 / 32
-"""Precision of a search, as a share of its first interval."""
-FIRST_RATES = {"opt-13b": 2.0, "opt-66b": 0.5, "opt-175b": 0.2}
-"""Requests per second per GPU at which searches begin."""
-PHASE_TARGET = 0.95
-"""Attainment of each phase alone, so that both together attain 0.9."""
-MIN_SECONDS = 40.0
-"""Shortest time in which requests arrive: queues of overloaded systems need it to grow."""
-MAX_GROWTH = 8
-"""Largest factor by which that raises the number of requests."""
 MAX_ENGINES = 3
 """Engines per phase of Algorithm 1's placement: further ones repeat the pattern."""
-
-
-class RunTask(NamedTuple):
-    """One simulation."""
-
-    system: System
-    lengths: str
-    rate: float
-    """Requests per second of the whole system."""
-    num_requests: int
-    """Least number; more if they arrive in less than MIN_SECONDS."""
-
-
-class GoodputTask(NamedTuple):
-    """Search for the goodput of a system, or of one phase alone."""
-
-    system: System
-    lengths: str
-    ttft: float
-    """Limit in seconds."""
-    tpot: float
-    """Limit in seconds."""
-    num_requests: int
-    phase: str = ""
-    """prefill or decode; empty for both."""
-    target: float = TARGET_ATTAINMENT
-
-
-def run_task(task: RunTask) -> Outcome:
-    """Simulate a system."""
-    num_requests = _count_requests(task.rate, task.num_requests)
-    return run_system(task.system, task.lengths, task.rate, num_requests)
-
-
-def _count_requests(rate: float, num_requests: int) -> int:
-    return max(num_requests, min(ceil(rate * MIN_SECONDS), MAX_GROWTH * num_requests))
-
-
-def measure_goodput(task: GoodputTask) -> float:
-    """Return the goodput in requests per second of the whole system."""
-    system, lengths = task.system, task.lengths
-
-    def attainment(rate: float) -> float:
-        num_requests = _count_requests(rate, task.num_requests)
-        if task.phase:
-            outcome = run_phase(system, task.phase, lengths, rate, num_requests)
-        else:
-            outcome = run_system(system, lengths, rate, num_requests)
-        return outcome.attainment(task.ttft, task.tpot)
-
-    highest = FIRST_RATES[system.model] * system.num_gpus
-    return find_goodput(attainment, highest, highest * PRECISION, task.target)
 
 
 def measure_goodputs(tasks: Sequence[GoodputTask], options: ExperimentOptions) -> list[float]:
@@ -93,20 +25,6 @@ def measure_goodputs(tasks: Sequence[GoodputTask], options: ExperimentOptions) -
     rates = map_parallel(measure_goodput, unique, options.jobs, options.progress)
     known = dict(zip(unique, rates, strict=True))
     return [known[key] for key in keys]
-
-
-@dataclass(frozen=True)
-class PhaseGoodput:
-    """Engine of one phase and its goodput."""
-
-    parallelism: Parallelism
-    rate: float
-    """Requests per second of one engine."""
-
-    @property
-    def per_gpu(self) -> float:
-        """Requests per second per GPU."""
-        return self.rate / self.parallelism.num_gpus
 
 
 def place_high_affinity(
@@ -123,7 +41,7 @@ def place_high_affinity(
     for phase in ("prefill", "decode"):
         tasks = [
             GoodputTask(
-                System("phase", workload.model, "distserve", each),
+                System("phase", workload.model, DISTSERVE_COSTS, each),
                 workload.lengths,
                 *limits,
                 options.requests,
@@ -141,7 +59,7 @@ def place_high_affinity(
 
 def _replicate(model: str, prefill: PhaseGoodput, decode: PhaseGoodput) -> System:
     """Return the numbers of engines with the highest rate per GPU, the smallest of equal ones."""
-    base = System("DistServe-High", model, "distserve", prefill.parallelism, decode.parallelism)
+    base = System("DistServe-High", model, DISTSERVE_COSTS, prefill.parallelism, decode.parallelism)
     best, best_rate = base, 0.0
     for num_prefill in range(1, MAX_ENGINES + 1):
         for num_decode in range(1, MAX_ENGINES + 1):
@@ -160,9 +78,9 @@ def place_for_rate(model: str, rate: float, prefill: PhaseGoodput, decode: Phase
     return System(
         "DistServe-High",
         model,
-        "distserve",
+        DISTSERVE_COSTS,
         prefill.parallelism,
         decode.parallelism,
-        ceil(rate / prefill.rate),
-        ceil(rate / decode.rate),
+        count_engines(rate, prefill.rate),
+        count_engines(rate, decode.rate),
     )

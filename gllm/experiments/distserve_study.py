@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from gllm.experiments.distserve_queue import QueuePoint
-from gllm.experiments.distserve_search import PhaseGoodput
 from gllm.experiments.distserve_workloads import PaperWorkload
+from gllm.plan.goodput.placement import PhaseGoodput
 from gllm.plan.goodput.systems import Outcome, System
 from gllm.sim.goodput import TARGET_ATTAINMENT
 

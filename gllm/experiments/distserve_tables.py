@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import isinf
 
+from gllm.experiments.distserve_decode import decode_points, decode_table
 from gllm.experiments.distserve_queue import QueuePoint, measured_speedup, predicted_crossover
-from gllm.experiments.distserve_search import MIN_SECONDS
 from gllm.experiments.distserve_study import (
     SCALE_SHARE,
     SHARES,
@@ -21,7 +21,9 @@ from gllm.experiments.distserve_workloads import (
     TABLE_2_RATES,
     TABLE_2_SIMULATED,
 )
-from gllm.plan.goodput.systems import MAX_BATCHED_TOKENS, MAX_SEQS, PARTS, Outcome, System
+from gllm.plan.goodput.engines import MAX_BATCHED_TOKENS, MAX_SEQS
+from gllm.plan.goodput.measurement import MIN_SECONDS
+from gllm.plan.goodput.systems import PARTS, Outcome, System
 from gllm.sim.goodput import TARGET_ATTAINMENT
 from gllm.sim.metrics.report import format_table
 
@@ -71,6 +73,7 @@ def format_study(study: Study) -> str:
     if study.throttled:
         sections.append(("Token throttling", _throttled_table(study.throttled)))
     sections.append(("Ranks or stages for prefill", _queue_table(study.queues)))
+    sections.append(("Ranks or stages for decode", decode_table(decode_points())))
     scale = (
         f"Scale: {study.requests} requests per simulation, more where they arrive in less than "
         f"{MIN_SECONDS:.0f} s."

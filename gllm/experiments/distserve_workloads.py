@@ -6,7 +6,8 @@ OPT-66B as in its artifact, OPT-175B as in the paper.
 
 from dataclasses import dataclass
 
-from gllm.plan.goodput.systems import Parallelism, System
+from gllm.plan.goodput.engines import DISTSERVE_COSTS, VLLM_COSTS, Parallelism
+from gllm.plan.goodput.systems import System
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class PaperWorkload:
     def distserve(self) -> System:
         """Separate phases, as placed in the paper."""
         prefill, decode = self.placement
-        return System("DistServe", self.model, "distserve", prefill, decode)
+        return System("DistServe", self.model, DISTSERVE_COSTS, prefill, decode)
 
     @property
     def colocated(self) -> list[System]:
         """Baselines: vLLM, vLLM++ and the engine with DistServe's coefficients."""
         return [
-            System("vLLM", self.model, "vllm", self.vllm),
-            *(System("vLLM++", self.model, "vllm", each) for each in self.candidates),
-            *(System("colocated", self.model, "distserve", each) for each in self.candidates),
+            System("vLLM", self.model, VLLM_COSTS, self.vllm),
+            *(System("vLLM++", self.model, VLLM_COSTS, each) for each in self.candidates),
+            *(System("colocated", self.model, DISTSERVE_COSTS, each) for each in self.candidates),
         ]
 
 
@@ -85,9 +86,9 @@ TABLE_2_SIMULATED = {
 }
 """Attainment in DistServe's own simulator."""
 MOTIVATION = {
-    "colocated": System("colocated, same coefficients", "opt-13b", "distserve", P(1)),
-    "vLLM": System("colocated, vLLM's coefficients", "opt-13b", "vllm", P(1)),
-    "2P1D": System("2 prefill, 1 decode", "opt-13b", "distserve", P(1), P(1), num_prefill=2),
+    "colocated": System("colocated, same coefficients", "opt-13b", DISTSERVE_COSTS, P(1)),
+    "vLLM": System("colocated, vLLM's coefficients", "opt-13b", VLLM_COSTS, P(1)),
+    "2P1D": System("2 prefill, 1 decode", "opt-13b", DISTSERVE_COSTS, P(1), P(1), num_prefill=2),
 }
 """Systems of the paper's Figure 1: OPT-13B, 512 prompt and 64 output tokens."""
 MOTIVATION_LENGTHS = {"512 prompt and 64 output tokens": "fixed:512,64", "ShareGPT": "sharegpt"}
@@ -105,12 +106,12 @@ HIGH_CANDIDATES = {
 TPOT_LIMITS = 0.1, 0.06, 0.04, 0.03
 """Limits in seconds of the comparison of separated with colocated engines, OPT-13B."""
 COLOCATED_CHOICES = tuple(
-    System(f"colocated, {policy}", "opt-13b", "distserve", P(tp), prefill_policy=policy)
+    System(f"colocated, {policy}", "opt-13b", DISTSERVE_COSTS, P(tp), prefill_policy=policy)
     for policy in ("vllm", "sarathi")
     for tp in (1, 2, 4)
 )
 SEPARATED_CHOICES = tuple(
-    System("separated", "opt-13b", "distserve", P(prefill), P(decode), num_prefill, num_decode)
+    System("separated", "opt-13b", DISTSERVE_COSTS, P(prefill), P(decode), num_prefill, num_decode)
     for prefill, decode, num_prefill, num_decode in (
         (2, 1, 1, 1),
         (2, 2, 1, 1),

@@ -19,7 +19,12 @@ from gllm.experiments.splitwise_designs import (
 )
 from gllm.experiments.splitwise_mixed import NOTE as MIXED_NOTE
 from gllm.experiments.splitwise_mixed import MixedTask, mixed_rate, mixed_table, mixed_tasks
-from gllm.experiments.splitwise_phases import perf_model_table, second_token_table, table_iv
+from gllm.experiments.splitwise_phases import (
+    next_turn_table,
+    perf_model_table,
+    second_token_table,
+    table_iv,
+)
 from gllm.experiments.splitwise_tables import (
     Batches,
     Outcomes,
@@ -31,6 +36,7 @@ from gllm.experiments.splitwise_tables import (
     search_table,
 )
 from gllm.plan.pools.clusters import MIN_SECONDS, WORKLOADS, SampleSize, fluid_rate, mean_lengths
+from gllm.plan.pools.planner import POLICY
 
 TABLE_IV_NOTE = """\
 Llama-2-70B at TP 8 without batching, at the median lengths of Table III. Ours: the performance
@@ -41,6 +47,11 @@ A prompt of 1,500 tokens. Serialised: all layers are sent after the prompt, over
 cards. Per layer: only the last layer is sent after it, by bandwidth alone; the paper measured 8
 ms (DGX-A100) and 5 ms (DGX-H100), mostly synchronization, which a bandwidth does not have: the
 last column has its share. The paper's +64 % and +16.5 % are one figure for all machines."""
+NEXT_TURN_NOTE = """\
+A conversation goes on with 200 new tokens, and its KV cache is on a token machine: the prompt
+machine computes all tokens again, or gets the cache back (serialised, over all eight network cards)
+and computes the new ones, whose time does not count their longer context. The paper proposes this
+and has no figures. Llama-2-70B has an eighth of the KV heads: its transfer hardly counts."""
 LLAMA_NOTE = """\
 The clusters that are best for BLOOM-176B, with Llama-2-70B and conversations: its own measurements,
 KV cache and limits (the paper's Figure 20b, a plot without numbers in its text)."""
@@ -62,8 +73,6 @@ NOTES = """\
 REFERENCE = 'Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677)'
 SCALE = 5
 """Searches run on clusters of this share of the paper's machines: 8 DGX-H100 or 14 DGX-A100."""
-POLICY = "vllm"
-"""Scheduling policy of prompt and token machines: prompts first, in the order of arrival."""
 BASELINE_POLICY = "splitwise"
 """Scheduling policy of machines that do both phases, as in splitwise-sim."""
 QUICK_SECONDS = 0.5
@@ -127,6 +136,7 @@ def make_page(study: ClusterStudy) -> ExperimentResult:
         "Performance model": tables[0],
         "One request": f"{tables[1]}\n\n{TABLE_IV_NOTE}",
         "Second token": f"{tables[2]}\n\n{SECOND_NOTE}",
+        "Next turn": f"{next_turn_table()}\n\n{NEXT_TURN_NOTE}",
         "Clusters under a budget": search_table(outcomes, study.full),
         "Clusters for the rate of Baseline-H100": border_table(study.borders, SCALE),
         "Batch jobs": batch_table(study.batches),

@@ -15,6 +15,7 @@ from gllm.plan.pools.design_search import (
     maximal_designs,
     maximize_throughput,
 )
+from gllm.plan.pools.planner import BORDER_FACTOR, START_SHARE, scale_cluster
 from gllm.sim.hardware.machines import (
     ClusterDesign,
     count_affordable,
@@ -28,8 +29,6 @@ BASELINES = {"Baseline-A100": "DGX-A100", "Baseline-H100": "DGX-H100"}
 """Clusters whose machines do both phases."""
 NUM_H100 = 40
 """Machines of the paper's Baseline-H100, whose power and cost are the budgets."""
-START_SHARE = 0.75
-"""First rate of a search, per rate at which one pool is saturated."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def search_border(task: BorderTask) -> BorderOutcome:
     pair = machine_pair(task.design)
     one = ClusterDesign(*pair, 1, 10**6), ClusterDesign(*pair, 10**6, 1)
     most_prompt, most_token = (
-        int(2 * task.rate / fluid_rate(design, task.workload)) + 2 for design in one
+        int(BORDER_FACTOR * task.rate / fluid_rate(design, task.workload)) + 2 for design in one
     )
 
     def serves(design: ClusterDesign) -> bool:
@@ -180,7 +179,7 @@ def measure_full(outcome: SearchOutcome) -> tuple[ClusterDesign, float, int]:
     The search begins at the scaled rate.
     """
     task, scale = outcome.task, outcome.task.scale
-    cluster = replace_sizes(outcome.cluster, scale)
+    cluster = scale_cluster(outcome.cluster, scale)
     point = ClusterPoint(
         cluster,
         task.workload,
@@ -200,10 +199,3 @@ def llama_rate(outcome: SearchOutcome) -> float:
         outcome.cluster, task.workload, rate, task.size, policy=task.policy, model=model
     )
     return highest_rate(point)[0]
-
-
-def replace_sizes(design: ClusterDesign, factor: int) -> ClusterDesign:
-    """Return a cluster with a multiple of the machines."""
-    return design._replace(
-        num_prompt=design.num_prompt * factor, num_token=design.num_token * factor
-    )

@@ -41,6 +41,8 @@ TABLE_IV = (
 )
 SECOND_TOKEN = {"serialised": 0.64, "per layer": 0.165}
 """Paper: rise of the latency of the second token by the transfer, code, by mode."""
+HISTORY_TOKENS, TURN_TOKENS = (512, 1500, 4096), 200
+"""Tokens of a conversation at its next turn, and new tokens of that turn."""
 VISIBLE_SECONDS = {"DGX-A100": 0.008, "DGX-H100": 0.005}
 """Paper: visible time of a per-layer transfer, by machine."""
 
@@ -107,6 +109,18 @@ def table_iv() -> tuple[str, list[PaperClaim]]:
     return format_table(["Table IV", "paper", "ours", "ratio"], rows), claims
 
 
+def _transfer_costs(model: str, machine: MachineType, num_prompt_tokens: int) -> TransferCosts:
+    """Return the costs of sending a prompt's KV cache over all network cards of a machine."""
+    shape = MODELS[MODEL_NAMES[model]]
+    seconds = read_profile(model, machine.device).prompt_seconds(num_prompt_tokens)
+    return TransferCosts(
+        shape.layers,
+        shape.layers * shape.kv_bytes,
+        machine.link.bandwidth,
+        num_prompt_tokens / seconds,
+    )
+
+
 def second_token_seconds(
     model: str, machine: MachineType, num_prompt_tokens: int, is_serialised: bool
 ) -> tuple[float, float]:
@@ -115,14 +129,8 @@ def second_token_seconds(
     A serialised transfer sends all layers after the prompt; per layer, only the last one is sent
     after it, as long as a layer's transfer takes no longer than its computation.
     """
-    shape = MODELS[MODEL_NAMES[model]]
     profile = read_profile(model, machine.device)
-    costs = TransferCosts(
-        shape.layers,
-        shape.layers * shape.kv_bytes,
-        machine.link.bandwidth,
-        num_prompt_tokens / profile.prompt_seconds(num_prompt_tokens),
-    )
+    costs = _transfer_costs(model, machine, num_prompt_tokens)
     mode = TransferMode.SERIALIZED if is_serialised else TransferMode.PER_LAYER
     visible = costs.visible_seconds(mode, num_prompt_tokens)
     alone = profile.token_seconds(1)
@@ -153,3 +161,21 @@ def second_token_table(num_prompt_tokens: int = 1500) -> tuple[str, list[PaperCl
     header = ["second token", "paper", "ours", "ratio", "visible", "paper's visible time",
               "rise with that"]  # fmt: skip
     return format_table(header, rows), claims
+
+
+def next_turn_table() -> str:
+    """Return the TTFT of a conversation's next turn: KV cache sent back, or computed again."""
+    rows = []
+    for model in MODEL_NAMES:
+        for name in VISIBLE_SECONDS:
+            machine = read_machines()[name]
+            prompt_seconds = read_profile(model, machine.device).prompt_seconds
+            for history in HISTORY_TOKENS:
+                costs = _transfer_costs(model, machine, history)
+                transfer = costs.visible_seconds(TransferMode.SERIALIZED, history)
+                again = prompt_seconds(history + TURN_TOKENS)
+                back = transfer + prompt_seconds(TURN_TOKENS)
+                figures = [f"{1e3 * seconds:.0f} ms" for seconds in (again, transfer, back)]
+                rows.append([f"{model}, {name}", f"{history:,}", *figures, f"{again / back:.1f} x"])
+    header = ["next turn", "tokens before", "computed again", "transfer", "sent back", "gain"]
+    return format_table(header, rows)

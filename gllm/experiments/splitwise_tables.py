@@ -11,8 +11,8 @@ from gllm.experiments.splitwise_designs import (
     SearchOutcome,
     budget,
     fluid_optimum,
-    replace_sizes,
 )
+from gllm.plan.pools.planner import scale_cluster
 from gllm.sim.hardware.machines import ClusterDesign
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
@@ -42,10 +42,10 @@ def search_table(outcomes: Outcomes, full: dict[str, float]) -> str:
     rows = []
     for (constraint, workload, name), outcome in outcomes.items():
         scale = outcome.task.scale
-        cluster = replace_sizes(outcome.cluster, scale)
+        cluster = scale_cluster(outcome.cluster, scale)
         base = outcomes["power", workload, "Baseline-H100"].rate
         paper = PAPER_DESIGNS.get((workload, name)) if constraint == "power" else None
-        fluid = "" if name in BASELINES else str(replace_sizes(fluid_optimum(outcome.task), scale))
+        fluid = "" if name in BASELINES else str(scale_cluster(fluid_optimum(outcome.task), scale))
         whole = full.get(f"{workload} {name}") if constraint == "power" else None
         rows.append(
             [workload, f"{constraint} {budget(constraint, 1):g}", name,
@@ -67,7 +67,7 @@ def border_table(borders: list[BorderOutcome], scale: int) -> str:
     for each in borders:
         row = [each.task.workload, f"{scale * each.task.rate:.1f}", each.task.design]
         for cluster in (each.least_power, each.least_cost):
-            whole = replace_sizes(cluster, scale)
+            whole = scale_cluster(cluster, scale)
             row += [str(whole), f"{whole.power:.1f}", f"{whole.cost:.1f}"]
         rows.append(row)
     header = ["workload", "requests/s", "design", "least power", "power", "cost"]
@@ -103,7 +103,7 @@ def llama_table(outcomes: Outcomes, rates: dict[str, float], scale: int) -> str:
             f"{value / other:.2f}" if other else "-"
             for value, other in ((rate, rates["Baseline-H100"]), (bloom.rate, base))
         ]
-        cluster = str(replace_sizes(bloom.cluster, scale))
+        cluster = str(scale_cluster(bloom.cluster, scale))
         rows.append([name, cluster, f"{scale * rate:.1f}", f"{bloom.full_rate:.1f}", *ratios])
     header = ["design", "cluster", "Llama-2-70B, requests/s", "BLOOM-176B, requests/s"]
     return format_table([*header, "Llama, x Baseline-H100", "BLOOM, x Baseline-H100"], rows)
@@ -129,7 +129,7 @@ def _design_claims(outcomes: Outcomes) -> Iterator[PaperClaim]:
     for (workload, name), paper in PAPER_DESIGNS.items():
         outcome = outcomes.get(("power", workload, name))
         if outcome is not None:
-            whole = replace_sizes(outcome.cluster, outcome.task.scale)
+            whole = scale_cluster(outcome.cluster, outcome.task.scale)
             for kind, count, ours in zip(
                 ("prompt", "token"), paper, (whole.num_prompt, whole.num_token), strict=True
             ):

@@ -1,9 +1,6 @@
 """TetriInfer in simulation: its workloads against colocated engines, and its dispatcher."""
 
-from collections.abc import Callable
 from pathlib import Path
-from random import Random
-from statistics import fmean
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedChange, PaperClaim, relative_change
@@ -20,12 +17,8 @@ from gllm.experiments.tetri_cases import (
     TetriOutcome,
     simulate_case,
 )
+from gllm.experiments.tetri_dispatch import DISPATCH_NOTE, dispatch_table
 from gllm.experiments.tetri_local import LOCAL_NOTE, admission_table, prompt_table
-from gllm.routing.disaggregation.pair_loads import HEAVY_TOKENS
-from gllm.routing.disaggregation.policy import PairPolicy, PairRequest
-from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from gllm.routing.length_prediction import OracleLengthPredictor
-from gllm.routing.state import EngineSnapshot
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
@@ -39,8 +32,6 @@ PAPER = {
     "Mixed": {"ttft": -0.85, "jct": -0.50, "resource": -0.21},
 }
 """Changes against vLLM; LPLD's resource is "about the same", HPHD's TTFT is not stated."""
-REQUESTS_PER_INSTANCE, HEAVY_SHARE = 32, 0.5
-NUM_INSTANCES = range(2, 9)
 NETWORK = "network, 200 Gbit/s"
 Baseline = tuple[int, int]
 """Colocated engines, and requests of a batch."""
@@ -73,11 +64,11 @@ NOTES = """\
 - *ShareGPT's lengths* make prompts more alike: groups of 128 gain less over groups of 16 than with
   the lognormal ones, where the aim was 40 %.
 - *Reserve-dynamic* admits if all fit until the first output ends, that of the waiting request
-  included. With exact lengths it halves preemptions and more at every capacity, and JCT is lower by
-  more than 5 % with 16,384 tokens, but not with fewer. With 4,096 the engine holds
-  about eight requests, a step takes as long for seven as for eight, and each place that is kept
-  free costs as much as the recomputation that it avoids. With noisy predictions it is as good as
-  greedy, which the paper found as well.
+  included. With exact lengths it halves preemptions and more at every capacity. The aim of 5 % less
+  JCT is met with 16,384 tokens, with 8,192 by the mixed lengths only, with 4,096 by none: there the
+  engine holds about eight requests, a step takes as long for seven as for eight, and each place
+  that is kept free costs as much as the recomputation that it avoids. With noisy predictions it is
+  as good as greedy, which the paper found as well.
 - *throttle, PP 2* beside *tetri, PP 2*, at the same costs: JCT is 1 to 16 % lower. On one stage at
   TP 2, *tetri* is faster than both wherever outputs are heavy."""
 
@@ -113,11 +104,12 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     prompts, prompt_claims = prompt_table()
     decodes, decode_claims = admission_table(options.jobs, options.quick)
     text += f"## Local scheduling\n\n{LOCAL_NOTE}\n\n{prompts}\n\n{decodes}\n\n"
-    text += f"## Dispatcher\n\n{DISPATCH_NOTE}\n\n{dispatch_table(20 if options.quick else 200)}"
+    dispatch, dispatch_claims = dispatch_table(20 if options.quick else 200)
+    text += f"## Dispatcher\n\n{DISPATCH_NOTE}\n\n{dispatch}"
     return ExperimentResult(
         "TetriInfer in simulation",
         f"{text}\n\n## Notes\n\n{NOTES}",
-        [*_claims(outcomes), *prompt_claims, *decode_claims],
+        [*_claims(outcomes), *prompt_claims, *decode_claims, *dispatch_claims],
         {"tetri.svg": lambda path: _plot(outcomes, path)},
         reference=REFERENCE,
     )
@@ -201,94 +193,3 @@ def _plot(outcomes: Outcomes, path: Path) -> None:
         ours[workload] = {METRICS[name]: 100 * value for name, value in changes.items()}
         paper[workload] = {METRICS[name]: 100 * value for name, value in PAPER[workload].items()}
     plot_bars(ours, path, "change, %", "TetriInfer against one engine with a cap of 16", paper)
-
-
-# Dispatcher.
-
-DISPATCH_NOTE = f"""\
-{REQUESTS_PER_INSTANCE} requests per decode engine, half of them with heavy outputs, on 2 to 8
-engines: the most heavy decodes on one engine, mean over seeds; {REQUESTS_PER_INSTANCE // 2} is
-ideal. *po2*: the policy `tetri` of the router. *ratio*: the paper's rule as it reads, the lower
-heavy:light ratio of two random engines. *imbalance*: heavy decodes fill one engine after another,
-the worst of all assignments."""
-Dispatch = Callable[[int, Random], int]
-"""Returns the most heavy decodes on one of a number of engines."""
-
-
-def dispatch_with(policy: PairPolicy, num_engines: int, rng: Random) -> int:
-    """Return the most heavy decodes on one engine under a pair policy."""
-    engines = [EngineSnapshot("prefill", role="prefill", num_blocks=10**6)]
-    engines += [
-        EngineSnapshot(f"decode-{index}", role="decode", num_blocks=10**6)
-        for index in range(num_engines)
-    ]
-    predictor = OracleLengthPredictor()
-    counts = dict.fromkeys((engine.name for engine in engines), 0)
-    for key, is_heavy in enumerate(sample_kinds(num_engines, rng)):
-        output = predictor.predict(HEAVY_TOKENS * 2 if is_heavy else HEAVY_TOKENS // 2)
-        request = PairRequest(key, 100, output)
-        policy.choose(request, engines, 0.0)
-        name = policy.choose_decode(request, engines, 0.0)
-        assert name is not None
-        counts[name] += is_heavy
-    return max(counts.values())
-
-
-def sample_kinds(num_engines: int, rng: Random) -> list[bool]:
-    """Return the kinds of all requests, True for heavy ones, in random order."""
-    total = REQUESTS_PER_INSTANCE * num_engines
-    kinds = [index < HEAVY_SHARE * total for index in range(total)]
-    rng.shuffle(kinds)
-    return kinds
-
-
-def _by_po2(num_engines: int, rng: Random) -> int:
-    return dispatch_with(make_pair_policy("tetri", rng), num_engines, rng)
-
-
-def _at_random(num_engines: int, rng: Random) -> int:
-    counts = [0] * num_engines
-    for is_heavy in sample_kinds(num_engines, rng):
-        counts[rng.randrange(num_engines)] += is_heavy
-    return max(counts)
-
-
-def _by_ratio(num_engines: int, rng: Random) -> int:
-    heavy, light = [0] * num_engines, [0] * num_engines
-    for is_heavy in sample_kinds(num_engines, rng):
-        pair = rng.sample(range(num_engines), 2)
-        best = min(pair, key=lambda index: heavy[index] / max(1, light[index]))
-        (heavy if is_heavy else light)[best] += 1
-    return max(heavy)
-
-
-def _imbalanced(num_engines: int, rng: Random) -> int:
-    return min(REQUESTS_PER_INSTANCE, sum(sample_kinds(num_engines, rng)))
-
-
-DISPATCHERS: dict[str, Dispatch] = {
-    "po2": _by_po2,
-    "random": _at_random,
-    "ratio": _by_ratio,
-    "imbalance": _imbalanced,
-}
-
-
-def mean_most_heavy(name: str, num_engines: int, num_seeds: int) -> float:
-    """Return the mean over seeds of the most heavy decodes on one engine.
-
-    Args:
-        name: A name of DISPATCHERS.
-        num_engines: Decode engines.
-        num_seeds: Seeds, from 0.
-    """
-    return fmean(DISPATCHERS[name](num_engines, Random(seed)) for seed in range(num_seeds))
-
-
-def dispatch_table(num_seeds: int) -> str:
-    """Return the most heavy decodes on one engine by dispatcher."""
-    rows = [
-        [str(count), *(f"{mean_most_heavy(name, count, num_seeds):.1f}" for name in DISPATCHERS)]
-        for count in NUM_INSTANCES
-    ]
-    return format_table(["decode engines", *DISPATCHERS], rows)

@@ -6,6 +6,7 @@ import pytest
 
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.distserve import run
+from gllm.experiments.distserve_decode import decode_points
 from gllm.experiments.distserve_queue import (
     ENGINES,
     QueueTask,
@@ -14,15 +15,15 @@ from gllm.experiments.distserve_queue import (
     stage_seconds,
 )
 from gllm.experiments.distserve_search import (
-    PHASE_TARGET,
-    PhaseGoodput,
     place_for_rate,
 )
 from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
+from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
+from gllm.plan.goodput.measurement import PHASE_TARGET
+from gllm.plan.goodput.placement import PhaseGoodput
 from gllm.plan.goodput.systems import (
     PARTS,
     Outcome,
-    Parallelism,
     System,
     run_phase,
     run_system,
@@ -57,7 +58,7 @@ def test_as_many_engines_as_a_rate_needs_attain_both_limits() -> None:
     engine = Parallelism(1)
     phases = {"prefill": PhaseGoodput(engine, 5.5), "decode": PhaseGoodput(engine, 12.0)}
     for phase, goodput in phases.items():
-        system = System("phase", "opt-13b", "distserve", engine)
+        system = System("phase", "opt-13b", DISTSERVE_COSTS, engine)
         outcome = run_phase(system, phase, FIXED, goodput.rate, NUM_REQUESTS)
         assert outcome.attainment(*MOTIVATION_SLO) >= PHASE_TARGET
     rate = 15.0
@@ -79,7 +80,7 @@ def test_parts_add_up_to_the_latency() -> None:
 
 
 def test_a_decode_engine_that_is_full_delays_second_tokens() -> None:
-    engine = System("phase", "opt-66b", "distserve", Parallelism(2))
+    engine = System("phase", "opt-66b", DISTSERVE_COSTS, Parallelism(2))
     few, many = (run_phase(engine, "decode", FIXED, rate, 40) for rate in (0.05, 20.0))
     assert max(few.tpot) < 0.1
     assert max(many.tpot) > 2 * max(few.tpot)
@@ -99,6 +100,17 @@ def test_prefill_engines_are_the_queues_of_the_closed_form(engine: Parallelism) 
     rate = 0.5 / stage_seconds(engine)
     simulated = simulated_mean(QueueTask(engine, rate, 1000))
     assert simulated == pytest.approx(closed_form(engine, rate), rel=0.1)
+
+
+def test_ranks_shorten_a_decode_step_and_stages_raise_the_throughput() -> None:
+    points = {point.engine: point for point in decode_points()}
+    one, two, four = (points[Parallelism(tp)] for tp in (1, 2, 4))
+    assert four.step_seconds < two.step_seconds < one.step_seconds
+    assert one.step_seconds / two.step_seconds < 2
+    assert two.step_seconds / four.step_seconds < one.step_seconds / two.step_seconds
+    for stages in (2, 4):
+        many = points[Parallelism(1, stages)]
+        assert 0.75 * stages < many.tokens_per_second / one.tokens_per_second < stages
 
 
 def test_a_system_counts_its_devices() -> None:

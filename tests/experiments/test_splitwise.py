@@ -3,6 +3,7 @@
 import pytest
 
 from gllm.experiments.splitwise_mixed import serves_point
+from gllm.experiments.splitwise_phases import next_turn_table
 from gllm.plan.pools.clusters import ClusterPoint, SampleSize
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair
 
@@ -36,3 +37,17 @@ def test_a_cluster_sized_for_code_serves_conversations(
         assert not are_slos_met(num_token, rate, seed)
     assert are_slos_met(1, share * rate, seed)
     assert not are_slos_met(1, 0.45 * rate, seed, has_mixed_pool=False)
+
+
+def test_a_cache_that_is_sent_back_saves_the_prompt() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in next_turn_table().splitlines()[2:]
+    ]
+    gains = {
+        (machine, tokens): float(gain.removesuffix(" x")) for machine, tokens, *_, gain in rows
+    }
+    assert min(gains.values()) > 1
+    for machine in {machine for machine, _ in gains}:
+        by_length = [gains[machine, tokens] for tokens in ("512", "1,500", "4,096")]
+        assert by_length == sorted(by_length)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from gllm.experiments.tetri import NUM_INSTANCES, mean_most_heavy
 from gllm.experiments.tetri_cases import (
     CAP,
     HEAVY_OUTPUT,
@@ -12,6 +11,7 @@ from gllm.experiments.tetri_cases import (
     scale_to_v100,
     simulate_case,
 )
+from gllm.experiments.tetri_dispatch import LENGTHS, NUM_INSTANCES, mean_most_heavy
 from gllm.experiments.tetri_local import (
     AdmissionCase,
     admit_decodes,
@@ -45,6 +45,18 @@ def test_heavy_decodes_are_spread(num_engines: int) -> None:
     assert most < mean_most_heavy("random", num_engines, 20)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_heavy_decodes_are_spread_better_than_at_random(lengths: str) -> None:
+    for num_engines in (2, 8):
+        po2, even, random, worst = (
+            mean_most_heavy(name, num_engines, 20, lengths)
+            for name in ("po2", "even", "random", "imbalance")
+        )
+        assert even <= po2 < random < worst
+        assert po2 - even <= (random - even) / 2
+        assert worst >= (30 if lengths == "half heavy" else 1.3 * random)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_short_prompts_first_lower_the_mean_ttft(seed: int) -> None:
     prompts = sample_prompts("lognormal", seed)
@@ -59,6 +71,18 @@ def test_dynamic_reservation_avoids_preemptions(lengths: str) -> None:
     dynamic = admit_decodes(AdmissionCase(lengths, 16384, "reserve-dynamic"))
     assert dynamic.num_preemptions <= greedy.num_preemptions / 2
     assert dynamic.jct <= 0.95 * greedy.jct
+
+
+@pytest.mark.parametrize("lengths", ["mixed", "sharegpt"])
+@pytest.mark.parametrize("capacity", [pytest.param(4096, marks=pytest.mark.long), 8192])
+def test_dynamic_reservation_halves_preemptions_of_small_caches(
+    lengths: str, capacity: int
+) -> None:
+    """The mean JCT is at most 5 % higher; that it is 5 % lower holds for large caches only."""
+    greedy = admit_decodes(AdmissionCase(lengths, capacity, "greedy"))
+    dynamic = admit_decodes(AdmissionCase(lengths, capacity, "reserve-dynamic"))
+    assert dynamic.num_preemptions <= greedy.num_preemptions / 2
+    assert dynamic.jct <= 1.05 * greedy.jct
 
 
 def test_sharegpt_requests_belong_to_their_class() -> None:

@@ -4,6 +4,8 @@ import importlib
 import sys
 
 PLANNERS: dict[str, str] = {
+    "goodput": "engines of prefill and of decode with the highest goodput per GPU",
+    "pools": "prompt and token machines for a budget of power or cost, or for a rate",
     "capacity": "highest request rate of a configuration within latency limits",
     "search": "devices, parallelism, policy and batch size that serve a workload best",
     "scale": "GPUs per engine, and engines by request rate, within an SLO (Aladdin)",

@@ -1,59 +1,29 @@
-"""Systems of DistServe's evaluation in the simulator: separate phases, and colocated baselines."""
+"""Simulated systems of a goodput search: separate phases, or engines for both.
+
+Prefill and decode run as one simulated cluster with production's pair policy, holds and fetches.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import ceil
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
+from gllm.plan.goodput.engines import EngineCosts, Parallelism, make_engine
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.routing.policy_registry import make_policy
-from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.cluster import simulate_cluster
 from gllm.sim.cluster.handoffs import HandoffRecord, KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.cluster.router import PolicyRouter
-from gllm.sim.costs.distserve import (
-    DistServeCostModel,
-    interpolate_coefficients,
-    read_kv_capacity,
-)
-from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.deployment import simulate
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.stages import split_layers_evenly
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
-MAX_MODEL_LEN = 2048
-"""Context of OPT in tokens."""
-MAX_BATCHED_TOKENS = 2560
-"""Prompt tokens per micro-batch of the colocated engines: vLLM's default at the time."""
-MAX_SEQS = 192
-"""Sequences per stage: the largest measured batch."""
-CHUNK = 512
-"""Tokens per micro-batch of policy `sarathi`."""
-NETWORK = LINKS["nvlink"]
-"""Placements of one layer's prefill and decode share a node."""
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """Devices of one engine."""
-
-    tp: int
-    pp: int = 1
-
-    @property
-    def num_gpus(self) -> int:
-        """Number of devices."""
-        return self.tp * self.pp
-
-    def __str__(self) -> str:
-        return f"TP {self.tp} PP {self.pp}"
 
 
 @dataclass(frozen=True)
@@ -62,8 +32,7 @@ class System:
 
     name: str
     model: str
-    coefficients: str
-    """Engine of the measurements: distserve or vllm."""
+    costs: EngineCosts
     prefill: Parallelism
     decode: Parallelism | None = None
     """None: `prefill` runs both phases."""
@@ -71,6 +40,8 @@ class System:
     num_decode: int = 1
     prefill_policy: str = "distserve"
     decode_policy: str = "distserve"
+    network: str = "nvlink"
+    """Name of the link from prefill to decode engines."""
 
     @property
     def num_gpus(self) -> int:
@@ -118,45 +89,6 @@ PARTS = ("prefill queue", "prefill", "transfer", "decode queue", "decode")
 """Parts of a request's latency, as in the paper's Figure 10."""
 
 
-@cache
-def make_engine(
-    coefficients: str,
-    model: str,
-    parallelism: Parallelism,
-    policy: str,
-    kv_admission: str = "auto",
-    has_prefill: bool = True,
-) -> Deployment:
-    """Return an engine with published coefficients and KV capacity.
-
-    Args:
-        coefficients: Engine of the measurements: distserve or vllm.
-        model: Name of the model.
-        parallelism: Devices.
-        policy: Scheduling policy.
-        kv_admission: Rule of admission to the KV cache.
-        has_prefill: False if prompts cost nothing, because another engine computes them.
-    """
-    tp, pp = parallelism.tp, parallelism.pp
-    config = SchedulerConfig(
-        policy=policy,
-        max_num_batched_tokens={"vllm": MAX_BATCHED_TOKENS, "sarathi": CHUNK}.get(policy),
-        max_num_seqs=MAX_SEQS * pp,
-        prefix_cache=False,
-        kv_admission=kv_admission,
-        async_scheduling=False,
-    )
-    layers = split_layers_evenly(MODELS[model].layers, pp)
-    blocks = read_kv_capacity(model, tp, pp) // config.block_size
-    cost = DistServeCostModel(
-        interpolate_coefficients(coefficients, model, tp),
-        pp,
-        has_prefill,
-        extrapolates_context=True,
-    )
-    return Deployment(model, layers, cost, config.resolve(pp, blocks, MAX_MODEL_LEN))
-
-
 def run_system(
     system: System, workload: str, rate: float, num_requests: int, seed: int = SEED
 ) -> Outcome:
@@ -172,7 +104,7 @@ def run_system(
     jobs = make_workload(workload, num_requests, rate, seed=seed)
     if system.decode is None:
         return _run_colocated(system, jobs)
-    costs = system.coefficients, system.model
+    costs = system.costs, system.model
     prefill = make_engine(*costs, system.prefill, system.prefill_policy)
     admission = "distserve" if system.decode_policy == "distserve" else "auto"
     decode = make_engine(*costs, system.decode, system.decode_policy, admission)
@@ -180,7 +112,7 @@ def run_system(
     engines |= {f"D{index}": decode for index in range(system.num_decode)}
     roles = {name: "prefill" if name[0] == "P" else "decode" for name in engines}
     shape = MODELS[system.model]
-    network = KvNetwork(NETWORK, shape.layers * shape.kv_bytes)
+    network = KvNetwork(LINKS[system.network], shape.layers * shape.kv_bytes)
     policy = make_pair_policy("distserve", Random(seed))
     run = simulate_pairs(engines, roles, jobs, policy, network)
     lines = [run.cluster.requests[index].line for index in range(len(jobs))]
@@ -189,7 +121,7 @@ def run_system(
 
 def _run_colocated(system: System, jobs: Sequence[WorkloadRequest]) -> Outcome:
     policy = "vllm" if system.prefill_policy == "distserve" else system.prefill_policy
-    engine = make_engine(system.coefficients, system.model, system.prefill, policy)
+    engine = make_engine(system.costs, system.model, system.prefill, policy)
     if system.num_prefill == 1:
         record = simulate(engine, list(jobs))
         return _outcome([record.requests[seq].line for seq in range(len(jobs))], {})
@@ -199,7 +131,14 @@ def _run_colocated(system: System, jobs: Sequence[WorkloadRequest]) -> Outcome:
     return _outcome([run.requests[index].line for index in range(len(jobs))], {})
 
 
-def run_phase(system: System, phase: str, workload: str, rate: float, num_requests: int) -> Outcome:
+def run_phase(
+    system: System,
+    phase: str,
+    workload: str,
+    rate: float,
+    num_requests: int,
+    seed: int = SEED,
+) -> Outcome:
     """Simulate one phase alone on an engine: prefill with one token, or decode without prefill.
 
     Args:
@@ -208,12 +147,13 @@ def run_phase(system: System, phase: str, workload: str, rate: float, num_reques
         workload: Name of the lengths.
         rate: Requests per second.
         num_requests: Number of requests.
+        seed: Seed of lengths and arrivals.
     """
-    jobs = make_workload(workload, num_requests, rate, seed=SEED)
+    jobs = make_workload(workload, num_requests, rate, seed=seed)
     if phase == "prefill":
         jobs = [job._replace(num_output_tokens=1) for job in jobs]
     engine = make_engine(
-        system.coefficients,
+        system.costs,
         system.model,
         system.prefill,
         "distserve",

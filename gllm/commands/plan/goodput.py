@@ -1,0 +1,221 @@
+"""`gllm plan goodput`: prefill and decode engines with the highest goodput per GPU."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from gllm.config.flags import FlagParser, FlagType, input_file, number_type, output_file
+from gllm.plan.budget import SearchBudget
+from gllm.plan.goodput.engines import COST_KINDS, MAX_MODEL_LEN, EngineCosts
+from gllm.plan.goodput.layout import lay_out
+from gllm.plan.goodput.placement import GpuCluster
+from gllm.plan.goodput.planner import (
+    GoodputPlan,
+    GoodputPlanner,
+    PhaseSearch,
+    UnitSearch,
+    UnservableError,
+)
+from gllm.plan.goodput.problem import GoodputProblem
+from gllm.plan.latency_limits import parse_limits
+from gllm.plan.serving_plan import write_plan
+from gllm.sim.goodput import TARGET_ATTAINMENT
+from gllm.sim.hardware.devices import DEVICES
+from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.models import MODELS
+from gllm.sim.metrics.report import format_table
+from gllm.sim.workloads.lengths import WORKLOAD_HELP
+
+PLACEMENTS = ("together", "apart")
+"""DistServe's Algorithm 2, for slow networks between nodes, and Algorithm 1, for fast ones."""
+NUM_SHOWN = 8
+"""Rows of the table at most."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    parser = FlagParser(prog="gllm plan goodput", description=__doc__.splitlines()[0])
+    parser.add_config_flag()
+    _add_problem_flags(parser)
+    parser.add_argument(
+        "--rate",
+        type=number_type(float, gt=0, le=1e6),
+        help="requests per second to serve with the fewest GPUs; default: as many as the cluster "
+        "serves",
+    )
+    add_search_flags(parser)
+    return parser
+
+
+def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of model, cluster, workload and limits."""
+    count = number_type(int, ge=1, le=1024)
+    parser.add_argument(
+        "--model",
+        default="opt-13b",
+        choices=tuple(MODELS),
+        metavar="MODEL",
+        help=f"model by its shape: {', '.join(MODELS)}",
+    )
+    parser.add_argument(
+        "--costs",
+        default="distserve",
+        choices=COST_KINDS,
+        help="step times; distserve, vllm: published coefficients of OPT models on A100s; "
+        "roofline: data sheet of --device; batches: fitted to --batches",
+    )
+    parser.add_argument(
+        "--batches",
+        metavar="FILE",
+        type=FlagType(input_file),
+        help="measured batches: tp,phase,requests,tokens,milliseconds",
+    )
+    parser.add_argument(
+        "--device",
+        default="A100-80G",
+        choices=tuple(DEVICES),
+        metavar="DEVICE",
+        help=f"device of every node: {', '.join(DEVICES)}",
+    )
+    parser.add_argument("--nodes", type=count, default=1, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=count, default=8, help="devices of each node")
+    parser.add_argument(
+        "--placement",
+        default=PLACEMENTS[0],
+        choices=PLACEMENTS,
+        help="together: stages of both phases with the same layers share a node, so that KV caches "
+        "stay within it; apart: each phase for itself, for fast networks between nodes",
+    )
+    parser.add_argument(
+        "--network",
+        default="nvlink",
+        choices=tuple(LINKS),
+        help="link from prefill to decode engines",
+    )
+    parser.add_argument("--workload", default="sharegpt", help=WORKLOAD_HELP)
+    parser.add_argument(
+        "--max-model-len",
+        type=number_type(int, ge=1, le=10**7),
+        default=MAX_MODEL_LEN,
+        help="longest prompt + output",
+    )
+    parser.add_argument(
+        "--slo",
+        default="ttft=0.2,tpot=0.1",
+        metavar="LIMITS",
+        help="limits of every request in seconds: ttft and tpot",
+    )
+    parser.add_argument(
+        "--attainment",
+        type=number_type(float, gt=0, le=1),
+        default=TARGET_ATTAINMENT,
+        help="share of requests that keep both limits",
+    )
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of simulations and outputs."""
+    parser.add_argument(
+        "--requests",
+        type=number_type(int, ge=8, le=10**6),
+        default=300,
+        help="requests of a simulation at least",
+    )
+    parser.add_argument(
+        "--seed",
+        type=number_type(int, ge=0, le=2**63 - 1),
+        default=0,
+        help="seed of lengths and arrivals",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=number_type(float, gt=0, le=1e7),
+        help="time of the search; default: until nothing better can be found",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="MODEL",
+        help="folder or hub name of the model in the plan; default: --model",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=FlagType(output_file),
+        help="write the plan for `gllm up`",
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm plan goodput` and return the exit status: 1 if nothing serves the workload."""
+    values = make_parser().parse_args(argv)
+    try:
+        problem = make_problem(values)
+        planner = GoodputPlanner(problem, SearchBudget(values.budget))
+        place = planner.place_together if values.placement == "together" else planner.place_apart
+        plan = place(values.rate)
+        print(format_plan(plan, problem))
+        if values.output:
+            command = shlex.join(["gllm", "plan", "goodput", *argv])
+            serving = lay_out(plan, problem, values.checkpoint or values.model, command)
+            write_plan(serving, Path(values.output))
+            print(f"wrote {values.output}")
+    except BrokenPipeError:
+        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
+    except UnservableError as error:
+        print(f"gllm plan goodput: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"gllm plan goodput: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def make_problem(values: argparse.Namespace) -> GoodputProblem:
+    """Return the problem that the flags state.
+
+    Raises:
+        ValueError: Limits are missing, or flags do not fit each other.
+    """
+    limits = parse_limits(values.slo, values.attainment)
+    if limits.percentiles or limits.ttft is None or limits.tpot is None or limits.e2el is not None:
+        raise ValueError(f"--slo {values.slo}: limit ttft and tpot, as in ttft=0.2,tpot=0.1")
+    if (values.costs == "batches") != bool(values.batches):
+        raise ValueError("--costs batches and --batches FILE belong together: give both or none")
+    costs = EngineCosts(values.costs, values.device, values.batches or "", values.max_model_len)
+    return GoodputProblem(
+        values.model,
+        costs,
+        GpuCluster(values.nodes, values.gpus_per_node),
+        values.workload,
+        limits.ttft,
+        limits.tpot,
+        limits.attainment,
+        values.requests,
+        values.network,
+        values.seed,
+    )
+
+
+def format_plan(plan: GoodputPlan, problem: GoodputProblem) -> str:
+    """Return the searches as tables, and the chosen engines."""
+    parts = [_search_table(title, search) for title, search in plan.searches.items()]
+    parts.append(
+        f"{plan.system.placement}: {plan.system.num_gpus} GPUs, "
+        f"{plan.per_gpu:.3f} requests/s per GPU\n"
+        f"at {plan.rate:.2f} requests/s {100 * plan.attainment:.1f} % of the requests are within "
+        f"both limits (goal: {100 * problem.target:g} %), simulated"
+    )
+    return "\n\n".join(parts)
+
+
+def _search_table(title: str, search: PhaseSearch | UnitSearch) -> str:
+    """Return the best candidates of a search, and how many others there were."""
+    ranked = sorted(((value, str(each)) for each, value in search.evaluated), reverse=True)
+    rows = [[name, f"{value:.3f}" if value else "no better"] for value, name in ranked]
+    others: Mapping[str, int] = search.pruned + search.left_out
+    lines = [format_table([title, "goodput, requests/s per GPU"], rows[:NUM_SHOWN])]
+    lines += [f"{count} not simulated: {reason}" for reason, count in others.items()]
+    return "\n".join(lines)

@@ -1,0 +1,196 @@
+"""`gllm plan pools`: prompt and token machines for a budget of power or cost, or for a rate."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gllm.config.flags import FlagParser, FlagType, number_type, output_file
+from gllm.plan.budget import SearchBudget
+from gllm.plan.pools.clusters import MIN_SECONDS, MODEL, PROFILES, WORKLOADS, SampleSize
+from gllm.plan.pools.design_search import BUDGETS
+from gllm.plan.pools.layout import lay_out_pools
+from gllm.plan.pools.planner import THROUGHPUT, PoolGoals, PoolPlan, PoolSearch, best_plan
+from gllm.plan.serving_plan import write_plan
+from gllm.sim.metrics.report import format_table
+
+DESIGNS = ("AA", "HH", "HA", "HHcap")
+"""Prompt and token machine: A: DGX-A100, H: DGX-H100, cap: with a power limit."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    parser = FlagParser(prog="gllm plan pools", description=__doc__.splitlines()[0])
+    parser.add_config_flag()
+    parser.add_argument(
+        "--model",
+        default=MODEL,
+        choices=tuple(PROFILES),
+        help="model that Splitwise measured, at TP 8 on every machine",
+    )
+    parser.add_argument(
+        "--designs",
+        default=",".join(DESIGNS),
+        help="prompt and token machine; A: DGX-A100, H: DGX-H100, cap: with a power limit "
+        "(default all: AA,HH,HA,HHcap)",
+    )
+    parser.add_argument(
+        "--workload",
+        default="conversation",
+        choices=tuple(WORKLOADS),
+        help="lengths of Azure's traces",
+    )
+    parser.add_argument(
+        "--objective",
+        default=THROUGHPUT,
+        choices=(THROUGHPUT, *BUDGETS),
+        help="throughput: the most requests per second under one of the limits; others: the least "
+        "of it for --rate",
+    )
+    positive = number_type(float, gt=0, le=1e6)
+    for name in BUDGETS:
+        unit = "number of machines" if name == "machines" else f"{name} in DGX-A100s"
+        parser.add_argument(
+            f"--max-{name}", type=positive, metavar="NUMBER", help=f"limit of throughput: {unit}"
+        )
+    parser.add_argument(
+        "--rate", type=positive, help="requests per second to serve, for the other objectives"
+    )
+    parser.add_argument(
+        "--scale",
+        type=number_type(int, ge=1, le=1000),
+        default=1,
+        help="simulate clusters of this fraction of the size: 5 is a fifth",
+    )
+    parser.add_argument(
+        "--requests",
+        type=number_type(int, ge=8, le=10**6),
+        default=150,
+        help="requests of a simulation at least",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number_type(float, ge=0, le=1e6),
+        default=MIN_SECONDS,
+        help="time in which the requests of a simulation arrive at least",
+    )
+    parser.add_argument(
+        "--seed",
+        type=number_type(int, ge=0, le=2**63 - 1),
+        default=0,
+        help="seed of lengths and arrivals",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=number_type(float, gt=0, le=1e7),
+        help="time of the search; default: until its end",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="MODEL",
+        help="folder or hub name of the model in the plan; default: --model",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=FlagType(output_file),
+        help="write the best cluster as a plan for `gllm up`",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm plan pools` and return the exit status: 1 if no cluster serves the workload."""
+    values = make_parser().parse_args(argv)
+    try:
+        goals = make_goals(values)
+        search = PoolSearch(goals, SearchBudget(values.budget))
+        plans = [plan for name in _design_names(values.designs) if (plan := search.plan(name))]
+        if not plans:
+            print(f"gllm plan pools: {_explain(search)}", file=sys.stderr)
+            return 1
+        print(format_plans(plans, goals))
+        best = best_plan(plans, goals.objective)
+        print(f"\n{best.name}, {best.cluster}: best for {goals.objective}")
+        if values.output:
+            command = shlex.join(["gllm", "plan", "pools", *argv])
+            checkpoint = values.checkpoint or values.model
+            write_plan(lay_out_pools(best, goals, checkpoint, command), Path(values.output))
+            print(f"wrote {values.output}")
+    except BrokenPipeError:
+        raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
+    except (ValueError, OSError) as error:
+        print(f"gllm plan pools: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _design_names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in DESIGNS]:
+        raise ValueError(f"--designs {text}: {unknown[0]!r} is none of {', '.join(DESIGNS)}")
+    return names
+
+
+def make_goals(values: argparse.Namespace) -> PoolGoals:
+    """Return the goals that the flags state.
+
+    Raises:
+        ValueError: The objective lacks its limit or its rate, or has more than it needs.
+    """
+    limits = {name: getattr(values, f"max_{name}") for name in BUDGETS}
+    given = [name for name, limit in limits.items() if limit is not None]
+    flags = ", ".join(f"--max-{name}" for name in BUDGETS)
+    size = SampleSize(values.requests, values.seconds)
+    goals = PoolGoals(
+        values.workload,
+        values.objective,
+        model=values.model,
+        scale=values.scale,
+        size=size,
+        seed=values.seed,
+    )
+    if values.objective == THROUGHPUT:
+        if len(given) != 1 or values.rate is not None:
+            raise ValueError(f"--objective throughput needs one of {flags}, and no --rate")
+        return goals._replace(constraint=given[0], limit=limits[given[0]])
+    if given or values.rate is None:
+        raise ValueError(f"--objective {values.objective} needs --rate, and none of {flags}")
+    return goals._replace(rate=values.rate)
+
+
+def format_plans(plans: Sequence[PoolPlan], goals: PoolGoals) -> str:
+    """Return the best cluster of each design as a table."""
+    rows = [
+        [
+            plan.name,
+            str(plan.cluster),
+            f"{plan.rate:.1f}",
+            f"{plan.cluster.power:.1f}",
+            f"{plan.cluster.cost:.1f}",
+            f"{plan.cluster.dollars_per_hour:.0f}",
+            str(plan.cluster.num_machines),
+            f"{plan.num_points}{'' if plan.is_complete else ', not all'}",
+        ]
+        for plan in plans
+    ]
+    header = ["design", "cluster", "requests/s", "power", "cost", "$/h", "machines", "points"]
+    scale = f"1/{goals.scale} of the size" if goals.scale > 1 else "full size"
+    return (
+        f"{goals.model}, {goals.workload}, simulated at {scale} within nine SLOs\n\n"
+        f"{format_table(header, rows)}"
+    )
+
+
+def _explain(search: PoolSearch) -> str:
+    """Return why no cluster serves the workload: the SLO that binds."""
+    if not search.worst:
+        return f"nothing was simulated ({search.budget.refusal()}): raise --budget"
+    closest = min(search.worst.values(), key=lambda margin: margin.slowdown / margin.limit)
+    return (
+        f"no cluster serves the workload within the nine SLOs: P{closest.percent} of "
+        f"{closest.metric} binds, {closest.slowdown:.2f} times that of an idle DGX-A100 where "
+        f"{closest.limit:g} is the limit: raise the limit of the cluster or lower --rate"
+    )

@@ -1,0 +1,136 @@
+"""Placements of prefill and decode engines: DistServe's Algorithms 1 and 2, without a simulator.
+
+Algorithm 1 chooses the engine of each phase for itself, for clusters whose network between nodes is
+fast. Algorithm 2 chooses units: as many pipeline stages of both phases on every node, so that
+stages with the same layers share a node and KV caches stay within it.
+
+Source: "DistServe" (OSDI'24, arXiv 2401.09670), section 4.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from gllm.plan.goodput.engines import Parallelism
+
+ROUNDING = 1e-9
+"""Relative tolerance of a rate that engines serve exactly."""
+
+
+class GpuCluster(NamedTuple):
+    """Nodes with equal numbers of equal GPUs."""
+
+    num_nodes: int
+    gpus_per_node: int
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs."""
+        return self.num_nodes * self.gpus_per_node
+
+
+class PlacementUnit(NamedTuple):
+    """One prefill and one decode engine whose stages share nodes, equally many on each."""
+
+    prefill: Parallelism
+    decode: Parallelism
+    num_nodes: int
+    """Nodes that the unit spans."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs."""
+        return self.prefill.num_gpus + self.decode.num_gpus
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs on each of its nodes."""
+        return self.num_gpus // self.num_nodes
+
+    def stage_node(self, engine: Parallelism, stage: int) -> int:
+        """Return the node of a stage, counted from the unit's first one."""
+        return stage * self.num_nodes // engine.pp
+
+    def __str__(self) -> str:
+        return f"{self.prefill}, {self.decode}"
+
+
+@dataclass(frozen=True)
+class PhaseGoodput:
+    """Engine of one phase and its goodput."""
+
+    parallelism: Parallelism
+    rate: float
+    """Requests per second of one engine."""
+
+    @property
+    def per_gpu(self) -> float:
+        """Requests per second per GPU."""
+        return self.rate / self.parallelism.num_gpus
+
+
+def engine_choices(cluster: GpuCluster, heads: int, layers: int) -> Iterator[Parallelism]:
+    """Yield the engines that a cluster holds: ranks of a stage share a node.
+
+    Ranks divide the heads and stages the layers, as in DistServe's artifact.
+    """
+    for tp in range(1, cluster.gpus_per_node + 1):
+        stages_per_node = cluster.gpus_per_node // tp
+        for pp in range(1, cluster.num_nodes * stages_per_node + 1):
+            if heads % tp == 0 and layers % pp == 0:
+                yield Parallelism(tp, pp)
+
+
+def unit_choices(cluster: GpuCluster, heads: int, layers: int) -> Iterator[PlacementUnit]:
+    """Yield the units that a cluster holds, the smallest numbers of nodes first."""
+    node = GpuCluster(1, cluster.gpus_per_node)
+    segments = list(engine_choices(node, heads, 0))
+    for num_nodes in range(1, cluster.num_nodes + 1):
+        fitting = [each for each in segments if layers % (num_nodes * each.pp) == 0]
+        for prefill in fitting:
+            for decode in fitting:
+                if prefill.num_gpus + decode.num_gpus <= cluster.gpus_per_node:
+                    yield PlacementUnit(
+                        Parallelism(prefill.tp, num_nodes * prefill.pp),
+                        Parallelism(decode.tp, num_nodes * decode.pp),
+                        num_nodes,
+                    )
+
+
+def count_engines(rate: float, goodput: float) -> int:
+    """Return the engines that a rate needs, each with a goodput in requests per second.
+
+    Raises:
+        ValueError: The goodput is not above 0.
+    """
+    if goodput <= 0:
+        raise ValueError(f"goodput is {goodput}: no number of engines serves a rate")
+    return max(1, ceil(rate / goodput * (1 - ROUNDING)))
+
+
+def count_for_cluster(
+    num_gpus: int, prefill: PhaseGoodput, decode: PhaseGoodput
+) -> tuple[int, int]:
+    """Return the numbers of engines of both phases with the highest rate on a number of GPUs.
+
+    Of equal rates the fewest GPUs count.
+
+    Raises:
+        ValueError: The GPUs do not hold one engine of each phase.
+    """
+    best: tuple[float, int, tuple[int, int]] | None = None
+    sizes = prefill.parallelism.num_gpus, decode.parallelism.num_gpus
+    for num_prefill in range(1, (num_gpus - sizes[1]) // sizes[0] + 1):
+        num_decode = (num_gpus - num_prefill * sizes[0]) // sizes[1]
+        rate = min(num_prefill * prefill.rate, num_decode * decode.rate)
+        num_decode = min(num_decode, count_engines(rate, decode.rate))
+        used = num_prefill * sizes[0] + num_decode * sizes[1]
+        if best is None or (rate, -used) > best[:2]:
+            best = rate, -used, (num_prefill, num_decode)
+    if best is None:
+        raise ValueError(
+            f"{num_gpus} GPUs do not hold a prefill engine of {sizes[0]} and a decode engine of "
+            f"{sizes[1]}: add nodes"
+        )
+    return best[2]

@@ -1,0 +1,143 @@
+"""Detector of lasting shifts of a workload, after which a plan is worth a new search.
+
+Source: "DistServe" (OSDI'24, arXiv 2401.09670), section 4.4: a profiler watches mean lengths and
+rates of arrival, and the placement is computed again if they shift. The paper gives no threshold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+QUANTITIES = ("prompt tokens", "output tokens", "seconds between arrivals")
+
+
+class RequestSample(NamedTuple):
+    """A finished request, as far as a plan depends on it."""
+
+    arrival_seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class WindowMeans(NamedTuple):
+    """Means of a window of requests, in the order of QUANTITIES, and their standard errors."""
+
+    means: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return 1 / self.means[2] if self.means[2] else float("inf")
+
+
+class WorkloadShift(NamedTuple):
+    """A lasting shift."""
+
+    quantities: tuple[str, ...]
+    """Names of QUANTITIES that have shifted."""
+    before: WindowMeans
+    after: WindowMeans
+    """Means of the last window."""
+
+
+@dataclass(frozen=True)
+class ShiftRule:
+    """What counts as a lasting shift."""
+
+    window: int = 400
+    """Requests of a window."""
+    num_windows: int = 2
+    """Windows of the profile, and windows in a row that must show the same shift."""
+    relative_change: float = 0.25
+    """Least change of a mean, as a share of its profile."""
+    num_errors: float = 3.0
+    """Least change in standard errors of the difference: heavy tails make means vary."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: A field is out of range.
+        """
+        if self.window < 2 or self.num_windows < 1:
+            raise ValueError(
+                f"window {self.window}, num_windows {self.num_windows}: give at least 2 requests "
+                "and 1 window"
+            )
+        if self.relative_change <= 0 or self.num_errors < 0:
+            raise ValueError(
+                f"relative_change {self.relative_change}, num_errors {self.num_errors}: the first "
+                "must be above 0, the second at least 0"
+            )
+
+
+class ShiftDetector:
+    """Profile of a workload, and the windows of requests after it.
+
+    The first windows are the profile. After a shift the next windows are a new one, so that a shift
+    is reported once.
+
+    Args:
+        rule: What counts as a lasting shift.
+    """
+
+    def __init__(self, rule: ShiftRule | None = None) -> None:
+        self._rule = rule or ShiftRule()
+        self._samples: list[RequestSample] = []
+        self._profile: WindowMeans | None = None
+        self._directions = [0] * len(QUANTITIES)
+        """Windows in a row with a shift of each quantity; negative: downwards."""
+
+    def observe(self, sample: RequestSample) -> WorkloadShift | None:
+        """Add a request, in the order of arrivals; return a shift at the end of its last window."""
+        self._samples.append(sample)
+        rule = self._rule
+        if self._profile is None:
+            if len(self._samples) > rule.window * rule.num_windows:
+                self._profile = measure_means(self._samples)
+                self._samples = self._samples[-1:]
+            return None
+        if len(self._samples) <= rule.window:
+            return None
+        window = measure_means(self._samples)
+        self._samples = self._samples[-1:]
+        return self._compare(self._profile, window)
+
+    def _compare(self, profile: WindowMeans, window: WindowMeans) -> WorkloadShift | None:
+        rule = self._rule
+        columns = zip(profile.means, profile.errors, window.means, window.errors, strict=True)
+        for index, (before, before_error, after, after_error) in enumerate(columns):
+            change = after - before
+            error = sqrt(before_error**2 + after_error**2)
+            is_shift = abs(change) > max(rule.relative_change * before, rule.num_errors * error)
+            count = self._directions[index]
+            sign = 1 if change > 0 else -1
+            self._directions[index] = sign + (count if count * sign > 0 else 0) if is_shift else 0
+        shifted = tuple(
+            name
+            for name, count in zip(QUANTITIES, self._directions, strict=True)
+            if abs(count) >= rule.num_windows
+        )
+        if not shifted:
+            return None
+        self._profile, self._directions = None, [0] * len(QUANTITIES)
+        return WorkloadShift(shifted, profile, window)
+
+
+def measure_means(samples: Sequence[RequestSample]) -> WindowMeans:
+    """Return the means of consecutive requests; the first one begins the first gap only."""
+    later = samples[1:]
+    pairs = zip(samples, later, strict=False)
+    columns = (
+        [sample.num_prompt_tokens for sample in later],
+        [sample.num_output_tokens for sample in later],
+        [second.arrival_seconds - first.arrival_seconds for first, second in pairs],
+    )
+    size = sqrt(len(later))
+    return WindowMeans(
+        tuple(fmean(column) for column in columns),
+        tuple(stdev(column) / size for column in columns),
+    )

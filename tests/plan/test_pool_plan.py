@@ -1,0 +1,142 @@
+"""Planner of prompt and token pools: exhaustive optima, binding SLOs, layout, command."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.commands.plan.command import main
+from gllm.plan.budget import SearchBudget
+from gllm.plan.pools.clusters import RATE_STEP, ClusterPoint, SampleSize
+from gllm.plan.pools.design_search import BUDGETS
+from gllm.plan.pools.layout import lay_out_pools
+from gllm.plan.pools.planner import THROUGHPUT, PoolGoals, PoolPlan, PoolSearch, best_plan
+from gllm.plan.serving_plan import check_plan, read_plan
+from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
+from gllm.sim.metrics.slowdowns import SloMargin
+from tests.examples import num_examples
+
+NAMES = st.sampled_from(("AA", "HH", "HA", "HHcap"))
+H100_POWER = 40 * read_machines()["DGX-H100"].power
+"""Power of the paper's forty machines, in DGX-A100s."""
+
+
+class FluidSlos:
+    """Clusters whose pools serve rates in proportion to their machines."""
+
+    def __init__(self, prompt_rate: float, token_rate: float) -> None:
+        self.rates = prompt_rate, token_rate
+
+    def throughput(self, design: ClusterDesign) -> float:
+        """Return the highest rate of a cluster."""
+        return min(design.num_prompt * self.rates[0], design.num_token * self.rates[1])
+
+    def __call__(self, point: ClusterPoint) -> list[SloMargin]:
+        """Return one slowdown beside its limit."""
+        return [SloMargin("tbt", 90, point.rate / self.throughput(point.design), 1.0)]
+
+
+@given(NAMES, st.floats(1, 3), st.floats(1, 3), st.sampled_from((1, 5)))
+@settings(max_examples=num_examples(8, 60), deadline=None)
+def test_throughput_is_that_of_an_exhaustive_search(
+    name: str, prompt_rate: float, token_rate: float, scale: int
+) -> None:
+    slos = FluidSlos(prompt_rate, token_rate)
+    goals = PoolGoals("code", THROUGHPUT, "power", 14.0 * scale, scale=scale)
+    plan = PoolSearch(goals, SearchBudget(), slos).plan(name)
+    assert plan is not None
+    assert plan.is_complete
+    assert plan.cluster.power <= goals.limit + 1e-9
+    pair = machine_pair(name)
+    grid = [ClusterDesign(*pair, p, t) for p in range(1, 15) for t in range(1, 15)]
+    best = max(slos.throughput(each) for each in grid if each.power <= 14.0 + 1e-9)
+    # Rates are searched in steps, so that neighbours may be equal.
+    assert best / RATE_STEP**2 <= plan.rate / scale <= best * (1 + 1e-9)
+
+
+@given(NAMES, st.sampled_from(sorted(BUDGETS)), st.floats(0.5, 3), st.floats(0.5, 3))
+@settings(max_examples=num_examples(15, 100), deadline=None)
+def test_the_least_of_a_quantity_is_that_of_an_exhaustive_search(
+    name: str, objective: str, prompt_rate: float, token_rate: float
+) -> None:
+    slos = FluidSlos(prompt_rate, token_rate)
+    goals = PoolGoals("conversation", objective, rate=6.0)
+    plan = PoolSearch(goals, SearchBudget(), slos).plan(name)
+    pair = machine_pair(name)
+    grid = [ClusterDesign(*pair, p, t) for p in range(1, 30) for t in range(1, 30)]
+    able = [each for each in grid if slos.throughput(each) >= 6.0]
+    least = min(BUDGETS[objective](each) for each in able)
+    if plan is None:
+        # The closed form of the real machines bounds the search.
+        return
+    assert slos.throughput(plan.cluster) >= 6.0
+    assert BUDGETS[objective](plan.cluster) >= least - 1e-9
+
+
+def test_forty_h100_and_seventy_a100_are_searched_at_a_fifth() -> None:
+    slos = FluidSlos(1.0, 3.7)
+    for name, machines in (("HH", 40), ("AA", 70)):
+        goals = PoolGoals("code", THROUGHPUT, "power", H100_POWER, scale=5)
+        plan = PoolSearch(goals, SearchBudget(), slos).plan(name)
+        assert plan is not None
+        assert plan.cluster.num_machines == machines
+        assert plan.num_points <= 8
+
+
+def test_a_spent_budget_leaves_the_best_cluster_so_far() -> None:
+    goals = PoolGoals("code", THROUGHPUT, "machines", 20)
+    slos = FluidSlos(1.0, 1.0)
+    plan = PoolSearch(goals, SearchBudget(max_evaluations=2), slos).plan("HH")
+    assert plan is not None
+    assert (plan.num_points, plan.is_complete) == (2, False)
+    assert PoolSearch(goals, SearchBudget(max_evaluations=0), slos).plan("HH") is None
+
+
+def test_the_best_of_several_designs() -> None:
+    machines = {name: ClusterDesign(*machine_pair(name), 2, 1) for name in ("AA", "HH")}
+    plans = [PoolPlan("AA", machines["AA"], 3.0, 1, True)]
+    plans.append(PoolPlan("HH", machines["HH"], 5.0, 1, True))
+    assert best_plan(plans, THROUGHPUT).name == "HH"
+    assert best_plan(plans, "cost").name == "AA"
+
+
+def test_every_machine_is_a_node_with_one_engine() -> None:
+    goals = PoolGoals("conversation", THROUGHPUT, model="llama-2-70b")
+    plan = PoolPlan("HA", ClusterDesign(*machine_pair("HA"), 3, 2), 7.0, 4, True)
+    serving = lay_out_pools(plan, goals, "meta-llama/Llama-2-70b-hf", "gllm plan pools")
+    check_plan(serving)
+    roles = [engine.role for engine in serving.engines.values()]
+    assert roles == ["prefill"] * 3 + ["decode"] * 2
+    assert serving.nodes["prefill-0"].devices == ["H100"] * 8
+    assert serving.nodes["decode-1"].devices == ["A100-80G"] * 8
+    assert all(engine.num_devices == 8 for engine in serving.engines.values())
+
+
+def test_the_command_writes_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.yaml"
+    flags = ["--designs", "HH", "--workload", "code", "--requests", "8", "--seconds", "0"]
+    limit = ["--max-machines", "2"]
+    assert main(["pools", *flags, *limit, "--output", str(path)]) == 0
+    plan = read_plan(path)
+    assert [engine.role for engine in plan.engines.values()] == ["prefill", "decode"]
+    assert plan.router is not None
+    assert plan.router.preset == "splitwise"
+    assert "1P/1T" in capsys.readouterr().out
+    for wrong in ([], ["--rate", "3"], [*limit, "--objective", "cost"]):
+        assert main(["pools", *flags, *wrong]) == 2
+    assert main(["pools", *flags, *limit, "--designs", "XY"]) == 2
+    assert main(["pools", *flags, "--max-machines", "1"]) == 2
+    assert "choose a budget" in capsys.readouterr().err
+
+
+def test_the_slo_that_binds_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    # Decodes of BLOOM-176B on H100s keep no limit of a DGX-A100 if requests arrive all at once.
+    search = PoolSearch(
+        PoolGoals("code", THROUGHPUT, "machines", 2, size=SampleSize(8, 0)),
+        SearchBudget(),
+        lambda point: [SloMargin("ttft", 99, 9.0, 6.0)],
+    )
+    assert search.plan("HH") is None
+    (margin,) = search.worst.values()
+    assert (margin.metric, margin.percent) == ("ttft", 99)

@@ -1,0 +1,90 @@
+"""Detector of lasting shifts: stationary traces never shift, doubled lengths do once (D15)."""
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gllm.plan.shift_detector import (
+    QUANTITIES,
+    RequestSample,
+    ShiftDetector,
+    ShiftRule,
+    WorkloadShift,
+)
+from gllm.sim.workloads.requests import make_workload
+from tests.examples import num_examples
+
+WORKLOADS = st.sampled_from(["sharegpt", "azure-conv", "azure-code", "longbench"])
+SEEDS = st.integers(0, 10**6)
+
+
+def make_trace(workload: str, seed: int, count: int, rate: float = 5.0) -> list[RequestSample]:
+    """Return a stationary trace."""
+    jobs = make_workload(workload, count, rate, seed=seed)
+    return [RequestSample(*job[:3]) for job in jobs]
+
+
+def find_shifts(trace: Iterable[RequestSample]) -> list[WorkloadShift]:
+    """Return all shifts of a trace."""
+    detector = ShiftDetector()
+    return [shift for sample in trace if (shift := detector.observe(sample))]
+
+
+def join(first: Sequence[RequestSample], second: Sequence[RequestSample]) -> list[RequestSample]:
+    """Return a trace that goes on with another one."""
+    end = first[-1].arrival_seconds
+    later = [each._replace(arrival_seconds=end + each.arrival_seconds) for each in second]
+    return [*first, *later]
+
+
+@given(WORKLOADS, SEEDS)
+@settings(max_examples=num_examples(8, 100), deadline=None)
+def test_a_stationary_trace_has_no_shift(workload: str, seed: int) -> None:
+    assert not find_shifts(make_trace(workload, seed, 6000))
+
+
+@given(WORKLOADS, SEEDS, st.integers(1500, 2600))
+@settings(max_examples=num_examples(8, 100), deadline=None)
+def test_doubled_lengths_are_one_shift(workload: str, seed: int, begin: int) -> None:
+    trace = make_trace(workload, seed, begin + 4000)
+    doubled = [
+        each
+        if index < begin
+        else each._replace(
+            num_prompt_tokens=2 * each.num_prompt_tokens,
+            num_output_tokens=2 * each.num_output_tokens,
+        )
+        for index, each in enumerate(trace)
+    ]
+    (shift,) = find_shifts(doubled)
+    assert set(shift.quantities) <= set(QUANTITIES[:2])
+    for before, after in zip(shift.before.means[:2], shift.after.means[:2], strict=True):
+        assert 1.25 * before < after
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_new_rate_is_one_shift(factor: float) -> None:
+    trace = join(make_trace("sharegpt", 1, 2000), make_trace("sharegpt", 2, 4000, 5.0 * factor))
+    (shift,) = find_shifts(trace)
+    assert shift.quantities == QUANTITIES[2:]
+    assert shift.after.rate / shift.before.rate == pytest.approx(factor, rel=0.25)
+
+
+def test_a_short_burst_is_no_shift() -> None:
+    trace = make_trace("sharegpt", 3, 4000)
+    burst = [
+        each._replace(num_prompt_tokens=4 * each.num_prompt_tokens)
+        if 1300 <= index < 1500
+        else each
+        for index, each in enumerate(trace)
+    ]
+    assert not find_shifts(burst)
+
+
+def test_values_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="window 1"):
+        ShiftRule(window=1)
+    with pytest.raises(ValueError, match="relative_change 0"):
+        ShiftRule(relative_change=0)
