@@ -45,7 +45,7 @@ class WorkloadShift(NamedTuple):
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """What counts as a lasting shift."""
+    """Limits from which a change of the means is a lasting shift."""
 
     window: int = 400
     """Requests of a window."""
@@ -81,7 +81,7 @@ class ShiftDetector:
     is reported once.
 
     Args:
-        rule: What counts as a lasting shift.
+        rule: Limits of a lasting shift.
     """
 
     def __init__(self, rule: ShiftRule | None = None) -> None:

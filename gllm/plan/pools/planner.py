@@ -46,7 +46,7 @@ class PoolGoals(NamedTuple):
     constraint: str = "power"
     """Name of BUDGETS, for THROUGHPUT."""
     limit: float = 0.0
-    """Of the constraint: power or cost relative to one DGX-A100, or machines."""
+    """Limit of the constraint: power or cost relative to one DGX-A100, or machines."""
     rate: float = 0.0
     """Requests per second, for the other objectives."""
     model: str = MODEL
