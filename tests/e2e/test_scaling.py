@@ -1,0 +1,23 @@
+"""`gllm up` with a router that scales: engines come with the requests and leave without them."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.autoscaling import complete, look, make_plan, serving
+from benchmarks.cpu.serving import free_port
+from benchmarks.fleet_processes import open_session
+
+
+@pytest.mark.long
+async def test_engines_come_with_the_requests_and_leave_without_them() -> None:
+    # An engine sustains so little that the requests of this test want both.
+    plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", 0.01, idle_seconds=4.0)
+    async with serving(plan) as url, open_session() as session, asyncio.timeout(240):
+        assert (await look(session, url, 0.0))[1:] == (0, 0)
+        statuses = await asyncio.gather(*(complete(session, url) for _ in range(6)))
+        assert statuses == [200] * 6
+        while (await look(session, url, 0.0))[1:] != (0, 0):
+            await asyncio.sleep(0.2)
+        # The first request after that wakes the service again.
+        assert await complete(session, url) == 200
