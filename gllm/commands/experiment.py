@@ -34,11 +34,8 @@ EXPERIMENTS = {
     "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
     "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
     "tetri": ("tetri", "TetriInfer: its workloads against colocated engines"),
-<<<<<<< HEAD
     "aladdin": ("aladdin", "Aladdin: GPUs per worker, workers saved by placement, scaling rule"),
-=======
     "hexgen2": ("hexgen2", "HexGen-2: plans for unlike devices beside the paper's throughput"),
->>>>>>> 99495498 (Experiment hexgen2: plans for unlike devices beside the paper's throughput)
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "distserve": ("distserve", "prefill and decode apart: goodput and attainment of DistServe"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
