@@ -176,7 +176,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.commands.up": (
                 "gllm.config gllm.launch gllm.observability gllm.plan gllm.plan.serving_plan "
-                "gllm.ray gllm.runtime setproctitle"
+                "gllm.ray gllm.runtime msgspec setproctitle"
             ),
             "gllm.commands.cluster": (
                 "gllm.config gllm.frontend gllm.platform gllm.server_command uvloop"

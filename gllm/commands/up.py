@@ -5,9 +5,12 @@ Exit status: 0 after SIGTERM or SIGINT, 1 if a process failed, 2 for a plan that
 
 import argparse
 import asyncio
+import os
 import shlex
 import sys
 from pathlib import Path
+
+import msgspec
 
 from gllm.config.flags import FlagParser, FlagType, input_file
 from gllm.observability.logs import LogConfig, configure_logging
@@ -34,6 +37,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("plan", type=Path, help="plan.yaml of a planner of `gllm plan`, or yours")
     parser.add_argument(
         "--node", help="name of this machine in the plan; default: the one whose host it is"
+    )
+    parser.add_argument(
+        "--model",
+        help="folder or hub name of the model, where the plan has the name of a shape of the "
+        "simulator; default: that of the plan",
     )
     parser.add_argument(
         "--node-secret-file",
@@ -76,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(LogConfig("info", "text"))
     try:
         plan = read_plan(arguments.plan)
+        if arguments.model:
+            plan = msgspec.structs.replace(plan, model=arguments.model)
         if arguments.emit:
             return _emit(plan, arguments)
         if arguments.on == "ray":
@@ -159,13 +169,16 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
     from gllm.ray.manager import LaunchError
 
     setproctitle.setproctitle(TITLE)
+    # Ray writes to standard output, which is for the URL.
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     options = LaunchOptions(arguments.node_secret_file, None, arguments.step_logs)
     try:
         run_plan(
             plan,
             options,
             arguments.ray_address,
-            lambda url: print(f"gllm up: router is ready at {url}", flush=True),
+            lambda url: print(f"gllm up: router is ready at {url}", file=output, flush=True),
         )
     except LaunchError as error:
         print(f"gllm up: {error}", file=sys.stderr)

@@ -45,11 +45,13 @@ def test_a_dry_run_prints_lines_for_a_shell(
 ) -> None:
     path = tmp_path / "plan.yaml"
     write_plan(LOCAL, path)
-    assert main([str(path), "--dry-run", "--step-logs", str(tmp_path)]) == 0
+    assert main([str(path), "--dry-run", "--step-logs", str(tmp_path), "--model", "/m"]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [["gllm", "router"], *[["gllm", "serve"]] * 2]
-    build_router_parser().parse_args(lines[0][2:])
-    logs = [build_parser().parse_args(line[2:]).step_log for line in lines[1:]]
+    values = [build_router_parser().parse_args(lines[0][2:])]
+    values += [build_parser().parse_args(line[2:]) for line in lines[1:]]
+    assert {each.model for each in values} == {"/m"}
+    logs = [each.step_log for each in values[1:]]
     assert logs == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
 
 

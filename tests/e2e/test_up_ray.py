@@ -112,5 +112,8 @@ def test_an_actor_that_is_killed_comes_back_and_no_request_is_lost(tmp_path: Pat
             assert up.process.wait(DEADLINE) == 0
             wait_until(lambda: not processes(raylets, "gllm-frontend"))
             wait_until(lambda: not processes(raylets, "gllm-router"))
+        except BaseException:
+            print(up.log[-6000:])
+            raise
         finally:
             up.close()
