@@ -12,6 +12,9 @@ BUCKET_HISTORY = 2048
 MIN_BUCKET_REQUESTS = 16
 """Finished requests from which a bucket predicts by itself; before that, all buckets do."""
 
+MAX_KNOWN = 16384
+"""Predictions that are kept."""
+
 
 def prompt_bucket(num_prompt_tokens: int) -> int:
     """Return the number of the bucket of a prompt: two per power of two."""
@@ -30,9 +33,12 @@ class PromptLengthPredictor:
         self._prior = prior
         self._buckets: dict[int, OutputHistory] = {}
         self._all = OutputHistory(BUCKET_HISTORY)
+        self._known: dict[tuple[int, int], float] = {}
+        """Predictions since the last record: a heartbeat asks again and again for the same."""
 
     def record(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Add a request that has finished."""
+        self._known.clear()
         bucket = prompt_bucket(num_prompt_tokens)
         history = self._buckets.get(bucket)
         if history is None:
@@ -47,6 +53,15 @@ class PromptLengthPredictor:
             num_prompt_tokens: Length of the prompt.
             num_generated: Output tokens so far.
         """
+        key = num_prompt_tokens, num_generated
+        length = self._known.get(key)
+        if length is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            length = self._known[key] = self._predict(num_prompt_tokens, num_generated)
+        return length
+
+    def _predict(self, num_prompt_tokens: int, num_generated: int) -> float:
         history = self._buckets.get(prompt_bucket(num_prompt_tokens))
         if history is None or len(history.recent) < MIN_BUCKET_REQUESTS:
             history = self._all

@@ -147,23 +147,26 @@ def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
 
 def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
     """Return True if a worker meets all constraints with one more request."""
-    batch = [*worker.requests, request]
-    if len(batch) > worker.max_num_seqs:
+    if len(worker.requests) >= worker.max_num_seqs:
         return False
     ttft, tpot = rules.slo
     checked, model = rules.constraints, worker.model
-    if "b" in checked and tpot is not None:
-        limit = rules.theta * model.max_context(len(batch), tpot)
-        if planned_context(batch, rules.gamma) > limit:
-            return False
-    num_new_tokens = sum(each.num_prompt_tokens for each in batch if each.is_new)
+    # The constraints that refuse most often first.
+    num_new_tokens = request.num_prompt_tokens
+    num_new_tokens += sum(each.num_prompt_tokens for each in worker.requests if each.is_new)
     seconds = model.prefill_seconds(num_new_tokens)
     if "c" in checked and ttft is not None and seconds > ttft:
         return False
     if "d" in checked and tpot is not None:
-        slack = min((tpot * o.num_output_tokens - o.decode_seconds for o in batch if not o.is_new),
-                    default=inf)  # fmt: skip
-        if seconds > rules.theta * slack:
+        least = seconds / rules.theta
+        for each in worker.requests:
+            slack = tpot * each.num_output_tokens - each.decode_seconds
+            if slack < least and each.num_output_tokens:
+                return False
+    batch = [*worker.requests, request]
+    if "b" in checked and tpot is not None:
+        limit = rules.theta * model.max_context(len(batch), tpot)
+        if planned_context(batch, rules.gamma) > limit:
             return False
     return "e" not in checked or peak_kv_tokens(batch) <= worker.num_kv_tokens
 
