@@ -109,6 +109,17 @@ def choose_backend(requested: str, requirements: AttentionRequirements) -> Backe
     raise ValueError(f"--attention-backend auto: none is supported; {'; '.join(skipped)}")
 
 
+def find_supported_backend(requested: str, requirements: AttentionRequirements) -> str:
+    """Return the backend that `choose_backend` returns where all of them are equally fast.
+
+    Other than the chosen backend it does not depend on measurements. A backend can be chosen.
+    """
+    if requested != "auto":
+        return requested
+    names = AUTO[requirements.device]
+    return next(name for name in names if unsupported_reason(name, requirements) is None)
+
+
 def unsupported_reason(name: str, requirements: AttentionRequirements) -> str | None:
     """Return why a backend cannot meet the requirements and the fix; None if it can."""
     if requirements.device not in BACKENDS[name].devices:

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
-from gllm.kernels.attention_backends import AttentionRequirements, BackendChoice, choose_backend
-from gllm.kernels.native.library import describe_kernels
+from gllm.kernels.attention_backends import (
+    AttentionRequirements,
+    BackendChoice,
+    choose_backend,
+    find_supported_backend,
+)
+from gllm.kernels.native.library import describe_build, describe_kernels
 from gllm.kv_transfer.layout import KvLayout
 from gllm.kv_transfer.progress import LayerProgress
 from gllm.messages.sampling import SampleDetails
@@ -117,17 +122,23 @@ class BaseExecutor(StageWeights, ABC):
         """See Executor."""
         # Ranks add up parts of what one rank adds up at once.
         ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
-        return f"{self.kv_numerics}{ranks}"
+        if self.device.type != "cpu":
+            return f"{self.kv_numerics}{ranks}"
+        return f"{self._describe_numerics(describe_kernels(self.dtype), self.backend)}{ranks}"
 
     @property
     def kv_numerics(self) -> str:
         """See Executor."""
         if self.device.type == "cpu":
-            kernels = describe_kernels(self.dtype)
-        else:
-            kernels = f"compute capability {get_capability(self.device)}, torch {torch.__version__}"
+            # Which kernels are faster than those of torch is measured: two engines may choose
+            # others, which add up the same sums in another order.
+            return self._describe_numerics(describe_build(self.dtype), self._supported_backend)
+        kernels = f"compute capability {get_capability(self.device)}, torch {torch.__version__}"
+        return self._describe_numerics(kernels, self.backend)
+
+    def _describe_numerics(self, kernels: str, backend: str) -> str:
         dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
-        return f"{self.device.type}: {kernels}; {dtypes}; attention {self.backend}"
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {backend}"
 
     def _choose_attention_backend(
         self, config: EngineConfig, gpu_capability: tuple[int, int] | None
@@ -145,7 +156,9 @@ class BaseExecutor(StageWeights, ABC):
             frozenset(head_shape(layer.attention) for layer in self._layer_specs),
         )
         try:
-            return choose_backend(config.attention_backend, requirements)
+            choice = choose_backend(config.attention_backend, requirements)
+            self._supported_backend = find_supported_backend(config.attention_backend, requirements)
+            return choice
         except ValueError as error:
             raise FieldError("attention_backend", str(error)) from error
 

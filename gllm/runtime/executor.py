@@ -69,7 +69,10 @@ class Executor(Protocol):
 
     @property
     def kv_numerics(self) -> str:
-        """Part of `numerics` that decides the numbers in the KV cache, on any number of ranks."""
+        """Part of `numerics` that decides the numbers in the KV cache but for their rounding.
+
+        Neither ranks nor choices by measurement belong to it: they change the order of sums.
+        """
 
     def log_choices(self) -> None:
         """Log what was chosen for the stage: attention backend, dtypes, kernels."""

@@ -13,6 +13,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.kernels.native import library
+from gllm.kernels.native.library import load_library
 from gllm.kv_transfer.layout import KvLayout, find_moves
 from gllm.kv_transfer.pages import KvPages
 from gllm.messages.codec import AnyMessage
@@ -145,6 +146,32 @@ async def test_caches_fit_if_only_ranks_stages_and_blocks_differ(
     ]
     digests = {each.model for layouts in [own, *others] for each in layouts}
     assert len(digests) == 5
+
+
+async def test_kernels_that_are_chosen_by_measurement_do_not_separate_caches(
+    layouts: dict[int, KvLayout | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that measure under different load may compute operations with torch."""
+
+    async def read() -> tuple[set[str], str]:
+        layouts.clear()
+        async with local_engine(kv_transfer="auto") as (engine, node):
+            await generate(engine)
+            numerics = node.executors[0].numerics
+        return {each.model for each in layouts.values() if each is not None}, numerics
+
+    library = load_library()
+    assert library is not None
+    monkeypatch.setattr(type(library), "is_preferred", lambda self, operation, dtype: True)
+    fast, fast_numerics = await read()
+    slow_operations = ("linear", "norm", "attention")
+    monkeypatch.setattr(
+        type(library), "is_preferred", lambda self, name, dtype: name not in slow_operations
+    )
+    slow, slow_numerics = await read()
+    assert slow == fast
+    assert "torch" in slow_numerics
+    assert slow_numerics != fast_numerics, "other text may follow, so requests do not move"
 
 
 def test_a_file_that_is_too_large_is_an_error_that_says_what_to_do() -> None:

@@ -311,14 +311,21 @@ def log_kernels() -> None:
     log.log(level, "compiled kernels: %s (%s)", name, build.reason)
 
 
+def describe_build(dtype: torch.dtype) -> str:
+    """Return the build for a dtype, or the version of torch if torch computes everything."""
+    if load_library() is None or dtype not in DTYPES:
+        return f"torch {torch.__version__}"
+    return f"build {select_build().name}"
+
+
 def describe_kernels(dtype: torch.dtype) -> str:
     """Return the build, and the operations that torch computes instead in a dtype."""
     library = load_library()
     if library is None or dtype not in DTYPES:
-        return f"torch {torch.__version__}"
+        return describe_build(dtype)
     by_torch = [name for name in get_args(Operation) if not library.is_preferred(name, dtype)]
     suffix = f", torch {torch.__version__} for {', '.join(by_torch)}" if by_torch else ""
-    return f"build {select_build().name}{suffix}"
+    return f"{describe_build(dtype)}{suffix}"
 
 
 def share_measurements(descriptor: int | None) -> None:
