@@ -40,6 +40,7 @@ TO_ROUTER = {
     "KvCacheEvents",
     "CommandDone",
     "RefuseRouter",
+    "KvPushStarted",
 }
 TO_ENGINE = {
     "Hello",
@@ -54,6 +55,7 @@ TO_ENGINE = {
     "ResetPrefixCache",
     "NoticeToEngine",
     "RefuseEngine",
+    "PrefetchKv",
     "ReleaseKvHolds",
     "RenewKvHolds",
 }

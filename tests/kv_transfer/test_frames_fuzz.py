@@ -115,14 +115,17 @@ def _answer(owner: CachedEngine, rng: random.Random, is_per_layer: bool, is_vali
     slots = pages.find_slots(BLOCKS, 0, 10)
     for layer in range(4):
         run = pages.read(layer, range(2), slots)
-        header, num_ready = [layer, 0, 10], layer + 1
+        header, announced = [layer, 0, 10], [10, layer + 1]
         if not is_valid and layer == 3:
             if is_per_layer and rng.randrange(2):
-                num_ready = rng.choice([0, 2, 5, 2**32 - 1])
+                announced = rng.choice(
+                    [[10, 0], [10, 2], [10, 5], [10, 2**32 - 1], [9, 4], [11, 4]]
+                )
             else:
                 header[rng.randrange(3)] += rng.choice([1, 7, 2**31])
         if is_per_layer:
-            connection.send(KvFrameKind.READY, num_ready.to_bytes(4, "big"))
+            ready = b"".join(value.to_bytes(4, "big") for value in announced)
+            connection.send(KvFrameKind.READY, ready)
         packed = b"".join(value.to_bytes(4, "big") for value in header)
         connection.send(KvFrameKind.RUN, packed, run.tobytes())
         data += other.recv(2**16)
