@@ -42,7 +42,7 @@ class KvPrefetches:
         self._kv_cache = kv_cache
         self._fetches = fetches
         self._by_ticket: dict[int, _Prefetch] = {}
-        self._started: dict[int, _Prefetch] = {}
+        self.started: dict[int, _Prefetch] = {}
         """Those that have blocks, by the id of their sequence."""
         self._adopted: list[KvFetch] = []
         self._cancelled_seqs: set[int] = set()
@@ -50,14 +50,9 @@ class KvPrefetches:
         self._num_added = 0
 
     @property
-    def num_started(self) -> int:
-        """Number of prefetches that have blocks."""
-        return len(self._started)
-
-    @property
     def num_in_flight(self) -> int:
         """Number of prefetches that have started and not ended."""
-        return sum(not each.is_complete for each in self._started.values())
+        return sum(not each.is_complete for each in self.started.values())
 
     @property
     def has_pending(self) -> bool:
@@ -103,10 +98,10 @@ class KvPrefetches:
         for prefetch in list(self._by_ticket.values()):
             if prefetch.lease_end <= now:
                 self._remove(prefetch)
-            elif prefetch.sequence.seq not in self._started:
+            elif prefetch.sequence.seq not in self.started:
                 fetch = self._fetches.start_prefetch(prefetch.sequence, now)
                 if fetch is not None:
-                    self._started[fetch.seq] = prefetch
+                    self.started[fetch.seq] = prefetch
                     prefetch.is_complete = not fetch.num_tokens
                     fetches.append(fetch)
         return fetches
@@ -121,10 +116,10 @@ class KvPrefetches:
         if prefetch is None:
             return False
         own = prefetch.sequence
-        if own.seq not in self._started or not _is_same(own, sequence):
+        if own.seq not in self.started or not _is_same(own, sequence):
             self._remove(prefetch)
             return False
-        del self._by_ticket[ticket], self._started[own.seq]
+        del self._by_ticket[ticket], self.started[own.seq]
         self._kv_cache.running.pop(own.seq, None)
         sequence.start_with_blocks(own.block_ids, own.num_scheduled_tokens)
         sequence.num_published_blocks = own.num_published_blocks
@@ -139,12 +134,12 @@ class KvPrefetches:
 
     def record_progress(self, seq: int) -> None:
         """Record that bytes of a prefetch have arrived; other sequences are ignored."""
-        if seq in self._started:
-            self._started[seq].sequence.has_fetched_bytes = True
+        if seq in self.started:
+            self.started[seq].sequence.has_fetched_bytes = True
 
     def finish(self, seq: int, is_ok: bool) -> bool:
         """End a fetch; return False if it is none of a prefetch."""
-        prefetch = self._started.get(seq)
+        prefetch = self.started.get(seq)
         if prefetch is None:
             return False
         prefetch.is_complete = prefetch.sequence.has_fetched_bytes = True
@@ -166,13 +161,13 @@ class KvPrefetches:
 
     def release_started(self) -> None:
         """Free the blocks of all prefetches."""
-        for prefetch in list(self._started.values()):
+        for prefetch in list(self.started.values()):
             self._remove(prefetch)
 
     def pop_cancellations(self) -> list[int]:
         """Free complete victims; return the fetches in flight that have to end, once each."""
         seqs = []
-        for seq, prefetch in list(self._started.items()):
+        for seq, prefetch in list(self.started.items()):
             if not prefetch.sequence.is_freeing_blocks:
                 continue
             if prefetch.is_complete:
@@ -186,12 +181,12 @@ class KvPrefetches:
         """Forget a prefetch; its blocks are freed once nothing is written to them any more."""
         self._by_ticket.pop(prefetch.ticket, None)
         sequence = prefetch.sequence
-        if sequence.seq not in self._started:
+        if sequence.seq not in self.started:
             self._adopted.append(KvFetch(sequence.seq, 0, 0, [], is_early=True))
             return
         sequence.is_finished = True
         if prefetch.is_complete:
-            del self._started[sequence.seq]
+            del self.started[sequence.seq]
             self._cancelled_seqs.discard(sequence.seq)
             self._kv_cache.free(sequence)
 

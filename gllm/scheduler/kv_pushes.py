@@ -45,6 +45,8 @@ class KvPushes:
     def __init__(self, policy: TransferModePolicy, block_size: int) -> None:
         self._policy = policy
         self._block_size = block_size
+        self.is_enabled = policy.threshold_tokens is not None
+        """True if prompts of some length are pushed."""
         self._open: dict[int, _OpenPush] = {}
         self._new: list[KvPush] = []
 
@@ -52,11 +54,6 @@ class KvPushes:
     def is_ending(self) -> bool:
         """True if blocks return once a push has been revoked."""
         return any(push.sequence.is_freeing_blocks for push in self._open.values())
-
-    @property
-    def is_enabled(self) -> bool:
-        """True if prompts of some length are pushed."""
-        return self._policy.threshold_tokens is not None
 
     def on_scheduled(
         self, step: int, rows: Iterable[ScheduledRow], sequences: Mapping[int, Sequence]

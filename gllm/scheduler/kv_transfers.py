@@ -47,11 +47,6 @@ class SchedulerTransfers:
         self._counters = counters
         self._finalize = finalize
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of fetches that have started and not ended."""
-        return self.fetches.num_in_flight + self.prefetches.num_in_flight
-
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
         """Return True if blocks return without a step, though nothing fits and nothing runs.
 

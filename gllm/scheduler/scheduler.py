@@ -288,7 +288,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
-        running = len(self.kv_cache.running) - self._transfers.prefetches.num_started
+        prefetches, num_fetching = self._transfers.prefetches, self._transfers.fetches.num_in_flight
+        running = len(self.kv_cache.running) - len(prefetches.started)
         return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self._table.pending_forks),
@@ -298,7 +299,7 @@ class Scheduler:
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             decoding=len(self._queues.tally.decoding_seqs),
             depth=self._queues.depth,
-            fetching=self._transfers.num_in_flight,
+            fetching=num_fetching + (prefetches.num_in_flight if prefetches.started else 0),
             held_blocks=self.kv_cache.holds.num_blocks,
             **vars(self._counters),
         )
