@@ -39,6 +39,7 @@ EXPERIMENTS = {
     "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
     "distserve": ("distserve", "prefill and decode apart: goodput and attainment of DistServe"),
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
+    "vidur": ("vidur", "Vidur's search: best configurations, costs of wrong ones"),
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }

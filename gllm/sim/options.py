@@ -15,7 +15,7 @@ from gllm.sim.depth_control import AUTO_DEPTH
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
-from gllm.sim.profiled import ProfileOptions, profiled_deployment
+from gllm.sim.profiled import VIDUR_MODEL, ProfileOptions, profiled_deployment
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
@@ -28,8 +28,10 @@ class SimulationConfig:
     profile: str | None = option(
         None,
         "file of `gllm profile`, or folder of its --operators; vidur: Llama-2-70B, each stage two "
-        "A100s, by Vidur's operator profiles; distserve:MODEL or distserve:MODEL,vllm: OPT on "
-        "A100s, by DistServe's coefficients; default: a device of the table",
+        "A100s, by Vidur's operator profiles; vidur:MODEL: one of its models on --device, "
+        "A100-80G or H100, with attention by the roofline; distserve:MODEL or "
+        "distserve:MODEL,vllm: OPT on A100s, by DistServe's coefficients; default: a device of the "
+        "table",
     )
     device: str = option(
         "L20",
@@ -229,8 +231,9 @@ def _build_deployment(config: SimulationConfig, longest: int) -> Deployment:
         )
     if config.bytes_per_weight is not None:
         raise ValueError("--bytes-per-weight changes a model of the table: leave --profile out")
+    has_device = config.profile.startswith(VIDUR_MODEL)
     for name, default in (("device", SimulationConfig.device), ("model", SimulationConfig.model)):
-        if getattr(config, name) != default:
+        if getattr(config, name) != default and not (name == "device" and has_device):
             raise ValueError(
                 f"--{name} chooses a {name} of the table, and --profile {config.profile} has its "
                 "own: leave one of them out"
@@ -243,5 +246,6 @@ def _build_deployment(config: SimulationConfig, longest: int) -> Deployment:
         config.layers,
         config.link,
         config.max_model_len,
+        config.device,
     )
     return profiled_deployment(config.profile, options)

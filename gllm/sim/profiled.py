@@ -14,7 +14,7 @@ from gllm.sim.costs.distserve import (
 )
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile
-from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
+from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import format_degrees, split_layers_evenly
@@ -23,6 +23,9 @@ from gllm.sim.hardware.tables import build_hardware, look_up
 VIDUR = "vidur"
 VIDUR_RANKS = 2
 """Devices of each stage in these profiles."""
+
+VIDUR_MODEL = "vidur:"
+"""Begin of the names of profiles of Vidur's models on `--device`."""
 
 DISTSERVE = "distserve:"
 OPT_MAX_MODEL_LEN = 2048
@@ -46,13 +49,15 @@ class ProfileOptions:
     """A name of LINKS: between stages, where the profile measured no link."""
     max_model_len: int | None = None
     """Longest text in tokens; default: the profile's, or `longest`."""
+    device: str = ""
+    """A name of DEVICES, for profiles of several devices."""
 
 
 def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
     """Return a deployment whose step times come from a profile.
 
     Args:
-        profile: `vidur`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, the file of
+        profile: `vidur`, `vidur:MODEL`, `distserve:MODEL`, `distserve:MODEL,SYSTEM`, the file of
             `gllm profile`, or the folder of `gllm profile --operators`.
         options: The rest.
 
@@ -62,6 +67,8 @@ def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
     """
     if profile == VIDUR:
         return _build_vidur(options)
+    if profile.startswith(VIDUR_MODEL):
+        return _build_vidur_model(profile.removeprefix(VIDUR_MODEL), options)
     if profile.startswith(DISTSERVE):
         return _build_distserve(profile.removeprefix(DISTSERVE), options)
     if Path(profile).is_dir():
@@ -129,6 +136,24 @@ def _build_vidur(options: ProfileOptions) -> Deployment:
         degrees=degrees,
         hardware=hardware,
     )
+
+
+def _build_vidur_model(model: str, options: ProfileOptions) -> Deployment:
+    """Return a model of Vidur's tables on equal devices, joined by NVLink in pairs."""
+    stages = options.stages or (1 if options.layers is None else len(options.layers))
+    degrees = expand_degrees(options.degrees or (1,), stages)
+    if len(set(degrees)) > 1:
+        raise ValueError(f"--tp {format_degrees(degrees)}: Vidur's stages have equal ranks")
+    # scikit-learn and its forests take seconds: only where asked for.
+    from gllm.sim.costs.token_forest import TokenForestCostModel
+
+    config, length = options.scheduler, options.max_model_len or options.longest
+    fitting = roofline_deployment(
+        model, options.device, stages, length, "nvlink", config, degrees=degrees,
+        layers=options.layers,
+    )  # fmt: skip
+    assert fitting.hardware is not None, "the roofline has a shape"
+    return replace(fitting, cost=TokenForestCostModel(model, options.device, fitting.hardware))
 
 
 def _build_distserve(name: str, options: ProfileOptions) -> Deployment:

@@ -40,6 +40,7 @@ from gllm.plan.objectives import OBJECTIVES
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
 from gllm.plan.serving_plan import write_plan
 from gllm.sim.options import SimulationConfig
+from gllm.sim.profiled import VIDUR_MODEL
 
 EXCLUDED = (
     "rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "device", "layers", "engines",
@@ -219,7 +220,7 @@ def build_problem(
     Raises:
         ValueError: Flags contradict each other.
     """
-    is_local = config.profile is not None
+    is_local = config.profile is not None and not config.profile.startswith(VIDUR_MODEL)
     if is_local != (values.cores is not None):
         raise ValueError(
             "--profile and --cores belong together: `--profile FILE --cores 2` searches this "

@@ -1,0 +1,112 @@
+"""Searches of the `vidur` experiment: designs, capacities and costs of a wrong configuration."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from gllm.plan.best_first import BestFirstOutcome
+from gllm.plan.budget import SearchBudget
+from gllm.plan.capacity import PLAN_RULES
+from gllm.plan.design_problem import AssessedDesign, DesignProblem
+from gllm.plan.design_search import DesignPlanner, simulate_design
+from gllm.plan.engine_designs import DesignSpace, EngineDesign, parse_policies
+from gllm.plan.latency_limits import parse_limits
+from gllm.plan.prices import PRICE_TABLES
+from gllm.sim.options import SimulationConfig
+
+MODELS = ("llama-2-7b", "internlm-20b", "llama-2-70b", "qwen-72b")
+WORKLOADS = ("chat-1m", "arxiv-4k", "bwb-4k")
+MAX_TOKENS = 4096
+"""Longest request of the workloads."""
+PAPER_SLO = "ttft:p90=2,tbt:p99=0.2"
+MAX_GPUS = 16
+SPACE = DesignSpace(
+    ("A100-80G", "H100"),
+    (1, 2, 4),
+    (1, 2, 4),
+    parse_policies("vllm,orca+:4096,sarathi:512,sarathi:1024,sarathi:2048"),
+    (32, 64, 128, 256, 512),
+)
+"""Vidur's space."""
+SMALL_SPACE = replace(SPACE, devices=("H100",), ranks=(2,), max_num_seqs=(256,))
+"""Space of a functional check, for which few forests are fitted."""
+RULE = replace(PLAN_RULES["vidur"], min_seconds=12.0, rate_step=1.1)
+"""Vidur's rule in shorter runs, exact to 10 %."""
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """Search for the best design of a model and a workload."""
+
+    model: str
+    workload: str
+    slo: str
+    requests: int
+    """Least number of requests per simulation."""
+    num_simulated: int
+    """Designs that are simulated; 0: closed forms only."""
+    space: DesignSpace = SPACE
+
+
+class SearchFigures(NamedTuple):
+    """Result of a task."""
+
+    best: AssessedDesign | None
+    num_designs: int
+    num_hopeless: int
+    """Designs that closed forms rule out: they do not fit, or miss a limit."""
+    num_simulated: int
+
+
+@dataclass(frozen=True)
+class CapacityTask:
+    """Capacity of one design under a workload."""
+
+    design: EngineDesign
+    model: str
+    workload: str
+    slo: str
+    requests: int
+
+
+def make_problem(model: str, workload: str, slo: str, requests: int) -> DesignProblem:
+    """Return the task of a search by QPS per dollar."""
+    config = SimulationConfig(
+        profile=f"vidur:{model}",
+        workload=workload,
+        requests=requests,
+        max_request_tokens=MAX_TOKENS,
+        max_model_len=MAX_TOKENS,
+    )
+    return DesignProblem(
+        config,
+        "qps-per-dollar",
+        parse_limits(slo),
+        max_devices=MAX_GPUS,
+        prices=PRICE_TABLES["vidur"],
+        rule=RULE,
+    )
+
+
+def run_search(task: SearchTask) -> SearchFigures:
+    """Return the best design of a task."""
+    planner = DesignPlanner(make_problem(task.model, task.workload, task.slo, task.requests))
+    designs = list(task.space.designs(MAX_GPUS))
+    is_closed = not task.num_simulated
+    budget = SearchBudget(max_evaluations=None if is_closed else task.num_simulated)
+    outcome: BestFirstOutcome[EngineDesign, AssessedDesign] = planner.search(
+        designs, budget, uses_closed_forms=is_closed
+    )
+    num_hopeless = len(designs) - len(outcome.evaluated) - outcome.left_out.total()
+    return SearchFigures(
+        outcome.best[1] if outcome.best else None,
+        len(designs),
+        num_hopeless,
+        0 if is_closed else len(outcome.evaluated),
+    )
+
+
+def run_capacity(task: CapacityTask) -> AssessedDesign:
+    """Return the simulated figures of one design."""
+    problem = make_problem(task.model, task.workload, task.slo, task.requests)
+    estimate = DesignPlanner(problem).estimate(task.design)
+    return simulate_design(problem, (task.design, estimate.capacity or 1.0))
