@@ -19,9 +19,9 @@ from gllm.experiments.vidur_searches import (
     SMALL_SPACE,
     SPACE,
     WORKLOADS,
-    CapacityTask,
-    SearchFigures,
-    SearchTask,
+    VidurCapacityTask,
+    VidurSearchFigures,
+    VidurSearchTask,
     run_capacity,
     run_search,
 )
@@ -60,11 +60,11 @@ SearchKey = tuple[str, str]
 class _Study(NamedTuple):
     """Results of all tasks."""
 
-    searches: Mapping[SearchKey, SearchFigures]
+    searches: Mapping[SearchKey, VidurSearchFigures]
     published: Mapping[SearchKey, AssessedDesign]
     matrix: Mapping[tuple[str, str], AssessedDesign]
     """By the workload that a design is best for, and the one that it serves; model BIG."""
-    by_limit: Mapping[float, SearchFigures]
+    by_limit: Mapping[float, VidurSearchFigures]
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:
@@ -94,10 +94,12 @@ def _run_study(options: ExperimentOptions, requests: int) -> _Study:
     keys = [(model, workload) for model in models for workload in workloads]
     num_simulated = {key: 0 if options.quick else NUM_SIMULATED.get(key[0], 0) for key in keys}
     space = SMALL_SPACE if options.quick else SPACE
-    tasks = [SearchTask(*key, PAPER_SLO, requests, num_simulated[key], space) for key in keys]
+    tasks = [VidurSearchTask(*key, PAPER_SLO, requests, num_simulated[key], space) for key in keys]
     first = BIG, WORKLOADS[0]
     tasks += [
-        SearchTask(*first, f"ttft:p90=2,tbt:p99={limit}", requests, num_simulated[first], space)
+        VidurSearchTask(
+            *first, f"ttft:p90=2,tbt:p99={limit}", requests, num_simulated[first], space
+        )
         for limit in TBT_LIMITS
     ]
     found = map_parallel(run_search, tasks, options.jobs, options.progress, "search")
@@ -105,10 +107,11 @@ def _run_study(options: ExperimentOptions, requests: int) -> _Study:
     by_limit = dict(zip(TBT_LIMITS, found[len(keys) :], strict=True))
     published = {} if options.quick else PUBLISHED
     capacities = {
-        key: CapacityTask(design, *key, PAPER_SLO, requests) for key, design in published.items()
+        key: VidurCapacityTask(design, *key, PAPER_SLO, requests)
+        for key, design in published.items()
     }
     wrong = {
-        (own, other): CapacityTask(best.design, BIG, other, PAPER_SLO, requests)
+        (own, other): VidurCapacityTask(best.design, BIG, other, PAPER_SLO, requests)
         for own in workloads
         for other in workloads
         if own != other and (best := searches[BIG, own].best)

@@ -34,7 +34,7 @@ RULE = replace(PLAN_RULES["vidur"], min_seconds=12.0, rate_step=1.1)
 
 
 @dataclass(frozen=True)
-class SearchTask:
+class VidurSearchTask:
     """Search for the best design of a model and a workload."""
 
     model: str
@@ -47,7 +47,7 @@ class SearchTask:
     space: DesignSpace = SPACE
 
 
-class SearchFigures(NamedTuple):
+class VidurSearchFigures(NamedTuple):
     """Result of a task."""
 
     best: AssessedDesign | None
@@ -58,7 +58,7 @@ class SearchFigures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CapacityTask:
+class VidurCapacityTask:
     """Capacity of one design under a workload."""
 
     design: EngineDesign
@@ -87,7 +87,7 @@ def make_problem(model: str, workload: str, slo: str, requests: int) -> DesignPr
     )
 
 
-def run_search(task: SearchTask) -> SearchFigures:
+def run_search(task: VidurSearchTask) -> VidurSearchFigures:
     """Return the best design of a task."""
     planner = DesignPlanner(make_problem(task.model, task.workload, task.slo, task.requests))
     designs = list(task.space.designs(MAX_GPUS))
@@ -97,7 +97,7 @@ def run_search(task: SearchTask) -> SearchFigures:
         designs, budget, uses_closed_forms=is_closed
     )
     num_hopeless = len(designs) - len(outcome.evaluated) - outcome.left_out.total()
-    return SearchFigures(
+    return VidurSearchFigures(
         outcome.best[1] if outcome.best else None,
         len(designs),
         num_hopeless,
@@ -105,7 +105,7 @@ def run_search(task: SearchTask) -> SearchFigures:
     )
 
 
-def run_capacity(task: CapacityTask) -> AssessedDesign:
+def run_capacity(task: VidurCapacityTask) -> AssessedDesign:
     """Return the simulated figures of one design."""
     problem = make_problem(task.model, task.workload, task.slo, task.requests)
     estimate = DesignPlanner(problem).estimate(task.design)

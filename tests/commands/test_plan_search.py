@@ -107,6 +107,7 @@ def test_a_capacity_within_limits_is_written_as_a_plan(
         (["search", "--model", "llama-2-70b", "--max-devices", "1"], "no design fits; the largest"),
         (["search", "--devices", "L20", "--nodes", "a=h:1xH100"], "none of --nodes has it"),
         (["search", "--prices", "gold"], "prices 'gold'"),
+        (["search", "--arrivals", "static"], "or --objective makespan"),
         (["search", "--policies", "best"], "--policies best"),
         (["capacity", "--arrivals", "static"], "a capacity needs arrivals at a rate"),
         (["capacity", "--slo", "tbt=1"], "limit a percentile"),

@@ -5,8 +5,8 @@ import pytest
 from gllm.experiments.vidur_searches import (
     PAPER_SLO,
     WORKLOADS,
-    CapacityTask,
-    SearchTask,
+    VidurCapacityTask,
+    VidurSearchTask,
     run_capacity,
     run_search,
 )
@@ -18,13 +18,13 @@ MODEL = "llama-2-70b"
 def test_the_design_for_another_workload_costs_more() -> None:
     best = {}
     for workload in WORKLOADS:
-        found = run_search(SearchTask(MODEL, workload, PAPER_SLO, 50, 2)).best
+        found = run_search(VidurSearchTask(MODEL, workload, PAPER_SLO, 50, 2)).best
         assert found is not None
         best[workload] = found
     costs = []
     for own in WORKLOADS:
         for other in WORKLOADS:
-            task = CapacityTask(best[own].design, MODEL, other, PAPER_SLO, 50)
+            task = VidurCapacityTask(best[own].design, MODEL, other, PAPER_SLO, 50)
             wrong = run_capacity(task)
             if own != other and wrong.capacity:
                 costs.append(best[other].value / wrong.value)

@@ -24,7 +24,7 @@ from gllm.config.flags import (
 )
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
-from gllm.plan.design_problem import AssessedDesign, DesignProblem, check_problem
+from gllm.plan.design_problem import MAKESPAN, AssessedDesign, DesignProblem, check_problem
 from gllm.plan.design_search import DesignPlanner
 from gllm.plan.engine_designs import CORE, DesignSpace, parse_devices, parse_policies
 from gllm.plan.fleet_forecast import FleetForecast, forecast_closed, forecast_fleet
@@ -228,6 +228,11 @@ def build_problem(
         )
     if is_local and (values.devices or values.nodes):
         raise ValueError("--cores searches this machine: leave --devices and --nodes out")
+    if config.arrivals in ("static", "replay") and values.objective != MAKESPAN:
+        raise ValueError(
+            f"--arrivals {config.arrivals}: a search needs arrivals at a rate: choose poisson, or "
+            "--objective makespan"
+        )
     devices = (CORE,) if is_local else _devices(values, nodes)
     most = values.max_devices or values.cores or DEFAULT_MAX_DEVICES
     if nodes and not values.max_devices:

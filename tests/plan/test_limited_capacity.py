@@ -1,0 +1,50 @@
+"""Capacities within latency limits: those of a fine grid of rates (V12), whatever the processes."""
+
+from dataclasses import replace
+
+import pytest
+
+from gllm.plan.capacity import PLAN_RULES, LimitedRun, measure_capacity
+from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits, parse_limits
+from gllm.sim.options import SimulationConfig
+
+CONFIG = SimulationConfig(
+    model="qwen2.5-32b",
+    device="H100",
+    pipeline_parallel_size=1,
+    workload="fixed:3000,2",
+    requests=40,
+    max_model_len=4096,
+)
+RULE = replace(PLAN_RULES["vidur"], min_seconds=10.0, max_p99_delay_seconds=1.0)
+
+
+@pytest.mark.parametrize("limits", [NO_LIMITS, parse_limits("ttft:p90=0.6")])
+def test_the_capacity_within_limits_is_that_of_a_fine_grid(limits: LatencyLimits) -> None:
+    capacity = measure_capacity(CONFIG, 2.0, RULE, limits)
+    assert len(capacity.trials) <= RULE.max_trials
+    assert capacity.figures
+    assert capacity.figures.is_within
+    run = LimitedRun(CONFIG, RULE, limits)
+    grid = [capacity.rate * (1 + step / 100) for step in range(6)]
+    sustained = [RULE.is_sustained(run(rate)) for rate in grid]
+    assert sustained[0]
+    # Chance lets a rate pass or fail, so one of those up to 5 % above is enough.
+    assert not all(sustained[1:])
+
+
+def test_limits_lower_the_capacity() -> None:
+    rates = [
+        measure_capacity(CONFIG, 2.0, RULE, parse_limits(text)).rate
+        for text in ("", "ttft:p90=0.6", "ttft:p90=0.01")
+    ]
+    assert rates[0] > rates[1] > rates[2] == 0
+
+
+def test_processes_do_not_change_the_capacity() -> None:
+    rule = replace(PLAN_RULES["sustained"], min_seconds=0.0, usual_requests=60, min_requests=60)
+    limits = parse_limits("ttft=0.8", 0.8)
+    one, two = (measure_capacity(CONFIG, 2.0, rule, limits, jobs) for jobs in (1, 2))
+    assert one.rate == two.rate > 0
+    assert one.figures == two.figures
+    assert one.trials == two.trials
