@@ -19,7 +19,7 @@ from gllm.plan.serving_plan import (
 from gllm.sim.hardware.models import MODELS
 
 PRESET = "distserve"
-"""Preset of the engines and of the router."""
+"""Preset of the router, which its engines take as well."""
 
 
 @dataclass
@@ -141,11 +141,8 @@ def lay_out(
         engines = [system.prefill] * system.num_prefill + [system.decode] * system.num_decode
         placed = place_engines(problem.cluster, engines, layers)
         prefills, decodes = placed[: system.num_prefill], placed[system.num_prefill :]
-    options = {"preset": PRESET}
-    named = {
-        f"prefill-{i}": EnginePlan(each, "prefill", options) for i, each in enumerate(prefills)
-    }
-    named |= {f"decode-{i}": EnginePlan(each, "decode", options) for i, each in enumerate(decodes)}
+    named = {f"prefill-{i}": EnginePlan(each, "prefill") for i, each in enumerate(prefills)}
+    named |= {f"decode-{i}": EnginePlan(each, "decode") for i, each in enumerate(decodes)}
     used = {stage.node for engine in named.values() for stage in engine.stages}
     device = problem.costs.device
     nodes = {

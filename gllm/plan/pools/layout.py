@@ -14,7 +14,7 @@ from gllm.sim.hardware.machines import MachineType
 from gllm.sim.hardware.models import MODELS
 
 PRESET = "splitwise"
-"""Preset of the engines and of the router."""
+"""Preset of the router, which its engines take as well."""
 DEVICES = {"DGX-A100": "A100-80G", "DGX-H100": "H100", "DGX-H100-cap": "H100"}
 """Device in the simulator's table by machine type; a power limit is set on the machine."""
 
@@ -39,7 +39,7 @@ def lay_out_pools(plan: PoolPlan, goals: PoolGoals, checkpoint: str, command: st
             name = f"{role}-{index}"
             nodes[name] = _make_node(name, machine)
             stage = StagePlan(name, layers, list(range(machine.num_gpus)))
-            engines[name] = EnginePlan([stage], role, {"preset": PRESET})
+            engines[name] = EnginePlan([stage], role)
     return ServingPlan(
         checkpoint,
         nodes,
