@@ -21,6 +21,7 @@ from gllm.plan.processes import (
     ProcessSpec,
     commands_for,
     explain_missing_transfers,
+    scaling_headers,
     scaling_router_url,
 )
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
@@ -199,7 +200,9 @@ def _run(specs: list[ProcessSpec], plan: ServingPlan) -> int:
         supervisor = ProcessSupervisor(specs, _print_line, _print_urls, is_scaled=bool(url))
         if url:
             own = [spec.name for spec in specs if not spec.is_router]
-            follower = ScaleFollower(supervisor, url, list(plan.engines), own)
+            follower = ScaleFollower(
+                supervisor, url, list(plan.engines), own, scaling_headers(plan)
+            )
             following = asyncio.create_task(follower.run())
         status = await supervisor.run()
         if url:

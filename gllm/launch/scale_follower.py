@@ -112,6 +112,9 @@ class ScaleFollower:
                 while True:
                     try:
                         await self._follow(session)
+                    except aiohttp.ClientResponseError as error:
+                        log.warning("the router refuses GET /engines: %s", error)
+                        await asyncio.sleep(RETRY_SECONDS)
                     except (aiohttp.ClientError, TimeoutError, OSError, KeyError) as error:
                         # The router starts, or restarts; its engines go on.
                         log.debug("the router at %s does not answer: %s", self._url, error)

@@ -3,6 +3,7 @@
 `gllm up` starts them.
 """
 
+import os
 from typing import Any, NamedTuple
 
 import msgspec
@@ -155,6 +156,19 @@ def scaling_router_url(plan: ServingPlan) -> str:
         return ""
     flags = {key.replace("-", "_"): value for key, value in router.flags.items()}
     return _make_url(str(flags.get("host") or plan.nodes[router.node].host), router.port, flags)
+
+
+def scaling_headers(plan: ServingPlan) -> dict[str, str]:
+    """Return the headers with which this machine asks the router: its first API key, if it has one.
+
+    Keys are those of the plan's flag `api-key`, or else of the variable GLLM_API_KEY.
+    """
+    keys = find_flag(plan.router.flags, "api_key") if plan.router else None
+    if isinstance(keys, list | tuple):
+        keys = keys[0] if keys else None
+    text = str(keys) if keys else os.environ.get("GLLM_API_KEY", "")
+    key = text.partition(",")[0].strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _check_secret(plan: ServingPlan, options: LaunchOptions) -> None:

@@ -12,6 +12,8 @@ import pytest
 from gllm.launch import scale_follower
 from gllm.launch.scale_follower import ScaleActions, ScaleFollower, choose_actions
 from gllm.launch.supervisor import ProcessSupervisor
+from gllm.plan.processes import scaling_headers, scaling_router_url
+from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from tests.launch.test_supervisor import FAIL, SERVE, Rig
 
 ORDER = ("a", "b", "c")
@@ -126,3 +128,22 @@ def scaled(rig: Rig) -> ProcessSupervisor:
         make,
         is_scaled=True,
     )
+
+
+def test_router_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLLM_API_KEY", raising=False)
+    flags: dict[str, Any] = {"scale": "0:2"}
+    plan = ServingPlan(
+        "demo",
+        {"here": NodePlan("127.0.0.1")},
+        {"a": EnginePlan([StagePlan("here", 6)])},
+        router=RouterPlan("here", 8123, flags=flags),
+    )
+    assert scaling_router_url(plan) == "http://127.0.0.1:8123"
+    assert scaling_headers(plan) == {}
+    monkeypatch.setenv("GLLM_API_KEY", "first, second")
+    assert scaling_headers(plan) == {"Authorization": "Bearer first"}
+    flags["api-key"] = ["own"]
+    assert scaling_headers(plan) == {"Authorization": "Bearer own"}
+    del flags["scale"]
+    assert scaling_router_url(plan) == ""
