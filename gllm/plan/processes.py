@@ -20,6 +20,7 @@ from gllm.plan.flags import (
     render_flags,
 )
 from gllm.plan.serving_plan import ROUTER_HUB_PORT, EnginePlan, PlanError, ServingPlan
+from gllm.routing.disaggregation.flow import format_routes
 
 ROUTER_NAME = "router"
 """Name of the router's process."""
@@ -193,6 +194,7 @@ def _router_process(plan: ServingPlan, options: LaunchOptions) -> ProcessSpec:
         "hub": _own_hub(plan),
         "policy": router.policy,
         "preset": router.preset,
+        "routes": format_routes(plan.routes) if router.preset == "flow" and plan.routes else None,
         "node_secret_file": options.node_secret_file if crosses_machines(plan) else None,
         "slo_ttft": plan.slo.ttft,
         "slo_tpot": plan.slo.tpot,

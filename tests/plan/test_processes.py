@@ -172,6 +172,19 @@ def test_engines_apart_reach_the_router_by_its_host() -> None:
     assert [by_name(GPUS, "x")[name].role for name in ("p0", "d0")] == ["prefill", "decode"]
 
 
+def test_a_router_with_preset_flow_divides_by_the_routes_of_the_plan() -> None:
+    routes = {"p": {"d": 1.0}}
+    plan = msgspec.structs.replace(CPU_PHASES, router=RouterPlan("x", preset="flow"), routes=routes)
+    config = config_from_flags(RouterConfig, by_name(plan, "x")["router"])
+    assert config.routes == ("p:d=1",)
+    flows = msgspec.structs.replace(
+        plan, router=RouterPlan("x", preset="flow", flags={"routes": "p:d=2.5"})
+    )
+    assert by_name(flows, "x")["router"].routes == ("p:d=2.5",)
+    tetri = msgspec.structs.replace(CPU_PHASES, routes=routes)
+    assert by_name(tetri, "x")["router"].routes == ()
+
+
 def test_engines_on_cpus_pass_kv_blocks_on_over_the_network() -> None:
     prefill, decode = by_name(CPU_PHASES, "x")["p"], by_name(CPU_PHASES, "y")["d"]
     assert (prefill.kv_transfer, decode.kv_transfer) == ("auto", "auto")
