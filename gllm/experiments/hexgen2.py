@@ -38,9 +38,8 @@ NOTES = """\
 - *Setting 1.* The paper's text has 4 L40 and 8 A6000, but both of its placements use 8 L40 and
   4 A6000, whose price fits the budget (28.82 $/h for 28.8); the shipped cluster `het1-placed` has
   these.
-- *The order of changes.* Guided order is ahead after few partitions; with more of them the same
-  changes in random order do as well or better. Swaps, moves and flips without merging and splitting
-  end lower.
+- *The order of changes.* The table has the guided order beside the same changes in random order,
+  and beside swaps, moves and flips without merging and splitting.
 - *The flow ignores the memory of prefill replicas*, which hold prompts until they are fetched.
   Where it holds few prompts, as OPT-30B on one H100, the simulation serves less than the flow."""
 
