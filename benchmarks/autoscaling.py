@@ -46,7 +46,7 @@ MAX_NUM_SEQS = 8
 OUTPUT_TOKENS = 20
 PROMPT = list(range(100, 132))
 NUM_LAYERS = 6
-"""Of the demo model."""
+"""Layers of the demo model."""
 USED_SHARE = 0.85
 """Rate that an engine is given, per highest rate: at the highest one, queues never shrink."""
 SAMPLE_SECONDS = 0.25

@@ -10,8 +10,8 @@ from gllm.experiments.aladdin_cases import (
     KV_TOKENS,
     MAX_WORKERS,
     SLO,
-    RunTask,
-    SearchTask,
+    FleetRunTask,
+    FleetSearchTask,
     example_peaks,
     measured_fit,
     run_fleet,
@@ -49,7 +49,7 @@ NUM_SEEDS = 3
 DEFAULT_GPUS = 8
 """GPUs of a worker of default vLLM: all of a machine."""
 
-Outcomes = dict[SearchTask, FleetOutcome | None]
+Outcomes = dict[FleetSearchTask, FleetOutcome | None]
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:
@@ -83,29 +83,31 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     )
 
 
-def _tasks(quick: bool) -> list[SearchTask]:
+def _tasks(quick: bool) -> list[FleetSearchTask]:
     if quick:
-        base = SearchTask("sharegpt-like", 4.0, "aladdin", seconds=20.0)
+        base = FleetSearchTask("sharegpt-like", 4.0, "aladdin", seconds=20.0)
         tasks = [replace(base, policy=policy) for policy in POLICIES]
         tasks += [replace(base, kind="decode", policy=policy) for policy in SPLIT_POLICIES]
         return [*tasks, replace(base, rate=6.0)]
     tasks = [
-        SearchTask(workload, rate, policy, seed, start=16 if workload == "azure-conv" else 6)
+        FleetSearchTask(workload, rate, policy, seed, start=16 if workload == "azure-conv" else 6)
         for workload, rate in WORKLOADS.items()
         for policy in POLICIES
         for seed in range(NUM_SEEDS if (workload, policy) in SEEDED else 1)
     ]
     first = "sharegpt-like"
-    tasks += [SearchTask(first, rate, "aladdin") for rate in RULE_RATES if rate != WORKLOADS[first]]
     tasks += [
-        SearchTask(first, SPLIT_RATE, policy, kind="decode", seconds=60.0)
+        FleetSearchTask(first, rate, "aladdin") for rate in RULE_RATES if rate != WORKLOADS[first]
+    ]
+    tasks += [
+        FleetSearchTask(first, SPLIT_RATE, policy, kind="decode", seconds=60.0)
         for policy in SPLIT_POLICIES
     ]
     tasks += [
-        SearchTask(first, WORKLOADS[first], QUEUE, kind=f"roofline-{DEFAULT_GPUS}", start=2),
-        SearchTask(first, WORKLOADS[first], "aladdin", kind="roofline-4", start=2),
-        SearchTask(first, WORKLOADS[first], "aladdin", attainment=1.0),
-        SearchTask(first, WORKLOADS[first], QUEUE, attainment=1.0, start=12),
+        FleetSearchTask(first, WORKLOADS[first], QUEUE, kind=f"roofline-{DEFAULT_GPUS}", start=2),
+        FleetSearchTask(first, WORKLOADS[first], "aladdin", kind="roofline-4", start=2),
+        FleetSearchTask(first, WORKLOADS[first], "aladdin", attainment=1.0),
+        FleetSearchTask(first, WORKLOADS[first], QUEUE, attainment=1.0, start=12),
     ]
     return tasks
 
@@ -177,7 +179,7 @@ def _counts(outcomes: Outcomes, workload: str, rate: float, policy: str) -> list
         None if outcome is None else outcome.num_workers
         for task, outcome in outcomes.items()
         if (task.workload, task.rate, task.policy, task.kind, task.attainment)
-        == (workload, rate, policy, "measured", SearchTask.attainment)
+        == (workload, rate, policy, "measured", FleetSearchTask.attainment)
     ]
 
 
@@ -219,7 +221,7 @@ def _fleet_table(outcomes: Outcomes) -> str:
     return f"Several numbers: one per seed.\n\n{table}\n{extra}"
 
 
-def _equal_fleets(outcomes: Outcomes) -> list[RunTask]:
+def _equal_fleets(outcomes: Outcomes) -> list[FleetRunTask]:
     """Return the runs of all policies on the fleet that `aladdin` needs, first seeds only."""
     runs = []
     for workload, rate in _settings(outcomes):
@@ -231,13 +233,14 @@ def _equal_fleets(outcomes: Outcomes) -> list[RunTask]:
         outcome = outcomes[task]
         if outcome is not None:
             runs += [
-                RunTask(replace(task, policy=policy), outcome.num_workers) for policy in POLICIES
+                FleetRunTask(replace(task, policy=policy), outcome.num_workers)
+                for policy in POLICIES
             ]
-            runs.append(RunTask(task, outcome.num_workers, without="d"))
+            runs.append(FleetRunTask(task, outcome.num_workers, without="d"))
     return runs
 
 
-def _equal_table(results: dict[RunTask, FleetOutcome]) -> str:
+def _equal_table(results: dict[FleetRunTask, FleetOutcome]) -> str:
     rows = []
     for task, outcome in results.items():
         name = POLICIES[task.search.policy] + (f" without {task.without}" if task.without else "")
@@ -276,7 +279,7 @@ def _rule(outcomes: Outcomes) -> tuple[ScaleRule, list[tuple[float, int]]]:
         for task, outcome in outcomes.items()
         if (task.workload, task.policy, task.kind, task.seed)
         == ("sharegpt-like", "aladdin", "measured", 0)
-        and task.attainment == SearchTask.attainment and outcome is not None
+        and task.attainment == FleetSearchTask.attainment and outcome is not None
     )  # fmt: skip
     return fit_scale_rule(points), points
 
@@ -308,7 +311,7 @@ def _saved(ours: list[int | None], base: list[int | None]) -> float | None:
     return known / fmean(MAX_WORKERS if each is None else each for each in base) - 1
 
 
-def _claims(outcomes: Outcomes, results: dict[RunTask, FleetOutcome]) -> list[PaperClaim]:
+def _claims(outcomes: Outcomes, results: dict[FleetRunTask, FleetOutcome]) -> list[PaperClaim]:
     claims = []
     for workload, rate in _settings(outcomes):
         ours, queue = (_counts(outcomes, workload, rate, each) for each in ("aladdin", QUEUE))
@@ -338,7 +341,7 @@ def _claims(outcomes: Outcomes, results: dict[RunTask, FleetOutcome]) -> list[Pa
     return claims
 
 
-def _attainment_claims(results: dict[RunTask, FleetOutcome]) -> list[PaperClaim]:
+def _attainment_claims(results: dict[FleetRunTask, FleetOutcome]) -> list[PaperClaim]:
     """Return the claims about violations and P99 ATGT on equal fleets of the first workload."""
     first = next(iter(results)).search.workload
     by_policy = {

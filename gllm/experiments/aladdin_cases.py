@@ -48,7 +48,7 @@ def measured_worker(has_prefill: bool = True) -> WorkerSpec:
 
 
 @dataclass(frozen=True)
-class SearchTask:
+class FleetSearchTask:
     """Search for the smallest fleet of a policy."""
 
     workload: str
@@ -78,22 +78,22 @@ class SearchTask:
         )  # fmt: skip
 
 
-def search_fleet(task: SearchTask) -> FleetOutcome | None:
+def search_fleet(task: FleetSearchTask) -> FleetOutcome | None:
     """Return the smallest fleet; None if it has more than MAX_WORKERS workers."""
     return least_fleet(task.case, task.attainment, task.start, MAX_WORKERS)
 
 
 @dataclass(frozen=True)
-class RunTask:
+class FleetRunTask:
     """Simulation of a number of workers."""
 
-    search: SearchTask
+    search: FleetSearchTask
     num_workers: int
     without: str = ""
     """Constraint that is left out."""
 
 
-def run_fleet(task: RunTask) -> FleetOutcome:
+def run_fleet(task: FleetRunTask) -> FleetOutcome:
     """Return the latencies of a fleet."""
     case = task.search.case
     constraints = case.constraints - frozenset(task.without)

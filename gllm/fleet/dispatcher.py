@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from gllm.config.slo import Slo
 from gllm.fleet.engine_record import EngineRecord
-from gllm.routing.engine_rate import MeanLengths
+from gllm.routing.engine_rate import RecentLengths
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.predict import predict_all
@@ -44,7 +44,7 @@ class Dispatcher:
         self.num_shed: Counter[str] = Counter()
         """Requests refused because of their SLO, by reason."""
         self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
-        self.mean_lengths: MeanLengths | None = None
+        self.mean_lengths: RecentLengths | None = None
         """Mean lengths of the requests that have finished lately; None before the first."""
         self.policy = policy
         self.health = health
@@ -86,7 +86,7 @@ class Dispatcher:
         """Note an output of a request that has finished, by its length in tokens."""
         self.output_lengths.record(entry.max_tokens, length)
         self.policy.on_finished(len(entry.prompt), length)
-        lengths = MeanLengths(len(entry.prompt), length)
+        lengths = RecentLengths(len(entry.prompt), length)
         self.mean_lengths = self.mean_lengths.mix(lengths) if self.mean_lengths else lengths
 
     def predict_output(self, entry: JournalEntry) -> int:

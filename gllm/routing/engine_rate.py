@@ -16,22 +16,22 @@ USED_SHARE = 0.8
 """Share of the highest rate that is planned with: at the highest one, queues grow without end."""
 
 
-class MeanLengths(NamedTuple):
-    """Mean lengths of requests in tokens."""
+class RecentLengths(NamedTuple):
+    """Mean lengths of recent requests in tokens."""
 
     prompt: float
     output: float
 
-    def mix(self, latest: "MeanLengths") -> "MeanLengths":
+    def mix(self, latest: "RecentLengths") -> "RecentLengths":
         """Return the lengths with those of the latest request."""
         pairs = zip(self, latest, strict=True)
-        return MeanLengths(*(LENGTH_DECAY * old + (1 - LENGTH_DECAY) * new for old, new in pairs))
+        return RecentLengths(*(LENGTH_DECAY * old + (1 - LENGTH_DECAY) * new for old, new in pairs))
 
 
 def sustained_rate(
     engine: EngineSnapshot,
     costs: StepCostCoefficients,
-    lengths: MeanLengths,
+    lengths: RecentLengths,
     tpot_seconds: float | None = None,
 ) -> float:
     """Return the requests per second that an engine sustains.

@@ -1,12 +1,12 @@
 """Aladdin's fleets in the simulator, and the example of its figure."""
 
-from gllm.experiments.aladdin_cases import RunTask, SearchTask, example_peaks, run_fleet
+from gllm.experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
 from gllm.plan.scaling.fleet_size import FleetOutcome
 
 
 def attainment(policy: str, num_workers: int, without: str = "") -> FleetOutcome:
-    search = SearchTask("azure-conv", 2.0, policy, seconds=15.0)
-    return run_fleet(RunTask(search, num_workers, without))
+    search = FleetSearchTask("azure-conv", 2.0, policy, seconds=15.0)
+    return run_fleet(FleetRunTask(search, num_workers, without))
 
 
 def test_shortest_queue_overfills_a_worker_that_the_best_placement_does_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 from gllm.config.router import RouterConfig
 from gllm.engine.interface import EngineUnavailableError
 from gllm.messages.fleet import EngineReport
-from gllm.routing.engine_rate import MeanLengths, sustained_rate
+from gllm.routing.engine_rate import RecentLengths, sustained_rate
 from gllm.routing.scale_config import ScaleConfig
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
@@ -98,9 +98,9 @@ def test_engines_follow_the_rate_that_one_is_predicted_to_sustain() -> None:
         for request in a.requests[-4:]:
             a.answer(request, *range(8), reason="length")
         rig.pass_time(1)
-    expected = sustained_rate(engine("a"), COSTS, MeanLengths(3.0, 8.0))
+    expected = sustained_rate(engine("a"), COSTS, RecentLengths(3.0, 8.0))
     record = rig.fleet._dispatcher.records["a"].snapshot()
-    assert rig.status.engine_rate == sustained_rate(record, COSTS, MeanLengths(3.0, 8.0))
+    assert rig.status.engine_rate == sustained_rate(record, COSTS, RecentLengths(3.0, 8.0))
     assert rig.status.engine_rate < expected, "its KV cache holds fewer requests"
     assert rig.status.rate == pytest.approx(4, rel=0.1)
     assert rig.status.num_wanted == 1
@@ -132,7 +132,7 @@ def test_configured_rate_outranks_the_predicted_one() -> None:
 
 def test_faster_engines_and_looser_limits_sustain_more() -> None:
     snapshot = engine("a")._replace(num_blocks=10_000)
-    lengths = MeanLengths(100.0, 100.0)
+    lengths = RecentLengths(100.0, 100.0)
     costs = StepCostCoefficients(0.01, 1e-4, 0.0, 1e-4, 1e-7)
     free = sustained_rate(snapshot, costs, lengths)
     tight = sustained_rate(snapshot, costs, lengths, tpot_seconds=0.012)
@@ -140,5 +140,5 @@ def test_faster_engines_and_looser_limits_sustain_more() -> None:
     assert free > tight > one
     # One request at a time: 100 steps, and its prompt.
     assert one == pytest.approx(0.8 / (100 * (0.01 + 2e-4 + 1.5e-5) + 0.01))
-    assert sustained_rate(snapshot, costs, MeanLengths(100.0, 200.0)) < free
+    assert sustained_rate(snapshot, costs, RecentLengths(100.0, 200.0)) < free
     assert sustained_rate(snapshot._replace(num_blocks=50), costs, lengths) < free
