@@ -25,7 +25,7 @@ class Operations:
         def timed_call(library: KernelLibrary, arguments: ctypes.Structure) -> None:
             self.time(lambda: call(library, arguments))
 
-        def timed_run(library: KernelLibrary, calls: ctypes.Array[Any], count: int) -> None:
+        def timed_run(library: KernelLibrary, calls: ctypes.c_void_p, count: int) -> None:
             self.time(lambda: run(library, calls, count))
 
         KernelLibrary.__call__ = timed_call  # type: ignore[method-assign, assignment]

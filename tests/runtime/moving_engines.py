@@ -106,6 +106,7 @@ class MovingEngine(KvEngine):
                 case KvRevoked(ticket):
                     self.served.pop(ticket, None)
                 case KvFetched():
+                    assert isinstance(self._cluster, MovingCluster)
                     self._cluster.fetched.append(report)
             self.receive(report)
             has_reports = True

@@ -134,7 +134,7 @@ class WaitingProgress:
         self.num_layers = len(layout.layers)
         self.layer_bytes = layout.bytes_per_token // self.num_layers
         self.num_waits = 0
-        self.executor._progress = self
+        self.executor._progress = self  # type: ignore[assignment]
 
     def record(self, step: int, num_layers: int) -> None:
         self.progress.record(step, num_layers)

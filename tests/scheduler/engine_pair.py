@@ -331,6 +331,7 @@ class EnginePair:
 
     def _find_pushed(self, transfer: Transfer) -> KvHold | None:
         """Return what is computed of a prompt; None if its push has ended early."""
+        assert transfer.pushed_seq is not None
         scheduler = self.engines[1 - transfer.engine].scheduler
         sequence = scheduler._sequences.get(transfer.pushed_seq)
         if sequence is None or sequence.is_freeing_blocks or sequence.epoch:

@@ -1,5 +1,7 @@
 """Pushes and prefetches: who gets one, and what happens to their blocks."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -128,7 +130,7 @@ def start_prefetch(scheduler: Scheduler) -> int:
     return seq
 
 
-def decoding(**changes: object) -> SchedulerRequest:
+def decoding(**changes: Any) -> SchedulerRequest:
     request = SchedulerRequest(
         0, list(range(12)), 8, outputs=[[5]], kv_source_tokens=12, kv_source_ticket=TICKET
     )
