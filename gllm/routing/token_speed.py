@@ -2,20 +2,22 @@
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from gllm.routing.state import EngineSnapshot, median_coefficients
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 
 MIN_GAPS = 8
-"""Gaps between tokens whose median is measured."""
+"""Gaps between tokens whose mean is measured."""
 MAX_ABSENT_OUTPUTS = 16
 """Outputs without the observed sequence after which it is taken to have ended."""
 MIN_STALL_SECONDS = 5.0
 """Shortest time without a step that counts as slow."""
 NUM_BASELINE_SAMPLES = 60
 """Samples whose median is the normal speed of an engine."""
+MIN_BASELINE_SAMPLES = 5
+"""Samples before which an engine has no normal speed: the first ones alone may be far from it."""
 HEALTHY_SLOWDOWN = 1.5
 """Slowdown below which the normal speed follows the measured one, and the cost model the fit."""
 RECENT_SECONDS = 10.0
@@ -94,11 +96,16 @@ class TokenSpeed:
         earlier, self._sampled = self._sampled, self._sampled or stats
         if earlier is None or self.coefficients is None or len(self._gaps) < MIN_GAPS:
             return False
-        gap = median(self._gaps)
+        # A busy router reads several outputs at once: their gaps are about 0, and a longer one
+        # follows. The mean stays.
+        gap = fmean(self._gaps)
         self._gaps.clear()
         self._sampled = stats
         ratio = gap / max(1e-9, _predict_gap(snapshot, earlier, self.coefficients))
-        self._set_slowdown(ratio / median(self._baseline or [ratio]), now)
+        if len(self._baseline) < MIN_BASELINE_SAMPLES:
+            self._baseline.append(ratio)
+            return False
+        self._set_slowdown(ratio / median(self._baseline), now)
         if self.slowdown < HEALTHY_SLOWDOWN:
             self._baseline.append(ratio)
             self._follow_fit(snapshot, earlier)

@@ -23,6 +23,9 @@ class BusyEngine:
         self.step_seconds = 0.02
         self.is_hung = False
         self.has_fit = True
+        self.num_read_at_once = 1
+        """Outputs that the router reads at a time."""
+        self._unread = 0
         self._health = health
         self._next_step = self._next_report = offset
         self._num_steps = 0
@@ -37,7 +40,14 @@ class BusyEngine:
                 self._next_step += self.step_seconds
                 if not self.is_hung:
                     self._num_steps += 1
-                    self._health.on_outputs(self.name, range(RUNNING), now)
+                    self._on_output(now)
+
+    def _on_output(self, now: float) -> None:
+        self._unread += 1
+        if self._unread >= self.num_read_at_once:
+            for _ in range(self._unread):
+                self._health.on_outputs(self.name, range(RUNNING), now)
+            self._unread = 0
 
     def _snapshot(self) -> EngineSnapshot:
         stats = SchedulerStats(
@@ -136,6 +146,24 @@ def test_engine_a_bit_slower_or_faster_stays(factor: float) -> None:
     fleet.engines[0].step_seconds *= factor
     fleet.run(60)
     assert fleet.weights == [1, 1, 1]
+
+
+def test_outputs_that_the_router_reads_late_and_together_are_not_slowness() -> None:
+    fleet = Fleet(2)
+    fleet.engines[0].num_read_at_once = 4
+    fleet.run(20)
+    fleet.engines[0].num_read_at_once = 1
+    fleet.run(30)
+    assert fleet.weights == [1, 1]
+
+
+def test_one_odd_sample_at_the_start_is_not_the_normal_speed() -> None:
+    fleet = Fleet(2)
+    fleet.engines[0].step_seconds /= 10
+    fleet.run(2 * REPORT_SECONDS)
+    fleet.engines[0].step_seconds *= 10
+    fleet.run(60)
+    assert fleet.weights == [1, 1]
 
 
 def test_whole_fleet_that_slows_down_stays() -> None:
