@@ -6,7 +6,6 @@ import sys
 
 import msgspec
 import numpy as np
-import pytest
 
 from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.kv_transfer.layout import KvLayout
@@ -29,6 +28,7 @@ from gllm.messages.kv_transfer import (
     FetchKv,
     KvFetched,
     KvFetchStarted,
+    KvReport,
     KvRevoked,
     RevokeKv,
     ServeKv,
@@ -83,42 +83,45 @@ class LinkParent:
         self.process.wait(10)
 
 
-@pytest.mark.parametrize("is_remote", [False, True])
-def test_blocks_get_from_one_process_to_the_other(is_remote: bool) -> None:
+def test_blocks_get_from_one_process_to_the_other() -> None:
     (layout,) = cut_layouts(1, 1)
     owner, receiver = LinkParent(layout), LinkParent(layout)
-    slots = owner.pages.find_slots(BLOCKS, 0, 10)
-    for layer in range(4):
-        run = owner.pages.read(layer, range(2), slots)
-        run[:] = np.arange(len(run)) % 251 + layer
-        owner.pages.write(layer, range(2), slots, run)
     owner.send(MoveKv(GENERATION - 1, ServeKv(9, 10, BLOCKS)))
-    owner.send(MoveKv(GENERATION, ServeKv(8, 10, BLOCKS)))
-    endpoint = owner.remote if is_remote else owner.local
-    reports = []
-    for number, ticket in enumerate((9, 8)):
-        command = FetchKv(number, ticket, endpoint, 0, 10, BLOCKS)
-        receiver.send(MoveKv(GENERATION, command))
-        while True:
-            message = receiver.receive()
-            assert isinstance(message, KvMoved)
-            reports.append(message.report)
-            if isinstance(message.report, KvFetched):
-                break
-    kinds = [type(report) for report in reports]
-    assert kinds == [KvFetched, KvFetchStarted, KvFetched]
-    refused, fetched = reports[0], reports[2]
+    receiver.send(MoveKv(GENERATION, FetchKv(0, 9, owner.local, 0, 10, BLOCKS)))
+    (refused,) = receive_reports(receiver)
     assert isinstance(refused, KvFetched)
-    assert isinstance(fetched, KvFetched)
     # The ticket of another generation is not known.
     assert "not held here" in refused.cause
-    assert fetched.is_ok, fetched.cause
-    for layer in range(4):
-        expected = owner.pages.read(layer, range(2), slots)
-        assert expected.any()
-        assert (receiver.pages.read(layer, range(2), slots) == expected).all()
-    owner.send(MoveKv(GENERATION, RevokeKv(8)))
-    assert owner.receive() == KvMoved(GENERATION, KvRevoked(8))
+    slots = owner.pages.find_slots(BLOCKS, 0, 10)
+    for number, endpoint in ((1, owner.local), (2, owner.remote)):
+        for layer in range(4):
+            run = owner.pages.read(layer, range(2), slots)
+            run[:] = np.arange(len(run)) % 251 + layer + number
+            owner.pages.write(layer, range(2), slots, run)
+        owner.send(MoveKv(GENERATION, ServeKv(number, 10, BLOCKS)))
+        receiver.send(MoveKv(GENERATION, FetchKv(number, number, endpoint, 0, 10, BLOCKS)))
+        started, fetched = receive_reports(receiver)
+        assert isinstance(started, KvFetchStarted)
+        assert isinstance(fetched, KvFetched)
+        assert fetched.is_ok, fetched.cause
+        for layer in range(4):
+            expected = owner.pages.read(layer, range(2), slots)
+            assert (receiver.pages.read(layer, range(2), slots) == expected).all()
+        owner.send(MoveKv(GENERATION, RevokeKv(number)))
+        # A ticket that a reader has used ends by itself too.
+        revoked = KvMoved(GENERATION, KvRevoked(number))
+        while (answer := owner.receive()) != revoked:
+            assert answer == KvMoved(GENERATION, KvRevoked(1))
     owner.send(CloseKvCaches())
     owner.close()
     receiver.close()
+
+
+def receive_reports(parent: LinkParent) -> list[KvReport]:
+    """Return the reports on a fetch, until its end."""
+    reports: list[KvReport] = []
+    while not reports or not isinstance(reports[-1], KvFetched):
+        message = parent.receive()
+        assert isinstance(message, KvMoved)
+        reports.append(message.report)
+    return reports

@@ -35,14 +35,16 @@ class KvWorkers:
     ) -> None:
         self.reports: list[WireMessage] = []
         """Messages to the driver of the present generation."""
+        self.generation = 0
+        """Number of the present generation; 0 before the first one."""
         self.num_changes = 0
         self.layouts: list[KvLayout] = cut_layouts(pp, tp)
         self.pages: list[KvPages] = []
         self.mover = EngineKvMover(self._on_report, backend, address=address)
         self.mover.on_change = self._on_change
 
-    def begin(self, generation: int, num_shared: int | None = None) -> None:
-        """Begin a generation; only `num_shared` of its workers have caches for transfers."""
+    def begin(self, num_shared: int | None = None) -> None:
+        """Begin the next generation; only `num_shared` of its workers have caches for transfers."""
         self.mover.end_generation()
         self.reports.clear()
         memory = {}
@@ -52,7 +54,8 @@ class KvWorkers:
             os.ftruncate(memory[sender], layout.num_bytes)
             self.pages.append(KvPages(layout, memory[sender]))
             self.mover.add_layout(sender, layout)
-        self.mover.open(generation, range(len(self.layouts)), memory)
+        self.generation += 1
+        self.mover.open(self.generation, range(len(self.layouts)), memory)
         for descriptor in memory.values():
             os.close(descriptor)
 
@@ -99,6 +102,11 @@ class KvWorkers:
         process_id = self.mover.process_id
         assert process_id is not None
         os.kill(process_id, 9)
+
+    def close(self) -> None:
+        """End gllm-link, and drop the maps, each of which has a descriptor."""
+        self.mover.close()
+        self.pages.clear()
 
     def _on_report(self, message: WireMessage) -> None:
         received: Any = decode_for_worker(encode(message))

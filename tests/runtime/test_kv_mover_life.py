@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kv_transfer.endpoint import KvMachine
@@ -124,6 +124,7 @@ class Driver:
                 mover.handle(RevokeKv(ticket))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 120))
 def test_every_command_is_answered_once_and_by_its_generation(seed: int, num_events: int) -> None:
     rng, driver, generation = Random(seed), Driver(), 0

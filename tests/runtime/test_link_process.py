@@ -1,6 +1,7 @@
 """The owner of gllm-link: edges through real processes, restarts, ports and what is left."""
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +39,7 @@ class Machine:
         name: str,
         listen: str,
         certificate: NodeCertificate | None,
-        node_timeout: float = 1.0,
+        node_timeout: float = 0.3,
     ) -> None:
         self.name = name
         self.certificate = certificate
@@ -114,6 +115,7 @@ def peer_of(machine: Machine, address: str) -> LinkPeer:
 
 
 async def test_a_killed_process_is_started_again_and_loses_no_step() -> None:
+    gc.collect()  # Descriptors of earlier tests.
     before = len(os.listdir("/proc/self/fd"))
     async with two_machines() as (left, right, peer):
         assert left.links.process is None, "a machine that only dials starts it with an edge"
