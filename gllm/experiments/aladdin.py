@@ -129,6 +129,9 @@ NOTES = f"""\
 - *Default vLLM* is read as workers of {DEFAULT_GPUS} GPUs behind the shortest queue. It is compared
   on roofline times with `aladdin` on workers of 4, the best number there.
 - *JSQ* counts tokens, as Splitwise's does; by requests it needs fewer workers on these workloads.
+- *sharegpt*: best fit packs requests into the fewest workers that meet the constraints by predicted
+  lengths, so more workers do not help where the predictions are wrong; the shortest queue spreads
+  them. Which requests miss their limits was not examined.
 - *A fixed number of workers*: where no worker meets the constraints, the least loaded gets the
   request. The paper opens a worker instead."""
 
