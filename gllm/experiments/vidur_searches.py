@@ -29,8 +29,8 @@ SPACE = DesignSpace(
 """Vidur's space."""
 SMALL_SPACE = replace(SPACE, devices=("H100",), ranks=(2,), max_num_seqs=(256,))
 """Space of a functional check, for which few forests are fitted."""
-RULE = replace(PLAN_RULES["vidur"], min_seconds=12.0, rate_step=1.1)
-"""Vidur's rule in shorter runs, exact to 10 %."""
+RULE = replace(PLAN_RULES["vidur"], rate_step=1.1)
+"""Vidur's rule, exact to 10 %; the planner extends its runs where requests are long."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class VidurCapacityTask:
     workload: str
     slo: str
     requests: int
+    is_simulated: bool = True
+    """False: closed forms only."""
 
 
 def make_problem(model: str, workload: str, slo: str, requests: int) -> DesignProblem:
@@ -106,7 +108,11 @@ def run_search(task: VidurSearchTask) -> VidurSearchFigures:
 
 
 def run_capacity(task: VidurCapacityTask) -> AssessedDesign:
-    """Return the simulated figures of one design."""
+    """Return the figures of one design."""
     problem = make_problem(task.model, task.workload, task.slo, task.requests)
-    estimate = DesignPlanner(problem).estimate(task.design)
-    return simulate_design(problem, (task.design, estimate.capacity or 1.0))
+    planner = DesignPlanner(problem)
+    estimate = planner.estimate(task.design)
+    if not task.is_simulated:
+        return estimate
+    start = estimate.capacity or 1.0
+    return simulate_design(problem, (task.design, start, planner.rule_of(task.design)))

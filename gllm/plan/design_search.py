@@ -13,7 +13,7 @@ from math import ceil, inf
 
 from gllm.plan.best_first import BestFirstOutcome, CandidateBound, search_best
 from gllm.plan.budget import SearchBudget
-from gllm.plan.capacity import measure_capacity
+from gllm.plan.capacity import extend_rule, measure_capacity
 from gllm.plan.design_problem import (
     MAKESPAN,
     TOO_SLOW,
@@ -26,6 +26,7 @@ from gllm.plan.design_problem import (
 from gllm.plan.engine_bounds import EngineBounds
 from gllm.plan.engine_designs import EngineDesign
 from gllm.plan.workload_moments import WorkloadMoments, measure_workload
+from gllm.sim.capacity import CapacityRule
 from gllm.sim.configured import simulate_requests
 from gllm.sim.deployment import Deployment, ModelFitError
 from gllm.sim.options import build_deployment, build_workload
@@ -137,8 +138,10 @@ class DesignPlanner:
 
         def simulate(run: Callable[..., Iterator[AssessedDesign]]) -> Simulate:
             def run_batch(chosen: Sequence[EngineDesign]) -> list[AssessedDesign]:
-                starts = [(design, self._start_rate(design)) for design in chosen]
-                results = list(run(partial(simulate_design, self.problem), starts))
+                trials = [
+                    (design, self._start_rate(design), self.rule_of(design)) for design in chosen
+                ]
+                results = list(run(partial(simulate_design, self.problem), trials))
                 for result in results:
                     on_result(result)
                 return results
@@ -176,11 +179,20 @@ class DesignPlanner:
         config = design.configure(self.problem.config)
         return build_deployment(config, self.moments.longest_tokens)
 
+    def rule_of(self, design: EngineDesign) -> CapacityRule:
+        """Return the problem's rule with runs that outlast the design's requests."""
+        return self._rule(self.bounds_of(design))
+
+    def _rule(self, bounds: EngineBounds) -> CapacityRule:
+        rule = self.problem.rule
+        limits, delay = self.problem.limits, rule.max_p99_delay_seconds
+        return extend_rule(rule, bounds.request_seconds(limits, delay))
+
     def _highest_rate(self, bounds: EngineBounds) -> float:
         """Return requests per second that no run of the problem's rule can sustain more than."""
         if self.problem.objective_name == MAKESPAN:
             return bounds.max_rate()
-        rule, requests = self.problem.rule, self.problem.config.requests
+        rule, requests = self._rule(bounds), self.problem.config.requests
         return bounds.max_rate_of_run(requests, rule.min_seconds, rule.max_p99_delay_seconds)
 
     def _hopeless_reason(self, bounds: EngineBounds) -> str:
@@ -209,14 +221,20 @@ class DesignPlanner:
 
 
 def simulate_design(
-    problem: DesignProblem, candidate: tuple[EngineDesign, float]
+    problem: DesignProblem, candidate: tuple[EngineDesign, float, CapacityRule]
 ) -> AssessedDesign:
-    """Return the simulated figures of a design, whose search begins at a rate per second."""
-    design, start_rate = candidate
+    """Return the simulated figures of a design.
+
+    Args:
+        problem: The task.
+        candidate: The design, the rate per second at which its search begins, and the rule with
+            runs that outlast its requests: see `DesignPlanner.rule_of`.
+    """
+    design, start_rate, rule = candidate
     config = design.configure(problem.config)
     if problem.objective_name == MAKESPAN:
         return assess_capacity(problem, design, _measure_throughput(problem, design))
-    capacity = measure_capacity(config, start_rate, problem.rule, problem.limits)
+    capacity = measure_capacity(config, start_rate, rule, problem.limits)
     found = capacity.figures
     latencies = UNKNOWN
     if found:

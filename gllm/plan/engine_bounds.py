@@ -7,7 +7,8 @@ requests than micro-batches that are as large as the limits permit: tokens per m
 sequences, KV cache.
 
 Estimates: the micro-batch that a rate needs gives the time between tokens; the wait before a
-prefill is that of an M/D/1 queue whose service time is that of the slowest stage per request.
+prefill is that of an M/D/1 queue whose service time is that of the slowest stage per request; of an
+M/D/c queue where sequences, not tokens, limit the micro-batches: each sequence is a server.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +16,12 @@ from itertools import count
 from math import inf, log
 from typing import NamedTuple
 
-from gllm.plan.latency_limits import LatencyLimits
+from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits
 from gllm.plan.workload_moments import WorkloadMoments
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment
-from gllm.sim.queueing import mean_latency
+from gllm.sim.queueing import wait_probability
 
 BOUND_SLACK = 1.1
 """Factor on the bound, because micro-batches are rounded to whole tokens, a run's lengths differ
@@ -32,6 +33,8 @@ DELAY_PERCENT = 99.0
 MAX_DELAY_SECONDS = 5.0
 """Default of that limit."""
 MAX_UTILIZATION = 0.999
+LONG_REQUEST_PERCENT = 90.0
+"""Percentile of the output lengths that a long request has."""
 
 
 class OperatingPoint(NamedTuple):
@@ -40,24 +43,22 @@ class OperatingPoint(NamedTuple):
     rate: float
     """Requests per second."""
     slowest_seconds: float
-    """Seconds of the slowest stage per request."""
+    """Seconds between two requests at the highest rate."""
     prefill_seconds: float
     """Seconds of a mean prompt on all stages, alone."""
     step_seconds: float
     """Seconds of a mean micro-batch on all stages: the time per output token."""
     chunk_seconds: float
     """The same of a micro-batch with as many prefill tokens as are permitted."""
-
-    @property
-    def _mean_wait(self) -> float:
-        latency = mean_latency(self.rate, self.prefill_seconds, self.slowest_seconds)
-        return latency - self.prefill_seconds
+    num_servers: float = 1.0
+    """Requests that are served at once before one has to wait: 1 where tokens are the limit."""
 
     def wait(self, percent: float) -> float:
         """Return a percentile (0..100) of the wait before the prefill, with an exponential tail."""
         utilization = min(self.rate * self.slowest_seconds, MAX_UTILIZATION)
-        share = utilization / max(1 - percent / 100, 1e-6)
-        return self._mean_wait / utilization * log(share) if share > 1 else 0.0
+        share = wait_probability(utilization, self.num_servers) / max(1 - percent / 100, 1e-6)
+        # Mean wait of those that wait; it does not depend on the number of servers.
+        return self.slowest_seconds / (2 * (1 - utilization)) * log(share) if share > 1 else 0.0
 
     def ttft(self, percent: float = 50.0) -> float:
         """Return a percentile (0..100) of the time to the first token."""
@@ -149,10 +150,11 @@ class EngineBounds:
             largest = max(shares, key=self._rate)
             slowest = 1 / self._rate(largest)
             prefill = self._prefill_seconds(max(1, round(self._moments.prompt_tokens)))
+            num_servers = max(1.0, self._max_seqs) if largest < self._token_share else 1.0
             low, high, best = 0.0, largest, None
             for _ in range(NUM_HALVINGS):
                 middle = (low + high) / 2
-                point = self._point(middle, slowest, prefill)
+                point = self._point(middle, slowest, prefill)._replace(num_servers=num_servers)
                 if holds(point):
                     low, best = middle, point
                 else:
@@ -160,6 +162,25 @@ class EngineBounds:
         except CostRangeError:
             return None
         return best
+
+    def request_seconds(
+        self,
+        limits: LatencyLimits = NO_LIMITS,
+        max_delay_seconds: float = MAX_DELAY_SECONDS,
+        percent: float = LONG_REQUEST_PERCENT,
+    ) -> float:
+        """Return the estimated duration of a long request at the capacity, without its wait.
+
+        Args:
+            limits: Latency limits of the capacity; where no rate keeps them they do not count.
+            max_delay_seconds: Limit of the scheduling delay.
+            percent: Percentile (0..100) of the output lengths; the prompt is a mean one.
+        """
+        point = self.best_point(limits, max_delay_seconds) or self.best_point(NO_LIMITS)
+        steps = self._moments.step_percentile(percent)
+        if point is None:
+            return steps * self.least_token_seconds()
+        return point.prefill_seconds + steps * point.step_seconds
 
     def least_first_token_seconds(self, percent: float) -> float:
         """Return a time that this percentile of the TTFT is not below."""
@@ -183,8 +204,7 @@ class EngineBounds:
         A size is a number of requests' work. With several stages, micro-batches in flight share the
         sequences; how unevenly is free, so sizes up to all sequences count.
         """
-        moments = self._moments
-        by_tokens = self._max_tokens / (moments.prompt_tokens + moments.decode_steps)
+        moments, by_tokens = self._moments, self._token_share
         if not moments.decode_steps:
             yield by_tokens
             return
@@ -194,6 +214,11 @@ class EngineBounds:
         for index in range(num_sizes):
             size = least * (most / least) ** (index / max(1, num_sizes - 1))
             yield min(by_tokens, size)
+
+    @property
+    def _token_share(self) -> float:
+        """Requests' work in a micro-batch with as many tokens as are permitted."""
+        return self._max_tokens / (self._moments.prompt_tokens + self._moments.decode_steps)
 
     def _rate(self, share: float) -> float:
         """Return requests per second with micro-batches of this size."""

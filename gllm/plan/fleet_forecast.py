@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gllm.plan.capacity import LimitedRun
-from gllm.plan.design_problem import AssessedDesign, DesignProblem
+from gllm.plan.design_problem import AssessedDesign
 from gllm.plan.design_search import DesignPlanner
 
 
@@ -36,14 +36,16 @@ def forecast_closed(planner: DesignPlanner, best: AssessedDesign) -> FleetForeca
     return FleetForecast(count, rate, count * best.capacity, None, *figures, True)
 
 
-def forecast_fleet(problem: DesignProblem, best: AssessedDesign, router: str) -> FleetForecast:
+def forecast_fleet(planner: DesignPlanner, best: AssessedDesign, router: str) -> FleetForecast:
     """Simulate the fleet at the rate; add engines as long as it misses a limit and may have more.
 
     Args:
-        problem: The task.
+        planner: Closed forms of the task's designs.
         best: The design.
         router: Routing policy.
     """
+    problem = planner.problem
+    rule = planner.rule_of(best.design)
     facts = problem.facts(best.design)
     rate = problem.rate or best.capacity
     count = best.num_engines
@@ -51,8 +53,8 @@ def forecast_fleet(problem: DesignProblem, best: AssessedDesign, router: str) ->
         config = replace(
             best.design.configure(problem.config), engines=count, routing_policy=router
         )
-        run = LimitedRun(config, problem.rule, problem.limits)
-        is_within = problem.rule.is_sustained(run(rate))
+        run = LimitedRun(config, rule, problem.limits)
+        is_within = rule.is_sustained(run(rate))
         if is_within or problem.rate is None or count >= facts.max_engines:
             break
         count += 1

@@ -24,6 +24,8 @@ class WorkloadMoments(NamedTuple):
     """Prompt and output of the longest request."""
     prompts: tuple[int, ...]
     """Length of each prefilled prompt, rising."""
+    steps: tuple[int, ...]
+    """Decode steps of each request, rising."""
     is_shared: bool = False
     """True if requests share parts of their prompts, and so KV blocks."""
 
@@ -35,6 +37,10 @@ class WorkloadMoments(NamedTuple):
     def prompt_percentile(self, percent: float) -> int:
         """Return a percentile (0..100) of the prompts' lengths, rounded down."""
         return max(1, int(percentile(self.prompts, percent)))
+
+    def step_percentile(self, percent: float) -> float:
+        """Return a percentile (0..100) of the decode steps per request."""
+        return percentile(self.steps, percent)
 
 
 def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
@@ -53,5 +59,6 @@ def measure_workload(jobs: Sequence[WorkloadRequest]) -> WorkloadMoments:
         fmean(contexts),
         max(job.num_prompt_tokens + job.num_output_tokens for job in jobs),
         tuple(sorted(prompts)),
+        tuple(sorted(steps)),
         any(job.parts for job in jobs),
     )

@@ -1,10 +1,11 @@
-"""Closed forms of the M/D/1 queue: mean latency of prefill under Poisson arrivals.
+"""Closed forms of M/D/1 and M/D/c queues: latency of prefill, wait for one of several servers.
 
 Source: "DistServe" (OSDI'24, arXiv 2401.09670), section 3.1, Eq. 1 to 3: requests of one length and
-batches of one request. Utilization is the arrival rate times the execution time on one device.
+batches of one request. Utilization is the arrival rate times the execution time on one device. For
+several servers: Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)", 1977.
 """
 
-from math import inf
+from math import inf, sqrt
 
 
 def mean_latency(rate: float, execution: float, slowest: float | None = None) -> float:
@@ -28,6 +29,24 @@ def mean_latency(rate: float, execution: float, slowest: float | None = None) ->
     if utilization >= 1:
         return inf
     return execution + rate * slowest**2 / (2 * (1 - utilization))
+
+
+def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
+    """Return the probability that a request finds all servers busy.
+
+    Args:
+        utilization: Share of the servers that are busy in the mean, 0..1.
+        num_servers: At least 1.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if not 0 <= utilization <= 1 or num_servers < 1:
+        raise ValueError(
+            f"utilization is {utilization}, num_servers {num_servers}: they must be in 0..1 and at "
+            "least 1"
+        )
+    return utilization ** (sqrt(2 * (num_servers + 1)) - 1)
 
 
 def pipeline_latency(rate: float, execution: float, stages: int) -> float:

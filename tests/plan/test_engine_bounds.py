@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gllm.observability.latency import percentile
 from gllm.plan.capacity import PLAN_RULES, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
 from gllm.plan.engine_designs import EngineDesign
@@ -53,6 +54,7 @@ def test_moments_of_a_workload() -> None:
     assert moments.context_tokens == (21 + 22 + 23) / 2
     assert moments.mean_context_tokens == 22
     assert (moments.longest_tokens, moments.prompts) == (24, (10, 20))
+    assert moments.steps == (0, 3)
 
 
 @settings(max_examples=num_examples(6, 150), deadline=None)
@@ -87,6 +89,26 @@ def test_estimates_of_latencies_rise_with_the_rate() -> None:
         values = [figure(point) for point in points]
         assert values == sorted(values)
     assert bounds.point_at(2 * top) is None or bounds.point_at(2 * top).rate <= 2 * top  # type: ignore[union-attr]
+
+
+def test_the_duration_of_a_long_request_is_that_of_the_simulation() -> None:
+    config, bounds = build(EngineDesign("H200", 1, 1, "sarathi", 512, 64), "uniform:64,464,100,300")
+    expected = bounds.request_seconds()
+    point = bounds.best_point(NO_LIMITS)
+    assert point is not None
+    jobs = build_workload(replace(config, rate=0.9 * point.rate, requests=400))
+    served = simulate(build_deployment(config, 8192), jobs).requests.values()
+    seconds = [each.line.times[-1] - each.line.times[0] for each in served]
+    assert expected == pytest.approx(percentile(seconds, 90), rel=0.25)
+
+
+def test_longer_outputs_need_longer_runs() -> None:
+    design = EngineDesign("H200", 1, 1, "sarathi", 512, 64)
+    durations = [
+        build(design, f"fixed:500,{tokens}")[1].request_seconds() for tokens in (2, 20, 200)
+    ]
+    assert durations == sorted(durations)
+    assert durations[2] > 5 * durations[1]
 
 
 def test_tighter_limits_lower_the_estimated_capacity() -> None:

@@ -112,7 +112,7 @@ def test_engines_are_counted_for_a_rate() -> None:
     best = outcome.best[1]
     assert best.num_engines == -(-12 // best.capacity)
     assert best.value == 4.25 * best.num_engines
-    forecast = forecast_fleet(problem, best, "round-robin")
+    forecast = forecast_fleet(planner, best, "round-robin")
     assert forecast.num_engines >= best.num_engines
     assert forecast.is_within
     assert forecast.rate == 12

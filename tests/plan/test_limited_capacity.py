@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gllm.plan.capacity import PLAN_RULES, LimitedRun, measure_capacity
+from gllm.plan.capacity import (
+    PLAN_RULES,
+    REQUESTS_PER_RUN,
+    LimitedRun,
+    extend_rule,
+    measure_capacity,
+)
 from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits, parse_limits
 from gllm.sim.options import SimulationConfig
 
@@ -48,3 +56,18 @@ def test_processes_do_not_change_the_capacity() -> None:
     assert one.rate == two.rate > 0
     assert one.figures == two.figures
     assert one.trials == two.trials
+
+
+@given(st.floats(0, 1e4), st.sampled_from(sorted(PLAN_RULES)), st.floats(0.01, 100))
+def test_runs_outlast_their_requests(seconds: float, name: str, rate: float) -> None:
+    rule = PLAN_RULES[name]
+    extended = extend_rule(rule, seconds)
+    assert extended.min_seconds == max(rule.min_seconds, REQUESTS_PER_RUN * seconds)
+    assert replace(extended, min_seconds=rule.min_seconds) == rule
+    assert extended.num_requests(rate, 1) / rate >= REQUESTS_PER_RUN * seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_a_request_has_a_duration(seconds: float) -> None:
+    with pytest.raises(ValueError, match="request_seconds is"):
+        extend_rule(PLAN_RULES["vidur"], seconds)

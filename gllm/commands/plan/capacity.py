@@ -18,7 +18,7 @@ from gllm.config.flags import (
     number_type,
     output_file,
 )
-from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, measure_capacity
+from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
 from gllm.plan.engine_designs import design_of
 from gllm.plan.fleet_forecast import FleetForecast
@@ -98,8 +98,9 @@ def main(argv: list[str]) -> int:
             )
         limits = parse_limits(values.slo, values.attainment)
         deployment, jobs = build_simulation(config)
-        start = _start_rate(config, EngineBounds(deployment, measure_workload(jobs)), limits)
-        rule = PLAN_RULES[values.rule]
+        bounds = EngineBounds(deployment, measure_workload(jobs))
+        start = _start_rate(config, bounds, limits)
+        rule = extend_rule(PLAN_RULES[values.rule], bounds.request_seconds(limits))
         # None: no bar where the output is no terminal.
         with tqdm(unit="simulation", desc="capacity", leave=False, disable=None) as bar:
             capacity = measure_capacity(

@@ -200,7 +200,7 @@ def _search(values: argparse.Namespace, command: str) -> int:
     if values.closed_form:
         forecast = forecast_closed(planner, best)
     else:
-        forecast = forecast_fleet(problem, best, config.routing_policy)
+        forecast = forecast_fleet(planner, best, config.routing_policy)
     print(format_forecast(best, forecast))
     if values.plot:
         plot_search(outcome, problem, Path(values.plot))
