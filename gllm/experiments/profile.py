@@ -39,7 +39,13 @@ from gllm.models.errors import ModelError
 from gllm.models.hub import resolve_model
 from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
 from gllm.profiling.parts import measure_samplers, measure_spans
-from gllm.sim.costs.profile import CostProfile, build_profile, write_profile
+from gllm.sim.costs.profile import (
+    DEBUG_STEP_SECONDS,
+    CostProfile,
+    SpanSample,
+    build_profile,
+    write_profile,
+)
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -183,7 +189,10 @@ def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
     folder = resolve_model(config.model)
     config = replace(config, max_model_len=profile.scheduler.max_model_len)
     longest, num_ranks = min(profile.scheduler.max_model_len - 1, MAX_CONTEXT), degrees.pop()
-    spans = measure_spans(config, folder, profile.layers, longest, num_ranks)
+    spans = [
+        raise_span(span, config.debug_step_seconds)
+        for span in measure_spans(config, folder, profile.layers, longest, num_ranks)
+    ]
     samplers = measure_samplers(config, folder, num_ranks)
     model = read_config(folder).model
     return msgspec.structs.replace(
@@ -194,6 +203,12 @@ def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
     )
 
 
+def raise_span(span: SpanSample, min_seconds: float) -> SpanSample:
+    """Return a span that takes at least this many seconds, as each stage of the engine does."""
+    stages = [max(seconds, min_seconds) for seconds in span.step.stages]
+    return msgspec.structs.replace(span, step=msgspec.structs.replace(span.step, stages=stages))
+
+
 async def _begin(turns: RoundRobinLock | None) -> RoundRobinLock:
     """Start taking turns, with a private lock if none is given."""
     turns = turns or RoundRobinLock(1)
@@ -202,13 +217,16 @@ async def _begin(turns: RoundRobinLock | None) -> RoundRobinLock:
 
 
 def _machine(config: EngineConfig) -> dict[str, str]:
-    return {
+    facts = {
         "device": _processor(),
         "threads": str(config.threads or "auto"),
         "dtype": config.dtype,
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+    if config.debug_step_seconds:
+        facts[DEBUG_STEP_SECONDS] = str(config.debug_step_seconds)
+    return facts
 
 
 def _longest(engine: Engine) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from gllm.config.degrees import expand_degrees
@@ -15,7 +16,7 @@ from gllm.sim.costs.distserve import (
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
-from gllm.sim.hardware.links import LINKS
+from gllm.sim.hardware.links import LINKS, NetworkLink
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import format_degrees, split_layers_evenly
 from gllm.sim.hardware.tables import build_hardware, look_up
@@ -51,6 +52,12 @@ class ProfileOptions:
     """Longest text in tokens; default: the profile's, or `longest`."""
     device: str = ""
     """A name of DEVICES, for profiles of several devices."""
+
+
+def is_measured_here(profile: str) -> bool:
+    """Return True if a profile is a file of `gllm profile`."""
+    is_published = profile == VIDUR or profile.startswith((VIDUR_MODEL, DISTSERVE))
+    return not is_published and not Path(profile).is_dir()
 
 
 def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:
@@ -100,7 +107,8 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
         )
     # "pcie,network" names a link for each edge, which measured links make void.
     link = look_up("link", options.link.split(",")[0], LINKS)
-    cost = FittedCostModel(profile, layers, link)
+    modified = Path(path).stat().st_mtime_ns
+    cost = _fit_profile(path, modified, tuple(layers), link).with_own_counts()
     scheduler = options.scheduler.resolve(
         stages,
         profile.scheduler.num_blocks * max(profile.layers) // max(layers),
@@ -109,6 +117,21 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
     return Deployment(
         profile.model, layers, cost, scheduler, degrees=degrees if max(degrees) > 1 else []
     )
+
+
+@lru_cache(maxsize=16)
+def _fit_profile(
+    path: str, modified: int, layers: tuple[int, ...], link: NetworkLink
+) -> FittedCostModel:
+    """Return the fits of a profile, which take seconds: a search prices many designs of one cut.
+
+    Args:
+        path: Of the profile.
+        modified: Time of its last change in nanoseconds.
+        layers: Number of layers of each stage.
+        link: Between the stages, where the profile measured none.
+    """
+    return FittedCostModel(read_profile(path), layers, link)
 
 
 def _build_vidur(options: ProfileOptions) -> Deployment:

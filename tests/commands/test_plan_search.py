@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gllm.commands.plan.command import main
 from gllm.plan.serving_plan import read_plan
-from gllm.sim.costs.profile import write_profile
+from gllm.sim.costs.profile import DEBUG_STEP_SECONDS, write_profile
 from tests.sim.test_fitted import profile as make_profile
 
 WORKLOAD = ["--workload", "fixed:6000,2", "--requests", "20", "--jobs", "1"]
@@ -67,6 +68,20 @@ def test_a_profile_gives_a_plan_of_one_core_engines(
     assert len(plan.engines) == 2, text
     assert all(engine.flags == {"threads": 1} for engine in plan.engines.values())
     assert {stage.node for engine in plan.engines.values() for stage in engine.stages} == {"local"}
+
+
+def test_a_plan_has_the_flags_with_which_its_profile_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_path, plan_path = tmp_path / "profile.json", tmp_path / "plan.yaml"
+    machine = {"threads": "1", "dtype": "float32", DEBUG_STEP_SECONDS: "0.05"}
+    write_profile(msgspec.structs.replace(make_profile([8]), machine=machine), profile_path)
+    argv = ["search", "--profile", str(profile_path), "--cores", "1", "--policies", "sarathi:512"]
+    argv += ["--max-num-seqs", "16", "--workload", "fixed:600,4", "--closed-form"]
+    status, _, error = run(capsys, *argv, "--output", str(plan_path))
+    assert status == 0, error
+    (engine,) = read_plan(plan_path).engines.values()
+    assert engine.flags == {"threads": 1, "dtype": "float32", "debug-step-seconds": 0.05}
 
 
 def test_a_capacity_within_limits_is_written_as_a_plan(

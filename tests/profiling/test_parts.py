@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.experiments.profile import make_sweep_workloads
+from gllm.experiments.profile import make_sweep_workloads, raise_span
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_round_robin
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
@@ -18,7 +18,7 @@ from gllm.profiling.parts import list_spans, list_steps, measure_samplers, measu
 from gllm.profiling.span import TimedSpan, count_blocks
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.costs.profile import CostProfile, StepSample, build_profile
+from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, build_profile
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest
 
@@ -41,6 +41,14 @@ def test_parts_of_a_model() -> None:
         range(8), range(24, 32), range(4), range(28, 32), range(16, 17),
     ]  # fmt: skip
     assert list_spans(1, 1) == [range(1)]
+
+
+def test_parts_take_the_least_seconds_of_a_step() -> None:
+    for seconds, least, expected in ((0.01, 0.05, 0.05), (0.07, 0.05, 0.07), (0.01, 0.0, 0.01)):
+        step = StepSample.of(StageWork(0, 4, (), 4, 40, 4), [seconds])
+        span = raise_span(SpanSample(3, True, False, step), least)
+        assert span.step.stages == [expected]
+        assert (span.layers, span.step.decodes) == (3, 4)
 
 
 def test_steps_are_within_the_longest_text() -> None:

@@ -1,5 +1,6 @@
 """Fits of profiles: other cuts into stages, and the range in which they hold."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, write_profile
+from gllm.sim.costs.ranges import MeasuredCostModel
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.profiled import ProfileOptions, profiled_deployment
 
@@ -174,3 +176,24 @@ def test_another_cut_needs_parts_of_the_model() -> None:
     for layers in ((4, 3), (8, 0), ()):
         with pytest.raises(ValueError, match="have to add up to the model's 8"):
             FittedCostModel(profile([LAYERS]), layers)
+
+
+def test_a_profile_is_fitted_again_when_its_file_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    options = ProfileOptions(SchedulerConfig(), longest=32)
+    work = decode(4, 100)
+
+    def deployed(slowdown: float, modified: int) -> MeasuredCostModel:
+        write_profile(profile([LAYERS], slowdown), path)
+        os.utime(path, ns=(modified, modified))
+        cost = profiled_deployment(str(path), options).cost
+        assert isinstance(cost, MeasuredCostModel)
+        return cost
+
+    first, same = deployed(1, 1), deployed(1, 1)
+    assert same.stage_seconds(0, work) == first.stage_seconds(0, work)
+    first.stage_seconds(0, StageWork(0, 0, (), 0, 0, 0))
+    assert first.num_below_range
+    assert not same.num_below_range, "each deployment counts for itself"
+    slow = deployed(2, 2).stage_seconds(0, work)
+    assert slow == pytest.approx(2 * first.stage_seconds(0, work), rel=0.02)

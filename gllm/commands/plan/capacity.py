@@ -28,10 +28,12 @@ from gllm.plan.serving_plan import write_plan
 from gllm.plan.workload_moments import measure_workload
 from gllm.sim.capacity import CapacityRule
 from gllm.sim.configured import build_simulation
+from gllm.sim.costs.profile import read_profile
 from gllm.sim.deployment import Deployment
 from gllm.sim.goodput import TARGET_ATTAINMENT
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.options import SimulationConfig
+from gllm.sim.profiled import is_measured_here
 
 EXCLUDED = ("rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "time_scale")
 """Fields of SimulationConfig that this command searches for or states in another way."""
@@ -134,7 +136,9 @@ def engine_flags(config: SimulationConfig) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     if config.max_model_len:
         flags["max-model-len"] = config.max_model_len
-    if config.profile:
+    if config.profile and is_measured_here(config.profile):
+        flags |= read_profile(config.profile).engine_flags
+    elif config.profile:
         # A profile is of one compute thread per stage.
         flags["threads"] = 1
     return flags

@@ -39,8 +39,9 @@ from gllm.plan.latency_limits import parse_limits
 from gllm.plan.objectives import OBJECTIVES
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
 from gllm.plan.serving_plan import write_plan
+from gllm.sim.costs.profile import read_profile
 from gllm.sim.options import SimulationConfig
-from gllm.sim.profiled import VIDUR_MODEL
+from gllm.sim.profiled import VIDUR_MODEL, is_measured_here
 
 EXCLUDED = (
     "rate", "capacity", "slo_ttft", "slo_tpot", "slo_limits", "device", "layers", "engines",
@@ -50,12 +51,14 @@ EXCLUDED = (
 """Fields of SimulationConfig that a search chooses or states in another way."""
 DEFAULT_DEVICES = ("A100-80G", "H100")
 DEFAULT_POLICIES = "vllm,sarathi:512,sarathi:1024,sarathi:2048,throttle"
+LOCAL_POLICIES = "vllm,sarathi:512,throttle"
+"""Policies with --cores: simulations of this machine are of many short steps."""
 DEFAULT_BATCHES = (64, 128, 256)
 DEFAULT_DEGREES = (1, 2, 4)
 """Numbers of stages and of ranks."""
 DEFAULT_MAX_DEVICES = 16
-NUM_SIMULATED = 6
-"""Designs that are simulated by default."""
+NUM_SIMULATED, NUM_SIMULATED_LOCAL = 6, 3
+"""Designs that are simulated by default; with --cores."""
 BUDGET_SECONDS = 600.0
 """Default of --budget."""
 
@@ -96,8 +99,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--simulate",
         metavar="NUMBER",
         type=number_type(int, ge=1, le=10**6),
-        default=NUM_SIMULATED,
-        help=f"most designs that are simulated (default {NUM_SIMULATED})",
+        help=f"most designs that are simulated (default {NUM_SIMULATED}, with --cores "
+        f"{NUM_SIMULATED_LOCAL})",
     )
     parser.add_argument(
         "--closed-form", action="store_true", help="simulate nothing: an estimate in seconds"
@@ -136,15 +139,14 @@ def _add_space_flags(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--policies",
-        default=DEFAULT_POLICIES,
         help="scheduling policies to try, with their tokens per micro-batch (default "
-        f"{DEFAULT_POLICIES})",
+        f"{DEFAULT_POLICIES}; with --cores {LOCAL_POLICIES})",
     )
     parser.add_argument(
         "--max-num-seqs",
         type=parse_counts,
-        default=DEFAULT_BATCHES,
-        help=f"batch sizes to try (default {','.join(map(str, DEFAULT_BATCHES))})",
+        help=f"batch sizes to try (default {','.join(map(str, DEFAULT_BATCHES))}; with --cores as "
+        "far as the profile has them)",
     )
 
 
@@ -180,7 +182,8 @@ def _search(values: argparse.Namespace, command: str) -> int:
     check_problem(problem, space.devices)
     planner = DesignPlanner(problem)
     designs = list(space.designs(problem.max_devices))
-    limit = None if values.closed_form or values.exhaustive else values.simulate
+    usual = NUM_SIMULATED_LOCAL if space.devices == (CORE,) else NUM_SIMULATED
+    limit = None if values.closed_form or values.exhaustive else values.simulate or usual
     budget = SearchBudget(values.budget, limit)
     # None: no bar where the output is no terminal.
     with tqdm(unit="design", desc="simulated", leave=False, disable=None) as bar:
@@ -253,10 +256,18 @@ def build_problem(
         devices,
         values.pipeline_parallel_size or DEFAULT_DEGREES,
         ranks,
-        parse_policies(values.policies),
-        values.max_num_seqs,
+        parse_policies(values.policies or (LOCAL_POLICIES if is_local else DEFAULT_POLICIES)),
+        values.max_num_seqs or _usual_batches(config, is_local),
     )
     return problem, space
+
+
+def _usual_batches(config: SimulationConfig, is_local: bool) -> tuple[int, ...]:
+    """Return the default batch sizes, of a file of `gllm profile` as far as it has them."""
+    if not (is_local and config.profile and is_measured_here(config.profile)):
+        return DEFAULT_BATCHES
+    most = read_profile(config.profile).scheduler.max_num_seqs
+    return tuple(size for size in DEFAULT_BATCHES if size <= most) or (most,)
 
 
 def _devices(values: argparse.Namespace, nodes: list[FleetNode]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ of the same layers, embedding and LM head in steps that were measured outside of
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from statistics import median
 
 import numpy as np
@@ -37,6 +38,8 @@ INTERRUPTED = 3.0
 it."""
 FILTERS = 4
 """Fits of the same samples, each without those that the one before says were interrupted."""
+SOURCE = "the profile"
+"""Name of the measurement in messages."""
 TOKENS, DECODES, CHUNKS, CONTEXT = "tokens", "decodes", "prefill chunks", "context"
 
 Array = NDArray[np.float64]
@@ -197,6 +200,12 @@ class FittedCostModel(MeasuredCostModel):
         self._return = _fit_line(profile.returns)
         self._ranges = _measure_ranges(profile.steps)
 
+    def with_own_counts(self) -> "FittedCostModel":
+        """Return a model of the same fits whose counts of predictions below the ranges are zero."""
+        model = copy(self)
+        model._ranges = MeasuredRanges(self._ranges.ranges, SOURCE)
+        return model
+
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the fitted time.
 
@@ -305,7 +314,7 @@ def _measure_ranges(steps: Sequence[StepSample]) -> MeasuredRanges:
         CHUNKS: (float(min(chunks, default=0)), float(max(chunks, default=0))),
         CONTEXT: (0.0, max(step.context for step in steps)),
     }
-    return MeasuredRanges(ranges, "the profile")
+    return MeasuredRanges(ranges, SOURCE)
 
 
 def _fit_line(

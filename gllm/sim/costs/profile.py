@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,8 @@ from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
 FORMAT_VERSION = 3
 SECONDS_DECIMALS = 7
 """Decimals of stored times."""
+DEBUG_STEP_SECONDS = "debug_step_seconds"
+"""Key of a profile's `machine` that has the least seconds of a step, where there is one."""
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +75,7 @@ class CostProfile(msgspec.Struct, frozen=True):
     scheduler: SchedulerConfig
     """Resolved; the policy under which it was measured."""
     machine: dict[str, str]
-    """Device, threads, versions."""
+    """Device, threads, dtype, versions, and the options of a slow device for tests."""
     steps: list[StepSample]
     links: list[tuple[int, float]]
     """(tokens, seconds) from the end of a stage to the start of the next, where that was idle."""
@@ -93,6 +96,18 @@ class CostProfile(msgspec.Struct, frozen=True):
     activation_bytes: int = 0
     """Bytes that one token takes on a link between stages; 0: unknown."""
     format: int = FORMAT_VERSION
+
+
+    @property
+    def engine_flags(self) -> dict[str, Any]:
+        """Flags of `gllm serve` with which an engine on one core takes the measured times."""
+        facts = self.machine
+        flags: dict[str, Any] = {"threads": 1}
+        if facts.get("dtype", "auto") != "auto":
+            flags["dtype"] = facts["dtype"]
+        if DEBUG_STEP_SECONDS in facts:
+            flags["debug-step-seconds"] = float(facts[DEBUG_STEP_SECONDS])
+        return flags
 
 
 def measure_context(work: StageWork) -> float:
