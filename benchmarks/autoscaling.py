@@ -11,12 +11,7 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +20,7 @@ import uvloop
 
 from benchmarks.cpu.page import origin, write_results
 from benchmarks.cpu.serving import free_port
-from benchmarks.fleet_processes import open_session
+from benchmarks.fleet_processes import open_session, responds, serving
 from gllm.observability.latency import percentile
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -33,7 +28,6 @@ from gllm.plan.serving_plan import (
     RouterPlan,
     ServingPlan,
     StagePlan,
-    write_plan,
 )
 from gllm.sim.metrics.plots import open_picture
 from gllm.sim.metrics.report import format_table
@@ -108,40 +102,6 @@ def make_plan(port: int, hub: str, engine_rate: float | None, idle_seconds: floa
     )
 
 
-@asynccontextmanager
-async def serving(plan: ServingPlan) -> AsyncIterator[str]:
-    """Run `gllm up` on a plan; yield the router's URL once it answers."""
-    assert plan.router is not None
-    url = f"http://127.0.0.1:{plan.router.port}"
-    with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder) / "plan.yaml", Path(folder) / "log"
-        write_plan(plan, path)
-        with log.open("w") as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "gllm", "up", str(path), stdout=output, stderr=output
-            )
-        try:
-            async with asyncio.timeout(120), open_session() as session:
-                while not await answers(session, f"{url}/version"):
-                    if process.returncode is not None:
-                        raise RuntimeError(log.read_text()[-2000:])
-                    await asyncio.sleep(0.1)
-            yield url
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-                await asyncio.wait_for(process.wait(), 60)
-
-
-async def answers(session: aiohttp.ClientSession, url: str) -> bool:
-    """Return True if a GET is answered with 200."""
-    try:
-        async with session.get(url) as answer:
-            return answer.status == 200
-    except aiohttp.ClientError:
-        return False
-
-
 async def complete(session: aiohttp.ClientSession, url: str) -> int:
     """Send a completion; return its status, 0 if the connection failed."""
     body = {
@@ -161,7 +121,7 @@ async def measure_highest_rate(seconds: float) -> tuple[float, float]:
     begin = time.monotonic()
     plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", None, 1.0)
     async with serving(plan) as url, open_session() as session:
-        while not await answers(session, f"{url}/ready"):
+        while not await responds(session, f"{url}/ready"):
             await asyncio.sleep(0.1)
         startup = time.monotonic() - begin
         end = time.monotonic() + seconds

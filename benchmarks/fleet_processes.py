@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.cpu.watch import cpu_seconds, tree
+from gllm.plan.serving_plan import ServingPlan, write_plan
 
 START_SECONDS = 120.0
 """Maximum time until a process is ready."""
@@ -99,3 +100,43 @@ def open_session() -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         headers={"Content-Type": "application/json"},
     )
+
+
+@asynccontextmanager
+async def serving(plan: ServingPlan, step_logs: Path | None = None) -> AsyncIterator[str]:
+    """Run `gllm up` on a plan; yield the router's URL once it answers.
+
+    Args:
+        plan: With a router.
+        step_logs: Folder for the step logs of the engines.
+    """
+    assert plan.router is not None
+    url = f"http://127.0.0.1:{plan.router.port}"
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = Path(folder) / "plan.yaml", Path(folder) / "log"
+        write_plan(plan, path)
+        command = [sys.executable, "-m", "gllm", "up", str(path)]
+        if step_logs is not None:
+            command += ["--step-logs", str(step_logs)]
+        with log.open("w") as output:
+            process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+        try:
+            async with asyncio.timeout(120), open_session() as session:
+                while not await responds(session, f"{url}/version"):
+                    if process.returncode is not None:
+                        raise RuntimeError(log.read_text()[-2000:])
+                    await asyncio.sleep(0.1)
+            yield url
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                await asyncio.wait_for(process.wait(), 60)
+
+
+async def responds(session: aiohttp.ClientSession, url: str) -> bool:
+    """Return True if a GET is answered with 200."""
+    try:
+        async with session.get(url) as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False

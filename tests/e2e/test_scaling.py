@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from benchmarks.autoscaling import complete, look, make_plan, serving
+from benchmarks.autoscaling import complete, look, make_plan
 from benchmarks.cpu.serving import free_port
-from benchmarks.fleet_processes import open_session
+from benchmarks.fleet_processes import open_session, serving
 
 
 @pytest.mark.long

@@ -97,7 +97,6 @@ class CostProfile(msgspec.Struct, frozen=True):
     """Bytes that one token takes on a link between stages; 0: unknown."""
     format: int = FORMAT_VERSION
 
-
     @property
     def engine_flags(self) -> dict[str, Any]:
         """Flags of `gllm serve` with which an engine on one core takes the measured times."""

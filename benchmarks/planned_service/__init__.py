@@ -1,0 +1,1 @@
+"""Benchmark of a planned service: figures that `gllm plan search` expects against measured ones."""

@@ -1,0 +1,127 @@
+"""Profiles of this machine, and the plan that `gllm plan search` makes of them."""
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.cpu.serving import free_port
+from gllm.plan.serving_plan import ServingPlan, read_plan
+from gllm.sim.costs.profile import CostProfile, read_profile, write_profile
+
+MAX_NUM_SEQS = 8
+PROMPT_TOKENS, OUTPUT_TOKENS = 100, 32
+WORKLOAD = f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}"
+LIMITS = "ttft=0.5,tpot=0.1"
+"""Latency limits of each request, in seconds."""
+LOAD_SHARE = 0.7
+"""Request rate per predicted capacity of the fleet."""
+NUM_ENGINES = 2
+
+
+class Setup(NamedTuple):
+    """One way to run the engines."""
+
+    name: str
+    step_seconds: float
+    """Minimum time of a step; 0: none."""
+    num_rounds: int
+
+    @property
+    def profile_flags(self) -> list[str]:
+        """Flags of `gllm profile`."""
+        flags = ["--threads", "1", "--dtype", "float32", "--max-num-seqs", str(MAX_NUM_SEQS)]
+        if self.step_seconds:
+            flags += ["--debug-step-seconds", str(self.step_seconds)]
+        return flags
+
+
+async def run_gllm(arguments: Sequence[str], core: int | None = None) -> str:
+    """Run a command of gllm, on one core if `core` is given; return its output.
+
+    Raises:
+        RuntimeError: it has failed; the message is its output.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gllm", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    if core is not None:
+        # Before it starts threads and processes of its own, which inherit the core.
+        os.sched_setaffinity(process.pid, {core})
+    try:
+        output, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        raise
+    text = output.decode()
+    if process.returncode:
+        raise RuntimeError(f"{shlex.join(['gllm', *arguments])}: {text[-2000:]}")
+    return text
+
+
+async def measure_profiles(setup: Setup, folder: Path) -> Path:
+    """Profile the demo model on two cores at once; return the file with the steps of both.
+
+    Each profile's engine is the other one's load.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:NUM_ENGINES]
+    paths = [folder / f"profile-{core}.json" for core in cores]
+    async with asyncio.TaskGroup() as group:
+        for core, path in zip(cores, paths, strict=True):
+            arguments = ["profile", "demo", *setup.profile_flags, "--output", str(path)]
+            group.create_task(run_gllm(arguments, core))
+    merged = folder / "profile.json"
+    write_profile(merge_profiles([read_profile(path) for path in paths]), merged)
+    return merged
+
+
+def merge_profiles(profiles: Sequence[CostProfile]) -> CostProfile:
+    """Return the first profile with the measurements of all."""
+    names = ("steps", "links", "plans", "sampling", "returns", "spans", "samplers")
+    lists = {name: [row for each in profiles for row in getattr(each, name)] for name in names}
+    return msgspec.structs.replace(profiles[0], **lists)
+
+
+async def search_plan(
+    setup: Setup, profile: Path, num_requests: int, folder: Path
+) -> tuple[ServingPlan, str]:
+    """Return the plan for LOAD_SHARE of what two engines serve, and the command that made it.
+
+    The first search finds the capacity of an engine, the second one the fleet for the rate.
+
+    Args:
+        setup: Of the profile.
+        profile: File of `gllm profile`.
+        num_requests: Least number of requests per simulation.
+        folder: For the plans.
+    """
+    path = folder / "plan.yaml"
+    arguments = ["plan", "search", "--profile", str(profile), "--cores", str(NUM_ENGINES)]
+    arguments += ["--pp", "1", "--workload", WORKLOAD, "--slo", LIMITS, "--checkpoint", "demo"]
+    arguments += ["--requests", str(num_requests), "--output", str(path)]
+    await run_gllm(arguments)
+    expected = read_plan(path).expected
+    assert expected is not None, "gllm plan search writes figures"
+    assert expected.capacity is not None, "and the capacity"
+    arguments += ["--rate", f"{NUM_ENGINES * LOAD_SHARE * expected.capacity:.4g}"]
+    await run_gllm(arguments)
+    plan = read_plan(path)
+    if len(plan.engines) != NUM_ENGINES:
+        raise RuntimeError(f"the plan has {len(plan.engines)} engines: {path.read_text()}")
+    return plan, plan.expected.by if plan.expected else ""
+
+
+def select_engines(plan: ServingPlan, num_engines: int) -> ServingPlan:
+    """Return a plan of its first engines, on free ports."""
+    assert plan.router is not None, "gllm plan search writes a router"
+    names = list(plan.engines)[:num_engines]
+    hub = f"127.0.0.1:{free_port()}"
+    router = msgspec.structs.replace(plan.router, port=free_port(), flags={"hub": hub})
+    engines = {name: plan.engines[name] for name in names}
+    return msgspec.structs.replace(plan, engines=engines, router=router)

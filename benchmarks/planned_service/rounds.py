@@ -1,0 +1,120 @@
+"""Runs of a plan: its engines under `gllm up`, a load of `gllm bench serve`, its comparison."""
+
+import asyncio
+import json
+import resource
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fleet_processes import open_session, responds, serving
+from benchmarks.planned_service.planning import (
+    MAX_NUM_SEQS,
+    NUM_ENGINES,
+    WORKLOAD,
+    run_gllm,
+    select_engines,
+)
+from gllm.plan.serving_plan import ServingPlan, write_plan
+
+READY_SECONDS = 120.0
+"""Maximum time until all engines are ready."""
+MIN_WAVES = 3
+"""Requests per seat of an engine, at least, when its highest rate is measured."""
+FILL_FACTOR = 2
+"""Requests in progress per seat in that measurement, so that no seat is empty where the router
+divides them unevenly."""
+BENCH_FIGURES = ("completed", "failed", "request_throughput", "median_ttft_ms", "median_tpot_ms")
+"""Figures that are kept of `gllm bench serve`."""
+
+
+@asynccontextmanager
+async def ready_service(plan: ServingPlan, step_logs: Path | None = None) -> AsyncIterator[str]:
+    """Run `gllm up` on a plan until all engines serve; yield the router's URL."""
+    async with serving(plan, step_logs) as url, open_session() as session:
+        async with asyncio.timeout(READY_SECONDS):
+            while not await responds(session, f"{url}/ready"):
+                await asyncio.sleep(0.1)
+            num_ready = 0
+            while num_ready < len(plan.engines):
+                async with session.get(f"{url}/engines") as answer:
+                    rows = (await answer.json())["engines"]
+                num_ready = sum(row["state"] == "ready" for row in rows)
+                await asyncio.sleep(0.1)
+        yield url
+
+
+async def run_bench(
+    url: str, num_requests: int, seed: int, flags: Sequence[str]
+) -> dict[str, float]:
+    """Load a server with `gllm bench serve`; return its figures and the cores that it used.
+
+    Raises:
+        RuntimeError: the command has failed.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = ["bench", "serve", "--base-url", url, "--workload", WORKLOAD]
+        command += ["--num-warmups", "0", "--num-prompts", str(num_requests), "--seed", str(seed)]
+        used = _children_cpu_seconds()
+        await run_gllm([*command, "--no-progress", "--save-result", file.name, *flags])
+        used = _children_cpu_seconds() - used
+        result = json.loads(Path(file.name).read_bytes())
+    return {
+        **{name: result[name] for name in BENCH_FIGURES},
+        "client_cores": used / result["duration"],
+    }
+
+
+def _children_cpu_seconds() -> float:
+    """Return the CPU seconds of child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def measure_scaling(plan: ServingPlan, seconds: float) -> list[float]:
+    """Return the highest rates of one engine and of two, in requests per second.
+
+    Args:
+        plan: Of two engines.
+        seconds: Length of each load, roughly.
+    """
+    assert plan.expected is not None, "gllm plan search writes figures"
+    assert plan.expected.capacity is not None, "and the capacity"
+    rates = []
+    for num_engines in range(1, NUM_ENGINES + 1):
+        seats = MAX_NUM_SEQS * num_engines
+        count = round(seconds * plan.expected.capacity * num_engines / NUM_ENGINES)
+        # Whole waves: a last one with empty seats would be slower per request.
+        count = seats * max(MIN_WAVES, count // seats)
+        async with ready_service(select_engines(plan, num_engines)) as url:
+            flags = ["--max-concurrency", str(FILL_FACTOR * seats)]
+            figures = await run_bench(url, count, 0, flags)
+        rates.append(figures["request_throughput"])
+    return rates
+
+
+async def measure_round(
+    plan: ServingPlan, seconds: float, seed: int, folder: Path
+) -> dict[str, Any]:
+    """Start a plan, load it at its rate, and return the comparison with its figures.
+
+    Args:
+        plan: The plan.
+        seconds: Length of the load.
+        seed: Of arrivals and prompts.
+        folder: For the plan and its step logs.
+    """
+    assert plan.expected is not None, "gllm plan search writes figures"
+    started = select_engines(plan, len(plan.engines))
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        path = Path(own) / "plan.yaml"
+        write_plan(started, path)
+        async with ready_service(started, Path(own)) as url:
+            rate = plan.expected.rate
+            flags = ["--request-rate", f"{rate:.6g}"]
+            client = await run_bench(url, round(rate * seconds), seed, flags)
+        logs = [str(Path(own) / f"{name}.jsonl") for name in started.engines]
+        rows = json.loads(await run_gllm(["plan", "diff", str(path), *logs, "--json"]))
+    return {**client, "figures": {row["name"]: row for row in rows}}

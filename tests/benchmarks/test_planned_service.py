@@ -1,0 +1,102 @@
+"""Benchmark of a planned service: merged profiles, medians over rounds, and the verdicts."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.planned_service.page import (
+    ATTAINMENT,
+    FACTORS,
+    TPOT,
+    TTFT,
+    compare_rounds,
+    format_difference,
+    format_page,
+)
+from benchmarks.planned_service.planning import merge_profiles, select_engines
+from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
+from tests.sim.test_fitted import profile
+
+EXPECTED = {"requests/s": 5.0, ATTAINMENT: 0.95, TTFT: 0.1, TPOT: 0.05}
+
+
+def make_round(**measured: float | None) -> dict[str, Any]:
+    """Return a round as expected but for the figures named by their first word in lower case."""
+    figures = {
+        name: {"expected": value, "measured": measured.get(name.split()[0].lower(), value)}
+        for name, value in EXPECTED.items()
+    }
+    return {
+        "figures": figures, "failed": 0, "client_cores": 0.1, "median_ttft_ms": 101.0,
+        "median_tpot_ms": 51.0,
+    }  # fmt: skip
+
+
+def make_setup(*rounds: dict[str, Any], step_seconds: float = 0.05) -> dict[str, Any]:
+    return {
+        "setup": "minimum step time", "step_seconds": step_seconds, "num_engines": 2,
+        "capacity": 7.0, "rate": 5.0, "command": "gllm plan search", "scaling": [3.5, 7.0],
+        "rounds": list(rounds), "foreign_cores": 0.0,
+    }  # fmt: skip
+
+
+def test_figures_are_medians_over_rounds() -> None:
+    rounds = [make_round(ttft=0.1), make_round(ttft=0.3), make_round(ttft=0.11, slo=0.85)]
+    figures = {each.name: each for each in compare_rounds(rounds)}
+    assert list(figures) == list(FACTORS)
+    assert figures[TTFT].measured == 0.11
+    assert figures[TTFT].difference == pytest.approx(0.1)
+    assert figures[ATTAINMENT].difference == 0
+    unknown = compare_rounds([make_round(tpot=None)])[-1]
+    assert (unknown.measured, unknown.difference, unknown.is_within) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("measured", "text", "verdict"),
+    [
+        ({"slo": 0.91}, "-4.0 points", f"- {ATTAINMENT}: -4.0 points (at most 5 points: met)."),
+        ({"slo": 0.89}, "-6.0 points", "(at most 5 points: **missed**)"),
+        ({"ttft": 0.114}, "+14.0%", f"- {TTFT}: +14.0% (at most 15%: met)."),
+        ({"tpot": 0.042}, "-16.0%", f"- {TPOT}: -16.0% (at most 15%: **missed**)."),
+    ],
+)
+def test_a_figure_is_met_within_its_limit(
+    measured: dict[str, float], text: str, verdict: str
+) -> None:
+    rounds = [make_round(**measured)]
+    assert text in map(format_difference, compare_rounds(rounds))
+    page = format_page([make_setup(*rounds)])
+    assert verdict in page
+    assert page.count("**missed**") == ("missed" in verdict)
+
+
+def test_two_engines_have_to_serve_twice_as_much() -> None:
+    setup = make_setup(make_round())
+    assert "2.00 times as many (1.9 to 2.1: met)" in format_page([setup])
+    setup["scaling"] = [3.5, 6.0]
+    assert "1.71 times as many (1.9 to 2.1: **missed**)" in format_page([setup])
+
+
+def test_full_speed_is_not_judged() -> None:
+    page = format_page([make_setup(make_round(ttft=0.9), step_seconds=0.0)])
+    assert "+800.0%" in page
+    assert "missed" not in page
+
+
+def test_a_merged_profile_has_the_steps_of_all() -> None:
+    first, second = profile([8]), profile([8], 2.0)
+    merged = merge_profiles([first, second])
+    assert merged.steps == first.steps + second.steps
+    assert len(merged.spans) == 2 * len(first.spans)
+    assert merged.layers == [8]
+
+
+def test_selected_engines_have_a_router_on_free_ports() -> None:
+    engines = {name: EnginePlan([StagePlan("here", 6)]) for name in ("a", "b")}
+    nodes = {"here": NodePlan("127.0.0.1")}
+    router = RouterPlan("here", port=1, policy="predict")
+    single = select_engines(ServingPlan("demo", nodes, engines, router=router), 1)
+    assert list(single.engines) == ["a"]
+    assert single.router is not None
+    assert single.router.policy == "predict"
+    assert single.router.port != router.port
