@@ -23,19 +23,27 @@ EXACT = ("--dtype", "float32", "--threads", "1", "--max-model-len", "256")
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
 SLOW = ("--kv-transfer", "mock:0.0005", "--kv-fetch", "always", "--debug-step-seconds", "0.05")
 """A step takes longer than a delay of DELAYS, and a fetch of PROMPT much longer."""
+PUSHES = ("--kv-push", "layer", "--kv-push-threshold", "100")
 PROMPT = [300 + 7 * number for number in range(80)]
-"""240 KiB of keys and values, which take half a second."""
+"""240 KiB of keys and values, which take half a second; fetched after the prefill."""
+PUSHED_PROMPT = [300 + 7 * number for number in range(160)]
+"""Fetched during the prefill."""
 MAX_TOKENS = 8
-DELAYS = {
+PUSH = "push"
+"""Begin of a fetch during the prefill."""
+Moment = HandoffState | str
+"""State of a hand-off, or PUSH."""
+DELAYS: dict[Moment, float] = {
+    PUSH: 0.03,
     HandoffState.PREFILL: 0.03,
     HandoffState.READY: 0.0,
     HandoffState.TRANSFER: 0.15,
     HandoffState.DECODE: 0.0,
 }
-"""Seconds from the begin of a state to the kill: in a step, at once, in the fetch, at once."""
+"""Seconds from a moment to the kill: 0.0 is at once, the others are in a step or in the fetch."""
 VICTIMS = ("mover", "worker", "engine")
-Case = tuple[HandoffState, str, str]
-"""State, engine and victim."""
+Case = tuple[Moment, str, str]
+"""Moment, engine and victim."""
 
 
 class KilledEngines(KvRouter):
@@ -44,14 +52,16 @@ class KilledEngines(KvRouter):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
         self.engines: dict[str, EngineProcess] = {}
-        self.on_state: Callable[[HandoffState], None] = lambda state: None
-        """Called when a hand-off comes to a state."""
+        self.on_state: Callable[[Moment], None] = lambda state: None
+        """Called when a hand-off comes to a state, and with PUSH."""
         set_attribute = Handoff.__setattr__
 
         def watch(handoff: Handoff, name: str, value: Any) -> None:
             set_attribute(handoff, name, value)
             if name == "state":
                 self.on_state(value)
+            elif name == "_prefetching" and value:
+                self.on_state(PUSH)
 
         monkeypatch.setattr(Handoff, "__setattr__", watch)
         self.policy.prefill, self.policy.decode = "P", "D"
@@ -60,7 +70,7 @@ class KilledEngines(KvRouter):
         """Start the engines that do not run; wait until both take hand-offs."""
         for name in ("P", "D"):
             if name not in self.engines:
-                engine = EngineProcess("demo", name, self.address, *EXACT, *SLOW)
+                engine = EngineProcess("demo", name, self.address, *EXACT, *SLOW, *PUSHES)
                 self.engines[name] = engine
         await self.until(lambda: self.able == {"P", "D"})
 
@@ -102,25 +112,29 @@ async def killed_engines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kille
         await rig.close()
 
 
+def choose_prompt(moment: Moment) -> list[int]:
+    return PUSHED_PROMPT if moment == PUSH else PROMPT
+
+
 async def check_case(rig: KilledEngines, case: Case, expected: list[int]) -> None:
-    """Kill a process at a state of a request's hand-off; the request must not be disturbed."""
-    state, name, victim = case
+    """Kill a process at a moment of a request's hand-off; the request must not be disturbed."""
+    moment, name, victim = case
     kills: list[asyncio.Task[None]] = []
 
     async def kill_and_wait() -> None:
-        if DELAYS[state]:
-            await asyncio.sleep(DELAYS[state])
+        if DELAYS[moment]:
+            await asyncio.sleep(DELAYS[moment])
             rig.kill(name, victim)
         await rig.until(lambda: name not in rig.able)
 
-    def on_state(present: HandoffState) -> None:
-        if present is state and not kills:
-            if not DELAYS[state]:
+    def on_state(present: Moment) -> None:
+        if present is moment and not kills:
+            if not DELAYS[moment]:
                 rig.kill(name, victim)
             kills.append(asyncio.create_task(kill_and_wait()))
 
     rig.on_state = on_state
-    assert await generate(rig.router, PROMPT, MAX_TOKENS) == expected, case
+    assert await generate(rig.router, choose_prompt(moment), MAX_TOKENS) == expected, case
     rig.on_state = lambda state: None
     (kill,) = kills
     await kill
@@ -128,14 +142,14 @@ async def check_case(rig: KilledEngines, case: Case, expected: list[int]) -> Non
     await rig.until_empty()
 
 
-async def check_abort(rig: KilledEngines, state: HandoffState) -> None:
-    """Abort a request at a state of its hand-off."""
+async def check_abort(rig: KilledEngines, moment: Moment) -> None:
+    """Abort a request at a moment of its hand-off."""
     await rig.start_missing()
-    request = asyncio.create_task(generate(rig.router, PROMPT, MAX_TOKENS))
+    request = asyncio.create_task(generate(rig.router, choose_prompt(moment), MAX_TOKENS))
 
-    def on_state(present: HandoffState) -> None:
-        if present is state:
-            asyncio.get_running_loop().call_later(DELAYS[state], request.cancel)
+    def on_state(present: Moment) -> None:
+        if present is moment:
+            asyncio.get_running_loop().call_later(DELAYS[moment], request.cancel)
 
     rig.on_state = on_state
     with pytest.raises(asyncio.CancelledError):
@@ -146,40 +160,45 @@ async def check_abort(rig: KilledEngines, state: HandoffState) -> None:
 
 
 async def check_cases(
-    monkeypatch: pytest.MonkeyPatch, aborts: Sequence[HandoffState], cases: Sequence[Case]
+    monkeypatch: pytest.MonkeyPatch, aborts: Sequence[Moment], cases: Sequence[Case]
 ) -> None:
     """Check cases one after another; engines that were killed are started again before the next."""
     async with killed_engines(monkeypatch) as rig:
         rig.policy.decode = "P"
-        expected = await generate(rig.router, PROMPT, MAX_TOKENS)
+        expected = {
+            moment: await generate(rig.router, choose_prompt(moment), MAX_TOKENS)
+            for moment in {case[0] for case in cases}
+        }
         rig.policy.decode = "D"
         assert not rig.handoffs.num_ended, "one engine has computed it"
-        for state in aborts:
+        for moment in aborts:
             await rig.router.reset_prefix_cache()
-            await check_abort(rig, state)
+            await check_abort(rig, moment)
         for case in cases:
             await rig.start_missing()
             await rig.router.reset_prefix_cache()
-            await check_case(rig, case, expected)
+            await check_case(rig, case, expected[case[0]])
         assert rig.router._fleet.client.num_inexact_migrations == 0
 
 
 async def test_requests_survive_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     await check_cases(
         monkeypatch,
-        [HandoffState.READY, HandoffState.TRANSFER],
+        [HandoffState.READY, HandoffState.TRANSFER, PUSH],
         [
             (HandoffState.READY, "P", "mover"),
             (HandoffState.TRANSFER, "D", "mover"),
-            (HandoffState.TRANSFER, "P", "engine"),
+            (HandoffState.TRANSFER, "P", "worker"),
+            (PUSH, "D", "worker"),
+            (PUSH, "P", "engine"),
         ],
     )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("state", DELAYS, ids=lambda state: state.value)
-async def test_requests_survive_a_kill_at_each_state(
-    state: HandoffState, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", DELAYS, ids=str)
+async def test_requests_survive_a_kill_at_each_moment(
+    moment: Moment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [(state, name, victim) for victim in VICTIMS for name in ("P", "D")]
-    await check_cases(monkeypatch, [state], cases)
+    cases = [(moment, name, victim) for victim in VICTIMS for name in ("P", "D")]
+    await check_cases(monkeypatch, [moment], cases)
