@@ -12,6 +12,7 @@ import msgspec
 
 from benchmarks.cpu.serving import free_port
 from gllm.plan.serving_plan import ServingPlan, read_plan
+from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.profile import CostProfile, read_profile, write_profile
 
 MAX_NUM_SEQS = 8
@@ -19,6 +20,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 100, 32
 WORKLOAD = f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}"
 LIMITS = "ttft=0.5,tpot=0.1"
 """Latency limits of each request, in seconds."""
+RUN_SECONDS = "30"
+"""Least time of a simulation: many requests, and 60 times the limit of TTFT."""
 LOAD_SHARE = 0.7
 """Request rate per predicted capacity of the fleet."""
 NUM_ENGINES = 2
@@ -104,17 +107,33 @@ async def search_plan(
     path = folder / "plan.yaml"
     arguments = ["plan", "search", "--profile", str(profile), "--cores", str(NUM_ENGINES)]
     arguments += ["--pp", "1", "--workload", WORKLOAD, "--slo", LIMITS, "--checkpoint", "demo"]
-    arguments += ["--requests", str(num_requests), "--output", str(path)]
+    arguments += [
+        "--requests",
+        str(num_requests),
+        "--run-seconds",
+        RUN_SECONDS,
+        "--output",
+        str(path),
+    ]
     await run_gllm(arguments)
-    expected = read_plan(path).expected
+    single = read_plan(path)
+    expected = single.expected
     assert expected is not None, "gllm plan search writes figures"
     assert expected.capacity is not None, "and the capacity"
+    arguments += ["--policies", policy_of(single)]
     arguments += ["--rate", f"{NUM_ENGINES * LOAD_SHARE * expected.capacity:.4g}"]
     await run_gllm(arguments)
     plan = read_plan(path)
     if len(plan.engines) != NUM_ENGINES:
         raise RuntimeError(f"the plan has {len(plan.engines)} engines: {path.read_text()}")
     return plan, plan.expected.by if plan.expected else ""
+
+
+def policy_of(plan: ServingPlan) -> str:
+    """Return the policy of a plan's first engine, as `gllm plan search --policies` takes it."""
+    scheduler = next(iter(plan.engines.values())).scheduler
+    policy, tokens = scheduler.get("policy"), scheduler.get("max_num_batched_tokens")
+    return f"{policy or SchedulerConfig().policy}" + (f":{tokens}" if tokens else "")
 
 
 def select_engines(plan: ServingPlan, num_engines: int) -> ServingPlan:

@@ -13,8 +13,9 @@ from benchmarks.planned_service.page import (
     format_difference,
     format_page,
 )
-from benchmarks.planned_service.planning import merge_profiles, select_engines
+from benchmarks.planned_service.planning import merge_profiles, policy_of, select_engines
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
+from gllm.scheduler.config import SchedulerConfig
 from tests.sim.test_fitted import profile
 
 EXPECTED = {"requests/s": 5.0, ATTAINMENT: 0.95, TTFT: 0.1, TPOT: 0.05}
@@ -100,3 +101,18 @@ def test_selected_engines_have_a_router_on_free_ports() -> None:
     assert single.router is not None
     assert single.router.policy == "predict"
     assert single.router.port != router.port
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        ({"policy": "vllm"}, "vllm"),
+        ({"policy": "sarathi", "max_num_batched_tokens": 512}, "sarathi:512"),
+        ({}, SchedulerConfig().policy),
+    ],
+)
+def test_the_second_search_keeps_the_policy(scheduler: dict[str, Any], expected: str) -> None:
+    engine = EnginePlan([StagePlan("here", 6)], scheduler=scheduler)
+    assert (
+        policy_of(ServingPlan("demo", {"here": NodePlan("127.0.0.1")}, {"a": engine})) == expected
+    )

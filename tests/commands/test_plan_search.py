@@ -6,8 +6,11 @@ import msgspec
 import pytest
 
 from gllm.commands.plan.command import main
+from gllm.commands.plan.search import EXCLUDED, build_problem, make_parser
+from gllm.config.flags import config_from_flags
 from gllm.plan.serving_plan import read_plan
 from gllm.sim.costs.profile import DEBUG_STEP_SECONDS, write_profile
+from gllm.sim.options import SimulationConfig
 from tests.sim.test_fitted import profile as make_profile
 
 WORKLOAD = ["--workload", "fixed:6000,2", "--requests", "20", "--jobs", "1"]
@@ -68,6 +71,24 @@ def test_a_profile_gives_a_plan_of_one_core_engines(
     assert len(plan.engines) == 2, text
     assert all(engine.flags == {"threads": 1} for engine in plan.engines.values())
     assert {stage.node for engine in plan.engines.values() for stage in engine.stages} == {"local"}
+
+
+def test_shorter_runs_need_fewer_requests(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(make_profile([8]), path)
+    argv = ["--profile", str(path), "--cores", "2"]
+
+    def num_requests(*flags: str) -> int:
+        values = make_parser().parse_args([*argv, *flags])
+        config = config_from_flags(SimulationConfig, values, EXCLUDED)
+        problem, space = build_problem(values, config, [])
+        assert len(space.policies) == 3
+        assert space.max_num_seqs == (64, 128, 256)
+        return problem.rule.num_requests(50.0, 200)
+
+    assert num_requests() == 3000
+    assert num_requests("--run-seconds", "20") == 1000
+    assert num_requests("--run-seconds", "1") == 200
 
 
 def test_a_plan_has_the_flags_with_which_its_profile_was_measured(

@@ -6,6 +6,7 @@ Closed forms order the designs and rule out those that cannot win; the best ones
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=number_type(float, ge=0, le=1e9),
         default=BUDGET_SECONDS,
         help=f"time of the simulations (default {BUDGET_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--run-seconds",
+        metavar="SECONDS",
+        type=number_type(float, gt=0, le=1e9),
+        help="least time in which the requests of a simulation arrive: several times that of a "
+        "request, and of the limit of TTFT over the overload to detect; default: of --rule",
     )
     parser.add_argument(
         "--simulate",
@@ -241,6 +249,9 @@ def build_problem(
     if nodes and not values.max_devices:
         most = max(sum(n.num_devices for n in nodes if n.device == device) for device in devices)
     ranks = values.tensor_parallel_size or ((1,) if is_local else DEFAULT_DEGREES)
+    rule = PLAN_RULES[values.rule]
+    if values.run_seconds:
+        rule = replace(rule, min_seconds=values.run_seconds)
     prices = parse_prices(values.prices)
     is_priced = all(device in prices for device in devices)
     problem = DesignProblem(
@@ -250,7 +261,7 @@ def build_problem(
         values.rate,
         most,
         prices,
-        PLAN_RULES[values.rule],
+        rule,
     )
     space = DesignSpace(
         devices,
