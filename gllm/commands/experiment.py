@@ -41,6 +41,7 @@ EXPERIMENTS = {
     "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
     "vidur": ("vidur", "Vidur's search: best configurations, costs of wrong ones"),
     "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
+    "kv-theta": ("kv_theta", "shortest prompt whose KV blocks travel during its prefill, here"),
     "prediction": ("prediction", "the simulator compared with this machine's engine"),
 }
 """By name: module of gllm.experiments with a function `run`, and a description."""

@@ -25,7 +25,7 @@ from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 
 PAGES = Path(__file__).parents[2] / "docs" / "experiments"
-MEASURED = ("replay", "link-encoding", "prediction")
+MEASURED = ("replay", "link-encoding", "kv-theta", "prediction")
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 
 
