@@ -27,7 +27,7 @@ from gllm.sim.metrics.report import format_table
 
 MODEL = "demo"
 RATES = (0.01, 0.03, 0.1, 1.0)
-"""Of the link, in GB/s."""
+"""Rates of the link, in GB/s."""
 LENGTHS = (32, 64, 128, 256, 512, 960)
 """Tokens of the prompts; steps of fewer than 32 tokens are not counted by layer."""
 REPEATS = 15
