@@ -20,8 +20,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 100, 32
 WORKLOAD = f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}"
 LIMITS = "ttft=0.5,tpot=0.1"
 """Latency limits of each request, in seconds."""
-RUN_SECONDS = "30"
-"""Least time of a simulation: many requests, and 60 times the limit of TTFT."""
+RUN_SECONDS = "15"
+"""Least time of a simulation: many requests, and 30 times the limit of TTFT."""
 LOAD_SHARE = 0.7
 """Request rate per predicted capacity of the fleet."""
 NUM_ENGINES = 2

@@ -6,6 +6,7 @@ import resource
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.fleet_processes import open_session, responds, serving
 from benchmarks.planned_service.planning import (
     MAX_NUM_SEQS,
     NUM_ENGINES,
+    OUTPUT_TOKENS,
     WORKLOAD,
     run_gllm,
     select_engines,
@@ -21,13 +23,15 @@ from gllm.plan.serving_plan import ServingPlan, write_plan
 
 READY_SECONDS = 120.0
 """Maximum time until all engines are ready."""
-MIN_WAVES = 3
+MIN_WAVES = 6
 """Requests per seat of an engine, at least, when its highest rate is measured."""
 FILL_FACTOR = 2
 """Requests in progress per seat in that measurement, so that no seat is empty where the router
 divides them unevenly."""
 BENCH_FIGURES = ("completed", "failed", "request_throughput", "median_ttft_ms", "median_tpot_ms")
 """Figures that are kept of `gllm bench serve`."""
+DETAILS = ("start_times", "ttfts", "itls")
+"""Its lists of single requests."""
 
 
 @asynccontextmanager
@@ -46,9 +50,7 @@ async def ready_service(plan: ServingPlan, step_logs: Path | None = None) -> Asy
         yield url
 
 
-async def run_bench(
-    url: str, num_requests: int, seed: int, flags: Sequence[str]
-) -> dict[str, float]:
+async def run_bench(url: str, num_requests: int, seed: int, flags: Sequence[str]) -> dict[str, Any]:
     """Load a server with `gllm bench serve`; return its figures and the cores that it used.
 
     Raises:
@@ -61,16 +63,33 @@ async def run_bench(
         await run_gllm([*command, "--no-progress", "--save-result", file.name, *flags])
         used = _children_cpu_seconds() - used
         result = json.loads(Path(file.name).read_bytes())
-    return {
-        **{name: result[name] for name in BENCH_FIGURES},
-        "client_cores": used / result["duration"],
-    }
+    figures = {name: result[name] for name in (*BENCH_FIGURES, *DETAILS) if name in result}
+    return {**figures, "client_cores": used / result["duration"]}
 
 
 def _children_cpu_seconds() -> float:
     """Return the CPU seconds of child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def measure_steady_rate(
+    starts: Sequence[float], ttfts: Sequence[float], itls: Sequence[Sequence[float]]
+) -> float:
+    """Return the tokens per second between the first token and the start of the last request.
+
+    All seats are taken in that time. The end, when they empty one by one, does not count.
+
+    Args:
+        starts: Time of each request in seconds.
+        ttfts: Time to the first token of each, in seconds.
+        itls: Times between the tokens of each, in seconds.
+    """
+    times: list[float] = []
+    for start, ttft, gaps in zip(starts, ttfts, itls, strict=True):
+        times += accumulate([start + ttft, *gaps])
+    begin, end = min(times), max(starts)
+    return sum(begin < time <= end for time in times) / (end - begin)
 
 
 async def measure_scaling(plan: ServingPlan, seconds: float) -> list[float]:
@@ -89,9 +108,10 @@ async def measure_scaling(plan: ServingPlan, seconds: float) -> list[float]:
         # Whole waves: a last one with empty seats would be slower per request.
         count = seats * max(MIN_WAVES, count // seats)
         async with ready_service(select_engines(plan, num_engines)) as url:
-            flags = ["--max-concurrency", str(FILL_FACTOR * seats)]
+            flags = ["--max-concurrency", str(FILL_FACTOR * seats), "--save-detailed"]
             figures = await run_bench(url, count, 0, flags)
-        rates.append(figures["request_throughput"])
+        starts, ttfts, itls = (figures[name] for name in DETAILS)
+        rates.append(measure_steady_rate(starts, ttfts, itls) / OUTPUT_TOKENS)
     return rates
 
 

@@ -14,6 +14,7 @@ from benchmarks.planned_service.page import (
     format_page,
 )
 from benchmarks.planned_service.planning import merge_profiles, policy_of, select_engines
+from benchmarks.planned_service.rounds import measure_steady_rate
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from gllm.scheduler.config import SchedulerConfig
 from tests.sim.test_fitted import profile
@@ -116,3 +117,9 @@ def test_the_second_search_keeps_the_policy(scheduler: dict[str, Any], expected:
     assert (
         policy_of(ServingPlan("demo", {"here": NodePlan("127.0.0.1")}, {"a": engine})) == expected
     )
+
+
+def test_the_steady_rate_ends_with_the_start_of_the_last_request() -> None:
+    # Tokens from 1 to 4 and from 2 to 5; those after the last start, at 4, do not count.
+    rate = measure_steady_rate([0.0, 0.0, 4.0], [1.0, 2.0, 1.0], [[1.0] * 3] * 3)
+    assert rate == pytest.approx((3 + 3) / 3)
