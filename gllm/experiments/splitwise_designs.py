@@ -15,7 +15,7 @@ from gllm.plan.pools.design_search import (
     maximal_designs,
     maximize_throughput,
 )
-from gllm.plan.pools.planner import BORDER_FACTOR, START_SHARE, scale_cluster
+from gllm.plan.pools.planner import START_SHARE, border_limit, scale_cluster
 from gllm.sim.hardware.machines import (
     ClusterDesign,
     count_affordable,
@@ -132,15 +132,8 @@ class BorderOutcome:
 
 
 def search_border(task: BorderTask) -> BorderOutcome:
-    """Return the clusters of least power and cost that serve a rate.
-
-    The largest cluster has twice the machines that the fluid model needs, and one more of each.
-    """
+    """Return the clusters of least power and cost that serve a rate."""
     pair = machine_pair(task.design)
-    one = ClusterDesign(*pair, 1, 10**6), ClusterDesign(*pair, 10**6, 1)
-    most_prompt, most_token = (
-        int(BORDER_FACTOR * task.rate / fluid_rate(design, task.workload)) + 2 for design in one
-    )
 
     def serves(design: ClusterDesign) -> bool:
         if fluid_rate(design, task.workload) < task.rate:
@@ -148,7 +141,9 @@ def search_border(task: BorderTask) -> BorderOutcome:
         point = ClusterPoint(design, task.workload, task.rate, task.size, policy=task.policy)
         return simulate_point(point).is_served
 
-    border, num_evaluations = find_border(pair, serves, (most_prompt, most_token))
+    border, num_evaluations = find_border(
+        pair, serves, border_limit(pair, task.rate, task.workload)
+    )
     return BorderOutcome(
         task, choose_cheapest(border, "power"), choose_cheapest(border, "cost"), num_evaluations
     )

@@ -11,7 +11,15 @@ from gllm.plan.budget import SearchBudget
 from gllm.plan.pools.clusters import RATE_STEP, ClusterPoint, SampleSize
 from gllm.plan.pools.design_search import BUDGETS
 from gllm.plan.pools.layout import lay_out_pools
-from gllm.plan.pools.planner import THROUGHPUT, PoolGoals, PoolPlan, PoolSearch, best_plan
+from gllm.plan.pools.planner import (
+    MIN_BORDER,
+    THROUGHPUT,
+    PoolGoals,
+    PoolPlan,
+    PoolSearch,
+    best_plan,
+    border_limit,
+)
 from gllm.plan.serving_plan import check_plan, read_plan
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
 from gllm.sim.metrics.slowdowns import SloMargin
@@ -140,3 +148,12 @@ def test_the_slo_that_binds_is_named(capsys: pytest.CaptureFixture[str]) -> None
     assert search.plan("HH") is None
     (margin,) = search.worst.values()
     assert (margin.metric, margin.percent) == ("ttft", 99)
+
+
+def test_few_token_machines_do_not_bound_a_search_of_prompts() -> None:
+    """Code has outputs so short that the closed form needs hardly one token machine."""
+    prompt, token = border_limit(machine_pair("HH"), 20.0, "code")
+    assert token == MIN_BORDER <= prompt
+    larger = border_limit(machine_pair("HH"), 2000.0, "code")
+    assert larger[0] > prompt
+    assert larger[1] > token

@@ -31,6 +31,8 @@ POLICY = "vllm"
 """Scheduling policy of prompt and token machines: prompts first, in the order of arrival."""
 BORDER_FACTOR = 2
 """Machines of a kind at most, per number that the closed form needs for a rate."""
+MIN_BORDER = 8
+"""Least value of that limit: few machines serve less of the closed form's rate than many."""
 
 SimulatePoint = Callable[[ClusterPoint], list[SloMargin]]
 """Returns the nine slowdowns of a point beside their limits."""
@@ -128,11 +130,7 @@ class PoolSearch:
     def _minimize(self, name: str, pair: tuple[MachineType, MachineType]) -> PoolPlan | None:
         goals = self.goals
         rate = goals.rate / goals.scale
-        one = ClusterDesign(*pair, 1, 10**6), ClusterDesign(*pair, 10**6, 1)
-        most_prompt, most_token = (
-            int(BORDER_FACTOR * rate / fluid_rate(design, goals.workload, goals.model)) + 2
-            for design in one
-        )
+        limit = border_limit(pair, rate, goals.workload, goals.model)
         served: list[ClusterDesign] = []
         num_points = 0
 
@@ -153,7 +151,7 @@ class PoolSearch:
 
         is_complete = True
         try:
-            served = find_border(pair, serves, (most_prompt, most_token))[0]
+            served = find_border(pair, serves, limit)[0]
         except SearchEndedError:
             is_complete = False
         except ValueError:
@@ -186,6 +184,22 @@ class PoolSearch:
             seed=goals.seed,
             model=goals.model,
         )
+
+
+def border_limit(
+    pair: tuple[MachineType, MachineType], rate: float, workload: str, model: str = MODEL
+) -> tuple[int, int]:
+    """Return the most prompt and token machines of clusters that are tried for a rate per second.
+
+    These are BORDER_FACTOR times the machines of a kind that the closed form needs if the other
+    kind is no limit.
+    """
+    one = ClusterDesign(*pair, 1, 10**6), ClusterDesign(*pair, 10**6, 1)
+    prompt, token = (
+        max(MIN_BORDER, int(BORDER_FACTOR * rate / fluid_rate(design, workload, model)) + 1)
+        for design in one
+    )
+    return prompt, token
 
 
 def scale_cluster(design: ClusterDesign, factor: int) -> ClusterDesign:
