@@ -102,8 +102,8 @@ def simulate_engines(
 ) -> tuple[ClusterRun, bytes]:
     """Return a run, and all that it wrote and recorded."""
     router = PolicyRouter(make_policy(policy, Random(0)))
-    assert not router.reads_engines
-    router.reads_engines = is_one_heap
+    assert not router.lets_wait
+    router.lets_wait = is_one_heap
     logs: dict[str, list[StepLogEvent]] = {}
     run = simulate_cluster(
         deployments, jobs, router, changes, lambda name: logs.setdefault(name, []).append
@@ -116,7 +116,7 @@ def simulate_engines(
     return run, msgspec.json.encode(results, enc_hook=vars)
 
 
-@pytest.mark.parametrize("policy", ["round-robin", "random"])
+@pytest.mark.parametrize("policy", ["round-robin", "least-requests", "predict"])
 @settings(
     max_examples=num_examples(40, 1500), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -13,7 +13,6 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, write_profile
-from gllm.sim.costs.ranges import MeasuredCostModel
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.profiled import ProfileOptions, profiled_deployment
 
@@ -183,11 +182,11 @@ def test_a_profile_is_fitted_again_when_its_file_has_changed(tmp_path: Path) -> 
     options = ProfileOptions(SchedulerConfig(), longest=32)
     work = decode(4, 100)
 
-    def deployed(slowdown: float, modified: int) -> MeasuredCostModel:
+    def deployed(slowdown: float, modified: int) -> FittedCostModel:
         write_profile(profile([LAYERS], slowdown), path)
         os.utime(path, ns=(modified, modified))
         cost = profiled_deployment(str(path), options).cost
-        assert isinstance(cost, MeasuredCostModel)
+        assert isinstance(cost, FittedCostModel)
         return cost
 
     first, same = deployed(1, 1), deployed(1, 1)

@@ -68,7 +68,7 @@ class _LifeEvent(NamedTuple):
 class SimulatedCluster:
     """Engines behind a router, in one event loop.
 
-    If the router reads nothing of the engines, each engine has a child of the loop.
+    Unless the router lets requests wait for engines, each engine has a child of the loop.
 
     Args:
         router: Chooses the engine of each request.
@@ -122,7 +122,7 @@ class SimulatedCluster:
         if name in self.engines:
             raise ValueError(f"there is an engine {name!r}: choose another name")
         log = None if self._open_log is None else self._open_log(name)
-        shares_loop = links is not None or self._router.reads_engines
+        shares_loop = links is not None or self._router.lets_wait
         loop = self.loop if shares_loop else self.loop.make_child()
         engine = self.engines[name] = ClusterEngine(
             name,

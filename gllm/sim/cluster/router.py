@@ -5,6 +5,7 @@ A routing policy of production is a router through PolicyRouter.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -71,9 +72,12 @@ class ClusterRouter(ABC):
     needs = RouterNeeds()
     """State of the engines that `route` reads."""
     reads_engines = True
-    """True if `route` reads anything that the work of the engines changes, or lets a request wait
-    though there are engines. Their events then happen in the order of time; otherwise only those of
-    each engine do, and `on_finished` may be called late."""
+    """True if `route` reads anything that the work of the engines changes. They then run up to each
+    arrival; otherwise they run up to every ROUTED_IN_A_ROW-th."""
+    lets_wait = True
+    """True if `route` lets a request wait though there are engines, until one of them admits or
+    finishes another request. The events of all engines then happen in the order of time; otherwise
+    only those of each engine do, and `on_finished` is called engine by engine, possibly late."""
 
     @abstractmethod
     def route(
@@ -113,6 +117,8 @@ class PolicyRouter(ClusterRouter):
         slo: Objective of all requests; None: they have none.
     """
 
+    lets_wait = False
+
     def __init__(self, policy: RoutingPolicy, slo: Slo | None = None) -> None:
         self.needs = RouterNeeds(
             policy.uses_statistics,
@@ -124,6 +130,8 @@ class PolicyRouter(ClusterRouter):
         self._policy = policy
         self._slo = slo
         self._output_lengths: OutputLengthPredictor | None = None
+        self._finished: list[tuple[float, SchedulerRequest]] = []
+        """Times and requests that have finished since the last choice, engine by engine."""
 
     def route(
         self,
@@ -138,19 +146,27 @@ class PolicyRouter(ClusterRouter):
         if self.needs.prefixes:
             for engine in engines:
                 engine.update_index(self._policy.prefixes)
+        self._record_finished()
         routing_request = self._describe(request, job, engines[0].config)
         return self._policy.choose(routing_request, [engine.snapshot(now) for engine in engines])
 
     def on_finished(self, request: SchedulerRequest, now: float) -> None:
-        """Record the length of the output, which predicts that of later requests."""
-        if self._output_lengths is not None:
-            # Simulated outputs have their maximum length.
-            self._output_lengths.record(request.max_tokens, request.max_tokens)
-        self._policy.on_finished(len(request.prompt_token_ids), request.max_tokens)
+        """Note the request; the next choice records its length."""
+        self._finished.append((now, request))
 
     def on_engine_lost(self, engine: str) -> None:
         """Forget the prefix cache of the engine."""
         self._policy.prefixes.forget(engine)
+
+    def _record_finished(self) -> None:
+        """Record the lengths of finished requests in the order of time, for predictions."""
+        self._finished.sort(key=itemgetter(0))
+        for _, request in self._finished:
+            # Simulated outputs have their maximum length.
+            if self._output_lengths is not None:
+                self._output_lengths.record(request.max_tokens, request.max_tokens)
+            self._policy.on_finished(len(request.prompt_token_ids), request.max_tokens)
+        self._finished.clear()
 
     def _describe(
         self, request: SchedulerRequest, job: WorkloadRequest, config: SchedulerConfig
