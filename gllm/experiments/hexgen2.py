@@ -13,6 +13,7 @@ from gllm.experiments.hexgen2_cases import (
 from gllm.experiments.hexgen2_tables import (
     bandwidth_table,
     budget_table,
+    plot_gains,
     scale_table,
     search_table,
     simulation_table,
@@ -73,7 +74,11 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     )
     claims = _claims(by_cell, settings, [run.error for run in runs])
     return ExperimentResult(
-        "HexGen-2: prefill and decode on unlike devices", text, claims, reference=REFERENCE
+        "HexGen-2: prefill and decode on unlike devices",
+        text,
+        claims,
+        {"hexgen2.svg": lambda path: plot_gains(by_cell, settings, path)},
+        reference=REFERENCE,
     )
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from gllm.experiments.base import format_change
 from gllm.experiments.hexgen2_cases import CHECKPOINTS, Cell, CellOutcome, ScaleOutcome
@@ -10,6 +11,7 @@ from gllm.plan.data_files import read_data
 from gllm.plan.hetero.search import SearchResult
 from gllm.plan.hetero.simulation import SimulatedThroughput
 from gllm.plan.hetero.workload import CLASSES
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 MODEL = "llama-2-70b"
@@ -123,3 +125,16 @@ def scale_table(outcomes: Sequence[ScaleOutcome]) -> str:
         for each in outcomes
     ]
     return format_table(["devices", "partitions", "maximum flows", "flow /s"], rows)
+
+
+def plot_gains(
+    cells: Mapping[Cell, CellOutcome], settings: Sequence[str], path: str | Path
+) -> None:
+    """Plot the throughput of plans over that of colocated engines; the paper's for setting 1."""
+    plans, colocated = paper_throughput("hexgen-2"), paper_throughput("hexgen")
+    gains: dict[str, dict[str, float]] = {}
+    for load in CLASSES:
+        outcomes = {name: cells[MODEL, name, load, 1.0] for name in settings}
+        gains[load] = {name: cell.flow / cell.colocated for name, cell in outcomes.items()}
+    papers = {load: {settings[0]: plans[load] / colocated[load]} for load in CLASSES}
+    plot_bars(gains, path, "plan / colocated", "Throughput by workload and setting", papers)
