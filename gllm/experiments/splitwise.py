@@ -69,7 +69,7 @@ NOTES = """\
   of Baseline-H100 in conversation were 54.6 at full size. So changes beside them miss the size.
 - *Batch jobs* of code: prompts dominate, and HH computes them more cheaply than AA here.
 - *Prompts leave the prompt machine's cache at once*: full token machines do not hold up prompt
-  machines here. The mixed pool, which lends machines to the other phase, is not simulated."""
+  machines here. The mixed pool, which lends machines to the other phase, has its own section."""
 REFERENCE = 'Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677)'
 SCALE = 5
 """Searches run on clusters of this share of the paper's machines: 8 DGX-H100 or 14 DGX-A100."""

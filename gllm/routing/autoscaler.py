@@ -145,7 +145,7 @@ class Autoscaler:
         self._num_overdue = 0
         self._overdue_at = now
         self._draining: set[str] = set()
-        """Engines that this object has told to drain."""
+        """Engines whose drain this object has requested."""
 
     @property
     def startup_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""What a plan expects beside what the step logs of its engines have."""
+"""Expected figures of a plan beside those of its engines' step logs."""
 
 import json
 from collections.abc import Sequence

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gllm.config.flags import FlagParser, FlagType, input_file, number_type, output_file
+from gllm.commands.plan.flags import add_plan_flags
+from gllm.config.flags import FlagParser, FlagType, input_file, number_type
 from gllm.plan.budget import SearchBudget
 from gllm.plan.goodput.engines import COST_KINDS, MAX_MODEL_LEN, EngineCosts
 from gllm.plan.goodput.layout import lay_out
@@ -45,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="requests per second to serve with the fewest GPUs; default: as many as the cluster "
         "serves",
     )
-    add_search_flags(parser)
+    add_plan_flags(parser, num_requests=300)
     return parser
 
 
@@ -112,39 +113,6 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
         type=number_type(float, gt=0, le=1),
         default=TARGET_ATTAINMENT,
         help="share of requests that keep both limits",
-    )
-
-
-def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of simulations and outputs."""
-    parser.add_argument(
-        "--requests",
-        type=number_type(int, ge=8, le=10**6),
-        default=300,
-        help="requests of a simulation at least",
-    )
-    parser.add_argument(
-        "--seed",
-        type=number_type(int, ge=0, le=2**63 - 1),
-        default=0,
-        help="seed of lengths and arrivals",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=number_type(float, gt=0, le=1e7),
-        help="time of the search; default: until nothing better can be found",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="MODEL",
-        help="folder or hub name of the model in the plan; default: --model",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=FlagType(output_file),
-        help="write the plan for `gllm up`",
     )
 
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gllm.config.flags import FlagParser, FlagType, number_type, output_file
+from gllm.commands.plan.flags import add_plan_flags
+from gllm.config.flags import FlagParser, number_type
 from gllm.plan.budget import SearchBudget
 from gllm.plan.pools.clusters import MIN_SECONDS, MODEL, PROFILES, WORKLOADS, SampleSize
 from gllm.plan.pools.design_search import BUDGETS
@@ -64,40 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="simulate clusters of this fraction of the size: 5 is a fifth",
     )
     parser.add_argument(
-        "--requests",
-        type=number_type(int, ge=8, le=10**6),
-        default=150,
-        help="requests of a simulation at least",
-    )
-    parser.add_argument(
         "--seconds",
         type=number_type(float, ge=0, le=1e6),
         default=MIN_SECONDS,
         help="time in which the requests of a simulation arrive at least",
     )
-    parser.add_argument(
-        "--seed",
-        type=number_type(int, ge=0, le=2**63 - 1),
-        default=0,
-        help="seed of lengths and arrivals",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=number_type(float, gt=0, le=1e7),
-        help="time of the search; default: until its end",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="MODEL",
-        help="folder or hub name of the model in the plan; default: --model",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=FlagType(output_file),
-        help="write the best cluster as a plan for `gllm up`",
-    )
+    add_plan_flags(parser, num_requests=150)
     return parser
 
 
@@ -141,7 +114,7 @@ def make_goals(values: argparse.Namespace) -> PoolGoals:
         ValueError: The objective lacks its limit or its rate, or has more than it needs.
     """
     limits = {name: getattr(values, f"max_{name}") for name in BUDGETS}
-    given = [name for name, limit in limits.items() if limit is not None]
+    limited = [name for name, limit in limits.items() if limit is not None]
     flags = ", ".join(f"--max-{name}" for name in BUDGETS)
     size = SampleSize(values.requests, values.seconds)
     goals = PoolGoals(
@@ -153,10 +126,10 @@ def make_goals(values: argparse.Namespace) -> PoolGoals:
         seed=values.seed,
     )
     if values.objective == THROUGHPUT:
-        if len(given) != 1 or values.rate is not None:
+        if len(limited) != 1 or values.rate is not None:
             raise ValueError(f"--objective throughput needs one of {flags}, and no --rate")
-        return goals._replace(constraint=given[0], limit=limits[given[0]])
-    if given or values.rate is None:
+        return goals._replace(constraint=limited[0], limit=limits[limited[0]])
+    if limited or values.rate is None:
         raise ValueError(f"--objective {values.objective} needs --rate, and none of {flags}")
     return goals._replace(rate=values.rate)
 

@@ -1,0 +1,43 @@
+"""Flags of planners that simulate and write a plan."""
+
+import argparse
+
+from gllm.config.flags import FlagType, number_type, output_file
+
+
+def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
+    """Add the flags of simulations, the time of the search, and the plan.
+
+    Args:
+        parser: Parser of a planner with a flag `--model`.
+        num_requests: Default of `--requests`.
+    """
+    parser.add_argument(
+        "--requests",
+        type=number_type(int, ge=8, le=10**6),
+        default=num_requests,
+        help="requests of a simulation at least",
+    )
+    parser.add_argument(
+        "--seed",
+        type=number_type(int, ge=0, le=2**63 - 1),
+        default=0,
+        help="seed of lengths and arrivals",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=number_type(float, gt=0, le=1e7),
+        help="time of the search; default: until nothing better can be found",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="MODEL",
+        help="folder or hub name of the model in the plan; default: --model",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=FlagType(output_file),
+        help="write the best plan, for `gllm up`",
+    )
