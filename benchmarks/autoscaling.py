@@ -1,10 +1,10 @@
 """Engines that follow the rate: `gllm up` with a router that scales, under a load that changes.
 
-Run as `python -m benchmarks.autoscaling`; `--seconds 30 --output PAGE` for a short look. One
-engine's highest rate is measured first, with all its seats taken. Requests then arrive at 0.5, 1.6,
-0 and 0.5 of it. A minimum time per step keeps two engines on two cores as fast as two machines. The
-page has the engines that were wanted and that were ready over time, and the waits of the requests
-that woke the service.
+Run as `python -m benchmarks.autoscaling`; `--seconds 30 --output PAGE` for a short look. The
+highest rates of one engine and of two are measured first, with all their seats taken. Requests then
+arrive at 0.5, 1.6, 0 and 0.5 of one engine's. A minimum time per step keeps two engines on two
+cores as fast as two machines. The page has the engines that were wanted and that were ready over
+time, and the wait of the request that woke the service.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks.cpu.page import origin, write_results
 from benchmarks.cpu.serving import free_port
-from benchmarks.fleet_processes import open_session, responds, serving
+from benchmarks.fleet_processes import open_session, serving
 from gllm.observability.latency import percentile
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -37,6 +37,8 @@ SHARES = (0.5, 1.6, 0.0, 0.5)
 """Rates of the phases, per highest rate of one engine."""
 STEP_SECONDS = 0.05
 MAX_NUM_SEQS = 8
+ENGINES = "ab"
+"""Names of the engines, a letter each."""
 OUTPUT_TOKENS = 20
 PROMPT = list(range(100, 132))
 NUM_LAYERS = 6
@@ -44,6 +46,10 @@ NUM_LAYERS = 6
 USED_SHARE = 0.85
 """Rate that an engine is given, per highest rate: at the highest one, queues never shrink."""
 SAMPLE_SECONDS = 0.25
+WAKE_SECONDS = 2.0
+"""Time that the request which wakes the service may wait beyond a start."""
+SCALING_RANGE = (1.9, 2.1)
+"""Highest rate of two engines per highest rate of one."""
 
 
 class Sample(NamedTuple):
@@ -66,40 +72,51 @@ class Answer(NamedTuple):
 class Measurement(NamedTuple):
     """Result of a run."""
 
-    highest_rate: float
+    highest_rates: list[float]
+    """Of one engine and of two, in requests per second."""
     startup_seconds: float
+    """Time from the start of a router with one engine until it serves."""
     samples: list[Sample]
     answers: list[Answer]
     ready_at_ends: list[int]
     """Ready engines at the end of each phase."""
 
 
-def make_plan(port: int, hub: str, engine_rate: float | None, idle_seconds: float) -> ServingPlan:
-    """Return a plan of two engines of the demo model on this machine.
+def make_plan(names: str, scale_flags: dict[str, Any] | None = None) -> ServingPlan:
+    """Return a plan of engines of the demo model on this machine, on free ports.
 
     Args:
-        port: Of the router.
-        hub: Address of the router for the engines.
-        engine_rate: Rate that one engine sustains; None: one engine that always runs.
-        idle_seconds: Time without requests after which no engine is wanted.
+        names: Of the engines, a letter each.
+        scale_flags: Of a router that decides which of them run; None: all do.
     """
     flags = {
         "threads": 1, "dtype": "float32", "kv-cache-memory": "64MiB", "max-num-seqs": MAX_NUM_SEQS,
         "debug-step-seconds": STEP_SECONDS,
     }  # fmt: skip
-    names = ("a", "b") if engine_rate else ("a",)
-    router: dict[str, Any] = {"hub": hub}
-    if engine_rate:
-        router |= {
-            "scale": "0:2", "scale-engine-rate": round(engine_rate, 3),
-            "scale-idle-seconds": idle_seconds, "scale-down-seconds": idle_seconds,
-        }  # fmt: skip
+    router = {"hub": f"127.0.0.1:{free_port()}", **(scale_flags or {})}
     return ServingPlan(
         "demo",
         {"here": NodePlan("127.0.0.1")},
         {name: EnginePlan([StagePlan("here", NUM_LAYERS)], flags=flags) for name in names},
-        router=RouterPlan("here", port, "least-requests", flags=router),
+        router=RouterPlan("here", free_port(), "least-requests", flags=router),
     )
+
+
+def make_scale_flags(
+    highest_rate: float, startup_seconds: float, idle_seconds: float
+) -> dict[str, Any]:
+    """Return the flags of a router that decides how many of two engines run.
+
+    Args:
+        highest_rate: Of one engine.
+        startup_seconds: Time from the start of an engine until it serves.
+        idle_seconds: Time without requests after which no engine is wanted.
+    """
+    return {
+        "scale": "0:2", "scale-engine-rate": round(USED_SHARE * highest_rate, 3),
+        "scale-startup-seconds": round(startup_seconds, 3),
+        "scale-idle-seconds": idle_seconds, "scale-down-seconds": idle_seconds,
+    }  # fmt: skip
 
 
 async def complete(session: aiohttp.ClientSession, url: str) -> int:
@@ -116,12 +133,11 @@ async def complete(session: aiohttp.ClientSession, url: str) -> int:
         return 0
 
 
-async def measure_highest_rate(seconds: float) -> tuple[float, float]:
-    """Return the highest rate of one engine, and the time from its start until it serves."""
+async def measure_highest_rate(names: str, seconds: float) -> tuple[float, float]:
+    """Return the highest rate of engines, and the time from their start until all serve."""
     begin = time.monotonic()
-    plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", None, 1.0)
-    async with serving(plan) as url, open_session() as session:
-        while not await responds(session, f"{url}/ready"):
+    async with serving(make_plan(names)) as url, open_session() as session:
+        while (await look(session, url)).num_ready < len(names):
             await asyncio.sleep(0.1)
         startup = time.monotonic() - begin
         end = time.monotonic() + seconds
@@ -133,7 +149,7 @@ async def measure_highest_rate(seconds: float) -> tuple[float, float]:
                 await complete(session, url)
                 count += time.monotonic() < end
 
-        await asyncio.gather(*(keep_busy() for _ in range(MAX_NUM_SEQS)))
+        await asyncio.gather(*(keep_busy() for _ in range(MAX_NUM_SEQS * len(names))))
     return count / seconds, startup
 
 
@@ -144,8 +160,9 @@ async def measure(seconds: float, idle_seconds: float) -> Measurement:
         seconds: Length of each phase.
         idle_seconds: Time without requests after which no engine is wanted.
     """
-    highest, startup = await measure_highest_rate(min(10.0, seconds))
-    plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", USED_SHARE * highest, idle_seconds)
+    highest, startup = await measure_highest_rate(ENGINES[0], min(10.0, seconds))
+    both, _ = await measure_highest_rate(ENGINES, min(10.0, seconds))
+    plan = make_plan(ENGINES, make_scale_flags(highest, startup, idle_seconds))
     samples: list[Sample] = []
     tasks: list[asyncio.Task[None]] = []
     results: list[Answer] = []
@@ -174,15 +191,16 @@ async def measure(seconds: float, idle_seconds: float) -> Measurement:
             ready_at_ends.append((await look(session, url, begin)).num_ready)
         await asyncio.gather(*tasks)
         watching.cancel()
-    return Measurement(highest, startup, samples, results, ready_at_ends)
+    return Measurement([highest, both], startup, samples, results, ready_at_ends)
 
 
-async def look(session: aiohttp.ClientSession, url: str, begin: float) -> Sample:
+async def look(session: aiohttp.ClientSession, url: str, begin: float = 0.0) -> Sample:
     """Return the present numbers of engines."""
     async with session.get(f"{url}/engines") as answer:
         body = await answer.json()
     num_ready = sum(row["state"] == "ready" for row in body["engines"])
-    return Sample(time.monotonic() - begin, body["scaling"]["num_wanted"], num_ready)
+    num_wanted = body["scaling"]["num_wanted"] if body.get("scaling") else len(body["engines"])
+    return Sample(time.monotonic() - begin, num_wanted, num_ready)
 
 
 def format_figures(result: Measurement, seconds: float) -> str:
@@ -201,12 +219,41 @@ def format_figures(result: Measurement, seconds: float) -> str:
             ]
         )  # fmt: skip
     header = ["rate", "requests", "failed", "engines at its end", "median, s", "longest, s"]
+    one, two = result.highest_rates
     return (
-        f"{origin('benchmarks.autoscaling')}\n\nOne engine: {result.highest_rate:.2f} requests/s "
-        f"at most, {result.startup_seconds:.1f} s until it serves (router and engine). Rates are "
-        f"shares of the former; each phase takes {seconds:g} s.\n\n{format_table(header, rows)}\n\n"
+        f"{origin('benchmarks.autoscaling')}\n\nOne engine serves {one:.2f} requests/s at most, "
+        f"two {two:.2f}. {MAX_NUM_SEQS} seats with {OUTPUT_TOKENS} tokens at {STEP_SECONDS:g} s "
+        f"each cannot serve more than {MAX_NUM_SEQS / OUTPUT_TOKENS / STEP_SECONDS:g}. A router "
+        f"with one engine serves {result.startup_seconds:.1f} s after its start. Rates are shares "
+        f"of what one engine serves; each phase takes {seconds:g} s.\n\n"
+        f"{format_table(header, rows)}\n\n"
+        f"{format_verdicts(result, seconds)}\n\n"
         "![Wanted and ready engines over time](autoscaling.svg)"
     )
+
+
+def format_verdicts(result: Measurement, seconds: float) -> str:
+    """Return a line per statement, with its verdict."""
+    one, two = result.highest_rates
+    low, high = SCALING_RANGE
+    num_failed = sum(each.status != 200 for each in result.answers)
+    num_needed = [-(-share // 1) for share in SHARES]
+    idle = SHARES.index(0.0)
+    waking = min(
+        (each for each in result.answers if each.arrival >= (idle + 1) * seconds),
+        key=lambda each: each.arrival,
+    )
+    limit = result.startup_seconds + OUTPUT_TOKENS * STEP_SECONDS + WAKE_SECONDS
+    rows = [
+        (f"Two engines serve {two / one:.2f} times as much as one ({low:g} to {high:g}",
+         low <= two / one <= high),
+        (f"Requests that failed: {num_failed} (none", not num_failed),
+        (f"Engines at the ends of the phases: {result.ready_at_ends} (as the rates need",
+         result.ready_at_ends == num_needed),
+        (f"The request that woke the service took {waking.seconds:.2f} s (at most a start, its "
+         f"{OUTPUT_TOKENS} steps and {WAKE_SECONDS:g} s, {limit:.2f} s", waking.seconds <= limit),
+    ]  # fmt: skip
+    return "\n".join(f"- {text}: {'met' if is_met else '**missed**'})." for text, is_met in rows)
 
 
 def plot(result: Measurement, path: Path) -> None:

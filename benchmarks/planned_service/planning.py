@@ -94,7 +94,7 @@ def merge_profiles(profiles: Sequence[CostProfile]) -> CostProfile:
 async def search_plan(
     setup: Setup, profile: Path, num_requests: int, folder: Path
 ) -> tuple[ServingPlan, str]:
-    """Return the plan for LOAD_SHARE of what two engines serve, and the command that made it.
+    """Return the plan for LOAD_SHARE of what two engines serve, and the command, run in `folder`.
 
     The first search finds the capacity of an engine, the second one the fleet for the rate.
 
@@ -126,7 +126,8 @@ async def search_plan(
     plan = read_plan(path)
     if len(plan.engines) != NUM_ENGINES:
         raise RuntimeError(f"the plan has {len(plan.engines)} engines: {path.read_text()}")
-    return plan, plan.expected.by if plan.expected else ""
+    command = plan.expected.by if plan.expected else ""
+    return plan, command.replace(f"{folder}/", "")
 
 
 def policy_of(plan: ServingPlan) -> str:

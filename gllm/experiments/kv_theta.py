@@ -103,6 +103,8 @@ def make_result(
             rows.append([f"{rate:g}", str(length), *(f"{1e3 * each:.1f}" for each in seconds)])
         threshold = find_threshold(serialized, per_layer)
         shown = f"none up to {max(lengths)}" if threshold is None else str(threshold)
+        if threshold == min(lengths):
+            shown = f"at most {threshold}"
         thresholds.append([f"{rate:g}", shown])
     return ExperimentResult(
         "Threshold of transfers during the prefill",
