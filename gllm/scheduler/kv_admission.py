@@ -125,7 +125,9 @@ class LongestReservation(GreedyAdmission):
 class WaitingShareAdmission(GreedyAdmission):
     """Admission if the prompt's blocks are free and few prompts wait for their first decode.
 
-    Blocks of the sequences that have not decoded have to be below WAITING_SHARE of all blocks.
+    Blocks of the sequences that have not decoded have to be below WAITING_SHARE of all blocks. In
+    the artifact the rule is that of decode instances: prompts that end with a hand-off never decode
+    here, so they do not count, and a prefill pipeline has a prompt in every stage.
     """
 
     def _has_space(
@@ -135,6 +137,7 @@ class WaitingShareAdmission(GreedyAdmission):
             -(-owner.num_prefill_tokens // self._block_size)
             for owner in owners
             if owner.num_scheduled_tokens <= owner.num_prefill_tokens
+            and not owner.request.kv_ticket
         )
         if num_waiting >= WAITING_SHARE * self._kv_cache.block_pool.num_blocks:
             return False

@@ -141,6 +141,14 @@ def test_distserve_admits_while_few_prompts_wait_for_their_first_decode(
     assert cache.most() == 100 - num_waiting
 
 
+def test_distserve_does_not_count_prompts_that_another_engine_decodes() -> None:
+    cache = Cache("distserve")
+    first = waiting_sequence(0, 40)
+    first.request = first.request._replace(kv_ticket=7)
+    cache.run(first)
+    assert cache.most() == 60
+
+
 @settings(max_examples=num_examples(60, 1000), deadline=None, database=None)
 @given(
     outputs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),

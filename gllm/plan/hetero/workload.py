@@ -1,6 +1,7 @@
 """Workloads by their mean lengths: HexGen-2's four classes of Azure's conversations, or a trace."""
 
 from functools import cache
+from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
@@ -72,6 +73,9 @@ def mean_lengths(workload: str) -> MeanLengths:
 def sample_workload(workload: str, count: int, seed: int) -> Lengths:
     """Return lengths of `count` requests of a workload; 0: all of a trace or class.
 
+    Those of a class are a stratified sample in random order: the trace's hour drifts (prompts of
+    HPLD are 3,200 tokens long in its middle and 2,000 at its end), and plans are for the mean.
+
     Raises:
         ValueError: The workload is unknown; the message lists the names.
     """
@@ -79,9 +83,7 @@ def sample_workload(workload: str, count: int, seed: int) -> Lengths:
         pairs = _lengths_by_class()[workload]
         if not count:
             return pairs
-        step = max(1, len(pairs) // count)
-        # Rows far apart: neighbours of a conversation trace are alike.
-        return [pairs[(seed + index * step) % len(pairs)] for index in range(count)]
+        return _stratified_sample(pairs, count, Random(seed))
     if workload in TRACES and not count:
         return load_trace(TRACES[workload]).lengths
     try:
@@ -89,3 +91,11 @@ def sample_workload(workload: str, count: int, seed: int) -> Lengths:
     except ValueError as error:
         names = ", ".join([*CLASSES, *NAMED_WORKLOADS])
         raise ValueError(f"workload {workload!r}: {error}; names: {names}") from None
+
+
+def _stratified_sample(pairs: Lengths, count: int, rng: Random) -> Lengths:
+    """Return a random row of each of `count` equal parts of the sorted rows, shuffled."""
+    ordered = sorted(pairs)
+    sample = [ordered[int((index + rng.random()) * len(ordered) / count)] for index in range(count)]
+    rng.shuffle(sample)
+    return sample

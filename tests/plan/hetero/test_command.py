@@ -1,6 +1,7 @@
 """`gllm plan hetero`: its output, its file, its simulation and its errors."""
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -12,6 +13,7 @@ from gllm.plan.hetero.evaluation import make_partition
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import Phase
 from gllm.plan.hetero.simulation import simulate_plan
+from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
 from gllm.plan.serving_plan import read_plan
 
 FILE = """
@@ -77,9 +79,36 @@ def test_a_cluster_file_is_checked(tmp_path: Path, old: str, new: str, error: st
         read_cluster(path)
 
 
-def test_simulated_throughput_is_near_the_flow() -> None:
-    plan = plan_replicas(PlanProblem(named_cluster("case-e"), "opt-30b", "HPHD"))
+SETTINGS = ("het1", "het2", "het3", "het4")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "workload"),
+    [
+        ("case-e", "opt-30b", "HPHD"),
+        # Its pipeline of prefill has 56,000 tokens of KV cache, prompts of up to 8,000 tokens.
+        ("het2", "llama-2-70b", "HPLD"),
+        *(
+            pytest.param(cluster, "llama-2-70b", workload, marks=pytest.mark.long)
+            for cluster in SETTINGS
+            for workload in CLASSES
+            if (cluster, workload) != ("het2", "HPLD")
+        ),
+    ],
+)
+def test_simulated_throughput_is_near_the_flow(cluster: str, model: str, workload: str) -> None:
+    plan = plan_replicas(PlanProblem(named_cluster(cluster), model, workload))
     assert abs(simulate_plan(plan).error) <= 0.15
+
+
+def test_sample_of_a_class_has_its_lengths_all_the_time() -> None:
+    mean = mean_lengths("HPLD").prompt
+    sample = sample_workload("HPLD", 400, 3)
+    assert sorted(sample) != sample
+    assert fmean(prompt for prompt, _ in sample) == pytest.approx(mean, rel=0.01)
+    for half in (sample[:200], sample[200:]):
+        assert fmean(prompt for prompt, _ in half) == pytest.approx(mean, rel=0.1)
+    assert sample == sample_workload("HPLD", 400, 3)
 
 
 def test_unlike_devices_serve_more_apart_than_together() -> None:
