@@ -32,8 +32,8 @@ CLUSTER_HELP = """\
 a cluster file, with Gbit/s in one direction and latencies in microseconds:
   links: {nvlink: {gbit: 2400, us: 5}, ethernet: {gbit: 25, us: 50}}
   machines:
-    a: {device: H100, count: 2, link: nvlink}
-    b: {device: L40, count: 4, link: ethernet}
+    a: {device: H100, count: 2, link: nvlink, host: 10.0.0.1}   # host: for the plan
+    b: {device: L40, count: 4, link: ethernet, host: 10.0.0.2}
   network: ethernet            # between machines
   between: {a-b: ethernet}     # pairs of machines that differ from it
 """
@@ -79,6 +79,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=number_type(int, ge=0, le=INT32_MAX), default=0)
     parser.add_argument("--simulate", action="store_true", help="simulate the plan's throughput")
     parser.add_argument("--output", type=FlagType(output_file), help="file for the plan, as YAML")
+    parser.add_argument(
+        "--checkpoint",
+        default="",
+        metavar="MODEL",
+        help="folder or hub name of the model in the plan; default: the value of --model",
+    )
     return parser
 
 
@@ -140,7 +146,8 @@ def main(argv: list[str]) -> int:
             run = simulate_plan(plan, values.seed)
             print(f"\nsimulated: {run.simulated:.3g} requests/s, {run.error:+.0%} of the estimate")
         if values.output:
-            write_plan(make_serving_plan(plan, format_command(values)), Path(values.output))
+            serving = make_serving_plan(plan, format_command(values), values.checkpoint)
+            write_plan(serving, Path(values.output))
             print(f"\nwrote {values.output}")
     except (ValueError, OSError) as error:
         print(f"gllm plan hetero: {error}", file=sys.stderr)

@@ -32,6 +32,8 @@ class MachineDevices(NamedTuple):
     num_devices: int
     link: NetworkLink
     """Between two of its devices."""
+    host: str = ""
+    """Address under which the other machines reach it; empty: unknown."""
 
     @property
     def spec(self) -> DeviceSpec:
@@ -133,6 +135,8 @@ class MachineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int
     link: str
     """Class of the links between its devices."""
+    host: str = ""
+    """Address under which the other machines reach it, for the plan; empty: the machine's name."""
 
 
 class ClusterFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,7 +225,9 @@ def read_cluster(path: Path) -> DeviceCluster:
         kind = look_up(f"{path}: machines.{name}.link", machine.link, fields.links)
         if machine.count < 1:
             raise ValueError(f"{path}: machines.{name}.count: {machine.count} is below 1")
-        machines.append(MachineDevices(name, machine.device, machine.count, kind.build()))
+        machines.append(
+            MachineDevices(name, machine.device, machine.count, kind.build(), machine.host)
+        )
     if not machines:
         raise ValueError(f"{path}: machines: empty: add one at least")
     network = look_up(f"{path}: network", fields.network, fields.links).build()

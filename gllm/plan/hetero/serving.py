@@ -37,12 +37,13 @@ def named_routes(plan: EvaluatedPlan) -> dict[str, dict[str, float]]:
     return routes
 
 
-def make_serving_plan(plan: HeteroPlan, command: str) -> ServingPlan:
+def make_serving_plan(plan: HeteroPlan, command: str, checkpoint: str = "") -> ServingPlan:
     """Return the plan that `gllm up` starts.
 
     Args:
         plan: The replicas. Those that get no flow are left out.
         command: Command line that repeats the plan.
+        checkpoint: Folder or hub name of the model; empty: the name of its shape.
 
     Raises:
         PlanError: The plan cannot be served.
@@ -60,7 +61,7 @@ def make_serving_plan(plan: HeteroPlan, command: str) -> ServingPlan:
             engines[name] = _engine(plan, replicas[index], used)
     routes = named_routes(best)
     serving = ServingPlan(
-        plan.problem.model,
+        checkpoint or plan.problem.model,
         _nodes(plan),
         engines,
         links=_links(plan),
@@ -98,8 +99,7 @@ def _nodes(plan: HeteroPlan) -> dict[str, NodePlan]:
     for machine in plan.problem.cluster.machines:
         price = prices.get(machine.device)
         nodes[machine.name] = NodePlan(
-            # The host is the machine's name: planners know no addresses.
-            machine.name,
+            machine.host or machine.name,
             [machine.device] * machine.num_devices,
             None if price is None else round(price * machine.num_devices, 2),
         )
@@ -113,5 +113,5 @@ def _links(plan: HeteroPlan) -> dict[str, LinkPlan]:
         for b in range(a + 1, len(cluster.machines)):
             link = cluster.link(a, b)
             name = f"{first.name}-{cluster.machines[b].name}"
-            links[name] = LinkPlan(link.bandwidth / GBIT_BYTES, link.latency * 1e3)
+            links[name] = LinkPlan(link.bandwidth / GBIT_BYTES, round(link.latency * 1e3, 6))
     return links

@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 
 from gllm.commands.plan.command import main
+from gllm.commands.up import main as up
 from gllm.plan.flags import ROUTER_CONFIGS, render_flags
 from gllm.plan.hetero.baselines import best_colocated, best_uniform
 from gllm.plan.hetero.cluster import named_cluster, read_cluster
@@ -45,6 +46,23 @@ def test_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture
     assert plan.expected is not None
     assert plan.expected.by.startswith("gllm plan hetero --cluster")
     assert read_cluster(cluster).link(0, 1).latency == pytest.approx(5e-6)
+
+
+def test_plan_of_machines_with_hosts_is_served_without_edits(tmp_path: Path) -> None:
+    cluster, path, folder = (tmp_path / name for name in ("cluster.yaml", "plan.yaml", "compose"))
+    text = FILE.replace("count: 2,", "count: 2, host: 10.0.0.1,", 1)
+    cluster.write_text(text.replace("count: 2, link", "count: 2, host: 10.0.0.2, link", 1))
+    flags = ["--cluster", str(cluster), "--model", "opt-30b", "--workload", "HPHD"]
+    names = ["--checkpoint", "facebook/opt-30b", "--output", str(path)]
+    assert main(["hetero", *flags, *names]) == 0
+    plan = read_plan(path)
+    assert [node.host for node in plan.nodes.values()] == ["10.0.0.1", "10.0.0.2"]
+    assert up([str(path), "--emit", "compose", str(folder)]) == 0
+    emitted = "".join(file.read_text() for file in folder.iterdir())
+    assert "--model=facebook/opt-30b" in emitted
+    secret = ["--node-secret-file", str(cluster)]
+    for node in plan.nodes:
+        assert up([str(path), "--node", node, "--dry-run", *secret]) == 0
 
 
 @pytest.mark.parametrize(
