@@ -1,5 +1,6 @@
 """Plans of HexGen-2's settings, and searches that are compared."""
 
+import time
 from typing import NamedTuple
 
 from gllm.plan.hetero.baselines import best_colocated, best_uniform
@@ -9,11 +10,13 @@ from gllm.plan.hetero.genetic import GeneticSearch
 from gllm.plan.hetero.moves import guided_changes, random_changes, random_exchanges
 from gllm.plan.hetero.partition import count_groups, first_partition
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
+from gllm.plan.hetero.replicas import PipelineCredit
 from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
-from gllm.plan.hetero.simulation import SimulatedThroughput, simulate_plan
 
 SETTINGS = ("het1", "het2", "het3", "het4")
 SEARCHED_SETTING, SEARCHED_MODEL, SEARCHED_WORKLOAD = "het1", "llama-2-70b", "HPHD"
+SHARES = {"h100": 0.1, "a100": 0.3, "l40": 0.2}
+"""Shares of setting 1's devices; the others are A6000."""
 CHECKPOINTS = (75, 300, 1200)
 """Numbers of compared partitions at which searches are compared."""
 Cell = tuple[str, str, str, float]
@@ -47,10 +50,17 @@ def measure_cell(cell: Cell) -> CellOutcome:
     )
 
 
-def simulate_cell(cell: tuple[str, str, str]) -> SimulatedThroughput:
-    """Simulate the plan of a model, a cluster and a workload."""
-    model, cluster, workload = cell
-    return simulate_plan(plan_replicas(PlanProblem(named_cluster(cluster), model, workload)))
+def measure_rule(case: tuple[str, PipelineCredit, str]) -> float:
+    """Return the gain of the plan over the colocated optimum on setting 1.
+
+    Args:
+        case: Costs, rule of the capacities and workload.
+    """
+    costs, credit, workload = case
+    problem = PlanProblem(named_cluster("het1"), SEARCHED_MODEL, workload, costs, credit)
+    planner = problem.make_planner()
+    flow = plan_replicas(problem, planner).best.score.flow
+    return flow / best_colocated(planner).capacity - 1
 
 
 def compare_searches(num_seeds: int) -> dict[str, list[SearchResult]]:
@@ -85,19 +95,28 @@ class ScaleOutcome(NamedTuple):
     """Effort of a search without restarts."""
 
     num_devices: int
+    cpu_seconds: float
     num_evaluations: int
     num_flows: int
     flow: float
 
 
-def measure_scale(factor: int) -> ScaleOutcome:
-    """Plan a multiple of setting 1."""
-    counts = {"h100": 2, "a100": 6, "l40": 4, "a6000": 8}
-    cluster = build_cluster({name: factor * count for name, count in counts.items()})
+def measure_scale(num_devices: int) -> ScaleOutcome:
+    """Plan as many devices in the proportions of setting 1."""
+    counts = {name: round(share * num_devices) for name, share in SHARES.items()}
+    counts["a6000"] = num_devices - sum(counts.values())
     problem = PlanProblem(
-        cluster, SEARCHED_MODEL, SEARCHED_WORKLOAD, budget=RefinementBudget(100_000, kicks=0)
+        build_cluster(counts),
+        SEARCHED_MODEL,
+        SEARCHED_WORKLOAD,
+        budget=RefinementBudget(100_000, kicks=0),
     )
+    begin = time.process_time()
     search = plan_replicas(problem).search
     return ScaleOutcome(
-        cluster.num_devices, search.num_evaluations, search.num_flows, search.best.score.flow
+        num_devices,
+        time.process_time() - begin,
+        search.num_evaluations,
+        search.num_flows,
+        search.best.score.flow,
     )

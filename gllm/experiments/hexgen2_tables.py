@@ -1,15 +1,12 @@
 """Tables of the page about HexGen-2."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gllm.experiments.base import format_change
-from gllm.experiments.hexgen2_cases import CHECKPOINTS, Cell, CellOutcome, ScaleOutcome
-from gllm.plan.data_files import read_data
+from gllm.experiments.hexgen2_cases import CHECKPOINTS, Cell, CellOutcome
+from gllm.experiments.hexgen2_paper import paper_throughput
 from gllm.plan.hetero.search import SearchResult
-from gllm.plan.hetero.simulation import SimulatedThroughput
 from gllm.plan.hetero.workload import CLASSES
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
@@ -17,32 +14,18 @@ from gllm.sim.metrics.report import format_table
 MODEL = "llama-2-70b"
 
 
-def paper_throughput(system: str) -> dict[str, float]:
-    """Return the paper's output tokens per second of a system of Table 3, by workload."""
-    rows = csv.DictReader(io.StringIO(read_data("hexgen2_figures.csv")))
-    row = next(each for each in rows if each["item"] == f"table3 {system}")
-    return dict(zip(CLASSES, map(float, row["value"].split("/")), strict=False))
-
-
 def throughput_table(cells: Mapping[Cell, CellOutcome], settings: Sequence[str]) -> str:
-    """Return tokens per second of plans and baselines; the paper's for setting 1."""
+    """Return tokens per second of plans and baselines."""
     rows = []
-    papers = {name: paper_throughput(name) for name in ("hexgen-2", "hexgen", "distserve", "vllm")}
     for cluster in settings:
         for load in CLASSES:
             cell, hom = cells[MODEL, cluster, load, 1.0], cells[MODEL, "hom", load, 1.0]
             flows = (cell.flow, cell.colocated, hom.uniform, hom.colocated)
             row = [cluster, load, *(f"{flow * cell.output:.0f}" for flow in flows)]
             row.append(format_change(cell.flow, cell.colocated))
-            if cluster == "het1":
-                row.append("/".join(f"{paper[load]:.0f}" for paper in papers.values()))
-                row.append(format_change(papers["hexgen-2"][load], papers["hexgen"][load]))
-            else:
-                row += ["-", "-"]
             rows.append(row)
     header = [
         "cluster", "workload", "plan", "colocated", "DistServe", "vLLM", "plan over colocated",
-        "paper: HexGen-2/HexGen/DistServe/vLLM", "HexGen-2 over HexGen",
     ]  # fmt: skip
     return format_table(header, rows)
 
@@ -86,15 +69,14 @@ def budget_table(cells: Mapping[Cell, CellOutcome]) -> str:
     return format_table(header, rows)
 
 
-def simulation_table(
-    cells: Sequence[tuple[str, str, str]], runs: Sequence[SimulatedThroughput]
-) -> str:
-    """Return flows beside simulated throughput."""
-    rows = [
-        [cluster, load, f"{run.estimate:.2f}", f"{run.simulated:.2f}", f"{100 * run.error:+.0f} %"]
-        for (_, cluster, load), run in zip(cells, runs, strict=True)
-    ]
-    return format_table(["cluster", "workload", "flow /s", "simulated /s", "error"], rows)
+def count_wins(
+    guided: Sequence[SearchResult], rivals: Sequence[SearchResult], num_evaluations: int
+) -> int:
+    """Return the seeds in which the guided search has no less flow than a rival."""
+    return sum(
+        mine.flow_after(num_evaluations) >= rival.flow_after(num_evaluations) * (1 - 1e-9)
+        for mine, rival in zip(guided, rivals, strict=True)
+    )
 
 
 def search_table(results: Mapping[str, Sequence[SearchResult]]) -> str:
@@ -105,10 +87,7 @@ def search_table(results: Mapping[str, Sequence[SearchResult]]) -> str:
         row = [name]
         for count in CHECKPOINTS:
             flows = [run.flow_after(count) for run in runs]
-            wins = sum(
-                mine.flow_after(count) >= flow * (1 - 1e-9)
-                for mine, flow in zip(guided, flows, strict=True)
-            )
+            wins = count_wins(guided, runs, count)
             row.append(f"{sum(flows) / len(flows):.2f}")
             row.append("-" if name == "guided" else f"{wins} of {len(flows)}")
         rows.append(row)
@@ -116,15 +95,6 @@ def search_table(results: Mapping[str, Sequence[SearchResult]]) -> str:
     for count in CHECKPOINTS:
         header += [f"after {count}", "guided no worse"]
     return format_table(header, rows)
-
-
-def scale_table(outcomes: Sequence[ScaleOutcome]) -> str:
-    """Return the effort of searches by the number of devices."""
-    rows = [
-        [str(each.num_devices), str(each.num_evaluations), str(each.num_flows), f"{each.flow:.1f}"]
-        for each in outcomes
-    ]
-    return format_table(["devices", "partitions", "maximum flows", "flow /s"], rows)
 
 
 def plot_gains(

@@ -20,10 +20,14 @@ class ColocatedPlan(NamedTuple):
     """Requests per second of all replicas."""
 
 
-def best_colocated(planner: ReplicaPlanner) -> ColocatedPlan:
+def best_colocated(planner: ReplicaPlanner, max_stages: int | None = None) -> ColocatedPlan:
     """Return the division into colocated replicas with the most capacity, by dynamic programming.
 
     HexGen (arXiv 2311.11514) searches for it with genes; this is the optimum of that search.
+
+    Args:
+        planner: Chooses the layout of each group.
+        max_stages: Largest number of pipeline stages per replica; None: no limit.
     """
     devices = planner.cluster.all_devices
     groups = [
@@ -31,7 +35,8 @@ def best_colocated(planner: ReplicaPlanner) -> ColocatedPlan:
         for group in product(*(range(count + 1) for count in devices))
         if 0 < sum(group) <= MAX_COLOCATED_DEVICES
     ]
-    replicas = [each for group in groups if (each := planner.best(group, Phase.MIXED)) is not None]
+    found = (_best_mixed(planner, group, max_stages) for group in groups)
+    replicas = [each for each in found if each is not None]
     # Groups that serve less than a part of theirs are no choice.
     replicas.sort(key=lambda each: -each.capacity / sum(each.group))
 
@@ -53,6 +58,14 @@ def best_colocated(planner: ReplicaPlanner) -> ColocatedPlan:
 
     capacity, indices = best(devices)
     return ColocatedPlan([replicas[index] for index in indices], capacity)
+
+
+def _best_mixed(planner: ReplicaPlanner, group: Group, max_stages: int | None) -> Replica | None:
+    if max_stages is None:
+        return planner.best(group, Phase.MIXED)
+    candidates = planner.candidates(group, Phase.MIXED)
+    short = [each for each in candidates if len(each.stages) <= max_stages]
+    return max(short, key=lambda each: each.capacity, default=None)
 
 
 def best_uniform(planner: ReplicaPlanner) -> EvaluatedPlan:

@@ -1,11 +1,12 @@
 """Simulation of a plan: engines of its stages, its routes, and KV transfers over its links."""
 
+from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
-from gllm.plan.hetero.cluster import DeviceCluster
-from gllm.plan.hetero.planner import HeteroPlan
-from gllm.plan.hetero.replicas import Phase, Replica
+from gllm.plan.hetero.evaluation import EvaluatedPlan
+from gllm.plan.hetero.planner import HeteroPlan, PlanProblem
+from gllm.plan.hetero.replicas import Phase, Replica, ReplicaPlanner
 from gllm.plan.hetero.roofline_costs import BLOCK_SIZE, build_pipeline
 from gllm.plan.hetero.serving import engine_names, named_routes
 from gllm.plan.hetero.workload import sample_workload
@@ -23,8 +24,10 @@ from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.shapes import ModelShape
+from gllm.sim.metrics.run_record import ServedRequest
+from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.workloads.traces import Lengths
 
 OVERLOAD = 1.15
 """Request rate of a simulation over the estimated capacity, so that the capacity shows."""
@@ -87,15 +90,34 @@ class SimulatedThroughput(NamedTuple):
         return self.simulated / self.estimate - 1
 
 
+class SimulatedFleet(NamedTuple):
+    """Engines of a plan and their router."""
+
+    estimate: float
+    """Requests per second that the planner predicts."""
+    latency: float
+    """Seconds of a request in the slowest engines with full batches."""
+    max_model_len: int
+    """Tokens of a request that every engine can hold."""
+    serve: Callable[[list[WorkloadRequest]], ClusterRun]
+    """Simulates the requests on new engines."""
+
+
 def build_deployment(
-    cluster: DeviceCluster, model: str, shape: ModelShape, replica: Replica, max_model_len: int
+    problem: PlanProblem, replica: Replica, max_model_len: int, policy: str = "vllm"
 ) -> Deployment:
     """Return an engine on a replica's devices, with the batch of its plan.
+
+    Args:
+        problem: Model and cluster.
+        replica: The devices.
+        max_model_len: Largest number of tokens of a request.
+        policy: Scheduling policy of a replica that runs both phases.
 
     Raises:
         ValueError: A sequence of `max_model_len` tokens does not fit.
     """
-    hardware = build_pipeline(cluster, shape, replica.stages)
+    hardware = build_pipeline(problem.cluster, problem.shape, replica.stages)
     blocks = min(hardware.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
     # A prefill engine needs room for prompts that wait for their transfer.
     batch = replica.batch if replica.phase is not Phase.PREFILL else 256
@@ -105,10 +127,10 @@ def build_deployment(
         prefix_cache=False,
         block_size=BLOCK_SIZE,
         preset=None if is_mixed else "flow",
-        policy="vllm" if is_mixed else "auto",
+        policy=policy if is_mixed else "auto",
     )
     return Deployment(
-        model,
+        problem.model,
         hardware.layer_counts,
         RooflineCostModel(hardware),
         config.resolve(len(replica.stages), blocks, min(max_model_len, blocks * BLOCK_SIZE)),
@@ -117,74 +139,92 @@ def build_deployment(
     )
 
 
-def sample_jobs(
-    workload: str, rate: float, count: int, seed: int, max_model_len: int
-) -> list[WorkloadRequest]:
-    """Return requests of a workload at even intervals; longer ones are cut to `max_model_len`."""
-    lengths = sample_workload(workload, count, seed)
-    return [
-        WorkloadRequest(index / rate, min(prompt, max_model_len - output), output)
-        for index, (prompt, output) in enumerate(lengths)
-    ]
+def plan_fleet(
+    problem: PlanProblem, planner: ReplicaPlanner, plan: EvaluatedPlan, seed: int = 0
+) -> SimulatedFleet:
+    """Return the engines of a prefill and decode plan; the routes are those of its flow."""
+    sides = {Phase.PREFILL: plan.prefill, Phase.DECODE: plan.decode}
+    routes = named_routes(plan)
+    used = {*routes, *(name for targets in routes.values() for name in targets)}
+    replicas = {
+        name: sides[phase][index]
+        for (phase, index), name in engine_names(plan).items()
+        if name in used
+    }
+    most = _max_model_len(problem, list(replicas.values()))
+    seconds = {
+        (p, d): planner.kv_seconds(replicas[p], replicas[d])
+        for p, targets in routes.items()
+        for d in targets
+    }
+    roles = {name: str(replica.phase) for name, replica in replicas.items()}
+    kv_bytes = problem.shape.layers * problem.shape.kv_bytes
+
+    def serve(jobs: list[WorkloadRequest]) -> ClusterRun:
+        engines = {name: build_deployment(problem, each, most) for name, each in replicas.items()}
+        network = PairLinks(seconds, problem.lengths.prompt, kv_bytes)
+        policy = make_pair_policy("flow", Random(seed), routes)
+        return simulate_pairs(engines, roles, jobs, policy, network).cluster
+
+    latency = max(each.latency for each in plan.prefill) + max(each.latency for each in plan.decode)
+    return SimulatedFleet(plan.score.flow, latency, most, serve)
+
+
+def colocated_fleet(
+    problem: PlanProblem, replicas: list[Replica], policy: str = "vllm"
+) -> SimulatedFleet:
+    """Return replicas that run both phases, each with its share of the requests."""
+    most = _max_model_len(problem, replicas)
+    weights = {f"m{index}": replica.capacity for index, replica in enumerate(replicas)}
+
+    def serve(jobs: list[WorkloadRequest]) -> ClusterRun:
+        engines = {
+            name: build_deployment(problem, replica, most, policy)
+            for name, replica in zip(weights, replicas, strict=True)
+        }
+        return simulate_cluster(engines, jobs, PolicyRouter(WeightedTurns(weights)))
+
+    # The prompts of a whole batch are computed before it is full: Little's law.
+    latency = max(each.batch / each.capacity for each in replicas)
+    return SimulatedFleet(sum(weights.values()), latency, most, serve)
+
+
+def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> SimulatedThroughput:
+    """Simulate a fleet at a rate above its estimate, with arrivals at even intervals."""
+    load = _Load.for_latency(OVERLOAD * fleet.estimate, fleet.latency)
+    lengths = sample_workload(workload, load.num_requests, seed)
+    times = [index / load.rate for index in range(load.num_requests)]
+    run = fleet.serve(_make_jobs(lengths, times, fleet.max_model_len))
+    return SimulatedThroughput(fleet.estimate, load.finished_rate(run))
 
 
 def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
-    """Simulate a plan at a rate above its flow; the routes are those of the plan.
+    """Simulate a plan at a rate above its flow.
 
     Args:
         plan: The replicas.
         seed: Seed of the lengths.
     """
-    best, problem = plan.best, plan.problem
-    sides = {Phase.PREFILL: best.prefill, Phase.DECODE: best.decode}
-    routes = named_routes(best)
-    used = {*routes, *(name for targets in routes.values() for name in targets)}
-    replicas = {
-        name: sides[phase][index]
-        for (phase, index), name in engine_names(best).items()
-        if name in used
-    }
-    most = _max_model_len(problem.cluster, problem.shape, list(replicas.values()))
-    engines = {
-        name: build_deployment(problem.cluster, problem.model, problem.shape, replica, most)
-        for name, replica in replicas.items()
-    }
-    seconds = {
-        (p, d): plan.planner.kv_seconds(replicas[p], replicas[d])
-        for p, targets in routes.items()
-        for d in targets
-    }
-    shape = problem.shape
-    network = PairLinks(seconds, problem.lengths.prompt, shape.layers * shape.kv_bytes)
-    latency = max(each.latency for each in best.prefill) + max(each.latency for each in best.decode)
-    load = _Load.for_latency(OVERLOAD * best.score.flow, latency)
-    jobs = sample_jobs(problem.workload, load.rate, load.num_requests, seed, most)
-    roles = {name: str(replica.phase) for name, replica in replicas.items()}
-    policy = make_pair_policy("flow", Random(seed), routes)
-    run = simulate_pairs(engines, roles, jobs, policy, network)
-    return SimulatedThroughput(best.score.flow, load.finished_rate(run.cluster))
+    fleet = plan_fleet(plan.problem, plan.planner, plan.best, seed)
+    return simulate_throughput(fleet, plan.problem.workload, seed)
 
 
-def simulate_colocated(
-    cluster: DeviceCluster,
-    model: str,
-    shape: ModelShape,
-    replicas: list[Replica],
-    workload: str,
-    seed: int = 0,
-) -> SimulatedThroughput:
-    """Simulate replicas that run both phases, each with its share of the requests."""
-    estimate = sum(replica.capacity for replica in replicas)
-    most = _max_model_len(cluster, shape, replicas)
-    engines = {
-        f"m{index}": build_deployment(cluster, model, shape, replica, most)
-        for index, replica in enumerate(replicas)
-    }
-    weights = {f"m{index}": replica.capacity for index, replica in enumerate(replicas)}
-    load = _Load.for_latency(OVERLOAD * estimate, max(each.latency for each in replicas))
-    jobs = sample_jobs(workload, load.rate, load.num_requests, seed, most)
-    run = simulate_cluster(engines, jobs, PolicyRouter(WeightedTurns(weights)))
-    return SimulatedThroughput(estimate, load.finished_rate(run))
+def simulate_online(
+    fleet: SimulatedFleet, workload: str, rate: float, count: int, seed: int = 0
+) -> list[ServedRequest]:
+    """Return requests with Poisson arrivals, in their order."""
+    lengths = sample_workload(workload, count, seed)
+    times = sample_arrival_times("poisson", count, rate, seed)
+    run = fleet.serve(_make_jobs(lengths, times, fleet.max_model_len))
+    return [run.requests[index] for index in range(count)]
+
+
+def _make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[WorkloadRequest]:
+    """Return requests; prompts of longer ones are cut."""
+    return [
+        WorkloadRequest(time, min(prompt, max_model_len - output), output)
+        for time, (prompt, output) in zip(times, lengths, strict=True)
+    ]
 
 
 class _Load(NamedTuple):
@@ -209,8 +249,8 @@ class _Load(NamedTuple):
         return sum(self.begin <= each < self.end for each in ends) / (self.end - self.begin)
 
 
-def _max_model_len(cluster: DeviceCluster, shape: ModelShape, replicas: list[Replica]) -> int:
+def _max_model_len(problem: PlanProblem, replicas: list[Replica]) -> int:
     """Return the tokens that every engine can hold."""
-    pipelines = [build_pipeline(cluster, shape, each.stages) for each in replicas]
+    pipelines = [build_pipeline(problem.cluster, problem.shape, each.stages) for each in replicas]
     blocks = [min(each.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for each in pipelines]
     return BLOCK_SIZE * min(blocks)

@@ -13,7 +13,13 @@ from gllm.plan.hetero.cluster import named_cluster, read_cluster
 from gllm.plan.hetero.evaluation import make_partition
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import Phase
-from gllm.plan.hetero.simulation import simulate_plan
+from gllm.plan.hetero.simulation import (
+    colocated_fleet,
+    plan_fleet,
+    simulate_online,
+    simulate_plan,
+    simulate_throughput,
+)
 from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
 from gllm.plan.serving_plan import read_plan
 
@@ -158,3 +164,25 @@ def test_colocated_division_is_the_best_of_all() -> None:
         replicas = [planner.best(group, Phase.MIXED) for _, group in partition]
         totals.append(sum(each.capacity for each in replicas if each))
     assert plan.capacity == pytest.approx(max(totals))
+
+
+def test_colocated_engines_without_stages_serve_their_estimate() -> None:
+    problem = PlanProblem(named_cluster("hom4"), "opt-30b", "HPLD")
+    planner = problem.make_planner()
+    plan = best_colocated(planner, max_stages=1)
+    assert all(len(each.stages) == 1 for each in plan.replicas)
+    assert plan.capacity <= best_colocated(planner).capacity * (1 + 1e-9)
+    run = simulate_throughput(colocated_fleet(problem, plan.replicas), problem.workload)
+    # Batches fill before any request decodes; the window begins after that.
+    assert abs(run.error) <= 0.1
+
+
+def test_online_load_is_served_at_its_rate() -> None:
+    problem = PlanProblem(named_cluster("case-e"), "opt-30b", "HPHD")
+    plan = plan_replicas(problem)
+    fleet = plan_fleet(problem, plan.planner, plan.best)
+    served = simulate_online(fleet, problem.workload, 0.5 * fleet.estimate, 300)
+    assert len(served) == 300
+    assert all(each.line.num_tokens == each.max_tokens for each in served)
+    span = served[-1].line.arrival - served[0].line.arrival
+    assert 300 / span == pytest.approx(0.5 * fleet.estimate, rel=0.15)
