@@ -73,7 +73,7 @@ class Measurement(NamedTuple):
     """Result of a run."""
 
     highest_rates: list[float]
-    """Of one engine and of two, in requests per second."""
+    """Requests per second that one engine and two serve."""
     startup_seconds: float
     """Time from the start of a router with one engine until it serves."""
     samples: list[Sample]
