@@ -18,7 +18,7 @@ from gllm.routing.token_speed import TokenSpeed
 NUM_SLOW_REPORTS = 3
 """Slow reports in a row after which an engine is ejected."""
 MAX_EJECTED_SHARE = 0.5
-"""Share of the attached engines that may be ejected."""
+"""Share of the attached engines of a role that may be ejected."""
 MAX_EJECTION_FACTOR = 10
 """Longest ejection of an engine in relation to its first one."""
 MIN_WEIGHT = 0.1
@@ -73,6 +73,8 @@ class _EngineHealth:
     """History of one engine."""
 
     speed: TokenSpeed = field(default_factory=TokenSpeed)
+    role: str = EngineSnapshot._field_defaults["role"]
+    """Role in its last report."""
     attached_at: float | None = None
     """None while the engine is lost."""
     num_slow_reports: int = 0
@@ -136,6 +138,7 @@ class FleetHealth:
             now: current time in seconds.
         """
         health = self._engines.setdefault(snapshot.name, _EngineHealth(attached_at=now))
+        health.role = snapshot.role
         others = [self._engines[name] for name in self._attached() if name != snapshot.name]
         typical = [each.speed.coefficients for each in others if each.speed.coefficients]
         if not health.speed.measure(snapshot, typical, now):
@@ -186,10 +189,11 @@ class FleetHealth:
         return [name for name, each in self._engines.items() if each.attached_at is not None]
 
     def _eject(self, health: _EngineHealth, cause: str, now: float) -> None:
-        """Eject an engine, unless too many are; its slow start follows."""
+        """Eject an engine, unless too many of its role are; its slow start follows."""
         attached = [self._engines[name] for name in self._attached()]
-        num_ejected = sum(each.ejected_until > now for each in attached)
-        if num_ejected + 1 > MAX_EJECTED_SHARE * len(attached):
+        peers = [each for each in attached if each.role == health.role]
+        num_ejected = sum(each.ejected_until > now for each in peers)
+        if num_ejected + 1 > MAX_EJECTED_SHARE * len(peers):
             return
         health.num_slow_reports = 0
         health.num_ejections += 1

@@ -23,6 +23,7 @@ class BusyEngine:
         self.step_seconds = 0.02
         self.is_hung = False
         self.has_fit = True
+        self.role = "mixed"
         self.num_read_at_once = 1
         """Outputs that the router reads at a time."""
         self._unread = 0
@@ -57,7 +58,11 @@ class BusyEngine:
             decode_context_tokens=100 * RUNNING,
         )
         return EngineSnapshot(
-            self.name, stats=stats, coefficients=COSTS if self.has_fit else None, num_blocks=999
+            self.name,
+            self.role,
+            stats=stats,
+            coefficients=COSTS if self.has_fit else None,
+            num_blocks=999,
         )
 
 
@@ -110,6 +115,25 @@ def test_slow_engine_is_ejected_and_returns_by_slow_start() -> None:
     fleet.run(11)
     assert fleet.weights == [1, 1, 1]
     assert not fleet.ejected
+
+
+def test_the_only_engine_of_a_role_is_not_ejected() -> None:
+    fleet = Fleet(4)
+    decode = fleet.engines[3]
+    for each in fleet.engines:
+        each.role = "prefill"
+    decode.role = "decode"
+    fleet.run(20)
+    decode.step_seconds *= 4
+    fleet.run(20)
+    assert fleet.weights == [1, 1, 1, 1]
+    fleet.engines[0].step_seconds *= 4
+    fleet.run(20)
+    assert fleet.weights == [0, 1, 1, 1]
+    # After a flip there are two.
+    fleet.engines[1].role = "decode"
+    fleet.run(2)
+    assert fleet.weights[3] == 0
 
 
 def test_engine_that_stays_slow_stays_ejected() -> None:
