@@ -105,6 +105,21 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
     flags=(False, False, True, True),
     rows=[("answer", 0, 0.0), ("eager", 0, 0.0)],
 )
+@example(  # A spare's node takes a stage while a worker is started for another one.
+    stages=[(1, 0), (1, 0), (1, 1)],
+    max_restarts=2,
+    num_standbys=0,
+    seed=0,
+    spare_preloads=True,
+    flags=(False, False, False, False),
+    rows=[
+        *[("exit", 0, 0.0)] * 3,
+        ("eager", 0, 0.0),
+        ("prepared", 0, 0.0),
+        ("exit", 0, 0.0),
+        ("silent", 0, 0.0),
+    ],
+)
 def test_random_losses_end_in_a_ready_or_a_dead_engine(
     stages: list[tuple[int, int]],
     max_restarts: int,

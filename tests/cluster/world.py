@@ -140,7 +140,9 @@ class World:
                 self.alive.add(sender)
                 self.place[sender] = place
                 self.spawn_times.append((self.now, place))
-                self.check_standbys()
+                # Before the assignment that follows, a standby that gets a place has none here.
+                if place is None:
+                    self.check_standbys()
             case KillWorker(sender):
                 assert sender in self.alive - self.killed
                 self.killed.add(sender)
