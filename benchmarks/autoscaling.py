@@ -10,6 +10,7 @@ time, and the wait of the request that woke the service.
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ import uvloop
 
 from benchmarks.cpu.page import origin, write_results
 from benchmarks.cpu.serving import free_port
-from benchmarks.fleet_processes import open_session, serving
+from benchmarks.fleet_processes import open_session, ready_service, serving
 from gllm.observability.latency import percentile
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -77,6 +78,7 @@ class Measurement(NamedTuple):
     startup_seconds: float
     """Time from the start of a router with one engine until it serves."""
     samples: list[Sample]
+    """Changes of the numbers, and the last one."""
     answers: list[Answer]
     ready_at_ends: list[int]
     """Ready engines at the end of each phase."""
@@ -136,9 +138,7 @@ async def complete(session: aiohttp.ClientSession, url: str) -> int:
 async def measure_highest_rate(names: str, seconds: float) -> tuple[float, float]:
     """Return the highest rate of engines, and the time from their start until all serve."""
     begin = time.monotonic()
-    async with serving(make_plan(names)) as url, open_session() as session:
-        while (await look(session, url)).num_ready < len(names):
-            await asyncio.sleep(0.1)
+    async with ready_service(make_plan(names)) as url, open_session() as session:
         startup = time.monotonic() - begin
         end = time.monotonic() + seconds
         count = 0
@@ -173,7 +173,9 @@ async def measure(seconds: float, idle_seconds: float) -> Measurement:
 
         async def watch() -> None:
             while True:
-                samples.append(await look(session, url, begin))
+                sample = await look(session, url, begin)
+                if not samples or samples[-1][1:] != sample[1:]:
+                    samples.append(sample)
                 await asyncio.sleep(SAMPLE_SECONDS)
 
         async def send() -> None:
@@ -191,16 +193,16 @@ async def measure(seconds: float, idle_seconds: float) -> Measurement:
             ready_at_ends.append((await look(session, url, begin)).num_ready)
         await asyncio.gather(*tasks)
         watching.cancel()
+        samples.append(await look(session, url, begin))
     return Measurement([highest, both], startup, samples, results, ready_at_ends)
 
 
-async def look(session: aiohttp.ClientSession, url: str, begin: float = 0.0) -> Sample:
+async def look(session: aiohttp.ClientSession, url: str, begin: float) -> Sample:
     """Return the present numbers of engines."""
     async with session.get(f"{url}/engines") as answer:
         body = await answer.json()
     num_ready = sum(row["state"] == "ready" for row in body["engines"])
-    num_wanted = body["scaling"]["num_wanted"] if body.get("scaling") else len(body["engines"])
-    return Sample(time.monotonic() - begin, num_wanted, num_ready)
+    return Sample(time.monotonic() - begin, body["scaling"]["num_wanted"], num_ready)
 
 
 def format_figures(result: Measurement, seconds: float) -> str:
@@ -237,7 +239,7 @@ def format_verdicts(result: Measurement, seconds: float) -> str:
     one, two = result.highest_rates
     low, high = SCALING_RANGE
     num_failed = sum(each.status != 200 for each in result.answers)
-    num_needed = [-(-share // 1) for share in SHARES]
+    num_needed = [math.ceil(share) for share in SHARES]
     idle = SHARES.index(0.0)
     waking = min(
         (each for each in result.answers if each.arrival >= (idle + 1) * seconds),

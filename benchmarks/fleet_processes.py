@@ -121,7 +121,7 @@ async def serving(plan: ServingPlan, step_logs: Path | None = None) -> AsyncIter
         with log.open("w") as output:
             process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
         try:
-            async with asyncio.timeout(120), open_session() as session:
+            async with asyncio.timeout(START_SECONDS), open_session() as session:
                 while not await responds(session, f"{url}/version"):
                     if process.returncode is not None:
                         raise RuntimeError(log.read_text()[-2000:])
@@ -131,6 +131,22 @@ async def serving(plan: ServingPlan, step_logs: Path | None = None) -> AsyncIter
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
                 await asyncio.wait_for(process.wait(), 60)
+
+
+@asynccontextmanager
+async def ready_service(plan: ServingPlan, step_logs: Path | None = None) -> AsyncIterator[str]:
+    """Run `gllm up` on a plan until all engines serve; yield the router's URL."""
+    async with serving(plan, step_logs) as url, open_session() as session:
+        async with asyncio.timeout(START_SECONDS):
+            while not await responds(session, f"{url}/ready"):
+                await asyncio.sleep(0.1)
+            num_ready = 0
+            while num_ready < len(plan.engines):
+                async with session.get(f"{url}/engines") as answer:
+                    rows = (await answer.json())["engines"]
+                num_ready = sum(row["state"] == "ready" for row in rows)
+                await asyncio.sleep(0.1)
+        yield url
 
 
 async def responds(session: aiohttp.ClientSession, url: str) -> bool:

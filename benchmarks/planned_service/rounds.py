@@ -1,16 +1,14 @@
 """Runs of a plan: its engines under `gllm up`, a load of `gllm bench serve`, its comparison."""
 
-import asyncio
 import json
 import resource
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet_processes import open_session, responds, serving
+from benchmarks.fleet_processes import ready_service
 from benchmarks.planned_service.planning import (
     MAX_NUM_SEQS,
     NUM_ENGINES,
@@ -21,8 +19,6 @@ from benchmarks.planned_service.planning import (
 )
 from gllm.plan.serving_plan import ServingPlan, write_plan
 
-READY_SECONDS = 120.0
-"""Maximum time until all engines are ready."""
 MIN_WAVES = 6
 """Requests per seat of an engine, at least, when its highest rate is measured."""
 FILL_FACTOR = 2
@@ -32,22 +28,6 @@ BENCH_FIGURES = ("completed", "failed", "request_throughput", "median_ttft_ms", 
 """Figures that are kept of `gllm bench serve`."""
 DETAILS = ("start_times", "ttfts", "itls")
 """Its lists of single requests."""
-
-
-@asynccontextmanager
-async def ready_service(plan: ServingPlan, step_logs: Path | None = None) -> AsyncIterator[str]:
-    """Run `gllm up` on a plan until all engines serve; yield the router's URL."""
-    async with serving(plan, step_logs) as url, open_session() as session:
-        async with asyncio.timeout(READY_SECONDS):
-            while not await responds(session, f"{url}/ready"):
-                await asyncio.sleep(0.1)
-            num_ready = 0
-            while num_ready < len(plan.engines):
-                async with session.get(f"{url}/engines") as answer:
-                    rows = (await answer.json())["engines"]
-                num_ready = sum(row["state"] == "ready" for row in rows)
-                await asyncio.sleep(0.1)
-        yield url
 
 
 async def run_bench(url: str, num_requests: int, seed: int, flags: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import NamedTuple, TypeVar
 
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.hexgen2_cases import (
+    LLAMA,
+    OPT,
     SETTINGS,
     Cell,
     CellOutcome,
@@ -16,8 +18,6 @@ from gllm.experiments.hexgen2_cases import (
 )
 from gllm.experiments.hexgen2_claims import make_claims
 from gllm.experiments.hexgen2_paper import (
-    LLAMA,
-    OPT,
     SYSTEMS,
     chunking_table,
     deadline_table,

@@ -13,8 +13,9 @@ from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import PipelineCredit
 from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
 
+LLAMA, OPT = "llama-2-70b", "opt-30b"
 SETTINGS = ("het1", "het2", "het3", "het4")
-SEARCHED_SETTING, SEARCHED_MODEL, SEARCHED_WORKLOAD = "het1", "llama-2-70b", "HPHD"
+SEARCHED_SETTING, SEARCHED_MODEL, SEARCHED_WORKLOAD = "het1", LLAMA, "HPHD"
 SHARES = {"h100": 0.1, "a100": 0.3, "l40": 0.2}
 """Shares of setting 1's devices; the others are A6000."""
 CHECKPOINTS = (75, 300, 1200)

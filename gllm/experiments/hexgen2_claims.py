@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from gllm.experiments.claims import ExpectedChange, ExpectedLimit, PaperClaim, relative_change
-from gllm.experiments.hexgen2_cases import CHECKPOINTS, Cell, CellOutcome
+from gllm.experiments.hexgen2_cases import CHECKPOINTS, LLAMA, OPT, Cell, CellOutcome
 from gllm.experiments.hexgen2_paper import (
     CHUNKING_GAINS,
-    LLAMA,
     ONLINE,
-    OPT,
     SYSTEMS,
     figures_by_system,
     paper_throughput,

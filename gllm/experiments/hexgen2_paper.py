@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from gllm.experiments.base import format_change
-from gllm.experiments.hexgen2_cases import Cell, CellOutcome, ScaleOutcome
+from gllm.experiments.hexgen2_cases import LLAMA, Cell, CellOutcome, ScaleOutcome
 from gllm.experiments.hexgen2_simulated import (
     ATTAINMENT,
     ChunkedOutcome,
@@ -19,7 +19,6 @@ from gllm.plan.hetero.replicas import PipelineCredit
 from gllm.plan.hetero.workload import CLASSES
 from gllm.sim.metrics.report import format_table
 
-LLAMA, OPT = "llama-2-70b", "opt-30b"
 ONLINE = "online"
 SYSTEMS = ("hexgen-2", "hexgen", "distserve", "vllm")
 CHUNKING_GAINS = {"HPLD": 0.2, "HPHD": 0.05, "LPHD": 0.05, "LPLD": 0.2}

@@ -4,6 +4,7 @@ import math
 from statistics import fmean
 from typing import NamedTuple
 
+from gllm.experiments.hexgen2_cases import LLAMA
 from gllm.observability.latency import percentile
 from gllm.plan.hetero.baselines import best_colocated, best_uniform
 from gllm.plan.hetero.cluster import named_cluster
@@ -19,7 +20,6 @@ from gllm.plan.hetero.simulation import (
 )
 from gllm.sim.metrics.run_record import ServedRequest
 
-MODEL = "llama-2-70b"
 ONLINE_WORKLOAD = "azure-conv"
 ONLINE_SHARE = 0.75
 """Request rate of online load over the peak (HexGen-2, section 5.1)."""
@@ -44,7 +44,7 @@ def simulate_cell(cell: tuple[str, str, str]) -> SimulatedCell:
     """Simulate both for a model, a cluster and a workload."""
     model, cluster, workload = cell
     problem = PlanProblem(named_cluster(cluster), model, workload)
-    plan, colocated = _het_fleets(problem)
+    plan, colocated = _fleets(problem, is_uniform=False)
     return SimulatedCell(
         simulate_throughput(plan, workload), simulate_throughput(colocated, workload)
     )
@@ -64,7 +64,7 @@ class ChunkedOutcome(NamedTuple):
 
 def compare_chunking(workload: str) -> ChunkedOutcome:
     """Simulate colocated engines of setting 1 with and without chunked prefill."""
-    problem = PlanProblem(named_cluster("het1"), MODEL, workload)
+    problem = PlanProblem(named_cluster("het1"), LLAMA, workload)
     planner = problem.make_planner()
     peaks: dict[str, list[float]] = {"vllm": [], "sarathi": []}
     for limit in STAGE_LIMITS:
@@ -89,9 +89,9 @@ class OnlineOutcome(NamedTuple):
 
 def serve_online(system: str) -> OnlineOutcome:
     """Simulate a system of Table 3 with conversations of all lengths."""
-    cluster = named_cluster("het1" if system.startswith("hexgen") else "hom")
-    problem = PlanProblem(cluster, MODEL, ONLINE_WORKLOAD)
-    plan, colocated = _het_fleets(problem) if "hexgen" in system else _hom_fleets(problem)
+    is_uniform = not system.startswith("hexgen")
+    problem = PlanProblem(named_cluster("hom" if is_uniform else "het1"), LLAMA, ONLINE_WORKLOAD)
+    plan, colocated = _fleets(problem, is_uniform)
     fleet = plan if system in ("hexgen-2", "distserve") else colocated
     peak = simulate_throughput(fleet, ONLINE_WORKLOAD)
     rate = ONLINE_SHARE * min(peak.simulated, peak.estimate)
@@ -119,7 +119,7 @@ def compare_deadlines(workload: str) -> DeadlineOutcome:
 
     A scale of 1 is the time of the request alone on 8 x H100 with tensor parallelism.
     """
-    problem = PlanProblem(named_cluster("het1"), MODEL, workload)
+    problem = PlanProblem(named_cluster("het1"), LLAMA, workload)
     planner = problem.make_planner()
     plan = plan_fleet(problem, planner, plan_replicas(problem, planner).best)
     colocated, short = (
@@ -142,24 +142,17 @@ def _scale(served: ServedRequest, prompt_seconds: float, output_seconds: float) 
     return math.inf if served.line.e2el is None else served.line.e2el / alone
 
 
-def _het_fleets(problem: PlanProblem) -> tuple[SimulatedFleet, SimulatedFleet]:
-    """Return the plan and the colocated optimum."""
+def _fleets(problem: PlanProblem, is_uniform: bool) -> tuple[SimulatedFleet, SimulatedFleet]:
+    """Return the plan, of equal replicas for each phase if asked, and the colocated optimum."""
     planner = problem.make_planner()
-    plan = plan_replicas(problem, planner)
+    plan = best_uniform(planner) if is_uniform else plan_replicas(problem, planner).best
     colocated = best_colocated(planner).replicas
-    return plan_fleet(problem, planner, plan.best), colocated_fleet(problem, colocated)
-
-
-def _hom_fleets(problem: PlanProblem) -> tuple[SimulatedFleet, SimulatedFleet]:
-    """Return equal replicas of each phase and the colocated optimum."""
-    planner = problem.make_planner()
-    colocated = best_colocated(planner).replicas
-    return plan_fleet(problem, planner, best_uniform(planner)), colocated_fleet(problem, colocated)
+    return plan_fleet(problem, planner, plan), colocated_fleet(problem, colocated)
 
 
 def _alone(workload: str) -> tuple[float, float]:
     """Return the seconds per prompt token and per output token of a request alone on 8 x H100."""
-    problem = PlanProblem(named_cluster("hom"), MODEL, workload)
+    problem = PlanProblem(named_cluster("hom"), LLAMA, workload)
     planner = problem.make_planner()
     layouts = planner.candidates(problem.cluster.all_devices, Phase.MIXED)
     stages = next(each.stages for each in layouts if len(each.stages) == 1)

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gllm.experiments.base import format_change
-from gllm.experiments.hexgen2_cases import CHECKPOINTS, Cell, CellOutcome
+from gllm.experiments.hexgen2_cases import CHECKPOINTS, LLAMA, Cell, CellOutcome
 from gllm.experiments.hexgen2_paper import paper_throughput
 from gllm.plan.hetero.search import SearchResult
 from gllm.plan.hetero.workload import CLASSES
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
-
-MODEL = "llama-2-70b"
 
 
 def throughput_table(cells: Mapping[Cell, CellOutcome], settings: Sequence[str]) -> str:
@@ -19,7 +17,7 @@ def throughput_table(cells: Mapping[Cell, CellOutcome], settings: Sequence[str])
     rows = []
     for cluster in settings:
         for load in CLASSES:
-            cell, hom = cells[MODEL, cluster, load, 1.0], cells[MODEL, "hom", load, 1.0]
+            cell, hom = cells[LLAMA, cluster, load, 1.0], cells[LLAMA, "hom", load, 1.0]
             flows = (cell.flow, cell.colocated, hom.uniform, hom.colocated)
             row = [cluster, load, *(f"{flow * cell.output:.0f}" for flow in flows)]
             row.append(format_change(cell.flow, cell.colocated))
@@ -36,7 +34,7 @@ def bandwidth_table(cells: Mapping[Cell, CellOutcome]) -> str:
     for load in CLASSES:
         row = [load]
         for factor in (0.5, 1.0, 2.0):
-            cell = cells[MODEL, "het1", load, factor]
+            cell = cells[LLAMA, "het1", load, factor]
             row.append(f"{cell.flow * cell.output:.0f}")
             row.append(format_change(cell.flow, cell.colocated))
         rows.append(row)
@@ -50,7 +48,7 @@ def budget_table(cells: Mapping[Cell, CellOutcome]) -> str:
     """Return setting 5 beside eight H100, tokens per second and per dollar."""
     rows = []
     for load in CLASSES:
-        five, hom = cells[MODEL, "het5", load, 1.0], cells[MODEL, "hom", load, 1.0]
+        five, hom = cells[LLAMA, "het5", load, 1.0], cells[LLAMA, "hom", load, 1.0]
         rows.append(
             [
                 load,
@@ -61,7 +59,7 @@ def budget_table(cells: Mapping[Cell, CellOutcome]) -> str:
                 format_change(five.flow / five.price, hom.uniform / hom.price),
             ]
         )
-    five, hom = cells[MODEL, "het5", "HPHD", 1.0], cells[MODEL, "hom", "HPHD", 1.0]
+    five, hom = cells[LLAMA, "het5", "HPHD", 1.0], cells[LLAMA, "hom", "HPHD", 1.0]
     header = [
         "workload", f"het5, {five.price:.2f} $/h", f"8 x H100, {hom.price:.2f} $/h, DistServe",
         "8 x H100, plan", "het5 over DistServe", "per dollar",
@@ -104,7 +102,7 @@ def plot_gains(
     plans, colocated = paper_throughput("hexgen-2"), paper_throughput("hexgen")
     gains: dict[str, dict[str, float]] = {}
     for load in CLASSES:
-        outcomes = {name: cells[MODEL, name, load, 1.0] for name in settings}
+        outcomes = {name: cells[LLAMA, name, load, 1.0] for name in settings}
         gains[load] = {name: cell.flow / cell.colocated for name, cell in outcomes.items()}
     papers = {load: {settings[0]: plans[load] / colocated[load]} for load in CLASSES}
     plot_bars(gains, path, "plan / colocated", "Throughput by workload and setting", papers)

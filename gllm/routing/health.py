@@ -73,7 +73,7 @@ class _EngineHealth:
     """History of one engine."""
 
     speed: TokenSpeed = field(default_factory=TokenSpeed)
-    role: str = EngineSnapshot._field_defaults["role"]
+    role: str = "mixed"
     """Role in its last report."""
     attached_at: float | None = None
     """None while the engine is lost."""
