@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from benchmarks.autoscaling import complete, look, make_plan
-from benchmarks.cpu.serving import free_port
+from benchmarks.autoscaling import ENGINES, complete, look, make_plan, make_scale_flags
 from benchmarks.fleet_processes import open_session, serving
 
 
 @pytest.mark.long
 async def test_engines_come_with_the_requests_and_leave_without_them() -> None:
     # An engine sustains so little that the requests of this test want both.
-    plan = make_plan(free_port(), f"127.0.0.1:{free_port()}", 0.01, idle_seconds=4.0)
+    flags = make_scale_flags(highest_rate=0.01, startup_seconds=5.0, idle_seconds=4.0)
+    plan = make_plan(ENGINES, flags)
     async with serving(plan) as url, open_session() as session, asyncio.timeout(240):
         assert (await look(session, url, 0.0))[1:] == (0, 0)
         statuses = await asyncio.gather(*(complete(session, url) for _ in range(6)))
