@@ -3,6 +3,7 @@
 from math import inf
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import pytest
 
@@ -51,19 +52,27 @@ def test_fit_of_a_linear_model_is_that_model() -> None:
     assert tuple(fitted) == pytest.approx(tuple(MODEL), rel=1e-6)
 
 
-def test_kv_cache_of_requests_is_linear_in_their_tokens() -> None:
+def kv_model_error(block_size: int) -> float:
+    """Mean relative error of the KV model of prompts that end anywhere in a block."""
     samples = []
-    for num_tokens in range(256, 4097, 160):
-        config = SchedulerConfig(prefix_cache=False, max_num_batched_tokens=4096)
-        scheduler = Scheduler(config.resolve(1, 512, 8192))
+    for num_tokens in range(256, 4097, 161):
+        config = SchedulerConfig(
+            prefix_cache=False, max_num_batched_tokens=4096, block_size=block_size
+        )
+        num_blocks = 8192 // block_size
+        scheduler = Scheduler(config.resolve(1, num_blocks, 8192))
         scheduler.add(SchedulerRequest(0, range(num_tokens), 64), 0.0)
         assert scheduler.schedule(0.0) is not None
-        held = scheduler.stats().kv_usage * 512 * config.block_size
-        samples.append((num_tokens, held))
+        samples.append((num_tokens, scheduler.stats().kv_usage * 8192))
     model = fit_kv_cache(samples)
-    errors = [abs(model.predict(tokens) / held - 1) for tokens, held in samples]
-    assert sum(errors) / len(errors) <= 0.01
-    assert model.h == pytest.approx(1.0, rel=0.01)
+    assert model.h == pytest.approx(1.0, rel=0.03)
+    return fmean(abs(model.predict(tokens) / held - 1) for tokens, held in samples)
+
+
+def test_kv_cache_of_requests_is_linear_in_their_tokens() -> None:
+    assert kv_model_error(SchedulerConfig.block_size) <= 0.01
+    # Blocks of so many tokens are too coarse for a line.
+    assert kv_model_error(128) > 0.01
 
 
 def test_best_fit_is_close_to_the_optimum() -> None:
@@ -72,10 +81,10 @@ def test_best_fit_is_close_to_the_optimum() -> None:
     def open_worker(number: int) -> PlacementWorker:
         return PlacementWorker(str(number), MODEL, [], memory)
 
-    for _ in range(12):
+    for _ in range(50):
         requests = [
             PlacedRequest(rng.randint(50, 3000), rng.randint(10, 600))
-            for _ in range(rng.randint(4, 10))
+            for _ in range(rng.randint(4, 12))
         ]
         memory = rng.choice([4000.0, 8000.0, inf])
         workers = place_heartbeat([], requests, RULES, open_worker)
