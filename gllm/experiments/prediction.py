@@ -4,11 +4,17 @@ Serves Poisson arrivals at shares of the engine's capacity, and a bursty load.
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 from gllm.config.engine import EngineConfig
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedLimit, PaperClaim
+from gllm.experiments.prediction_attainment import (
+    attainment_claims,
+    attainment_section,
+    compare_attainment,
+)
 from gllm.experiments.profile import measure_profile
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_logged, serve_round_robin
 from gllm.observability.latency import percentile
@@ -80,36 +86,18 @@ def run(options: ExperimentOptions) -> ExperimentResult:
             if share <= MAX_CLAIMED_SHARE:
                 judged.append(title)
             comparisons[title] = compare_runs(events, profile)
-    machine = ", ".join(f"{key} {value}" for key, value in profile.machine.items())
-    text = (
-        f"The demo model on this machine ({machine}). The profile and each load have engines of "
-        "their own, which work in turns of a few seconds: the machine is shared, and its speed "
-        f"changes by more than what is to be seen here. {rounds * count} requests of {WORKLOAD} "
-        f"for each load, in {rounds * PARTS} turns, at shares of what the engine serves with all "
-        "requests there at once, and one small request before each turn, which wakes the engine "
-        "up. Error: as predicted. Machine: what all steps took over what the profile says of the "
-        "very same steps. At speed: the error of a prediction with stages and driver slower by "
-        f"that factor, taken of each {WINDOW_SECONDS} s of the run: a shared host may stand still "
-        "for a second and be at full speed in the next. It is the simulator's own error.\n\n"
-        + format_table(
-            [
-                "load",
-                "metric",
-                "real",
-                "predicted",
-                "error",
-                "at speed",
-                "error of a request",
-                "machine",
-            ],
-            [row for title, comparison in comparisons.items() for row in _rows(title, comparison)],
-        )
-    )
+    attainments = {
+        title: compare_attainment(comparison)
+        for title, comparison in comparisons.items()
+        if title.endswith(tuple(name for name, _, arrivals in loads if arrivals == "poisson"))
+    }
+    text = _text(comparisons, profile.machine, rounds * count, rounds * PARTS)
     return ExperimentResult(
         "Prediction against reality",
-        text,
+        f"{text}\n\n{attainment_section(attainments)}",
         [_claim(title, comparisons[title]) for title in judged]
-        + _normalized_claims(comparisons, loads),
+        + _normalized_claims(comparisons, loads)
+        + attainment_claims(attainments),
         {"prediction.svg": lambda path: _plot(comparisons, path)},
     )
 
@@ -129,6 +117,40 @@ async def _in_turns(
 
     served = asyncio.gather(*(serve_load(share, arrivals) for _, share, arrivals in loads))
     return await asyncio.gather(measure_profile(config, False, turns, rounds), served)
+
+
+def _text(
+    comparisons: Mapping[str, RunComparison],
+    machine: Mapping[str, str],
+    num_requests: int,
+    num_turns: int,
+) -> str:
+    """Return what was served on which machine, and the table of the medians."""
+    words = ", ".join(f"{key} {value}" for key, value in machine.items())
+    return (
+        f"The demo model on this machine ({words}). The profile and each load have engines of "
+        "their own, which work in turns of a few seconds: the machine is shared, and its speed "
+        f"changes by more than what is to be seen here. {num_requests} requests of {WORKLOAD} "
+        f"for each load, in {num_turns} turns, at shares of what the engine serves with all "
+        "requests there at once, and one small request before each turn, which wakes the engine "
+        "up. Error: as predicted. Machine: what all steps took over what the profile says of the "
+        "very same steps. At speed: the error of a prediction with stages and driver slower by "
+        f"that factor, taken of each {WINDOW_SECONDS} s of the run: a shared host may stand still "
+        "for a second and be at full speed in the next. It is the simulator's own error.\n\n"
+        + format_table(
+            [
+                "load",
+                "metric",
+                "real",
+                "predicted",
+                "error",
+                "at speed",
+                "error of a request",
+                "machine",
+            ],
+            [row for title, comparison in comparisons.items() for row in _rows(title, comparison)],
+        )
+    )
 
 
 def _claim(title: str, comparison: RunComparison) -> PaperClaim:

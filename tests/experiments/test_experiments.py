@@ -62,6 +62,7 @@ def test_prediction_of_the_real_engine(tmp_path: Path, monkeypatch: pytest.Monke
     page = (tmp_path / "prediction.md").read_text()
     for metric in ("TTFT", "TPOT", "E2EL"):
         assert f"median {metric}, ms" in page
+    assert "SLO attainment at speed" in page
 
 
 def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[StepLogEvent]:
