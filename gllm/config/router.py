@@ -11,6 +11,7 @@ from gllm.routing.flip import FlipConfig
 from gllm.routing.health import HealthConfig
 from gllm.routing.policy_registry import POLICIES
 from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.shift_config import ShiftConfig
 
 POLICY_ALIASES = {
     "cache_aware": "prefix-aware",
@@ -131,6 +132,7 @@ class RouterConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     flip_conditions: FlipConfig = field(default_factory=FlipConfig)
     scale_conditions: ScaleConfig = field(default_factory=ScaleConfig)
+    shift_conditions: ShiftConfig = field(default_factory=ShiftConfig)
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""

@@ -92,6 +92,41 @@ class ScaleStatus(msgspec.Struct, frozen=True):
     """Time from the wish for an engine until it serves."""
 
 
+class WorkloadFigures(msgspec.Struct, frozen=True):
+    """Means of consecutive requests."""
+
+    rate: float
+    """Requests per second."""
+    prompt_tokens: float
+    output_tokens: float
+    """Tokens of all choices of a request."""
+
+
+class WorkloadShiftStatus(msgspec.Struct, frozen=True):
+    """Lasting shift of a workload."""
+
+    quantities: list[str]
+    """Means that have shifted: prompt tokens, output tokens, seconds between arrivals."""
+    before: WorkloadFigures
+    after: WorkloadFigures
+    """Means of the window that ended with the shift."""
+
+
+class WorkloadStatus(msgspec.Struct, frozen=True):
+    """Workload of a router that detects shifts."""
+
+    is_leader: bool
+    """True if all engines name this router their leader, or there are none."""
+    num_samples: int
+    """Requests whose lengths were counted."""
+    num_shifts: int
+    """Shifts since the start of the router."""
+    profile: WorkloadFigures | None
+    """Means that the latest requests are compared with; None while they are measured."""
+    shift: WorkloadShiftStatus | None
+    """The latest shift; None before the first."""
+
+
 class UnknownEngineError(Exception):
     """No engine with this name is attached to the router."""
 
@@ -123,6 +158,19 @@ class EngineScaling(Protocol):
         """Return the latest decision; None without scaling."""
 
 
+class WorkloadReport(Protocol):
+    """Lengths and rate of a router's requests."""
+
+    def status(self) -> WorkloadStatus | None:
+        """Return the means and the latest shift; None unless the router detects shifts."""
+
+    def lengths(self) -> list[tuple[int, int]] | None:
+        """Return prompt and output tokens of the latest requests in the order of their arrival.
+
+        None unless the router detects shifts.
+        """
+
+
 class FleetControl(Protocol):
     """A router's view of its engines, and their control."""
 
@@ -133,6 +181,10 @@ class FleetControl(Protocol):
     @property
     def scaling(self) -> EngineScaling:
         """Number of wanted engines."""
+
+    @property
+    def workload(self) -> WorkloadReport:
+        """Lengths and rate of the requests."""
 
     def engines(self) -> list[EngineRow]:
         """Return the attached engines, by name."""

@@ -30,6 +30,7 @@ from gllm.fleet.pair_dispatcher import PairDispatcher
 from gllm.fleet.prefix_events import apply_kv_events
 from gllm.fleet.role_control import RoleControl
 from gllm.fleet.scale_control import ScaleControl
+from gllm.fleet.workload_monitor import WorkloadMonitor
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
@@ -107,9 +108,11 @@ class Fleet:
         )
         """See FleetControl."""
         self.scaling = ScaleControl(
-            self._dispatcher, config, time.monotonic, self.roles.leads,
+            self._dispatcher, config, time.monotonic, self.roles.leads_all,
             lambda: self.client.parked_since,
         )  # fmt: skip
+        """See FleetControl."""
+        self.workload = WorkloadMonitor(config.shift_conditions, self.client, self.roles.leads_all)
         """See FleetControl."""
         self._commands = EngineCommands()
         self._stats = fleet_status.FleetStats()
@@ -212,6 +215,7 @@ class Fleet:
             refusal = self._dispatcher.reason_to_shed(prompt, num_tokens, priority, cache_salt, slo)
             if refusal is not None:
                 reason, retry_after = refusal
+                self.workload.on_shed(time.monotonic(), len(prompts))
                 raise OverloadedError(
                     "no engine is likely to meet the request's SLO at present", reason, retry_after
                 )

@@ -55,6 +55,10 @@ class RoleControl:
         record = self._records.get(name)
         return record is not None and record.report.leader == self._run
 
+    def leads_all(self) -> bool:
+        """Return True if all engines name this router, or there are none."""
+        return all(map(self.leads, self._records))
+
     def set_role(self, name: str, role: str) -> str:
         """Command an engine to take a role; return the announced one. See EngineRoles."""
         record = self._records.get(name)

@@ -37,7 +37,7 @@ class ScaleControl:
         dispatcher: Dispatcher,
         config: RouterConfig,
         clock: Callable[[], float],
-        leads: Callable[[str], bool],
+        is_leader: Callable[[], bool],
         parked_since: Callable[[], float | None],
     ) -> None:
         """Create the control of engines that come and go.
@@ -46,14 +46,14 @@ class ScaleControl:
             dispatcher: knows the engines and the lengths of requests.
             config: of the router.
             clock: returns the time in seconds.
-            leads: returns True if an engine names this router its leader.
+            is_leader: returns True if all engines name this router their leader.
             parked_since: returns the time since which a request has waited for an engine.
         """
         self._dispatcher = dispatcher
         self._records = dispatcher.records
         self._config = config.scale_conditions
         self._clock = clock
-        self._leads = leads
+        self._is_leader = is_leader
         self._parked_since = parked_since
         self._park_timeout = config.park_timeout
         self._scaler = Autoscaler(self._config, clock()) if self._config.is_on else None
@@ -98,7 +98,7 @@ class ScaleControl:
         if self._scaler is None:
             return None
         return ScaleStatus(
-            is_leader=all(self._leads(name) for name in self._records),
+            is_leader=self._is_leader(),
             num_wanted=self._decision.num_wanted,
             drain=list(self._decision.drain),
             undrain=list(self._decision.undrain),

@@ -146,12 +146,39 @@ class ScaleStatusResponse(ResponseSchema):
     startup_seconds: float
 
 
+class WorkloadFiguresResponse(ResponseSchema):
+    """Means of consecutive requests."""
+
+    rate: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+class WorkloadShiftResponse(ResponseSchema):
+    """Lasting shift of a workload."""
+
+    quantities: list[str]
+    before: WorkloadFiguresResponse
+    after: WorkloadFiguresResponse
+
+
+class WorkloadStatusResponse(ResponseSchema):
+    """Workload of a router that detects shifts."""
+
+    is_leader: bool
+    num_samples: int
+    num_shifts: int
+    profile: WorkloadFiguresResponse | None
+    shift: WorkloadShiftResponse | None
+
+
 class EngineListResponse(ResponseSchema):
-    """Answer of /engines: a router's engines, its counters, and how many engines it wants."""
+    """Answer of /engines: engines, counters, how many engines are wanted, and the workload."""
 
     engines: list[EngineRowResponse]
     router: RouterTotalsResponse
     scaling: ScaleStatusResponse | None = None
+    workload: WorkloadStatusResponse | None = None
 
 
 class EngineRoleResponse(ResponseSchema):

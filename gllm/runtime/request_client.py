@@ -26,12 +26,20 @@ SendFunction = Callable[[SubmitRequest | AbortSequences], None]
 """Function that sends a message to a scheduler's process."""
 
 
+def _ignore(entry: JournalEntry) -> None:
+    """Do nothing with a request."""
+
+
 class RequestClient(ABC):
     """Requests that were submitted and have not ended; subclasses choose who computes them."""
 
     def __init__(self) -> None:
         self.num_resumed_requests = 0
         """Requests that were submitted again, each time counted."""
+        self.on_submitted: Callable[[JournalEntry], None] = _ignore
+        """Called with each new request, once."""
+        self.on_ended: Callable[[JournalEntry], None] = _ignore
+        """Called with each request whose choices have all ended, perhaps more than once."""
         self._next_seq = 0
         """Wire ids are never used again, not even for another scheduler."""
         self._streams: dict[RequestStream, None] = {}
@@ -104,6 +112,7 @@ class RequestClient(ABC):
         entry.pack_prompt()
         self._streams[stream] = None
         self._num_requests += 1
+        self.on_submitted(entry)
         return stream
 
     def abort(self, stream: RequestStream, choices: Iterable[int]) -> None:
@@ -202,6 +211,7 @@ class RequestClient(ABC):
         if not entry.alive:
             self._streams.pop(stream, None)
             self._on_removed(stream)
+            self.on_ended(entry)
         return seqs
 
     def _end(

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gllm.engine.fleet_control import EngineRow, RouterTotals, ScaleStatus, UnknownEngineError
+from gllm.engine.fleet_control import (
+    EngineRow,
+    RouterTotals,
+    ScaleStatus,
+    UnknownEngineError,
+    WorkloadFigures,
+    WorkloadShiftStatus,
+    WorkloadStatus,
+)
 from gllm.scheduler.plan import SchedulerStats
 from tests.frontend.conftest import serving
 
@@ -22,10 +30,26 @@ def row(name: str, state: str = "ready") -> EngineRow:
 
 
 @dataclass
+class ScriptedWorkload:
+    """Requests whose lengths have doubled; none if the router does not watch them."""
+
+    is_on: bool = True
+
+    def status(self) -> WorkloadStatus | None:
+        before, after = WorkloadFigures(2.0, 10.0, 5.0), WorkloadFigures(2.0, 20.0, 10.0)
+        shift = WorkloadShiftStatus(["prompt tokens", "output tokens"], before, after)
+        return WorkloadStatus(True, 1200, 1, None, shift) if self.is_on else None
+
+    def lengths(self) -> list[tuple[int, int]] | None:
+        return [(19, 9), (21, 11)] if self.is_on else None
+
+
+@dataclass
 class ScriptedFleet:
     """Two engines, and what was done to them."""
 
     done: list[object] = field(default_factory=list)
+    workload: ScriptedWorkload = field(default_factory=ScriptedWorkload)
 
     @property
     def roles(self) -> "ScriptedFleet":
@@ -81,6 +105,21 @@ async def test_engines_are_listed(engine, fleet):
     assert body["engines"][0]["stats"]["running"] == 3
     assert (body["router"]["num_parked"], body["router"]["migrations"]) == (4, {"lost": 2})
     assert (body["scaling"]["num_wanted"], body["scaling"]["drain"]) == (3, ["b"])
+
+
+async def test_workload_is_published_and_its_lengths_are_a_file(engine, fleet):
+    async with serving(engine) as server:
+        _, body = await get(server, "/engines")
+        assert body["workload"]["num_shifts"] == 1
+        assert body["workload"]["shift"]["after"]["prompt_tokens"] == 20.0
+        async with server.client.get("/workload") as response:
+            assert response.content_type == "text/csv"
+            assert await response.text() == "prompt_tokens,output_tokens\n19,9\n21,11\n"
+        fleet.workload.is_on = False
+        _, body = await get(server, "/engines")
+        assert body["workload"] is None
+        status, body = await get(server, "/workload")
+        assert (status, body["error"]["code"]) == (404, "no_workload")
 
 
 async def test_drain_and_undrain(engine, fleet):

@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import accumulate, pairwise
 from math import inf, nan
+from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -294,3 +295,23 @@ def test_the_prefix_cache_finds_nothing_in_common() -> None:
     stats = pipeline.scheduler.stats()
     assert stats.prefix_queries > 0
     assert stats.prefix_hits == 0
+
+
+def test_lengths_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "observed.csv"
+    path.write_text("prompt_tokens,output_tokens\n19,9\n21,11\n5,1\n")
+    workload = f"file:{path}"
+    assert Counter(sample_lengths(workload, 3, 0)) == Counter([(19, 9), (21, 11), (5, 1)])
+    assert Counter(sample_lengths(workload, 6, 1)) == Counter(2 * [(19, 9), (21, 11), (5, 1)])
+    assert [job[1:3] for job in make_workload(workload, 3, 2.0)] == sample_lengths(workload, 3, 0)
+    for text in (
+        "prompt,output\n1,2\n",
+        "prompt_tokens,output_tokens\n",
+        "prompt_tokens,output_tokens\n1,0\n",
+        "prompt_tokens,output_tokens\n1\n",
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="give the columns prompt_tokens and output_tokens"):
+            sample_lengths(workload, 3, 0)
+    with pytest.raises(OSError, match="No such file"):
+        sample_lengths(f"file:{tmp_path}/none.csv", 3, 0)

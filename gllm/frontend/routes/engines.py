@@ -1,4 +1,4 @@
-"""GET /engines, and POST /engines/{name}/drain and /undrain, of a router."""
+"""GET /engines and /workload, and POST /engines/{name}/drain and /undrain, of a router."""
 
 import msgspec
 from aiohttp import web
@@ -17,8 +17,28 @@ async def list_engines(request: web.Request) -> web.Response:
     rows = [
         {**msgspec.structs.asdict(row), "stats": row.stats._asdict()} for row in fleet.engines()
     ]
-    body = {"engines": rows, "router": fleet.totals(), "scaling": fleet.scaling.status()}
+    body = {
+        "engines": rows,
+        "router": fleet.totals(),
+        "scaling": fleet.scaling.status(),
+        "workload": fleet.workload.status(),
+    }
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def list_lengths(request: web.Request) -> web.Response:
+    """Return prompt and output tokens of a router's latest requests as CSV, for `gllm plan`.
+
+    The planners take the file as workload, `file:PATH`. The router needs --detect-shifts.
+    """
+    lengths = _fleet(request).workload.lengths()
+    if lengths is None:
+        raise ApiError(
+            404, "This router does not watch its workload: start it with --detect-shifts.",
+            code="no_workload",
+        )  # fmt: skip
+    lines = ["prompt_tokens,output_tokens", *(f"{prompt},{output}" for prompt, output in lengths)]
+    return web.Response(text="\n".join(lines) + "\n", content_type="text/csv")
 
 
 async def drain_engine(request: web.Request) -> web.Response:

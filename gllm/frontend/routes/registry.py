@@ -287,6 +287,7 @@ FLEET_ENDPOINTS = (
     Endpoint(
         "GET", "/engines", engines.list_engines, response_schema=server_schemas.EngineListResponse
     ),
+    Endpoint("GET", "/workload", engines.list_lengths, content_type="text/csv"),
     Endpoint(
         "POST",
         "/engines/{name}/drain",

@@ -7,15 +7,22 @@ from functools import partial
 from gllm.sim.workloads.distributions import LENGTH_DISTRIBUTIONS, parse_numbers
 from gllm.sim.workloads.published import PUBLISHED_WORKLOADS, sample_published
 from gllm.sim.workloads.sessions import SESSIONS
-from gllm.sim.workloads.traces import TRACES, Lengths, load_trace
+from gllm.sim.workloads.traces import TRACES, Lengths, load_trace, read_lengths
 
 SHAREGPT_RATIOS = (5.21, 1.66)
 """Prompt and output lengths of the Azure trace over ShareGPT's, as reported in arXiv 2504.14775."""
 
 
+FILE = "file"
+"""Kind of a workload whose lengths are those of a CSV file."""
+
+
 def _sample_trace(name: str, rng: random.Random, count: int) -> Lengths:
-    """Sample lengths of a trace, without replacement as long as there are enough."""
-    lengths = load_trace(TRACES[name]).lengths
+    return _sample_rows(load_trace(TRACES[name]).lengths, rng, count)
+
+
+def _sample_rows(lengths: Lengths, rng: random.Random, count: int) -> Lengths:
+    """Sample lengths without replacement as long as there are enough."""
     full, remainder = divmod(count, len(lengths))
     return [pair for _ in range(full) for pair in lengths] + rng.sample(lengths, remainder)
 
@@ -48,7 +55,8 @@ NAMED_WORKLOADS: dict[str, Callable[[random.Random, int], Lengths]] = {
 WORKLOAD_HELP = (
     f"{', '.join(NAMED_WORKLOADS)}; or numbers for the prompt's length, then the output's: "
     "fixed:512,128, uniform:LOW,HIGH,LOW,HIGH, lognormal:MEDIAN,P90,MOST,MEDIAN,P90,MOST, "
-    "zipf:EXPONENT,MOST,EXPONENT,MOST; or conversations, "
+    "zipf:EXPONENT,MOST,EXPONENT,MOST; or file:PATH, the rows of a CSV file with prompt_tokens and "
+    "output_tokens, as GET /workload of a router has them; or conversations, "
     "sessions:SESSIONS,TURNS,PROMPTS,SYSTEM,USER,OUTPUT"
 )
 """Text for the help of a flag that takes a workload."""
@@ -65,13 +73,21 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
 
     Raises:
         ValueError: The workload is unknown.
+        OSError: The file of a workload cannot be read.
     """
     rng = random.Random(seed)
     if workload in NAMED_WORKLOADS:
         return NAMED_WORKLOADS[workload](rng, count)
     kind, _, text = workload.partition(":")
+    if kind == FILE:
+        return _sample_rows(read_lengths(text), rng, count)
     if kind not in LENGTH_DISTRIBUTIONS:
-        kinds = [*NAMED_WORKLOADS, SESSIONS, *(f"{name}:..." for name in LENGTH_DISTRIBUTIONS)]
+        kinds = [
+            *NAMED_WORKLOADS,
+            f"{FILE}:PATH",
+            SESSIONS,
+            *(f"{name}:..." for name in LENGTH_DISTRIBUTIONS),
+        ]
         names = ", ".join(kinds)
         raise ValueError(f"workload {workload!r} is none of {names}")
     names_of_values, sound, draw = LENGTH_DISTRIBUTIONS[kind]

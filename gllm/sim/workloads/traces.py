@@ -1,4 +1,7 @@
-"""Request traces that ship with gllm; data/README.md names sources and licences."""
+"""Request traces: those that ship with gllm, and files of lengths.
+
+data/README.md names sources and licences of the shipped ones.
+"""
 
 import csv
 import gzip
@@ -36,3 +39,24 @@ def load_trace(file: str) -> WorkloadTrace:
     return WorkloadTrace(
         [*map(float, columns.get("arrival_s", ()))], [*zip(prompts, outputs, strict=True)]
     )
+
+
+def read_lengths(path: str) -> Lengths:
+    """Return the lengths of a CSV file with the columns prompt_tokens and output_tokens.
+
+    Raises:
+        ValueError: The file has other columns, no rows, or a length that is no number above 0.
+        OSError: The file cannot be read.
+    """
+    with open(path, newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    try:
+        lengths = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows]
+    except (KeyError, TypeError, ValueError):
+        lengths = []
+    if not lengths or min(map(min, lengths)) < 1:
+        raise ValueError(
+            f"{path}: give the columns prompt_tokens and output_tokens, with numbers above 0 and a "
+            "row for each request, as GET /workload of a router does"
+        )
+    return lengths

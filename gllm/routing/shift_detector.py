@@ -10,6 +10,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+LEAST_GAP_SECONDS = 1e-6
+"""Least mean time between arrivals: a rate is finite, also for requests that arrive together."""
 QUANTITIES = ("prompt tokens", "output tokens", "seconds between arrivals")
 
 
@@ -19,6 +21,8 @@ class RequestSample(NamedTuple):
     arrival_seconds: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_arrivals: int = 1
+    """Requests that have arrived since the sample before, this one and those without lengths."""
 
 
 class WindowMeans(NamedTuple):
@@ -28,9 +32,19 @@ class WindowMeans(NamedTuple):
     errors: tuple[float, ...]
 
     @property
+    def prompt_tokens(self) -> float:
+        """Mean tokens of a prompt."""
+        return self.means[0]
+
+    @property
+    def output_tokens(self) -> float:
+        """Mean tokens of the output of a request."""
+        return self.means[1]
+
+    @property
     def rate(self) -> float:
         """Requests per second."""
-        return 1 / self.means[2] if self.means[2] else float("inf")
+        return 1 / max(self.means[2], LEAST_GAP_SECONDS)
 
 
 class WorkloadShift(NamedTuple):
@@ -91,6 +105,11 @@ class ShiftDetector:
         self._directions = [0] * len(QUANTITIES)
         """Windows in a row with a shift of each quantity; negative: downwards."""
 
+    @property
+    def profile(self) -> WindowMeans | None:
+        """Means that windows are compared with; None while they are measured."""
+        return self._profile
+
     def observe(self, sample: RequestSample) -> WorkloadShift | None:
         """Add a request, in the order of arrivals; return a shift at the end of its last window."""
         self._samples.append(sample)
@@ -130,14 +149,16 @@ class ShiftDetector:
 def measure_means(samples: Sequence[RequestSample]) -> WindowMeans:
     """Return the means of consecutive requests; the first one begins the first gap only."""
     later = samples[1:]
-    pairs = zip(samples, later, strict=False)
-    columns = (
+    gaps: list[float] = []
+    for first, second in zip(samples, later, strict=False):
+        gap = (second.arrival_seconds - first.arrival_seconds) / second.num_arrivals
+        gaps += [gap] * second.num_arrivals
+    columns: tuple[list[int] | list[float], ...] = (
         [sample.num_prompt_tokens for sample in later],
         [sample.num_output_tokens for sample in later],
-        [second.arrival_seconds - first.arrival_seconds for first, second in pairs],
+        gaps,
     )
-    size = sqrt(len(later))
     return WindowMeans(
         tuple(fmean(column) for column in columns),
-        tuple(stdev(column) / size for column in columns),
+        tuple(stdev(column) / sqrt(len(column)) for column in columns),
     )
