@@ -1,17 +1,17 @@
 """Closed forms of one engine under a workload: bound of its request rate, estimates of latencies.
 
-Bound: in a steady state each micro-batch has equal shares of prefill and decode. Steps of equal
-size are the fastest for a given amount of work, and larger ones are faster per token, as long as
-the time of a step is convex and has a fixed part (weights, launches). So no schedule serves more
-requests than micro-batches that are as large as the limits permit: tokens per micro-batch,
-sequences, KV cache.
+Bound: in a steady state micro-batches have equal shares of prefill and decode on average. No
+schedule serves more requests than micro-batches of the size with the most work per second, among
+all that the limits permit: tokens per micro-batch, sequences, KV cache. That is not always the
+largest: times of matrix products rise in steps of a tile's rows, so 512 tokens may take 40 % less
+time than 549.
 
 Estimates: the micro-batch that a rate needs gives the time between tokens; the wait before a
 prefill is that of an M/D/1 queue whose service time is that of the slowest stage per request; of an
 M/D/c queue where sequences, not tokens, limit the micro-batches: each sequence is a server.
 """
 
-from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import count
 from math import inf, log
 from typing import NamedTuple
@@ -26,8 +26,11 @@ from gllm.sim.queueing import wait_probability
 BOUND_SLACK = 1.1
 """Factor on the bound, because micro-batches are rounded to whole tokens, a run's lengths differ
 from the mean, and measured times are not convex everywhere."""
-NUM_HALVINGS = 16
-"""Bisections in the search for the micro-batch of a rate."""
+SIZES_PER_OCTAVE = 8
+"""Sizes of micro-batches between a number of tokens and its double; from 128 tokens on, among them
+are all multiples of 16 up to 256, of 32 up to 512 and so on, so the ends of tiles are met."""
+NUM_HALVINGS = 8
+"""Bisections between the rates of two sizes."""
 DELAY_PERCENT = 99.0
 """Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
 MAX_DELAY_SECONDS = 5.0
@@ -64,6 +67,18 @@ class OperatingPoint(NamedTuple):
         """Return a percentile (0..100) of the time to the first token."""
         return self.prefill_seconds + self.wait(percent)
 
+    def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
+        """Return the estimates at a rate between that of a point with smaller steps and this."""
+        share = (rate - lower.rate) / (self.rate - lower.rate)
+        step, chunk = (
+            low + share * (high - low)
+            for low, high in (
+                (lower.step_seconds, self.step_seconds),
+                (lower.chunk_seconds, self.chunk_seconds),
+            )
+        )
+        return self._replace(rate=rate, step_seconds=step, chunk_seconds=chunk)
+
     def keeps(self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
         """Return True if the estimates are within the limits and the scheduling delay is bounded.
 
@@ -95,18 +110,23 @@ class EngineBounds:
         self._moments = moments
         config = deployment.scheduler
         assert config.max_num_batched_tokens is not None, "the configuration is resolved"
+        self._token_limit = config.max_num_batched_tokens
         # Policies that do not cut prompts run a longer one alone.
-        self._max_tokens = max(config.max_num_batched_tokens, moments.prompts[-1])
-        self._chunk_tokens = min(config.max_num_batched_tokens, moments.prompts[-1])
+        self._max_tokens = max(self._token_limit, moments.prompts[-1])
+        self._chunk_tokens = min(self._token_limit, moments.prompts[-1])
         self._max_seqs = float(config.max_num_seqs)
         if moments.mean_context_tokens and not moments.is_shared:
             kv_tokens = config.num_blocks * config.block_size
             self._max_seqs = min(self._max_seqs, kv_tokens / moments.mean_context_tokens)
+        self._times: dict[int, tuple[StageWork, list[float]]] = {}
+        """Micro-batches and their seconds on each stage, by number of tokens."""
 
     def max_rate(self) -> float:
         """Return requests per second that the engine cannot exceed; infinite if unknown."""
         try:
-            return BOUND_SLACK * max(self._rate(share) for share in self._largest_shares())
+            # How unevenly micro-batches in flight share the sequences is free.
+            sizes = self._sizes(self._max_tokens, self._max_seqs)
+            return BOUND_SLACK * max(self._rate(size) for size in sizes)
         except CostRangeError:
             return inf
 
@@ -136,32 +156,47 @@ class EngineBounds:
         self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
     ) -> OperatingPoint | None:
         """Return the estimates at the highest rate within limits; None: no rate, or unknown."""
-        return self._bisect(lambda point: point.keeps(limits, max_delay_seconds))
+        kept = [each for each in self._points if each.keeps(limits, max_delay_seconds)]
+        best = max(kept, key=lambda point: point.rate, default=None)
+        if best is None:
+            return None
+        higher = [each.rate for each in self._points if each.rate > best.rate]
+        low, high = best.rate, min(higher, default=best.rate)
+        for _ in range(NUM_HALVINGS):
+            point = self.point_at((low + high) / 2)
+            if point and point.keeps(limits, max_delay_seconds):
+                low, best = point.rate, point
+            else:
+                high = (low + high) / 2
+        return best
 
     def point_at(self, rate: float) -> OperatingPoint | None:
         """Return the estimates at a rate per second; None: the rate is too high, or unknown."""
-        point = self._bisect(lambda point: point.rate <= rate)
-        return None if point is None else point._replace(rate=rate)
+        lower: OperatingPoint | None = None
+        for point in self._points:
+            if point.rate >= rate:
+                return point.between(lower, rate) if lower else point._replace(rate=rate)
+            lower = point
+        return None
 
-    def _bisect(self, holds: Callable[[OperatingPoint], bool]) -> OperatingPoint | None:
-        """Return the point with the largest micro-batch for which a condition holds."""
+    @cached_property
+    def _points(self) -> list[OperatingPoint]:
+        """Estimates of all sizes of micro-batches, rising; empty: they are unknown.
+
+        Micro-batches in flight share the sequences evenly.
+        """
+        sizes = self._sizes(self._token_limit, self._max_seqs / len(self._stages))
         try:
-            shares = list(self._largest_shares())
-            largest = max(shares, key=self._rate)
-            slowest = 1 / self._rate(largest)
+            slowest = 1 / max(self._rate(size) for size in sizes)
             prefill = self._prefill_seconds(max(1, round(self._moments.prompt_tokens)))
-            num_servers = max(1.0, self._max_seqs) if largest < self._token_share else 1.0
-            low, high, best = 0.0, largest, None
-            for _ in range(NUM_HALVINGS):
-                middle = (low + high) / 2
-                point = self._point(middle, slowest, prefill)._replace(num_servers=num_servers)
-                if holds(point):
-                    low, best = middle, point
-                else:
-                    high = middle
+            is_token_limited = sizes[-1] >= self._token_limit
+            num_servers = 1.0 if is_token_limited else max(1.0, self._max_seqs)
+            return [
+                self._point(size, slowest, prefill)._replace(num_servers=num_servers)
+                for size in sizes
+            ]
         except CostRangeError:
-            return None
-        return best
+            return []
 
     def request_seconds(
         self,
@@ -198,47 +233,47 @@ class EngineBounds:
         except CostRangeError:
             return 0.0
 
-    def _largest_shares(self) -> Iterator[float]:
-        """Yield sizes of micro-batches between which the largest permitted one is.
-
-        A size is a number of requests' work. With several stages, micro-batches in flight share the
-        sequences; how unevenly is free, so sizes up to all sequences count.
-        """
-        moments, by_tokens = self._moments, self._token_share
-        if not moments.decode_steps:
-            yield by_tokens
-            return
-        most = self._max_seqs / moments.decode_steps
-        least = most / len(self._stages)
-        num_sizes = 1 if len(self._stages) == 1 else 6
-        for index in range(num_sizes):
-            size = least * (most / least) ** (index / max(1, num_sizes - 1))
-            yield min(by_tokens, size)
+    def _sizes(self, max_tokens: int, max_seqs: float) -> list[int]:
+        """Return numbers of tokens of micro-batches, rising, up to the largest permitted one."""
+        moments, most = self._moments, max_tokens
+        if moments.decode_steps:
+            most = min(most, int(max_seqs / moments.decode_steps * self._request_tokens))
+        sizes, size = [], 1
+        while size < most:
+            sizes.append(size)
+            size += max(1, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
+        return [*sizes, max(1, most)]
 
     @property
-    def _token_share(self) -> float:
-        """Requests' work in a micro-batch with as many tokens as are permitted."""
-        return self._max_tokens / (self._moments.prompt_tokens + self._moments.decode_steps)
+    def _request_tokens(self) -> float:
+        """Tokens of a mean request."""
+        return self._moments.prompt_tokens + self._moments.decode_steps
 
-    def _rate(self, share: float) -> float:
-        """Return requests per second with micro-batches of this size."""
-        seconds = self._stage_times(self._work(share))
-        rate = share / max(seconds)
+    def _rate(self, size: int) -> float:
+        """Return requests per second with micro-batches of this many tokens."""
+        seconds = self._measured(size)[1]
+        rate = size / self._request_tokens / max(seconds)
         if self._moments.decode_steps:
             # Each sequence passes all stages once per token.
             rate = min(rate, self._max_seqs / (self._moments.decode_steps * sum(seconds)))
         return rate
 
-    def _point(self, share: float, slowest: float, prefill_seconds: float) -> OperatingPoint:
-        work = self._work(share)
-        times = self._stage_times(work)
+    def _measured(self, size: int) -> tuple[StageWork, list[float]]:
+        """Return the micro-batch of this many tokens, and its seconds on each stage."""
+        if size not in self._times:
+            work = self._work(size)
+            self._times[size] = work, self._stage_times(work)
+        return self._times[size]
+
+    def _point(self, size: int, slowest: float, prefill_seconds: float) -> OperatingPoint:
+        work, times = self._measured(size)
         step = chunk = self._pass_seconds(work)
         room = max(0, self._chunk_tokens - work.num_decodes)
         if room > sum(tokens for _, tokens in work.prefill_chunks):
             context = work.num_decode_context_tokens
             full = _make_work(work.num_decodes, context, self._chunks(room), work.num_sampled_rows)
             chunk = self._pass_seconds(full)
-        rate = share / max(max(times), step / len(times))
+        rate = size / self._request_tokens / max(max(times), step / len(times))
         return OperatingPoint(rate, slowest, prefill_seconds, step, chunk)
 
     def _prefill_seconds(self, tokens: int) -> float:
@@ -258,11 +293,12 @@ class EngineBounds:
     def _stage_times(self, work: StageWork) -> list[float]:
         return [self._cost.stage_seconds(stage, work) for stage in self._stages]
 
-    def _work(self, share: float) -> StageWork:
-        """Return the micro-batch that has this many requests' work."""
+    def _work(self, size: int) -> StageWork:
+        """Return the micro-batch of this many tokens, but at least one of each kind."""
         moments = self._moments
+        share = size / self._request_tokens
         num_decodes = max(1, round(share * moments.decode_steps)) if moments.decode_steps else 0
-        chunks = self._chunks(max(1, round(share * moments.prompt_tokens)))
+        chunks = self._chunks(max(1, size - num_decodes))
         context = round(num_decodes * moments.mean_context_tokens)
         return _make_work(num_decodes, context, chunks, num_decodes + max(1, round(share)))
 
