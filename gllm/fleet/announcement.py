@@ -98,4 +98,5 @@ def attach_to_routers(
     )
     routers = RouterAttachment(supervisor, announcer, links)
     supervisor.kv_mover.on_push = routers.on_push
+    supervisor.kv_mover.on_first_chunk = routers.on_first_chunk
     return routers

@@ -132,6 +132,11 @@ class RouterAttachment:
         for session in self.routers:
             session.on_push(ticket)
 
+    def on_first_chunk(self, ticket: int) -> None:
+        """Notify the router of a prompt whose first chunk is computed, if others follow."""
+        for session in self.routers:
+            session.on_first_chunk(ticket)
+
     def on_connected(self, connection: PeerConnection) -> None:
         """See PeerHandler."""
         self._sessions[connection] = None

@@ -34,10 +34,10 @@ from gllm.fleet.workload_monitor import WorkloadMonitor
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
-from gllm.messages.handoff import KvPushStarted
+from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import EngineOutputs
-from gllm.routing.disaggregation.policy import PairPolicy
+from gllm.routing.disaggregation.policy import DecodeChoice, PairPolicy
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy_registry import make_policy
 
@@ -97,6 +97,7 @@ class Fleet:
                 node_secret_file=config.node_secret_file,
                 peer_timeout=config.engine_timeout,
                 max_guests=config.max_engines,
+                needs_first_chunks=config.decode_choice == DecodeChoice.FIRST_CHUNK.value,
             ),
             self.name,
             self._on_attached,
@@ -339,6 +340,8 @@ class Fleet:
                 apply_kv_events(self._dispatcher.policy.prefixes, link, message)
             case KvPushStarted(ticket):
                 self.client.handoffs.on_push_started(link.name, ticket, now)
+            case FirstChunkComputed(ticket):
+                self.client.handoffs.on_first_chunk(link.name, ticket, now)
             case CommandDone():
                 self._commands.on_done(link.name, message)
 

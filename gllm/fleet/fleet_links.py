@@ -78,7 +78,12 @@ class FleetLinks:
         self._on_lost = on_lost
         self._on_message = on_message
         self.greeting = GreetEngine(
-            PROTOCOL, OLDEST_PROTOCOL, router, new_run(), accepts_pushes=True
+            PROTOCOL,
+            OLDEST_PROTOCOL,
+            router,
+            new_run(),
+            accepts_pushes=True,
+            needs_first_chunks=config.needs_first_chunks,
         )
         """First message to every engine."""
         self._peers: dict[PeerConnection, _Peer] = {}

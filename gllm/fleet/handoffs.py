@@ -190,20 +190,41 @@ class Handoffs:
     def on_push_started(self, engine: str, ticket: int, now: float) -> None:
         """Let the decode engine fetch the blocks of a prompt that an engine has begun to compute.
 
-        Requests of several choices do without: the last token of their prompt is computed twice.
+        If it is not chosen yet, it fetches them once it is.
         """
-        for stream, handoff in self._by_stream.items():
-            if handoff.ticket == ticket and handoff.pair.prefill == engine:
-                if stream.entry.n == 1:
-                    self._start_prefetch(stream, handoff, now)
-                return
+        for stream, handoff in self._prefills(engine, ticket):
+            handoff.on_push_started()
+            self._start_prefetch(stream, handoff, now)
+
+    def on_first_chunk(self, engine: str, ticket: int, now: float) -> None:
+        """Choose the decode engine of a prompt of which an engine has computed the first chunk."""
+        for stream, handoff in self._prefills(engine, ticket):
+            if self._pairs is None or handoff.decode:
+                continue
+            able = {each for each in self._successors(handoff) if _endpoint(self._engines[each])}
+            handoff.on_decode_chosen(self._pairs.choose_decode(stream, frozenset(able)) or "")
+            self._start_prefetch(stream, handoff, now)
+
+    def _prefills(self, engine: str, ticket: int) -> list[tuple[RequestStream, Handoff]]:
+        """Return the request that an engine prefills under a ticket, if there is one."""
+        return [
+            (stream, handoff)
+            for stream, handoff in self._by_stream.items()
+            if handoff.ticket == ticket
+            and handoff.pair.prefill == engine
+            and handoff.state is HandoffState.PREFILL
+        ]
 
     def _start_prefetch(self, stream: RequestStream, handoff: Handoff, now: float) -> None:
+        """Let the decode engine fetch the blocks while they are computed, if both sides can.
+
+        Requests of several choices do without: the last token of their prompt is computed twice.
+        """
         decode, entry = self._engines.get(handoff.decode), stream.entry
         if decode is None or decode.kv is None or not decode.kv.accepts_prefetches:
             return
         source = self._source(stream, handoff, decode)
-        if source is None or not handoff.on_push_started(now):
+        if source is None or entry.n > 1 or not handoff.start_prefetch(now):
             return
         decode.kv.send(
             PrefetchKv(

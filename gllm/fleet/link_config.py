@@ -20,6 +20,8 @@ class FleetLinkConfig:
     """Seconds of silence after which a peer is lost."""
     max_guests: int = 256
     """Most peers that the hub accepts at a time."""
+    needs_first_chunks: bool = False
+    """True for a router that has to receive FirstChunkComputed."""
 
 
 def parse_hub_address(text: str, has_secret: bool) -> str:

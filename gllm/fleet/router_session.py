@@ -15,6 +15,7 @@ from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import GreetEngine
 from gllm.messages.handoff import (
     MAX_TICKETS,
+    FirstChunkComputed,
     KvPushStarted,
     PrefetchKv,
     ReleaseKvHolds,
@@ -109,6 +110,11 @@ class RouterSession:
         """Notify the router of a prompt of its own whose KV can be fetched from now on."""
         if ticket in self._tickets and self.greeting.accepts_pushes:
             self.connection.send(KvPushStarted(ticket))
+
+    def on_first_chunk(self, ticket: int) -> None:
+        """Notify the router, if it has to know, of a prompt of its own with a computed chunk."""
+        if ticket in self._tickets and self.greeting.needs_first_chunks:
+            self.connection.send(FirstChunkComputed(ticket))
 
     def end(self) -> None:
         """End all requests, because nobody reads their output any more."""

@@ -23,7 +23,13 @@ from gllm.messages.fleet import (
     SetEngineRole,
 )
 from gllm.messages.forward import ForwardDecoder
-from gllm.messages.handoff import KvPushStarted, PrefetchKv, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.handoff import (
+    FirstChunkComputed,
+    KvPushStarted,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+)
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -75,6 +81,7 @@ ToHead = (
     | RevokeKv
     | FetchKv
     | CancelKvFetch
+    | FirstChunkComputed
 )
 """Messages that a worker may send to the head process."""
 ToWorker = (
@@ -110,6 +117,7 @@ ToRouter = (
     | CommandDone
     | RefuseRouter
     | KvPushStarted
+    | FirstChunkComputed
 )
 """Messages that an engine may send to a router."""
 ToEngine = (

@@ -39,6 +39,8 @@ class GreetEngine(WireMessage, frozen=True):
     """Random number of this start of the router."""
     accepts_pushes: bool = False
     """True if the router understands KvPushStarted."""
+    needs_first_chunks: bool = False
+    """True if the router has to receive FirstChunkComputed."""
 
 
 class AnnounceEngine(WireMessage, frozen=True):

@@ -54,6 +54,15 @@ class KvPushStarted(WireMessage, frozen=True):
     ticket: Ticket
 
 
+class FirstChunkComputed(WireMessage, frozen=True):
+    """Report of the prefill engine: the first chunk of a prompt is computed, and others follow.
+
+    Sent to routers that choose the decode engine then; of a prompt of one chunk the end says it.
+    """
+
+    ticket: Ticket
+
+
 class PrefetchKv(WireMessage, frozen=True):
     """Command to the decode engine: fetch the KV blocks of a prompt that is still computed.
 

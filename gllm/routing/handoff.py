@@ -107,6 +107,8 @@ class Handoff:
         """Engine that has the request in the states TRANSFER and DECODE; empty for none."""
         self._may_be_held = False
         """True if the prefill engine may hold blocks under the ticket."""
+        self._is_pushed = False
+        """True if the blocks can be fetched while the prompt is computed."""
         self._prefetching = ""
         """Engine that may have blocks for the request, which it has not got; empty for none."""
         self._read_deadline = self._hold_deadline = self._renew_at = 0.0
@@ -137,13 +139,25 @@ class Handoff:
         self.state, self._may_be_held = HandoffState.PREFILL, True
         return [StartPrefill(self.pair.prefill, self.ticket)]
 
-    def on_push_started(self, now: float) -> list[HandoffAction]:
-        """Note that the blocks can be fetched while the prompt is computed, in PREFILL.
+    def on_push_started(self) -> None:
+        """Note that the blocks can be fetched while the prompt is computed."""
+        self._is_pushed = True
+
+    def on_decode_chosen(self, engine: str) -> None:
+        """Note the decode engine, chosen in PREFILL; one that is known stays."""
+        if self.state is HandoffState.PREFILL:
+            self._decode = self._decode or engine
+
+    def start_prefetch(self, now: float) -> list[HandoffAction]:
+        """Begin the fetch of blocks that are computed meanwhile, in PREFILL.
 
         Returns:
-            The command to the decode engine; nothing without one, or in other states.
+            The command to the decode engine; nothing without one, before `on_push_started`, and if
+            an engine has the command already.
         """
-        if self.state is not HandoffState.PREFILL or not self._decode or self._prefetching:
+        if self.state is not HandoffState.PREFILL or not (self._is_pushed and self._decode):
+            return []
+        if self._prefetching or self._decode == self.pair.prefill:
             return []
         self._prefetching = self._decode
         self._renew_at = now + self._limits.renew_seconds

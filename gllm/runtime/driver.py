@@ -232,6 +232,8 @@ class Driver:
             ValueError: it is not the next step.
         """
         output = self.scheduler.commit(message.result)
+        if self.kv is not None:
+            self.kv.report_first_chunks()
         if self._plan_record is not None:
             self._plan_record.on_committed(message.result.step)
         details = message.details

@@ -12,6 +12,7 @@ from itertools import count
 from gllm.kv_transfer.break_even import FetchDecision
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import (
+    FirstChunkComputed,
     HandoffCommand,
     KvSource,
     PrefetchKv,
@@ -117,6 +118,11 @@ class DriverKv:
                     fetch.is_early,
                 )
             )
+
+    def report_first_chunks(self) -> None:
+        """Report the prompts of which the last commit has computed the first chunk."""
+        for ticket in self._scheduler.first_chunks:
+            self._send(FirstChunkComputed(ticket))
 
     def report_transfers(self) -> None:
         """Pass new pushes, holds, revocations and cancellations on; called after each turn."""

@@ -94,6 +94,8 @@ class EngineKvMover:
         """Called when the endpoint has changed."""
         self.on_push: Callable[[int], None] = lambda ticket: None
         """Called with the ticket of a prompt that can be fetched while it is computed."""
+        self.on_first_chunk: Callable[[int], None] = lambda ticket: None
+        """Called with the ticket of a prompt whose first chunk is computed, if others follow."""
         self._send = send
         self._backend, self._encoding = backend, encoding
         self._address = address

@@ -10,6 +10,7 @@ from gllm.cluster.records import RecoveryState
 from gllm.cluster.recovery import Recovery
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone
+from gllm.messages.handoff import FirstChunkComputed
 from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, RevokeKv, ServeKv
 from gllm.messages.lifecycle import (
@@ -97,6 +98,8 @@ class ReportHandler:
                 self._executor.kv_events.on_events(message)
             case ServeKv() | RevokeKv() | FetchKv() | CancelKvFetch():
                 self._executor.kv_mover.handle(message)
+            case FirstChunkComputed(ticket):
+                self._executor.kv_mover.on_first_chunk(ticket)
             case Heartbeat():
                 self._deaths.heartbeats[sender] = message
                 if self.liveness is not None:

@@ -90,6 +90,8 @@ class Scheduler:
         self._transfers = SchedulerTransfers(
             config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
         )
+        self.first_chunks = self._transfers.first_chunks
+        """See SchedulerTransfers."""
         self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
         self._now = 0.0
         """Latest time of a call, at which leases of holds start."""
@@ -187,6 +189,7 @@ class Scheduler:
             ValueError: the result belongs to another plan or lacks a row.
         """
         plan = self._in_flight.pop(result.step)
+        self.first_chunks.clear()
         sampled = {token.seq: token for token in result.sampled_tokens}
         output = StepOutput([], [], [], [], count_tokens(plan.rows))
         sequences, error = self._sequences, result.error
@@ -337,6 +340,8 @@ class Scheduler:
             self.kv_cache.unpublish(sequence)
         if self._table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:
             self._fork(sequence)
+        if not should_sample:
+            self._transfers.on_chunk_computed(sequence, start)
         if sequence.is_finished or not should_sample:
             return
         if sampled is None or sampled.epoch != epoch:
@@ -364,8 +369,7 @@ class Scheduler:
             output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
         elif num_generated == request.max_tokens:
             end = FinishedSequence(sequence.seq, "length")
-            hold = self._transfers.hold(sequence, self._now)
-            if hold is not None:
+            if (hold := self._transfers.hold(sequence, self._now)) is not None:
                 end = end._replace(kv_ticket=hold.ticket, num_kv_tokens=hold.num_tokens)
             output.finished.append(end)
         else:

@@ -42,6 +42,7 @@ TO_ROUTER = {
     "CommandDone",
     "RefuseRouter",
     "KvPushStarted",
+    "FirstChunkComputed",
 }
 TO_ENGINE = {
     "Hello",

@@ -5,6 +5,7 @@ import pytest
 
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.handoff import (
+    FirstChunkComputed,
     KvPushStarted,
     KvSource,
     PrefetchKv,
@@ -243,3 +244,20 @@ async def test_a_router_learns_of_the_pushes_of_its_requests(links: Links) -> No
         attachment.on_push(ticket)
     await until(lambda: KvPushStarted(5) in router.messages)
     assert KvPushStarted(4) not in router.messages
+
+
+@pytest.mark.parametrize("needs_first_chunks", [True, False])
+async def test_a_router_that_needs_first_chunks_learns_of_those_of_its_requests(
+    links: Links, needs_first_chunks: bool
+) -> None:
+    router = await links.router(hub="127.0.0.1:0", needs_first_chunks=needs_first_chunks)
+    _, attachment = await links.engine(dial=(router.address,))
+    await until(lambda: router.attached)
+    router.link().send(msgspec.structs.replace(request(1, [1, 2], 1), kv_ticket=5))
+    await until(lambda: any(session._tickets for session in attachment.routers))
+    for ticket in (4, 5):
+        attachment.on_first_chunk(ticket)
+    attachment.on_push(5)
+    await until(lambda: KvPushStarted(5) in router.messages)
+    reports = [each for each in router.messages if isinstance(each, FirstChunkComputed)]
+    assert reports == [FirstChunkComputed(5)] * needs_first_chunks

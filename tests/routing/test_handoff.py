@@ -1,5 +1,6 @@
 """State machine of a hand-off: no state waits for ever, and holds are always released."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -91,10 +92,11 @@ def test_a_ticket_is_used_once() -> None:
 
 def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
     handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
-    assert handoff.on_push_started(0.0) == []
+    handoff.on_push_started()
+    assert handoff.start_prefetch(0.0) == []
     handoff.start()
-    assert handoff.on_push_started(0.0) == [StartPrefetch("D", TICKET)]
-    assert handoff.on_push_started(0.0) == []
+    assert handoff.start_prefetch(0.0) == [StartPrefetch("D", TICKET)]
+    assert handoff.start_prefetch(0.0) == []
     assert handoff.on_tick(3.0) == [RenewHold("D", TICKET)]
     handoff.on_prefilled(4.0)
     assert handoff.on_read() == [StartDecode("D", TICKET)]
@@ -107,7 +109,8 @@ def test_a_prefetch_that_nobody_needs_is_released() -> None:
     for event in ("end", "given back", "elsewhere"):
         handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
         handoff.start()
-        handoff.on_push_started(0.0)
+        handoff.on_push_started()
+        handoff.start_prefetch(0.0)
         both = [ReleaseHold("D", TICKET), ReleaseHold("P", TICKET)]
         match event:
             case "end":
@@ -118,9 +121,43 @@ def test_a_prefetch_that_nobody_needs_is_released() -> None:
                 handoff.on_prefilled(0.0)
                 handoff.on_read()
                 assert handoff.on_submitted("E") == both[:1]
+
+
+@pytest.mark.parametrize("is_pushed_first", [True, False])
+def test_a_prefetch_begins_once_the_decode_engine_is_chosen(is_pushed_first: bool) -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
     handoff.start()
-    assert handoff.on_push_started(0.0) == []
+    events = [handoff.on_push_started, lambda: handoff.on_decode_chosen("D")]
+    for event in events if is_pushed_first else events[::-1]:
+        assert handoff.start_prefetch(0.0) == []
+        event()
+    handoff.on_decode_chosen("E")
+    assert handoff.start_prefetch(0.0) == [StartPrefetch("D", TICKET)]
+    assert handoff.decode == "D"
+
+
+def test_a_chosen_engine_that_is_lost_is_chosen_again() -> None:
+    handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
+    handoff.start()
+    handoff.on_push_started()
+    handoff.on_decode_chosen("D")
+    handoff.start_prefetch(0.0)
+    handoff.on_lost("D")
+    assert handoff.decode == ""
+    handoff.on_decode_chosen("E")
+    assert handoff.start_prefetch(0.0) == [StartPrefetch("E", TICKET)]
+
+
+def test_an_engine_that_decodes_its_own_prompt_prefetches_nothing() -> None:
+    handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
+    handoff.start()
+    handoff.on_push_started()
+    handoff.on_decode_chosen("P")
+    assert handoff.start_prefetch(0.0) == []
+    handoff.on_prefilled(0.0)
+    # Too late: `choose` decides.
+    handoff.on_decode_chosen("E")
+    assert handoff.on_read() == [StartDecode("P", TICKET)]
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -196,7 +233,14 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule()
     def start_push(self) -> None:
-        self.execute(self.handoff.on_push_started(self.now))
+        self.handoff.on_push_started()
+        self.execute(self.handoff.start_prefetch(self.now))
+
+    @precondition(lambda self: self.alive - {"P"})
+    @rule(data=st.data())
+    def choose_decode(self, data: st.DataObject) -> None:
+        self.handoff.on_decode_chosen(data.draw(st.sampled_from(sorted(self.alive - {"P"}))))
+        self.execute(self.handoff.start_prefetch(self.now))
 
     @rule()
     def read(self) -> None:

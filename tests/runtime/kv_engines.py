@@ -4,6 +4,7 @@ Drivers, schedulers, executors and the client are real, and messages are encoded
 KV mover copies the tensors at once, when a test lets it.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count, zip_longest
@@ -15,6 +16,7 @@ from gllm.fleet.client import FleetClient
 from gllm.fleet.dispatch_target import KvPeer
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_stage, decode_for_worker, encode
+from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
@@ -78,6 +80,8 @@ class KvEngine:
         match message:
             case EngineOutputs():
                 self._outputs.append(message)
+            case FirstChunkComputed():
+                self._cluster.on_message(self.name, message)
             case ServeKv(ticket):
                 self.served[ticket] = message
             case RevokeKv(ticket):
@@ -128,7 +132,7 @@ class KvEngine:
         """Pass the output to the router, as long as it knows the engine."""
         outputs, self._outputs = self._outputs, []
         for message in outputs:
-            self._cluster.client.on_outputs(self.name, message)
+            self._cluster.on_message(self.name, message)
 
     def _copy(self, source: "KvEngine", held: ServeKv, fetch: FetchKv) -> None:
         """Copy keys and values by token, whatever the block sizes and stages of both sides."""
@@ -200,8 +204,8 @@ class FixedPair:
 class KvCluster:
     """A router's client over engines."""
 
-    def __init__(self, engines: dict[str, Stages]) -> None:
-        self.client = FleetClient(lambda stream, names: min(names), pairs=FixedPair())
+    def __init__(self, engines: dict[str, Stages], client: FleetClient | None = None) -> None:
+        self.client = client or FleetClient(lambda stream, names: min(names), pairs=FixedPair())
         # The executors are used again, and know the sequences of drivers that were killed.
         self.client._next_seq = next(_first_seqs)
         self.engines: dict[str, KvEngine] = {}
@@ -217,6 +221,16 @@ class KvCluster:
         engine = self.engines[name] = self.create_engine(name, stages)
         peer = KvPeer(1, engine.endpoint, engine.receive, digest, accepts_prefetches=True)
         self.client.attach(name, numerics, engine.receive, peer)
+
+    def on_message(self, name: str, message: WireMessage) -> None:
+        """Handle a message of an engine, as a router does."""
+        match message:
+            case EngineOutputs():
+                self.client.on_outputs(name, message)
+            case KvPushStarted(ticket):
+                self.client.handoffs.on_push_started(name, ticket, time.monotonic())
+            case FirstChunkComputed(ticket):
+                self.client.handoffs.on_first_chunk(name, ticket, time.monotonic())
 
     def create_engine(self, name: str, stages: Stages) -> KvEngine:
         return KvEngine(name, stages, self)

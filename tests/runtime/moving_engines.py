@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gllm.fleet.client import FleetClient
 from gllm.kv_transfer.endpoint import KvEndpoint, encode_endpoint
 from gllm.kv_transfer.layout import KvLayout
 from gllm.kv_transfer.mover import KvMover
 from gllm.kv_transfer.progress import LayerProgress
 from gllm.messages.base import WireMessage
-from gllm.messages.handoff import PrefetchKv
+from gllm.messages.handoff import KvPushStarted, PrefetchKv
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
@@ -89,8 +90,7 @@ class MovingEngine(KvEngine):
                 self.mover.handle(message)
                 if message.step and ticket not in self.pushed:
                     self.pushed.add(ticket)
-                    handoffs = self._cluster.client.handoffs
-                    handoffs.on_push_started(self.name, ticket, time.monotonic())
+                    self._cluster.on_message(self.name, KvPushStarted(ticket))
             case RevokeKv() | FetchKv() | CancelKvFetch():
                 self.mover.handle(message)
             case _:
@@ -131,11 +131,16 @@ class MovingCluster(KvCluster):
 
     engines: dict[str, MovingEngine]  # type: ignore[assignment]
 
-    def __init__(self, engines: dict[str, MappedStages], backend: str = "auto") -> None:
+    def __init__(
+        self,
+        engines: dict[str, MappedStages],
+        backend: str = "auto",
+        client: FleetClient | None = None,
+    ) -> None:
         self.backend = backend
         self.fetched: list[KvFetched] = []
         """Ends of fetches, of all engines."""
-        super().__init__(dict(engines))
+        super().__init__(dict(engines), client)
 
     def create_engine(self, name: str, stages: Stages) -> MovingEngine:
         assert isinstance(stages, MappedStages)

@@ -244,3 +244,40 @@ def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
             pushes += event.ids
     assert pushes == [TICKET]
     assert again.stats() == scheduler.stats()
+
+
+@pytest.mark.parametrize("kv_push", ["off", "layer"])
+def test_first_chunks_are_reported_once_computed_if_others_follow(kv_push: str) -> None:
+    """P1: also without pushes, and behind a cached prefix."""
+    scheduler = Scheduler(make_config(kv_push=kv_push))
+
+    def reports() -> list[list[int]]:
+        """Return the tickets that each further commit reports."""
+        tickets = []
+        while step(scheduler):
+            tickets.append(list(scheduler.first_chunks))
+        return tickets
+
+    scheduler.add(SchedulerRequest(0, list(range(13)), 1), 0.0)
+    assert reports() == [[], []]
+    scheduler.add(pushed(12 + 8, seq=1), 0.0)
+    assert reports() == [[]]
+    scheduler.release_holds([TICKET])
+    for ticket in scheduler.take_revocations(0.0):
+        scheduler.confirm_revocation(ticket)
+    scheduler.add(pushed(20 + 17, seq=2), 0.0)
+    assert scheduler.schedule(0.0) is not None
+    assert not scheduler.first_chunks
+    scheduler.commit(StepResult(2 + 1, []))
+    assert scheduler.first_chunks == [TICKET]
+    assert reports() == [[], []]
+
+
+def test_an_aborted_prompt_reports_no_first_chunk() -> None:
+    scheduler = Scheduler(make_config())
+    scheduler.add(pushed(18), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    scheduler.abort([0])
+    scheduler.commit(StepResult(plan.step, []))
+    assert not scheduler.first_chunks
