@@ -125,7 +125,7 @@ class EngineRecord:
                 max_num_batched_tokens=announce.max_num_batched_tokens,
             )
         if self._ongoing is not None and now is not None:
-            return self._snapshot._replace(ongoing=self._ongoing.list(now))
+            return self._snapshot._replace(ongoing=self._ongoing.list(), time=now)
         return self._snapshot
 
     def _on_stats(self, stats: SchedulerStats, now: float) -> None:

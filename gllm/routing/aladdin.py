@@ -11,6 +11,7 @@ fallback for a fixed number of engines is ours.
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import NamedTuple
 
 from gllm.config.slo import NO_SLO
 from gllm.routing.output_by_prompt import PromptLengthPredictor
@@ -18,9 +19,11 @@ from gllm.routing.placement import (
     LatencyModel,
     PlacedRequest,
     PlacementRules,
-    PlacementWorker,
-    admits,
-    capacity_norm,
+    admits_context,
+    admits_kv_cache,
+    admits_prefill,
+    load_norm,
+    planned_context,
 )
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
@@ -58,45 +61,94 @@ class AladdinPolicy(RoutingPolicy):
         if not engines:
             return None
         rules = replace(self._rules, slo=request.slo or NO_SLO)
-        placed = self._placed(request.num_prompt_tokens, 0, 0.0)
-        workers = self._workers(request, engines)
-        loads = {each.name: capacity_norm(each, rules) for each in workers}
+        length = request.num_prompt_tokens
+        placed = PlacedRequest(length, self.output_lengths.predict(length))
+        models = self._models(length, engines)
+        workers = [
+            self._worker(engine, model, rules)
+            for engine, model in zip(engines, models, strict=True)
+        ]
         self._rng.shuffle(workers)
-        workers.sort(key=lambda each: loads[each.name], reverse=True)
+        workers.sort(key=lambda each: each.load, reverse=True)
         for worker in workers:
-            if admits(worker, placed, rules):
-                return worker.name
-        return workers[-1].name
+            if worker.admits(placed, rules):
+                return worker.engine.name
+        return workers[-1].engine.name
 
     def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Record the length of an output, which predicts later ones."""
         self.output_lengths.record(num_prompt_tokens, num_output_tokens)
 
-    def _workers(
-        self, request: RoutingRequest, engines: Sequence[EngineSnapshot]
-    ) -> list[PlacementWorker]:
-        """Return the engines as workers; a weight below 1 scales the limits of an engine."""
-        fitted = [each.coefficients for each in engines if each.coefficients is not None]
-        typical = median_coefficients(fitted)
-        workers = []
-        for engine in engines:
-            costs, model = engine.coefficients or typical, self._model
-            if model is None:
-                length = request.num_prompt_tokens
-                model = LatencyModel.from_step_costs(costs, length) if costs else UNKNOWN_MODEL
-            workers.append(
-                PlacementWorker(
-                    engine.name,
-                    model,
-                    [self._placed(*each) for each in engine.ongoing],
-                    engine.num_kv_tokens * engine.weight,
-                    max(1, int(engine.max_num_seqs * engine.weight)),
-                )
-            )
-        return workers
+    def _models(self, length: int, engines: Sequence[EngineSnapshot]) -> list[LatencyModel]:
+        """Return the latency model of each engine; one that has none gets a typical one."""
+        if self._model is not None:
+            return [self._model] * len(engines)
+        costs = [each.coefficients for each in engines]
+        typical = None
+        if None in costs:
+            typical = median_coefficients([each for each in costs if each is not None])
+        return [
+            LatencyModel.from_step_costs(known, length) if known else UNKNOWN_MODEL
+            for known in (each or typical for each in costs)
+        ]
 
-    def _placed(
-        self, num_prompt_tokens: int, num_output_tokens: int, decode_seconds: float
-    ) -> PlacedRequest:
-        expected = self.output_lengths.predict(num_prompt_tokens, num_output_tokens)
-        return PlacedRequest(num_prompt_tokens, expected, num_output_tokens, decode_seconds)
+    def _worker(
+        self, engine: EngineSnapshot, model: LatencyModel, rules: PlacementRules
+    ) -> "_Worker":
+        """Return an engine with its load; a weight below 1 scales its limits."""
+        gamma, predict = rules.gamma, self.output_lengths.predict
+        expected = [
+            predict(each.num_prompt_tokens, each.num_output_tokens) for each in engine.ongoing
+        ]
+        context = sum(
+            request.num_prompt_tokens + gamma * length
+            for request, length in zip(engine.ongoing, expected, strict=True)
+        )
+        num_kv_tokens = engine.num_kv_tokens * engine.weight
+        max_num_seqs = max(1, int(engine.max_num_seqs * engine.weight))
+        load = load_norm(model, len(expected), context, num_kv_tokens, max_num_seqs, rules)
+        return _Worker(engine, model, expected, context, num_kv_tokens, max_num_seqs, load)
+
+
+class _Worker(NamedTuple):
+    """An engine, its limits, and its load."""
+
+    engine: EngineSnapshot
+    model: LatencyModel
+    expected_outputs: list[float]
+    """Expected length of the output of each ongoing request, in tokens."""
+    context: float
+    """Planned context of these requests, in tokens."""
+    num_kv_tokens: float
+    max_num_seqs: int
+    load: float
+
+    def admits(self, request: PlacedRequest, rules: PlacementRules) -> bool:
+        """Return True if the engine meets all constraints with one more request.
+
+        This is `placement.admits`; the requests that are placed already are built for the last
+        constraint only, which few engines reach.
+        """
+        ongoing, expected = self.engine.ongoing, self.expected_outputs
+        if len(ongoing) >= self.max_num_seqs:
+            return False
+        tpot, now = rules.slo.tpot_seconds or 0.0, self.engine.time
+        num_new_tokens = request.num_prompt_tokens
+        num_new_tokens += sum(
+            each.num_prompt_tokens for each in ongoing if not each.num_output_tokens
+        )
+        slacks = (
+            tpot * each.num_output_tokens - (now - each.first_token_time)
+            for each in ongoing
+            if each.num_output_tokens
+        )
+        if not admits_prefill(self.model, num_new_tokens, slacks, rules):
+            return False
+        context = self.context + planned_context([request], rules.gamma)
+        if not admits_context(self.model, len(ongoing) + 1, context, rules):
+            return False
+        batch = [
+            PlacedRequest(each.num_prompt_tokens, length, each.num_output_tokens)
+            for each, length in zip(ongoing, expected, strict=True)
+        ]
+        return admits_kv_cache([*batch, request], self.num_kv_tokens, rules)

@@ -5,29 +5,18 @@ from collections.abc import Iterable
 from gllm.routing.state import OngoingRequest
 
 
-class _Progress:
-    """Progress of one request."""
-
-    __slots__ = ("first_token_time", "num_output_tokens", "num_prompt_tokens")
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_output_tokens = 0
-        self.first_token_time = 0.0
-
-
 class OngoingRequests:
     """Unfinished requests of one engine by wire id. Pure: time is an argument."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, _Progress] = {}
+        self._requests: dict[int, OngoingRequest] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def on_sent(self, wire_id: int, num_prompt_tokens: int) -> None:
         """Add a request that is sent to the engine."""
-        self._requests[wire_id] = _Progress(num_prompt_tokens)
+        self._requests[wire_id] = OngoingRequest(num_prompt_tokens)
 
     def on_tokens(self, wire_ids: Iterable[int], now: float) -> None:
         """Count a token of each request; requests that are not ongoing are ignored."""
@@ -44,13 +33,6 @@ class OngoingRequests:
         for wire_id in wire_ids:
             self._requests.pop(wire_id, None)
 
-    def list(self, now: float) -> list[OngoingRequest]:
-        """Return the requests, in the order in which they were sent."""
-        return [
-            OngoingRequest(
-                each.num_prompt_tokens,
-                each.num_output_tokens,
-                now - each.first_token_time if each.num_output_tokens else 0.0,
-            )
-            for each in self._requests.values()
-        ]
+    def list(self) -> list[OngoingRequest]:
+        """Return the requests, in the order in which they were sent; their tokens change them."""
+        return [*self._requests.values()]

@@ -149,36 +149,82 @@ def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRule
     """Return True if a worker meets all constraints with one more request."""
     if len(worker.requests) >= worker.max_num_seqs:
         return False
-    ttft, tpot = rules.slo
-    checked, model = rules.constraints, worker.model
     # The constraints that refuse most often first.
+    tpot = rules.slo.tpot_seconds or 0.0
     num_new_tokens = request.num_prompt_tokens
     num_new_tokens += sum(each.num_prompt_tokens for each in worker.requests if each.is_new)
-    seconds = model.prefill_seconds(num_new_tokens)
-    if "c" in checked and ttft is not None and seconds > ttft:
+    slacks = (
+        tpot * each.num_output_tokens - each.decode_seconds
+        for each in worker.requests
+        if not each.is_new
+    )
+    if not admits_prefill(worker.model, num_new_tokens, slacks, rules):
         return False
-    if "d" in checked and tpot is not None:
-        least = seconds / rules.theta
-        for each in worker.requests:
-            slack = tpot * each.num_output_tokens - each.decode_seconds
-            if slack < least and each.num_output_tokens:
-                return False
     batch = [*worker.requests, request]
-    if "b" in checked and tpot is not None:
-        limit = rules.theta * model.max_context(len(batch), tpot)
-        if planned_context(batch, rules.gamma) > limit:
-            return False
-    return "e" not in checked or peak_kv_tokens(batch) <= worker.num_kv_tokens
+    context = planned_context(batch, rules.gamma)
+    return admits_context(worker.model, len(batch), context, rules) and admits_kv_cache(
+        batch, worker.num_kv_tokens, rules
+    )
+
+
+def admits_prefill(
+    model: LatencyModel, num_new_tokens: int, slacks: Iterable[float], rules: PlacementRules
+) -> bool:
+    """Return True if the prefill of all new prompts keeps its limit and those of decodes: (c), (d).
+
+    Args:
+        model: Of the worker.
+        num_new_tokens: Tokens of these prompts.
+        slacks: T_dec l_out - t_dec in seconds, of each ongoing request; not read without T_dec.
+        rules: Limits.
+    """
+    ttft, tpot = rules.slo
+    seconds = model.prefill_seconds(num_new_tokens)
+    if "c" in rules.constraints and ttft is not None and seconds > ttft:
+        return False
+    if "d" not in rules.constraints or tpot is None:
+        return True
+    least = seconds / rules.theta
+    return all(slack >= least for slack in slacks)
+
+
+def admits_context(model: LatencyModel, batch: int, context: float, rules: PlacementRules) -> bool:
+    """Return True if a decode step of a batch with a planned context keeps its limit: (b)."""
+    tpot = rules.slo.tpot_seconds
+    if "b" not in rules.constraints or tpot is None:
+        return True
+    return context <= rules.theta * model.max_context(batch, tpot)
+
+
+def admits_kv_cache(
+    batch: Iterable[PlacedRequest], num_kv_tokens: float, rules: PlacementRules
+) -> bool:
+    """Return True if a KV cache holds a batch in each future step: (e)."""
+    return "e" not in rules.constraints or peak_kv_tokens(batch) <= num_kv_tokens
 
 
 def capacity_norm(worker: PlacementWorker, rules: PlacementRules) -> float:
     """Return the load of a worker: the norm of its batch and context, each per its limit."""
     batch = len(worker.requests)
-    limit = worker.num_kv_tokens
+    return load_norm(
+        worker.model, batch, planned_context(worker.requests, rules.gamma),
+        worker.num_kv_tokens, worker.max_num_seqs, rules,
+    )  # fmt: skip
+
+
+def load_norm(
+    model: LatencyModel,
+    batch: int,
+    context: float,
+    num_kv_tokens: float,
+    max_num_seqs: int,
+    rules: PlacementRules,
+) -> float:
+    """Return the norm of a batch and its planned context in tokens, each per its limit."""
+    limit = num_kv_tokens
     if rules.slo.tpot_seconds is not None:
-        limit = min(limit, worker.model.max_context(batch + 1, rules.slo.tpot_seconds))
-    context = planned_context(worker.requests, rules.gamma)
-    return hypot(batch / worker.max_num_seqs, context / max(1.0, limit) if limit < inf else 0.0)
+        limit = min(limit, model.max_context(batch + 1, rules.slo.tpot_seconds))
+    return hypot(batch / max_num_seqs, context / max(1.0, limit) if limit < inf else 0.0)
 
 
 def place_best_fit(

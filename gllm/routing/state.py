@@ -1,6 +1,7 @@
 """Inputs of a routing decision: the state of each engine, and the request."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -27,14 +28,15 @@ class RoutingRequest(NamedTuple):
     slo: Slo | None = None
 
 
-class OngoingRequest(NamedTuple):
-    """Request that an engine has, as its router knows it."""
+@dataclass(slots=True)
+class OngoingRequest:
+    """Request that an engine has, as its router knows it; its tokens change it."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
     """Tokens generated so far; 0 before the prefill has ended."""
-    decode_seconds: float = 0.0
-    """Time since the first token."""
+    first_token_time: float = 0.0
+    """Time of the first token in seconds, on the clock of `EngineSnapshot.time`."""
 
 
 class EngineSnapshot(NamedTuple):
@@ -63,7 +65,10 @@ class EngineSnapshot(NamedTuple):
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens per micro-batch."""
     ongoing: Sequence[OngoingRequest] = ()
-    """Unfinished requests of this router, if the policy reads them (`uses_ongoing`)."""
+    """Unfinished requests of this router, if the policy reads them (`uses_ongoing`). They are the
+    router's own: valid until its next message."""
+    time: float = 0.0
+    """Time of the snapshot in seconds, if it has `ongoing`."""
 
     @property
     def num_requests(self) -> int:

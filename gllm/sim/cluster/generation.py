@@ -118,7 +118,8 @@ class EngineGeneration:
         return self._empty_snapshot._replace(
             stats=self.stats if self._needs.statistics else SchedulerStats(),
             coefficients=coefficients,
-            ongoing=() if self._ongoing is None else self._ongoing.list(now),
+            ongoing=() if self._ongoing is None else self._ongoing.list(),
+            time=now,
         )
 
     def update_index(self, prefixes: PrefixIndex) -> None:

@@ -1,0 +1,132 @@
+"""Aladdin's policy: its choices are those of the constraints as they are stated, at less work."""
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks.placement import MODEL, LoadedFleet
+from gllm.config.slo import NO_SLO, Slo
+from gllm.routing import aladdin
+from gllm.routing.aladdin import AladdinPolicy
+from gllm.routing.output_by_prompt import (
+    MIN_BUCKET_REQUESTS,
+    PromptLengthPredictor,
+    prompt_bucket,
+)
+from gllm.routing.placement import (
+    PlacedRequest,
+    PlacementRules,
+    PlacementWorker,
+    admits,
+    capacity_norm,
+)
+from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
+from gllm.scheduler.output_lengths import OutputHistory
+from gllm.sim.workloads.requests import make_workload
+
+
+def stated_choice(
+    policy: AladdinPolicy, rng: Random, request: RoutingRequest, engines: list[EngineSnapshot]
+) -> str:
+    """The choice by all constraints of every engine, from its requests."""
+    predict = policy.output_lengths.predict
+    rules = PlacementRules(request.slo or NO_SLO)
+    workers = [
+        PlacementWorker(
+            engine.name,
+            MODEL,
+            [
+                PlacedRequest(
+                    each.num_prompt_tokens,
+                    predict(each.num_prompt_tokens, each.num_output_tokens),
+                    each.num_output_tokens,
+                    engine.time - each.first_token_time,
+                )
+                for each in engine.ongoing
+            ],
+            engine.num_kv_tokens * engine.weight,
+            max(1, int(engine.max_num_seqs * engine.weight)),
+        )
+        for engine in engines
+    ]
+    length = request.num_prompt_tokens
+    placed = PlacedRequest(length, predict(length))
+    rng.shuffle(workers)
+    workers.sort(key=lambda each: capacity_norm(each, rules), reverse=True)
+    return next((each for each in workers if admits(each, placed, rules)), workers[-1]).name
+
+
+@pytest.mark.parametrize("slo", [Slo(1.6, 0.075), Slo(None, 0.065), None])
+def test_choices_are_those_of_the_stated_constraints(slo: Slo | None) -> None:
+    rng, ties = Random(5), Random(0)
+    policy = AladdinPolicy(Random(0), PlacementRules(), MODEL)
+    chosen = Counter[str]()
+    for job in make_workload("sharegpt-like", 150, 4.0, seed=3):
+        policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+        engines = [
+            EngineSnapshot(
+                str(index),
+                ongoing=[
+                    OngoingRequest(
+                        rng.randint(1, 1500), rng.choice((0, rng.randint(1, 900))),
+                        rng.uniform(60, 99),
+                    )
+                    for _ in range(rng.randint(0, 12))
+                ],
+                time=100.0,
+                num_blocks=rng.choice((200, 3750)),
+                max_num_seqs=10,
+                weight=rng.choice((0.5, 1.0)),
+            )
+            for index in range(rng.randint(1, 8))
+        ]  # fmt: skip
+        request = RoutingRequest(job.num_prompt_tokens, slo=slo)
+        name = policy.choose(request, engines)
+        assert name == stated_choice(policy, ties, request, engines)
+        chosen[name] += 1
+    assert len(chosen) >= 6
+
+
+def test_predictions_are_those_of_the_recorded_outputs() -> None:
+    rng = Random(0)
+    predictor = PromptLengthPredictor()
+    outputs: dict[int, list[int]] = {}
+    for _ in range(1000):
+        prompt, generated = rng.randint(1, 3000), rng.randint(0, 400)
+        length = rng.randint(1, 300)
+        predictor.record(prompt, length)
+        outputs.setdefault(prompt_bucket(prompt), []).append(length)
+        known = outputs.get(prompt_bucket(asked := rng.randint(1, 3000)), [])
+        if len(known) < MIN_BUCKET_REQUESTS:
+            known = [each for lengths in outputs.values() for each in lengths]
+        mean = sum(known) / len(known)
+        if generated >= mean:
+            longer = [each for each in known if each > generated]
+            mean = sum(longer) / len(longer) if longer else 2.0 * generated
+        assert predictor.predict(asked, generated) == max(mean, generated + 1.0)
+
+
+def test_a_heartbeat_computes_few_predictions_and_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counter[str]()
+    fleet = LoadedFleet(64, 16, rate=25.0)
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*values: Any) -> Any:
+            counts[name] += 1
+            return function(*values)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(OutputHistory, "mean_above")
+    count(aladdin, "PlacedRequest")
+    count(aladdin, "admits_kv_cache")
+    fleet.place(make_workload("azure-conv", 25, 25.0, seed=2))
+    # The engines have 1,024 requests, so that predicting each for each choice takes 25,600.
+    assert 25 <= counts["mean_above"] <= 3000
+    # Requests of engines that meet all constraints but the last.
+    assert 25 <= counts["PlacedRequest"] <= 1000
+    assert 1 <= counts["admits_kv_cache"] <= 50
