@@ -35,6 +35,13 @@ from gllm.experiments.splitwise_tables import (
     plot_rates,
     search_table,
 )
+from gllm.experiments.splitwise_throttle import NOTE as THROTTLE_NOTE
+from gllm.experiments.splitwise_throttle import (
+    ThrottleTask,
+    throttle_rate,
+    throttle_table,
+    throttle_tasks,
+)
 from gllm.plan.pools.clusters import MIN_SECONDS, WORKLOADS, SampleSize, fluid_rate, mean_lengths
 from gllm.plan.pools.planner import POLICY
 
@@ -98,6 +105,8 @@ class ClusterStudy:
     """Searches with and without the mixed pool, and their rates."""
     llama: dict[str, float]
     """Requests per second of Llama-2-70B by design."""
+    throttled: list[tuple[ThrottleTask, float]]
+    """Searches with local policies in pipelined engines, and their rates."""
 
 
 def run(options: ExperimentOptions) -> ExperimentResult:
@@ -120,6 +129,7 @@ def measure_clusters(options: ExperimentOptions) -> ClusterStudy:
         _run_batches(options, outcomes, workloads, size),
         _search_mixed(options, outcomes, size),
         _measure_llama(options, outcomes),
+        _search_throttled(options, outcomes, size),
     )
 
 
@@ -141,6 +151,7 @@ def make_page(study: ClusterStudy) -> ExperimentResult:
         "Clusters for the rate of Baseline-H100": border_table(study.borders, SCALE),
         "Batch jobs": batch_table(study.batches),
         "The mixed pool": f"{MIXED_NOTE}\n\n{mixed}",
+        "Token throttling": f"{THROTTLE_NOTE}\n\n{throttle_table(study.throttled)}",
         "Llama-2-70B on clusters for BLOOM-176B": (
             f"{LLAMA_NOTE}\n\n{llama_table(outcomes, study.llama, SCALE)}"
         ),
@@ -161,7 +172,7 @@ def _setting(study: ClusterStudy) -> str:
         f"{name} {mean_lengths(name)[0]:.0f} / {mean_lengths(name)[1]:.0f}" for name in WORKLOADS
     )
     num_points = sum(outcome.num_designs for outcome in study.outcomes.values())
-    num_points += len(study.mixed) + len(study.llama)
+    num_points += len(study.mixed) + len(study.llama) + len(study.throttled)
     return f"""Simulated. Costs: the whole steps of
 [splitwise_perf_model.csv](../../gllm/sim/data/README.md), piecewise linear over the tokens of a
 batch of prompts and over the requests of a decode batch; a batch of both takes 1.1 times its prompt
@@ -251,6 +262,20 @@ def _search_mixed(
     code = outcomes["power", "code", "HH"].cluster
     tasks = mixed_tasks(code, base.rate or fluid_rate(code, "conversation"), size)
     rates = map_parallel(mixed_rate, tasks, options.jobs, options.progress, "mixed")
+    return list(zip(tasks, rates, strict=True))
+
+
+def _search_throttled(
+    options: ExperimentOptions, outcomes: Outcomes, size: SampleSize
+) -> list[tuple[ThrottleTask, float]]:
+    """Return the rates of the best homogeneous clusters with local policies in stages."""
+    designs = (
+        {}
+        if options.quick
+        else {workload: outcomes["power", workload, "HH"].cluster for workload in WORKLOADS}
+    )
+    tasks = throttle_tasks(designs, size)
+    rates = map_parallel(throttle_rate, tasks, options.jobs, options.progress, "throttle")
     return list(zip(tasks, rates, strict=True))
 
 

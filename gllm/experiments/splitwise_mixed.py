@@ -52,8 +52,14 @@ class HomePoolsPolicy(SplitwisePairPolicy):
         return self._least_reserved(pools.decode)
 
 
-def serves_point(point: ClusterPoint, has_mixed_pool: bool = True) -> bool:
-    """Return True if a cluster serves a point within all nine SLOs, as one simulated cluster."""
+def serves_point(point: ClusterPoint, has_mixed_pool: bool = True, num_stages: int = 1) -> bool:
+    """Return True if a cluster serves a point within all nine SLOs, as one simulated cluster.
+
+    Args:
+        point: The point. Its design counts engines.
+        has_mixed_pool: False if no machine changes its role.
+        num_stages: Machines of an engine, one stage each.
+    """
     design, shape = point.design, MODELS[point.model]
     names: Sequence[str] = [f"machine-{index}" for index in range(design.num_machines)]
     roles = {
@@ -62,14 +68,18 @@ def serves_point(point: ClusterPoint, has_mixed_pool: bool = True) -> bool:
     }
     engines = {
         name: build_machine(
-            design.prompt if role == "prefill" else design.token, LOCAL_POLICY, model=point.model
+            design.prompt if role == "prefill" else design.token,
+            point.policy,
+            model=point.model,
+            num_stages=num_stages,
         )
         for name, role in roles.items()
     }
     jobs = make_workload(
         WORKLOADS[point.workload], point.num_requests, point.rate, "poisson", point.seed
     )
-    bandwidth = min(design.prompt.link.bandwidth, design.token.link.bandwidth)
+    # Each stage sends its own layers.
+    bandwidth = num_stages * min(design.prompt.link.bandwidth, design.token.link.bandwidth)
     network = OverlappedKvNetwork(
         NetworkLink(bandwidth, 0.0),
         shape.layers * shape.kv_bytes,

@@ -98,6 +98,16 @@ def test_a_machine_without_prefill_takes_no_time_for_prompts() -> None:
     assert tokens_only == pytest.approx(profile.token_seconds(10))
 
 
+def test_the_stages_of_an_engine_share_the_time_of_a_machine() -> None:
+    profile = read_profile(MODEL, "h100-80gb")
+    work = StageWork(0, 1000, ((0, 990),), 10, 5000, 11)
+    cost = SplitwiseCostModel(profile, num_stages=2, activation_seconds=1e-7)
+    for stage in (0, 1):
+        seconds = cost.stage_seconds(stage, work)
+        assert seconds == pytest.approx(profile.iteration_seconds(990, 10) / 2)
+    assert cost.activation_transfer(0, work).occupancy_seconds == pytest.approx(1e-4)
+
+
 def test_a_power_limit_slows_prompts_down_and_no_tokens() -> None:
     full, capped = (read_profile(MODEL, name) for name in ("h100-80gb", "h100-80gb-pcap"))
     assert capped.prompt_seconds(2048) == pytest.approx(1.3 * full.prompt_seconds(2048), rel=0.01)

@@ -42,6 +42,8 @@ MAX_BATCH = 512
 """Requests of a batch in splitwise-sim."""
 PROMPT_BATCH_TOKENS = 2048
 """Prompt tokens of a batch, from which throughput does not rise."""
+ACTIVATION_BYTES = 2
+"""Bytes per element of the activations between two machines."""
 OVERLAP_FACTOR = 10.0
 """Factor on the bandwidth that stands for transfers under computation, as in splitwise-sim."""
 RATE_STEP = 1.05
@@ -129,21 +131,26 @@ def reference_latencies(prompt: int, output: int, model: str = MODEL) -> Request
     return RequestLatencies(ttft, tbt if output > 1 else None, ttft + (output - 1) * tbt)
 
 
-def kv_capacity(machine: MachineType, model: str) -> int:
-    """Return the tokens that a machine's KV cache holds.
+def kv_capacity(machine: MachineType, model: str, num_machines: int = 1) -> int:
+    """Return the tokens that the KV cache of an engine on equal machines holds.
 
     Raises:
         ValueError: The weights do not fit.
     """
     shape = MODELS[model]
-    weight_bytes = shape.parameters * shape.bytes_per_weight
-    return machine.kv_tokens(weight_bytes, shape.layers * shape.kv_bytes, USABLE_SHARE)
+    weight_bytes = shape.parameters * shape.bytes_per_weight / num_machines
+    kv_bytes = shape.layers * shape.kv_bytes / num_machines
+    return machine.kv_tokens(weight_bytes, kv_bytes, USABLE_SHARE)
 
 
 def build_machine(
-    machine: MachineType, policy: str, has_prefill: bool = True, model: str = MODEL
+    machine: MachineType,
+    policy: str,
+    has_prefill: bool = True,
+    model: str = MODEL,
+    num_stages: int = 1,
 ) -> Deployment:
-    """Return the deployment of one machine: the model at TP 8, in one stage."""
+    """Return the deployment of an engine: the model at TP 8, each stage on a machine."""
     config = SchedulerConfig(
         policy=policy,
         max_num_batched_tokens=PROMPT_BATCH_TOKENS + MAX_BATCH,
@@ -151,10 +158,16 @@ def build_machine(
         prefix_cache=False,
         async_scheduling=False,
     )
-    blocks = kv_capacity(machine, model) // config.block_size
-    cost = SplitwiseCostModel(machine_profile(model, machine.device), has_prefill)
-    layers = [MODELS[model].layers]
-    return Deployment(model, layers, cost, config.resolve(1, blocks, MAX_MODEL_LEN))
+    blocks = kv_capacity(machine, model, num_stages) // config.block_size
+    shape = MODELS[model]
+    cost = SplitwiseCostModel(
+        machine_profile(model, machine.device),
+        has_prefill,
+        num_stages,
+        shape.hidden * ACTIVATION_BYTES / machine.link.bandwidth,
+    )
+    layers = [shape.layers // num_stages] * num_stages
+    return Deployment(model, layers, cost, config.resolve(num_stages, blocks, MAX_MODEL_LEN))
 
 
 def transfer_seconds(design: ClusterDesign, num_tokens: int, model: str = MODEL) -> float:

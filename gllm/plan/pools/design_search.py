@@ -23,6 +23,11 @@ BUDGETS: dict[str, Callable[[ClusterDesign], float]] = {
 of the searches at a throughput."""
 
 
+MAX_DOUBLINGS = 2
+"""Doublings of a limit on machines: the tails of few machines' queues can take four times the
+machines that the mean load needs."""
+
+
 class DesignResult(NamedTuple):
     """Result of a search."""
 
@@ -143,17 +148,20 @@ def find_border(
     pair: tuple[MachineType, MachineType],
     serves: Callable[[ClusterDesign], bool],
     limit: tuple[int, int],
+    num_doublings: int = MAX_DOUBLINGS,
 ) -> tuple[list[ClusterDesign], int]:
     """Return the clusters that serve a throughput within the SLOs and lack no machine for it.
 
     Walks along the border between clusters that serve it and those that do not, from the most
-    prompt machines down: at most the sum of both limits in evaluations. For every number of prompt
-    machines that can serve it at all, the cluster with the fewest token machines is in the list.
+    prompt machines down: at most the sum of both limits in evaluations, and one per doubling. For
+    every number of prompt machines that can serve it at all, the cluster with the fewest token
+    machines is in the list.
 
     Args:
         pair: Prompt and token machine.
         serves: Returns True if a cluster serves the throughput.
         limit: Largest numbers of prompt and token machines.
+        num_doublings: How often both are doubled at most, until as many machines serve it.
 
     Returns:
         The clusters, with the most prompt machines first, and the number of evaluations.
@@ -162,6 +170,10 @@ def find_border(
         ValueError: The largest cluster does not serve the throughput.
     """
     memo = _Memo(pair, serves)
+    for _ in range(num_doublings):
+        if memo.value(*limit):
+            break
+        limit = 2 * limit[0], 2 * limit[1]
     num_prompt, num_token = limit[0], 1
     border = []
     while num_prompt >= 1 and num_token <= limit[1]:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel
+from gllm.sim.costs.base import BaseCostModel, TransferCost
 from gllm.sim.costs.piecewise_linear import (
     PiecewiseLinear,
     Points,
@@ -89,19 +89,35 @@ def read_profile(model: str, device: str, tp: int = 8) -> SplitwiseProfile:
 
 
 class SplitwiseCostModel(BaseCostModel):
-    """Engine of one stage with Splitwise's measurements.
+    """Engine with Splitwise's measurements.
 
     Args:
-        profile: Times of the model on the machine.
+        profile: Times of the whole model on one machine.
         has_prefill: False for a machine that gets its prompts' KV cache from another one: a prompt
             takes no time.
+        num_stages: Machines of the engine. Each has an equal share of the layers, and takes that
+            share of one machine's time.
+        activation_seconds: Time in which the links between two machines carry one token.
     """
 
-    def __init__(self, profile: SplitwiseProfile, has_prefill: bool = True) -> None:
+    def __init__(
+        self,
+        profile: SplitwiseProfile,
+        has_prefill: bool = True,
+        num_stages: int = 1,
+        activation_seconds: float = 0.0,
+    ) -> None:
         self._profile = profile
         self._has_prefill = has_prefill
+        self._num_stages = num_stages
+        self._activation_seconds = activation_seconds
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
-        """Return the time of a micro-batch."""
+        """Return the time of a micro-batch, the same on all stages."""
         num_prompt_tokens = work.num_tokens - work.num_decodes if self._has_prefill else 0
-        return self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes)
+        seconds = self._profile.iteration_seconds(num_prompt_tokens, work.num_decodes)
+        return seconds / self._num_stages
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the time in which the activations travel."""
+        return TransferCost(self._activation_seconds * work.num_tokens)
