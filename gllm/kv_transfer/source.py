@@ -27,8 +27,9 @@ from gllm.kv_transfer.tickets import HeldBlocks, TicketBook, TicketError
 MAX_CONNECTIONS = 256
 """Beyond, the oldest connection without an answered READ of the address with most is closed."""
 _TICKET_SECONDS = 1.0
-"""Time in which a ticket may arrive after its first READ: the driver's message and the reader's way
-over the router are not ordered."""
+"""Time in which a ticket may arrive after its first READ, or be free after the death of its reader:
+the driver's message, the end of a connection and the reader's way over the router are not
+ordered."""
 _TICKET_TICK_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 """Limit for the end of a connection's thread."""
@@ -88,6 +89,15 @@ class _Reader:
     address: str
     has_read: bool = False
     """True once it has shown a ticket that is held."""
+
+
+@dataclass
+class _Use:
+    """Use of a ticket by a connection."""
+
+    reader: int
+    is_complete: bool = False
+    """True once the reader has confirmed the last token."""
 
 
 class KvSourceServer:
@@ -159,13 +169,12 @@ class KvSourceServer:
 
     def _run(self, reader: _Reader) -> None:
         connection = reader.connection
-        confirmed: set[int] = set()
+        uses: dict[int, _Use] = {}
         try:
             while True:
                 request = connection.receive_struct(KvFrameKind.READ, ReadRequest)
                 try:
-                    self._answer(reader, request)
-                    confirmed.add(request.ticket)
+                    self._answer(reader, request, uses)
                 except (KvTransferError, TicketError, KvPagesError, ValueError) as error:
                     connection.refuse(str(error))
                 except ImportError as error:
@@ -182,14 +191,23 @@ class KvSourceServer:
             with self._state.lock:
                 self._readers.pop(reader, None)
             # A ticket has one reader, and a reader has one connection.
-            for ticket in sorted(confirmed):
-                self._state.on_used(ticket)
+            for ticket, use in sorted(uses.items()):
+                if use.is_complete:
+                    self._state.on_used(ticket)
+                else:
+                    with self._state.lock:
+                        self._state.book.leave(ticket, use.reader)
 
-    def _answer(self, reader: _Reader, request: ReadRequest) -> None:
-        """Answer one READ. Raises OSError, and all reasons to refuse it."""
+    def _answer(self, reader: _Reader, request: ReadRequest, uses: dict[int, _Use]) -> None:
+        """Answer one READ, and note the use of its ticket.
+
+        Raises OSError, and all reasons to refuse it.
+        """
         connection = reader.connection
         backend = self._make_backend(request.backend)
         held, caches = self._use_ticket(request)
+        use = uses[request.ticket] = _Use(request.reader)
+        last = request.first_token + request.num_tokens
         reader.has_read = True
         for part in request.parts:
             if part.place >= len(caches.pages):
@@ -203,7 +221,7 @@ class KvSourceServer:
         gate = OwnerGate(is_held, receiver, self._clock, self._sleep)
         step, block_ids = held.step, held.block_ids
         if receiver is not None:
-            first, last = request.first_token, request.first_token + request.num_tokens
+            first = request.first_token
             gate.wait_for_tokens(lambda: held.num_tokens > first)
             with self._state.lock:
                 # More tokens may follow meanwhile, by later steps.
@@ -228,13 +246,15 @@ class KvSourceServer:
         backend.serve(connection, read)
         connection.receive(KvFrameKind.CONFIRM)
         connection.send_struct(KvFrameKind.CONFIRMED, ReadConfirmed(is_held()))
+        use.is_complete = request.first_token + request.num_tokens == last
 
     def _use_ticket(self, request: ReadRequest) -> tuple[HeldBlocks, ServedCaches]:
         """Return the blocks of a ticket, which is awaited, and their caches. Raises TicketError."""
         state, end = self._state, self._clock() + _TICKET_SECONDS
         while True:
             with state.lock:
-                if not state.book.may_come(request.ticket) or self._clock() >= end:
+                is_expected = state.book.may_come(request.ticket, request.reader)
+                if not is_expected or self._clock() >= end:
                     held = state.book.use(
                         request.ticket,
                         request.reader,

@@ -49,8 +49,8 @@ class HeldBlocks:
 class TicketBook:
     """Tickets that are served by one worker's mover.
 
-    A ticket is used once: its first reader is the only one. The workers of a receiving engine read
-    under the same reader number, each its own layers and heads.
+    A ticket is used once: its first reader is the only one, unless it leaves before it has all. The
+    workers of a receiving engine read under the same reader number, each its own layers and heads.
     """
 
     def __init__(self) -> None:
@@ -68,9 +68,12 @@ class TicketBook:
         """Return True if a ticket is served."""
         return ticket in self._held
 
-    def may_come(self, ticket: int) -> bool:
-        """Return True if a ticket is not served and is not known to have been."""
-        return ticket not in self._held and ticket not in self._ended
+    def may_come(self, ticket: int, reader: int) -> bool:
+        """Return True if a ticket may be free for a reader later: it is unknown or in use."""
+        held = self._held.get(ticket)
+        if held is None:
+            return ticket not in self._ended
+        return held.reader not in (0, reader)
 
     def hold(self, ticket: int, held: HeldBlocks) -> None:
         """Serve blocks under a ticket; for a ticket that is served, more of its sequence.
@@ -125,6 +128,15 @@ class TicketBook:
             )
         held.reader = reader
         return held
+
+    def leave(self, ticket: int, reader: int) -> None:
+        """Let another reader use a ticket, because its reader has gone without all of the blocks.
+
+        Nothing happens if the ticket has ended or has another reader.
+        """
+        held = self._held.get(ticket)
+        if held is not None and held.reader == reader:
+            held.reader = 0
 
     def is_held(self, ticket: int, held: HeldBlocks) -> bool:
         """Return whether the blocks that a reader got are still kept under the ticket."""

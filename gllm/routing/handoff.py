@@ -4,9 +4,10 @@ Source: Zhong et al., "DistServe" (OSDI 2024), section 4.3: token 1 and the KV c
 prefill instance, and the decode instance pulls the KV cache. docs/disaggregation.md has the table
 of states and failures. Pure: time is an argument, and methods return the actions to take, in order.
 
-Every failure is an ordinary prefill: the request goes on with the tokens that its reader has, at
-any engine. The machine therefore never keeps a request; it says when to submit it, and it releases
-the blocks that the prefill engine holds on every path.
+Almost every failure is an ordinary prefill: the request goes on with the tokens that its reader
+has, at any engine. Only if the decode engine is lost before its first token, the blocks are still
+held, and another engine fetches them. The machine never keeps a request; it says when to submit it,
+and it releases the blocks that the prefill engine holds on every path.
 """
 
 from enum import Enum
@@ -25,7 +26,8 @@ class HandoffState(Enum):
     READY = "ready"
     """Token 1 has arrived; its text may still end the request."""
     TRANSFER = "transfer"
-    """The decode engine has the request, and has returned no token."""
+    """Token 1 does not end the request. The decode engine has the request and has returned no
+    token, or one has to be found."""
     DECODE = "decode"
     """The decode engine has returned a token; the prefill engine holds nothing."""
     DONE = "done"
@@ -104,7 +106,7 @@ class Handoff:
         self._decode = pair.decode or ""
         """Engine to be asked; empty for any."""
         self._asked = ""
-        """Engine that has the request in the states TRANSFER and DECODE; empty for none."""
+        """Engine that has the request in TRANSFER and DECODE; empty while it is parked."""
         self._may_be_held = False
         """True if the prefill engine may hold blocks under the ticket."""
         self._is_pushed = False
@@ -205,10 +207,14 @@ class Handoff:
     def on_given_back(self, engine: str) -> list[HandoffAction]:
         """Note that the engine which had the request has it no more; nothing for other engines.
 
-        The caller parks the request, and submits it as any other one.
+        The caller parks the request, and submits it as any other one: with the blocks as before if
+        they are held and their receiver has returned no token, otherwise to be computed.
         """
         if not engine or engine != self.waits_for:
             return []
+        if self.state is HandoffState.TRANSFER and self._may_be_held:
+            self._asked = self._decode = ""
+            return self._release_prefetch()
         failed = "prefill_failed" if self.state is HandoffState.PREFILL else "decode_failed"
         self.outcome = self.outcome or failed
         return self._finish()

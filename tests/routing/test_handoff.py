@@ -81,13 +81,40 @@ def test_a_lost_decode_engine_is_replaced() -> None:
     assert handoff.on_submitted("P") == [ReleaseHold("P", TICKET)]
 
 
-def test_a_ticket_is_used_once() -> None:
+def test_blocks_are_fetched_again_after_the_death_of_their_receiver() -> None:
     handoff = prefilled()
     handoff.on_read()
     handoff.on_submitted("D")
+    for engine in ("D", "E"):
+        handoff.on_lost(engine)
+        assert handoff.on_given_back(engine) == []
+        assert (handoff.state, handoff.is_held) == (HandoffState.TRANSFER, True)
+        assert (handoff.decode, handoff.waits_for) == ("", "")
+        # The hold is kept while nobody has the request.
+        assert handoff.on_tick(4.0 if engine == "D" else 8.0) == [RenewHold("P", TICKET)]
+        assert handoff.on_submitted("E" if engine == "D" else "F") == []
+    assert handoff.waits_for == "F"
+    assert handoff.on_decoded() == [ReleaseHold("P", TICKET)]
+    assert (handoff.state, handoff.outcome) == (HandoffState.DECODE, "transferred")
+
+
+@pytest.mark.parametrize("event", ["P is lost", "too old", "decoding"])
+def test_no_blocks_are_fetched_again_that_nobody_holds(event: str) -> None:
+    """After the first token of the decode engine, the prefill engine has released them."""
+    handoff = prefilled()
+    handoff.on_read()
+    handoff.on_submitted("D")
+    match event:
+        case "P is lost":
+            handoff.on_lost("P")
+        case "too old":
+            assert handoff.on_tick(LIMITS.hold_seconds) == [ReleaseHold("P", TICKET)]
+        case _:
+            handoff.on_decoded()
     handoff.on_lost("D")
-    assert handoff.on_given_back("D") == [ReleaseHold("P", TICKET)]
-    assert (handoff.state, handoff.outcome) == (HandoffState.DONE, "decode_failed")
+    assert handoff.on_given_back("D") == []
+    outcome = "transferred" if event == "decoding" else "decode_failed"
+    assert (handoff.state, handoff.outcome) == (HandoffState.DONE, outcome)
 
 
 def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
@@ -275,8 +302,10 @@ class HandoffMachine(RuleBasedStateMachine):
         """The engine refuses the request, drains, or recovers for too long."""
         if self.has_request == engine:
             self.has_request = ""
+            was_transfer = self.handoff.state is HandoffState.TRANSFER
             self.execute(self.handoff.on_given_back(engine))
-            assert self.is_over
+            self.is_parked = was_transfer and self.handoff.is_held
+            assert self.is_parked != self.is_over
 
     @rule()
     def abort(self) -> None:

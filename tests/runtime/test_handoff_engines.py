@@ -253,6 +253,31 @@ def test_an_error_of_the_prefill_ends_all_choices() -> None:
     rig.run([stream])
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_blocks_are_fetched_again_after_the_death_of_their_receiver(n: int) -> None:
+    pair, rig = cluster(), cluster("P", "D", "E")
+    given = prompts(6, seed=8)
+    undisturbed, streams = (
+        [submit(each, prompt, SAMPLED, n) for prompt in given] for each in (pair, rig)
+    )
+    pair.run(undisturbed)
+    for stream in streams:
+        reach(rig, stream, HandoffState.TRANSFER)
+    num_prefilled = rig.engines["P"].scheduler.stats().prefill_tokens
+    rig.kill("D")
+    rig.moves_kv = True
+    rig.run(streams)
+    assert [*map(text, streams)] == [*map(text, undisturbed)]
+    stats = {name: engine.scheduler.stats() for name, engine in rig.engines.items()}
+    assert stats["P"].prefill_tokens == num_prefilled == sum(map(len, given))
+    expected_stats = pair.engines["D"].scheduler.stats()
+    assert stats["E"].fetched_tokens == expected_stats.fetched_tokens > 0
+    assert stats["E"].prefill_tokens == expected_stats.prefill_tokens
+    assert stats["E"].failed_fetches == 0
+    assert rig.client.handoffs.num_ended == {"transferred": len(given)}
+    rig.check_empty()
+
+
 def hurt(rig: KvCluster, stream: RequestStream, victim: str) -> None:
     """Kill an engine, abort a request or let its fetch fail."""
     match victim:

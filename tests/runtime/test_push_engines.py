@@ -228,6 +228,27 @@ def test_a_death_while_the_prompt_is_pushed(chunk: int, victim: str) -> None:
         rig.check_empty()
 
 
+@pytest.mark.parametrize("kv_push", ["off", "layer"])
+def test_blocks_are_fetched_again_after_the_death_of_their_reader(kv_push: str) -> None:
+    """P5: it dies in a transfer of 0.3 s; a pushed prompt's first chunk has been read by then."""
+    engines = {name: stages_of(name, kv_push) for name in ("P", "D", "E")}
+    with closing(MovingCluster(engines, "mock:0.001")) as rig:
+        stream = submit(rig, PROMPT)
+        decode, num_read = rig.engines["D"], 0
+        if kv_push == "layer":
+            layout = engines["P"].layouts[0]
+            num_read = layout.bytes_per_token * CHUNKED["max_num_batched_tokens"]
+        reach(rig, stream, lambda: decode.count_fetched_bytes() > num_read)
+        rig.kill("D")
+        rig.run([stream])
+        assert text(stream) == expected(tuple(PROMPT))
+        first, second = (rig.engines[name].scheduler.stats() for name in ("P", "E"))
+        assert first.prefill_tokens == second.fetched_tokens == len(PROMPT)
+        assert second.prefill_tokens == second.failed_fetches == 0
+        assert rig.client.handoffs.num_ended == {"transferred": 1}
+        rig.check_empty()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_deaths_aborts_and_failures_in_any_order(seed: int) -> None:
     rng = Random(seed)

@@ -80,7 +80,7 @@ class EnginePair:
         self.ended_tickets: set[int] = set()
         """Tickets that are never served again."""
         self.num_tickets = self.num_pushed = self.num_adopted = 0
-        self.num_fetched = self.num_failed = self.num_revoked = 0
+        self.num_fetched = self.num_failed = self.num_revoked = self.num_fetched_again = 0
 
     def add(self, request: SchedulerRequest, engine: int, is_handed_off: bool) -> None:
         """Send a request of a client to an engine; if handed off, the other one decodes it."""
@@ -118,7 +118,10 @@ class EnginePair:
                 engine.scheduler.release_holds([client.ticket])
 
     def restart(self, engine: int) -> None:
-        """An engine dies with all its KV; the other one continues its requests."""
+        """An engine dies with all its KV; the other one continues its requests.
+
+        Those without a token of it may return to it after its start, to fetch what is still held.
+        """
         self.engines[engine] = Pipeline(self.configs[engine])
         self.next_seq[engine] += 1000
         self.transfers = [each for each in self.transfers if each.engine != engine]
@@ -129,6 +132,14 @@ class EnginePair:
                 continue
             request = client.request
             output = self.outputs[client_id][0]
+            hold = self.holds[1 - engine].get(client.ticket)
+            num_known = sum(map(len, self.outputs[client_id])) - (request.n == 1)
+            if hold is not None and not num_known and self.rng.random() < 0.5:
+                # The dead reader has gone, so another one may use the ticket.
+                self.used.discard(client.ticket)
+                self.num_fetched_again += 1
+                self._submit_decode(client_id, engine, hold.num_tokens)
+                continue
             if request.n == 1 and output:
                 request = request._replace(outputs=[output])
             else:
@@ -204,23 +215,27 @@ class EnginePair:
             if self.rng.random() < 0.5:
                 self._release_prefetch(client)
         client.ticket = ticket
+        self._submit_decode(client_id, 1 - client.engine, num_tokens)
+
+    def _submit_decode(self, client_id: int, receiver: int, num_tokens: int) -> None:
+        """Send a request whose prompt is computed, with the hold that has so many tokens of it."""
+        client = self.clients[client_id]
+        request = client.request
         if request.n == 1:
-            resumed = request._replace(outputs=self.outputs[client_id])
+            request = request._replace(outputs=[list(self.outputs[client_id][0])])
         else:
-            resumed = request
-            num_tokens = min(num_tokens, len(tokens) - 1)
-        receiver = 1 - client.engine
+            num_tokens = min(num_tokens, len(request.prompt_token_ids) - 1)
         self._submit(
             client_id,
             receiver,
-            resumed._replace(
+            request._replace(
                 kv_source_tokens=num_tokens,
-                kv_source_ticket=ticket,
+                kv_source_ticket=client.ticket,
                 is_kv_foreign=client_id % 5 == 0,
             ),
         )
-        if ticket:
-            self.sources[receiver, client.seq] = ticket
+        if client.ticket:
+            self.sources[receiver, client.seq] = client.ticket
 
     def _end(self, client_id: int, reason: str) -> None:
         self.ended[client_id].append(reason)

@@ -98,6 +98,26 @@ def test_two_engines_full_of_holds_for_each_other_go_on(seed: int) -> None:
     assert pair.num_fetched
 
 
+@pytest.mark.parametrize("kv_push", ["off", "layer"])
+def test_blocks_are_fetched_again_after_the_death_of_their_receiver(kv_push: str) -> None:
+    num_fetched_again = num_failed = 0
+    for seed in range(8):
+        config = small_config(60, kv_push=kv_push, kv_push_threshold=0)
+        pair = EnginePair([config, config], Random(seed))
+        for number in range(8):
+            pair.add(SchedulerRequest(0, [number, *range(11)], 8), 0, is_handed_off=True)
+        while not any(transfer.num_done for transfer in pair.transfers):
+            pair.step(0)
+            pair.step(1)
+            pair.move()
+        pair.restart(1)
+        pair.drain()
+        check_end(pair)
+        num_fetched_again += pair.num_fetched_again
+        num_failed += pair.num_failed
+    assert num_fetched_again > num_failed
+
+
 @pytest.mark.parametrize("num_blocks", [10, 14, 40])
 def test_pushed_prompts_end_though_both_engines_are_full(num_blocks: int) -> None:
     """Each engine prefills for the other one, and prefetches from it."""
