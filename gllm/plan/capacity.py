@@ -14,7 +14,7 @@ from gllm.sim.capacity import (
     find_capacity,
     make_rate_trial,
 )
-from gllm.sim.configured import simulate_requests
+from gllm.sim.configured import simulate_requests, simulate_trial
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.delays import scheduling_delays
@@ -97,28 +97,42 @@ class LimitedRun:
         config: Deployment, number of engines and workload.
         rule: States the number of requests that a rate needs.
         limits: Latency limits.
+        stops_early: End runs whose scheduling delays can no longer be within the rule's limit; they
+            have no figures.
     """
 
-    def __init__(self, config: SimulationConfig, rule: CapacityRule, limits: LatencyLimits) -> None:
+    def __init__(
+        self,
+        config: SimulationConfig,
+        rule: CapacityRule,
+        limits: LatencyLimits,
+        stops_early: bool = False,
+    ) -> None:
         self._config, self._rule, self._limits = config, rule, limits
+        self._stops_early = stops_early
         self._deployment: Deployment | None = None
         self.figures: dict[float, RunFigures] = {}
         """Figures of the runs in this process, by rate."""
 
     def __call__(self, rate: float) -> RateTrial:
         """Return the scheduling delays at a rate in requests per second."""
-        requests = self._rule.num_requests(rate, self._config.requests)
-        config = replace(self._config, rate=rate, requests=requests)
+        num_requests = self._rule.num_requests(rate, self._config.requests)
+        config = replace(self._config, rate=rate, requests=num_requests)
         jobs = build_workload(config)
         longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
         deployment = self._deployment
         if deployment is None or longest > deployment.scheduler.max_model_len:
             # Profiles take seconds to be fitted.
             deployment = self._deployment = build_deployment(config, longest)
-        served = list(simulate_requests(config, deployment, jobs).values())
-        figures = measure_figures([each.line for each in served], self._limits)
+        if self._stops_early:
+            trial, requests = simulate_trial(config, deployment, jobs, self._rule)
+            if not self._rule.is_bounded(trial):
+                return trial
+        else:
+            requests = simulate_requests(config, deployment, jobs)
+            trial = make_rate_trial(scheduling_delays(requests.values()))
+        figures = measure_figures([each.line for each in requests.values()], self._limits)
         self.figures[rate] = figures
-        trial = make_rate_trial(scheduling_delays(served))
         return trial if figures.is_within else trial._replace(p99_delay_seconds=inf)
 
 
@@ -144,7 +158,7 @@ def measure_capacity(
         ValueError: The options are invalid.
         OSError: The profile cannot be read.
     """
-    run = LimitedRun(config, rule, limits)
+    run = LimitedRun(config, rule, limits, stops_early=True)
     trials: list[tuple[float, RateTrial]] = []
 
     def observe(rate: float, trial: RateTrial) -> None:

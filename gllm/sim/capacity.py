@@ -65,6 +65,11 @@ def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
     return RateTrial(len(values), p99, fmean(values[:half]), fmean(values[half:]))
 
 
+def stopped_trial(num_requests: int) -> RateTrial:
+    """Return the figures of a run that ended early because its delays were too long."""
+    return RateTrial(num_requests, inf, 0.0, inf)
+
+
 @dataclass(frozen=True)
 class CapacityRule:
     """Conditions under which a request rate counts as sustained, and the search for the highest."""

@@ -9,15 +9,23 @@ from typing import Any, NamedTuple
 
 from gllm.config.slo import Slo
 from gllm.observability.step_log import StepLogEvent, StepLogWriter
-from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
+from gllm.sim.capacity import (
+    CAPACITY_RULES,
+    CapacityRule,
+    RateTrial,
+    make_rate_trial,
+    stopped_trial,
+)
 from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
 from gllm.sim.cluster.router import make_router
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.cluster_report import summarize_cluster
 from gllm.sim.metrics.delays import (
+    LongDelays,
     RunLoad,
     measure_load,
+    measure_rate_trial,
     scheduling_delays,
 )
 from gllm.sim.metrics.report import summarize_run
@@ -171,6 +179,27 @@ def simulate_requests(
     return _simulate_engines(config, deployment, jobs).requests
 
 
+def simulate_trial(
+    config: SimulationConfig,
+    deployment: Deployment,
+    jobs: list[WorkloadRequest],
+    rule: CapacityRule,
+) -> tuple[RateTrial, RequestRecords]:
+    """Simulate a rate; return the figures by which a rule judges it, and the requests.
+
+    The run of a single engine ends as soon as its delays can no longer be within the rule's limit.
+    They are then infinite, and the requests unfinished; the rule's verdict is that of a whole run.
+    """
+    if config.engines > 1:
+        requests = simulate_requests(config, deployment, jobs)
+        return make_rate_trial(scheduling_delays(requests.values())), requests
+    stop = LongDelays(len(jobs), rule.max_p99_delay_seconds)
+    run = simulate(deployment, jobs, stop=stop)
+    if stop.has_stopped:
+        return stopped_trial(len(jobs)), run.requests
+    return measure_rate_trial(run), run.requests
+
+
 @dataclass(frozen=True)
 class ConfiguredSimulation:
     """Simulation of a configuration at any request rate, with as many requests as that needs."""
@@ -181,11 +210,14 @@ class ConfiguredSimulation:
         """Return the scheduling delays at a rate in requests per second."""
         config = self.at_rate(rate)
         deployment, jobs = build_simulation(config)
-        requests = simulate_requests(config, deployment, jobs)
-        return make_rate_trial(scheduling_delays(requests.values()))
+        return simulate_trial(config, deployment, jobs, self.rule)[0]
+
+    @property
+    def rule(self) -> CapacityRule:
+        """Return the rule of the search."""
+        return CAPACITY_RULES[self.config.capacity or "sustained"]
 
     def at_rate(self, rate: float) -> SimulationConfig:
         """Return the configuration with another rate and the number of requests that it needs."""
-        rule = CAPACITY_RULES[self.config.capacity or "sustained"]
-        requests = rule.num_requests(rate, self.config.requests)
+        requests = self.rule.num_requests(rate, self.config.requests)
         return replace(self.config, rate=rate, requests=requests)

@@ -1,7 +1,8 @@
 """Simulated deployment: a model cut into stages, a cost model and a scheduler configuration."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
@@ -15,6 +16,7 @@ from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.metrics.run_record import (
     DepthChange,
     RunRecord,
+    ServedRequest,
     StageReport,
     build_run_record,
 )
@@ -37,6 +39,21 @@ class ModelFitError(ValueError):
     def __init__(self, message: str, constraint: str) -> None:
         super().__init__(message)
         self.constraint = constraint
+
+
+class StopCondition(Protocol):
+    """Decides during a run whether the rest of it matters."""
+
+    interval_seconds: float
+    """Simulated time between two decisions."""
+
+    def is_met(self, requests: Mapping[int, ServedRequest], now: float) -> bool:
+        """Return True if the run may end now.
+
+        Args:
+            requests: Those that have arrived, in this order.
+            now: All events up to this time in seconds have happened.
+        """
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,7 @@ def simulate(
     deployment: Deployment,
     jobs: list[WorkloadRequest],
     log: Callable[[StepLogEvent], None] | None = None,
+    stop: StopCondition | None = None,
 ) -> RunRecord:
     """Simulate a workload.
 
@@ -86,6 +104,7 @@ def simulate(
         deployment: The replica.
         jobs: The requests, sorted by arrival.
         log: Receives the events of the run's step log; None: no log.
+        stop: Ends the run early, which is then unfinished; None: it runs to its end.
 
     Raises:
         ValueError: A request is longer than the deployment's context.
@@ -104,8 +123,15 @@ def simulate(
     )
     start_depth(pipeline, deployment.depth)
     pipeline.submit_each(iterate_scheduler_requests(jobs))
-    pipeline.loop.run()
-    return recorder.record
+    if stop is None:
+        pipeline.loop.run()
+        return recorder.record
+    time = start.time
+    while True:
+        time += stop.interval_seconds
+        pipeline.loop.run(time)
+        if pipeline.loop.is_empty or stop.is_met(recorder.record.requests, time):
+            return recorder.record
 
 
 def _check_lengths(deployment: Deployment, lengths: Iterable[int]) -> None:

@@ -98,6 +98,11 @@ class EventLoop:
         """
         _EventStream(self, iter(items), rank, handle, num_in_a_row).advance()
 
+    @property
+    def is_empty(self) -> bool:
+        """Return True if no event is left, apart from those of children."""
+        return not self._heap
+
     def run(self, until: float = inf) -> float:
         """Run the events and all that follow from them up to a time; return the last one's time.
 

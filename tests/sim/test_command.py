@@ -217,7 +217,9 @@ def test_the_capacity_of_a_deployment(
     assert {trial["num_requests"] for trial in metrics["trials"]} == {num_requests}
     assert 0.9 < metrics["capacity"] < 1.6
     delays = {trial["rate"]: trial["p99_delay_seconds"] for trial in metrics["trials"]}
-    assert delays[metrics["capacity"]] <= 5.0 < max(delays.values())
+    assert delays[metrics["capacity"]] <= 5.0
+    # Runs beyond the limit end early, without a figure.
+    assert None in [delays[rate] for rate in delays if rate > metrics["capacity"]]
 
 
 def test_a_profile_predicts_and_is_compared(

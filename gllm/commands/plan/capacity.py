@@ -154,7 +154,7 @@ def _format_trials(capacity: ConfigurationCapacity, rule: CapacityRule) -> str:
         [
             show_value(rate),
             show_value(trial.p99_delay_seconds) if trial.p99_delay_seconds < inf else "",
-            show_value(trial.growth),
+            show_value(trial.growth) if trial.growth < inf else "",
             "yes" if rule.is_sustained(trial) else "no",
         ]
         for rate, trial in sorted(capacity.trials)

@@ -1,6 +1,6 @@
 """Scheduling delays of a run, and its load: the rates offered and sustained."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gllm.sim.capacity import CAPACITY_RULES, RateTrial, make_rate_trial
@@ -28,6 +28,33 @@ def measure_rate_trial(run: RunRecord) -> RateTrial:
         ValueError: There are fewer than two requests.
     """
     return make_rate_trial(scheduling_delays(run.requests.values()))
+
+
+class LongDelays:
+    """Condition that ends a run in which the P99 of the delays can no longer be within a limit.
+
+    Args:
+        num_requests: Requests of the whole run.
+        limit_seconds: Limit of the 99th percentile of the scheduling delays.
+    """
+
+    def __init__(self, num_requests: int, limit_seconds: float) -> None:
+        self.interval_seconds = limit_seconds
+        self._limit_seconds = limit_seconds
+        self.has_stopped = False
+        """True if the condition has ended the run."""
+        # As in `percentile`: delays from this position on are above the limit.
+        self._num_enough = num_requests - int((num_requests - 1) * 99 / 100)
+
+    def is_met(self, requests: Mapping[int, ServedRequest], now: float) -> bool:
+        """Return True if so many requests have waited for longer that the others do not matter."""
+        num_late = 0
+        for served in requests.values():
+            first = served.first_scheduled_time
+            delay = (now if first is None else first) - served.line.arrival
+            num_late += delay > self._limit_seconds
+        self.has_stopped = num_late >= self._num_enough
+        return self.has_stopped
 
 
 def steady_throughput(run: RunRecord) -> tuple[float, float]:
