@@ -1,4 +1,4 @@
-"""Preset splitwise: long prompts are fetched while they are computed, short ones afterwards."""
+"""Long prompts are fetched while they are computed, short ones afterwards, by processes."""
 
 import json
 import os
@@ -22,15 +22,30 @@ PROMPTS = GREEDY["prompt"][20:80]
 EXACT = ["--dtype", "float32", "--threads", "1", "--kv-transfer", "--kv-fetch", "always"]
 
 
+PRESETS = {
+    "splitwise": (),
+    "tetri": ("--kv-push", "layer", "--prefill-batch-tokens", str(THETA // 2)),
+}
+"""With the flags of the engines: with these of tetri, prompts from theta on have several chunks."""
+
+
+def read_events(step_log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in step_log.read_text().splitlines()]
+
+
 def read_pushes(step_log: Path) -> list[int]:
     """Return the tickets of the prompts that were served while they were computed."""
-    events: list[dict[str, Any]] = [json.loads(line) for line in step_log.read_text().splitlines()]
     return [
         ticket
-        for event in events
+        for event in read_events(step_log)
         if event["event"] == "kv" and event["call"] == "take_pushes"
         for ticket in event["ids"]
     ]
+
+
+def count_prefetches(step_log: Path) -> int:
+    """Return the number of prompts that were fetched, or to be, before the request arrived."""
+    return sum(event["event"] == "prefetch" for event in read_events(step_log))
 
 
 def complete(router: Router) -> list[list[int]]:
@@ -40,18 +55,21 @@ def complete(router: Router) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
+@pytest.mark.parametrize("preset", PRESETS)
 def test_prompts_from_theta_on_are_pushed_and_a_death_changes_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S7 and S9, with processes. The last engine answers alone."""
+    """S7, S9 and P1, with processes. The last engine answers alone.
+
+    The router of tetri knows the decode engine of a pushed prompt by the report of its first chunk.
+    """
     # One build of the kernels for both engines: nothing is measured.
     monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
-    router, step_log = Router("demo", "--preset", "splitwise"), tmp_path / "steps.jsonl"
+    router, logs = Router("demo", "--preset", preset), (tmp_path / "prefill", tmp_path / "decode")
     try:
-        flags = [*EXACT, "--preset", "splitwise", "--kv-push-threshold", str(THETA)]
-        log = ["--step-log", str(step_log)]
-        router.start_engine(PREFILL, *flags, "--role", "prefill", *log)
-        router.start_engine(DECODE, *flags, "--role", "decode")
+        flags = [*EXACT, "--preset", preset, *PRESETS[preset], "--kv-push-threshold", str(THETA)]
+        for name, role, log in zip((PREFILL, DECODE), ("prefill", "decode"), logs, strict=True):
+            router.start_engine(name, *flags, "--role", role, "--step-log", str(log))
         pair = Pair(router, None)  # type: ignore[arg-type]
         wait_until(lambda: router.status("/version") == 200)
         pair.wait_until_connected()
@@ -63,7 +81,9 @@ def test_prompts_from_theta_on_are_pushed_and_a_death_changes_no_text(
         assert decode["fetched_tokens"] == sum(lengths)
         assert decode["prefill_tokens"] == num_prefilled
         num_long = sum(length >= THETA for length in lengths)
-        wait_until(lambda: len(read_pushes(step_log)) == num_long)
+        assert 0 < num_long < len(PROMPTS)
+        wait_until(lambda: len(read_pushes(logs[0])) == num_long)
+        wait_until(lambda: count_prefetches(logs[1]) == num_long)
 
         assert router.post("/reset_prefix_cache", {})[0] == 200
         interrupted: list[list[list[int]]] = []
