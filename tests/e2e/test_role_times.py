@@ -1,0 +1,72 @@
+"""Times of a fleet with roles: changes of a role, and the age of the router's view of an engine."""
+
+import threading
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import pytest
+
+from tests.e2e.http_pair import BODIES, Pair, serving_pair
+
+pytestmark = pytest.mark.alone
+FLIP_SECONDS = 0.05
+MAX_AGE_SECONDS = 0.3
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with serving_pair(tmp_path_factory.mktemp("keys")) as started:
+        yield started
+
+
+def measure_flip(pair: Pair, name: str, role: str) -> float:
+    """Change the role of an engine; return the seconds until the router shows it."""
+    begin = time.monotonic()
+    assert pair.router.post(f"/engines/{name}/role", {"role": role})[0] == 200
+    while pair.router.rows()[name]["role"] != role:
+        assert time.monotonic() < begin + 10
+    return time.monotonic() - begin
+
+
+def test_an_idle_engine_takes_another_role_at_once(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T7: both ways, from the command to the router's view. The paper's takes 5 to 7 ms."""
+    seconds = [measure_flip(pair, "p", role) for role in ("decode", "prefill") * 10]
+    with capsys.disabled():
+        print(
+            f" [{len(seconds)} flips: median {1000 * median(seconds):.1f} ms, "
+            f"greatest {1000 * max(seconds):.1f} ms] ",
+            end="",
+        )
+    assert median(seconds) < FLIP_SECONDS
+
+
+def test_a_routers_view_of_a_decode_engine_is_fresh(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T8: the load is that of others, so the router learns of it by the engine's reports alone.
+
+    The age of a view is the time since the engine has left the number of tokens that it shows. It
+    includes the two requests that find out.
+    """
+    body = {**BODIES["/v1/completions"], "max_tokens": 1000}
+    thread = threading.Thread(target=pair.post, args=("d", "/v1/completions"), kwargs=body)
+    counts: list[tuple[float, int]] = []
+    ages: list[float] = []
+    start = pair.shown_tokens("d")
+    thread.start()
+    while thread.is_alive():
+        counts.append((time.monotonic(), pair.generated("d")))
+        seen = pair.shown_tokens("d")
+        now = time.monotonic()
+        left = [at for at, count in counts if count > seen]
+        if counts[-1][1] > counts[0][1]:
+            ages.append(now - left[0] if left else 0.0)
+    with capsys.disabled():
+        print(f" [age of {len(ages)} views: median {median(ages):.3f} s, ", end="")
+        print(f"greatest {max(ages):.3f} s] ", end="")
+    assert pair.shown_tokens("d") > start
+    assert len(ages) > 10
+    assert max(ages) < MAX_AGE_SECONDS
