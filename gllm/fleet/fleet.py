@@ -25,7 +25,7 @@ from gllm.fleet.engine_record import EngineRecord
 from gllm.fleet.engine_senders import kv_peer, request_sender
 from gllm.fleet.fleet_links import FleetLinks
 from gllm.fleet.handoff_poll import HandoffPoll
-from gllm.fleet.link_config import FleetLinkConfig
+from gllm.fleet.link_config import make_router_links
 from gllm.fleet.pair_dispatcher import PairDispatcher
 from gllm.fleet.prefix_events import apply_kv_events
 from gllm.fleet.role_control import RoleControl
@@ -37,7 +37,7 @@ from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import EngineOutputs
-from gllm.routing.disaggregation.policy import DecodeChoice, PairPolicy
+from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy_registry import make_policy
 
@@ -91,14 +91,7 @@ class Fleet:
         )
         self._handoff_poll = HandoffPoll(self.client)
         self._links = create_links(
-            FleetLinkConfig(
-                hub=None if config.hub == "off" else config.hub,
-                dial=config.engines,
-                node_secret_file=config.node_secret_file,
-                peer_timeout=config.engine_timeout,
-                max_guests=config.max_engines,
-                needs_first_chunks=config.decode_choice == DecodeChoice.FIRST_CHUNK.value,
-            ),
+            make_router_links(config),
             self.name,
             self._on_attached,
             self._on_lost,

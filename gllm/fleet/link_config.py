@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from gllm.config.addresses import format_host_port as format_host_port
 from gllm.config.addresses import parse_host_port as parse_host_port
+from gllm.config.router import RouterConfig
+from gllm.routing.disaggregation.policy import DecodeChoice
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,18 @@ class FleetLinkConfig:
     """Most peers that the hub accepts at a time."""
     needs_first_chunks: bool = False
     """True for a router that has to receive FirstChunkComputed."""
+
+
+def make_router_links(config: RouterConfig) -> FleetLinkConfig:
+    """Return the configuration of a router's end."""
+    return FleetLinkConfig(
+        hub=None if config.hub == "off" else config.hub,
+        dial=config.engines,
+        node_secret_file=config.node_secret_file,
+        peer_timeout=config.engine_timeout,
+        max_guests=config.max_engines,
+        needs_first_chunks=config.decode_choice == DecodeChoice.FIRST_CHUNK.value,
+    )
 
 
 def parse_hub_address(text: str, has_secret: bool) -> str:
