@@ -166,7 +166,7 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
     """Run all processes of a plan in a Ray cluster. Raises PlanError."""
     import setproctitle
 
-    from gllm.launch.ray_plan import run_plan
+    from gllm.launch.ray_run import run_plan
     from gllm.ray.manager import LaunchError
 
     setproctitle.setproctitle(TITLE)

@@ -5,10 +5,10 @@ and requests never pass through Ray.
 """
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,9 +30,20 @@ log = logging.getLogger("gllm")
 class _PlacedProcess(NamedTuple):
     """An actor and its process."""
 
-    group: str
     title: str
     actor: Any
+
+
+@dataclass
+class _PlacedGroup:
+    """Resources of a group, and the actors that run in them."""
+
+    group: RayGroup
+    placement: Any
+    processes: list[_PlacedProcess] = field(default_factory=list)
+    is_starting: bool = False
+    """True for an engine until it is ready for the first time; `start_engine` watches it."""
+    is_draining: bool = False
 
 
 class RayPlan:
@@ -43,6 +54,8 @@ class RayPlan:
         options: files of every machine.
         address: of the Ray cluster; None for RAY_ADDRESS or the cluster of this machine.
         should_stop: set to end the processes.
+        is_scaled: begin with the router alone. Engines are started and ended by the caller, from
+            any thread, and the failure of one ends no other process.
     """
 
     def __init__(
@@ -51,14 +64,18 @@ class RayPlan:
         options: LaunchOptions,
         address: str | None,
         should_stop: threading.Event,
+        is_scaled: bool = False,
     ) -> None:
         self._plan = plan
         self._options = options
         self._address = address
         self._should_stop = should_stop
         self._ray = import_ray("--on ray")
-        self._groups: list[Any] = []
-        self._processes: list[_PlacedProcess] = []
+        self._is_scaled = is_scaled
+        self._groups: dict[str, RayGroup] = {}
+        self._tasks: dict[str, list[ProcessTask]] = {}
+        self._placed: dict[str, _PlacedGroup] = {}
+        """Groups that have resources or wait for them, by name, the router's first."""
         self._shutdown_seconds = 0.0
 
     def start(self) -> None:
@@ -70,14 +87,55 @@ class RayPlan:
         """
         connect_ray(self._ray, self._address)
         host = self._ray.util.get_node_ip_address()
-        groups = make_groups(self._plan, host)
-        tasks = {group.name: self._make_tasks(group, host) for group in groups}
-        for group in groups:
-            self._reserve(group)
-        for group, placed in zip(groups, self._groups, strict=True):
-            self._wait_for(placed, group.bundles)
-            for index, task in enumerate(tasks[group.name]):
-                self._processes.append(self._start_actor(group, placed, index, task))
+        self._groups = {each.name: each for each in make_groups(self._plan, host)}
+        self._tasks = {name: self._make_tasks(each, host) for name, each in self._groups.items()}
+        names = [ROUTER_NAME] if self._is_scaled else list(self._groups)
+        placed = [self._reserve(self._groups[name]) for name in names]
+        for each in placed:
+            self._start_group(each)
+
+    @property
+    def running_engines(self) -> list[str]:
+        """Names of the engines that run, or wait for resources, and shall not end."""
+        return [
+            name
+            for name, each in list(self._placed.items())
+            if name != ROUTER_NAME and not each.is_draining
+        ]
+
+    def start_engine(self, name: str) -> None:
+        """Start an engine that does not run, and wait until it is ready, or all shall end.
+
+        Raises:
+            ValueError: there is no such engine, it runs already, or it has ended.
+        """
+        if name not in self._groups or name == ROUTER_NAME:
+            raise ValueError(f"the plan has no engine {name!r}")
+        if name in self._placed:
+            raise ValueError(f"the engine {name!r} runs already")
+        placed = self._reserve(self._groups[name], is_starting=True)
+        try:
+            self._start_group(placed)
+            self._wait_for_engine(placed)
+            placed.is_starting = False
+        except LaunchError as error:
+            if self._should_stop.is_set():
+                # `drain` ends it in its turn.
+                return
+            self._remove(name)
+            raise ValueError(f"engine {name} has ended before it was ready: {error}") from error
+
+    def drain_engine(self, name: str) -> None:
+        """Let an engine finish its requests, wait for its end, and return its resources to Ray.
+
+        Raises:
+            ValueError: no such engine runs.
+        """
+        placed = self._placed.get(name)
+        if placed is None or name == ROUTER_NAME:
+            raise ValueError(f"the engine {name!r} does not run")
+        self._drain([placed])
+        self._remove(name)
 
     def wait_until_ready(self, on_ready: Callable[[str], None]) -> None:
         """Wait until all processes are ready, and report the URL of the router.
@@ -101,36 +159,43 @@ class RayPlan:
     def poll(self) -> list[ProcessStatus | None]:
         """Return the state of each process; None for an actor that starts or is lost.
 
+        With scaling, engines that `start_engine` waits for are left out, and one that cannot run
+        any longer is removed, so that it can be started again.
+
         Raises:
             LaunchError: a process ends whatever is done; the message is the cause.
         """
-        statuses = [self._read_status(each.actor) for each in self._processes]
-        for process, status in zip(self._processes, statuses, strict=True):
-            if status is not None and status.is_invalid:
-                raise LaunchError(f"{process.title}: {status.cause}")
+        statuses = []
+        for placed in list(self._placed.values()):
+            if placed.is_starting:
+                continue
+            states = self._read_statuses(placed)
+            statuses += states
+            if placed.is_draining or not (cause := _find_cause(placed, states)):
+                continue
+            if not self._is_scaled or placed.group.name == ROUTER_NAME:
+                raise LaunchError(cause)
+            log.warning("%s", cause)
+            self._remove(placed.group.name)
         return statuses
 
     def drain(self) -> None:
         """End the router, which finishes its requests, then the engines."""
         for is_router in (True, False):
-            ending = [each for each in self._processes if (each.group == ROUTER_NAME) is is_router]
-            for process in ending:
-                process.actor.drain.remote()
-            deadline = time.monotonic() + self._shutdown_seconds + MIN_END_SECONDS
-            while time.monotonic() < deadline:
-                statuses = [self._read_status(each.actor) for each in ending]
-                if all(status is None or status.has_ended for status in statuses):
-                    break
-                time.sleep(POLL_SECONDS / 5)
+            self._drain(
+                [
+                    each
+                    for each in self._placed.values()
+                    if (each.group.name == ROUTER_NAME) is is_router
+                ]
+            )
 
     def close(self) -> None:
         """End the actors and return the resources to Ray."""
         if not self._ray.is_initialized():
             return
-        for process in self._processes:
-            self._ray.kill(process.actor, no_restart=True)
-        for group in self._groups:
-            self._ray.util.remove_placement_group(group)
+        for name in list(self._placed):
+            self._remove(name)
         self._ray.shutdown()
 
     def _make_tasks(self, group: RayGroup, host: str) -> list[ProcessTask]:
@@ -151,9 +216,50 @@ class RayPlan:
             self._shutdown_seconds = max(self._shutdown_seconds, spec.shutdown_seconds)
         return tasks
 
-    def _reserve(self, group: RayGroup) -> None:
+    def _reserve(self, group: RayGroup, is_starting: bool = False) -> _PlacedGroup:
         strategy = "STRICT_SPREAD" if len(group.bundles) > 1 else "PACK"
-        self._groups.append(self._ray.util.placement_group(group.bundles, strategy=strategy))
+        placement = self._ray.util.placement_group(group.bundles, strategy=strategy)
+        placed = _PlacedGroup(group, placement, is_starting=is_starting)
+        self._placed[group.name] = placed
+        return placed
+
+    def _start_group(self, placed: _PlacedGroup) -> None:
+        """Start the actors of a group once it has its resources."""
+        self._wait_for(placed.placement, placed.group.bundles)
+        for index, task in enumerate(self._tasks[placed.group.name]):
+            placed.processes.append(self._start_actor(placed, index, task))
+
+    def _wait_for_engine(self, placed: _PlacedGroup) -> None:
+        """Wait until an engine is ready or all shall end. Raises LaunchError if it has ended."""
+        while not self._should_stop.wait(POLL_SECONDS):
+            statuses = self._read_statuses(placed)
+            if all(each is not None and each.is_ready for each in statuses):
+                return
+            ended = [each for each in statuses if each is not None and each.has_ended]
+            if ended:
+                raise LaunchError(ended[0].cause)
+
+    def _drain(self, ending: Sequence[_PlacedGroup]) -> None:
+        """Let groups end, and wait for it."""
+        for placed in ending:
+            placed.is_draining = True
+            for process in placed.processes:
+                process.actor.drain.remote()
+        deadline = time.monotonic() + self._shutdown_seconds + MIN_END_SECONDS
+        while time.monotonic() < deadline:
+            statuses = [status for each in ending for status in self._read_statuses(each)]
+            if all(status is None or status.has_ended for status in statuses):
+                break
+            time.sleep(POLL_SECONDS / 5)
+
+    def _remove(self, name: str) -> None:
+        """End the actors of a group and return its resources to Ray."""
+        placed = self._placed.pop(name, None)
+        if placed is None:
+            return
+        for process in placed.processes:
+            self._ray.kill(process.actor, no_restart=True)
+        self._ray.util.remove_placement_group(placed.placement)
 
     def _wait_for(self, placed: Any, bundles: Sequence[dict[str, float]]) -> None:
         """Wait until Ray has reserved the bundles of a group."""
@@ -165,12 +271,10 @@ class RayPlan:
                 next_log += LOG_SECONDS
                 log.warning("%s", describe_wait(bundles, read_machines(self._ray.nodes())))
 
-    def _start_actor(
-        self, group: RayGroup, placed: Any, index: int, task: ProcessTask
-    ) -> _PlacedProcess:
-        bundle = group.bundles[index]
+    def _start_actor(self, placed: _PlacedGroup, index: int, task: ProcessTask) -> _PlacedProcess:
+        name, bundle = placed.group.name, placed.group.bundles[index]
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            placed, placement_group_bundle_index=index
+            placed.placement, placement_group_bundle_index=index
         )
         options = self._ray.remote(ProcessActor).options(
             num_cpus=bundle["CPU"],
@@ -178,10 +282,13 @@ class RayPlan:
             scheduling_strategy=strategy,
             max_restarts=-1,
         )
-        title = group.name if group.name == ROUTER_NAME else f"engine {group.name}"
+        title = name if name == ROUTER_NAME else f"engine {name}"
         title += f" rank {index}" if index else ""
-        actor = options.remote(msgspec.json.encode(task), placed)
-        return _PlacedProcess(group.name, title, actor)
+        actor = options.remote(msgspec.json.encode(task), placed.placement)
+        return _PlacedProcess(title, actor)
+
+    def _read_statuses(self, placed: _PlacedGroup) -> list[ProcessStatus | None]:
+        return [self._read_status(each.actor) for each in list(placed.processes)]
 
     def _read_status(self, actor: Any) -> ProcessStatus | None:
         try:
@@ -191,38 +298,9 @@ class RayPlan:
         return msgspec.json.decode(answer, type=ProcessStatus)
 
 
-def run_plan(
-    plan: ServingPlan,
-    options: LaunchOptions,
-    address: str | None,
-    on_ready: Callable[[str], None],
-) -> None:
-    """Run a plan in a Ray cluster until SIGTERM or SIGINT.
-
-    Args:
-        plan: with a router.
-        options: files of every machine.
-        address: of the Ray cluster; None for RAY_ADDRESS or the cluster of this machine.
-        on_ready: receives the URL of the router once all processes are ready.
-
-    Raises:
-        LaunchError: Ray cannot be used, or a process cannot run.
-        PlanError: the plan cannot be run.
-    """
-    should_stop = threading.Event()
-    ray_plan = RayPlan(plan, options, address, should_stop)
-    try:
-        _stop_on_signals(should_stop)
-        ray_plan.start()
-        # Ray has set handlers of its own.
-        _stop_on_signals(should_stop)
-        ray_plan.wait_until_ready(on_ready)
-        ray_plan.watch()
-        ray_plan.drain()
-    finally:
-        ray_plan.close()
-
-
-def _stop_on_signals(should_stop: threading.Event) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: should_stop.set())
+def _find_cause(placed: _PlacedGroup, statuses: Sequence[ProcessStatus | None]) -> str:
+    """Return why a group cannot run; empty if it can."""
+    for process, status in zip(placed.processes, statuses, strict=True):
+        if status is not None and status.is_invalid:
+            return f"{process.title}: {status.cause}"
+    return ""
