@@ -157,3 +157,5 @@ ADMISSION_RULES: dict[str, type[AdmissionController]] = {
     "distserve": WaitingShareAdmission,
 }
 """Rules by name; gllm.scheduler.config.KV_ADMISSION_NAMES lists the names."""
+RESERVING_ADMISSIONS = ("reserve-static", "reserve-dynamic")
+"""Rules that read predicted output lengths."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from gllm.config.slo import Slo
 from gllm.observability.step_log import StepLogEvent, StepLogWriter
+from gllm.scheduler.kv_admission import RESERVING_ADMISSIONS
 from gllm.sim.capacity import (
     CAPACITY_RULES,
     CapacityRule,
@@ -59,7 +60,21 @@ def build_simulation(config: SimulationConfig) -> tuple[Deployment, list[Workloa
     """
     jobs = build_workload(config)
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-    return build_deployment(config, longest), jobs
+    deployment = build_deployment(config, longest)
+    if config.length_prediction is not None:
+        _check_prediction(config, deployment)
+    return deployment, jobs
+
+
+def _check_prediction(config: SimulationConfig, deployment: Deployment) -> None:
+    """Raise ValueError if nothing reads the predicted output lengths of the requests."""
+    is_routed = config.engines > 1 and config.routing_policy == "predict"
+    if not is_routed and deployment.scheduler.kv_admission not in RESERVING_ADMISSIONS:
+        raise ValueError(
+            f"--length-prediction {config.length_prediction} would change nothing: choose "
+            f"--kv-admission {' or '.join(RESERVING_ADMISSIONS)}, or several --engines with "
+            "--routing-policy predict"
+        )
 
 
 def run_simulation(

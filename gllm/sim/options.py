@@ -17,6 +17,7 @@ from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.profiled import VIDUR_MODEL, ProfileOptions, profiled_deployment
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
+from gllm.sim.workloads.length_predictions import predict_lengths
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
 
@@ -120,7 +121,14 @@ class SimulationConfig:
     slo_classes: str | None = option(
         None, "shares of the requests in each SLO class, such as chat:0.7,batch:0.3"
     )
-    seed: int = option(0, "seed of lengths, arrivals and classes", ge=0, le=2**63 - 1)
+    length_prediction: str | None = option(
+        None,
+        "predicted output length of each request, for --routing-policy predict and --kv-admission "
+        "reserve-static and reserve-dynamic: oracle; noisy:ACCURACY, the right one of TetriInfer's "
+        "bins with this probability; by-prompt, from outputs after prompts of similar length; "
+        "default: as in production, from outputs of requests with a similar limit",
+    )
+    seed: int = option(0, "seed of lengths, arrivals, classes and predictions", ge=0, le=2**63 - 1)
     slo_ttft: float | None = option(
         None, "TTFT limit for the SLO, seconds", gt=0, le=MAX_TIMEOUT_SECONDS
     )
@@ -156,7 +164,8 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
     """Return the requests of the configured workload.
 
     Raises:
-        ValueError: The workload or the arrivals are unknown, or shares of classes are invalid.
+        ValueError: The workload, the arrivals or the length prediction are unknown, or shares of
+            classes are invalid.
     """
     requests = make_workload(
         config.workload,
@@ -166,11 +175,14 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
         config.seed,
         config.time_scale,
     )
+    requests = [
+        scale_request(request, config.length_scale, config.max_request_tokens)
+        for request in requests
+    ]
+    if config.length_prediction is not None:
+        requests = predict_lengths(requests, config.length_prediction, config.seed)
     return assign_classes(
-        [
-            scale_request(request, config.length_scale, config.max_request_tokens)
-            for request in requests
-        ],
+        requests,
         parse_priorities(config.priorities) if config.priorities else None,
         parse_shares(config.slo_classes) if config.slo_classes else None,
         config.seed,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gllm.commands.simulate import main
-from gllm.observability.step_log import StepLogWriter, read_step_log
+from gllm.observability.step_log import AddEvent, StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.profile import build_profile, write_profile
@@ -245,6 +245,25 @@ def test_a_profile_predicts_and_is_compared(
     assert "TTFT median error of a request" in table
 
 
+@pytest.mark.parametrize("predictor", ["oracle", "noisy:0.5", "by-prompt"])
+def test_schedulers_and_routers_read_predicted_lengths(
+    predictor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*SMALL, "--workload", "sharegpt-like", "--length-prediction", predictor]
+    log = tmp_path / "steps.jsonl"
+    reserving = [*flags, "--kv-admission", "reserve-dynamic", "--step-log", str(log)]
+    assert main(reserving) == 0
+    added = [event for event in read_step_log(log) if isinstance(event, AddEvent)]
+    lengths = [(event.predicted_output_tokens, event.max_tokens) for event in added]
+    assert len(lengths) == 20
+    num_exact = sum(predicted == length for predicted, length in lengths)
+    assert (num_exact == 20) == (predictor == "oracle")
+    assert all(predicted > 0 for predicted, _ in lengths)
+    assert main([*flags, "--engines", "2"]) == 0
+    assert main([*flags, "--engines", "2", "--routing-policy", "random"]) == 2
+    assert "would change nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -277,6 +296,11 @@ def test_a_profile_predicts_and_is_compared(
         (["--slo-limits", "b:1:"], "'b' is no class of --slo-classes"),
         (["--slo-classes", "chat"], "--slo-classes chat: 'chat' has to be NAME:SHARE"),
         (["--capacity", "sustained", "--arrivals", "static"], "--capacity needs arrivals"),
+        (["--length-prediction", "mean"], "choose oracle, noisy:ACCURACY"),
+        (["--length-prediction", "noisy"], "choose oracle, noisy:ACCURACY"),
+        (["--length-prediction", "noisy:1.1"], "accuracy has to be a number in [0, 1]"),
+        (["--length-prediction", "noisy:x"], "accuracy has to be a number in [0, 1]"),
+        (["--length-prediction", "oracle"], "would change nothing: choose --kv-admission"),
         (["--config", "/nowhere.json"], "cannot be read"),
     ],
 )

@@ -178,7 +178,9 @@ class PolicyRouter(ClusterRouter):
         if self.needs.prefixes:
             tokens = request.initial_token_ids(request.seq)
             hashes = PromptBlockHashes(tokens, config.block_size, request.cache_salt)
-        num_expected = self._output_lengths.predict(request.max_tokens, len(output))
+        num_expected = request.predicted_output_tokens or self._output_lengths.predict(
+            request.max_tokens, len(output)
+        )
         return RoutingRequest(
             len(request.prompt_token_ids) + len(output),
             hashes,

@@ -29,6 +29,8 @@ class WorkloadRequest(NamedTuple):
     """Smaller values run earlier."""
     slo_class: str = ""
     """Class of requests with latency limits of its own; empty for none."""
+    predicted_output_tokens: int = 0
+    """Predicted length of the output; 0 for none."""
 
 
 def make_workload(
@@ -131,7 +133,13 @@ def iterate_scheduler_requests(
         else:
             prompt = range(base, base + job.num_prompt_tokens)
             base = prompt.stop
-        request = SchedulerRequest(seq, prompt, job.num_output_tokens, priority=job.priority)
+        request = SchedulerRequest(
+            seq,
+            prompt,
+            job.num_output_tokens,
+            priority=job.priority,
+            predicted_output_tokens=job.predicted_output_tokens,
+        )
         yield job.arrival_seconds, request
 
 
