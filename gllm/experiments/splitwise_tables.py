@@ -114,12 +114,13 @@ def _per_cost(cluster: ClusterDesign, rate: float) -> float:
 
 
 def cluster_claims(
-    outcomes: Outcomes, borders: list[BorderOutcome], batches: Batches
+    outcomes: Outcomes, full: dict[str, float], borders: list[BorderOutcome], batches: Batches
 ) -> list[PaperClaim]:
     """Return the paper's figures of clusters beside ours."""
     return [
         *_design_claims(outcomes),
         *_rate_claims(outcomes),
+        *_full_claims(full),
         *_border_claims(outcomes, borders),
         *_batch_claims(batches),
     ]
@@ -173,6 +174,18 @@ def _rate_claims(outcomes: Outcomes) -> Iterator[PaperClaim]:
         h100 = outcomes["power", "conversation", "Baseline-H100"].cluster
         cost = relative_change(outcome.cluster.cost, h100.cost)
         yield PaperClaim("conversation, power: cost of HA", ExpectedChange(-0.1), cost)
+
+
+def _full_claims(full: dict[str, float]) -> Iterator[PaperClaim]:
+    """Return the rates beside the baselines at full size; see `search_table`."""
+    for name, base, paper in (("AA", "Baseline-A100", 2.15), ("HA", "Baseline-H100", 1.18)):
+        rate, other = (full.get(f"conversation {each}") for each in (name, base))
+        if rate and other:
+            yield PaperClaim(
+                f"conversation, power, at full size: throughput of {name} beside {base}",
+                ExpectedChange(paper - 1, is_ratio=True),
+                relative_change(rate, other),
+            )
 
 
 def _border_claims(outcomes: Outcomes, borders: list[BorderOutcome]) -> Iterator[PaperClaim]:
