@@ -135,6 +135,15 @@ def explain_missing_transfers(plan: ServingPlan) -> dict[str, str]:
     return causes
 
 
+def transfer_flag_names(plan: ServingPlan, name: str) -> tuple[str, ...]:
+    """Return the flags with which an engine passes KV blocks on; none where it need not or cannot.
+
+    They follow from all engines of the plan, so a change of another engine may change them.
+    """
+    ports = engine_ports(plan, name, plan.engines[name].nodes[0])
+    return tuple(_transfer_flags(plan, name, ports))
+
+
 def router_hub(plan: ServingPlan) -> str:
     """Return HOST:PORT at which the engines of a plan attach to its router."""
     assert plan.router is not None
