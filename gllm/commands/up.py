@@ -8,11 +8,13 @@ import asyncio
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from gllm.config.flags import FlagParser, FlagType, input_file
+from gllm.config.flags import FlagParser, FlagType, input_file, number_type
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.plan.emit.base import IMAGE, EmitOptions
 from gllm.plan.emit.registry import EMITTERS, emit_manifests
@@ -21,10 +23,16 @@ from gllm.plan.processes import (
     ProcessSpec,
     commands_for,
     explain_missing_transfers,
-    scaling_headers,
+    router_headers,
     scaling_router_url,
 )
+from gllm.plan.search_command import check_replannable, with_shift_detection
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
+
+if TYPE_CHECKING:
+    from gllm.launch.plan_follower import PlanFollower
+    from gllm.launch.scale_follower import ScaleFollower
+    from gllm.launch.supervisor import ProcessSupervisor
 
 TITLE = "gllm-up"
 
@@ -66,6 +74,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder for the step log of each engine, ENGINE.jsonl, which `gllm plan diff` reads",
     )
     parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="make the plan again by its own command when lengths or rate of the requests have "
+        "shifted for good, and apply it to the running engines of the router's machine",
+    )
+    parser.add_argument(
+        "--replan-budget",
+        metavar="SECONDS",
+        type=number_type(float, gt=0, le=1e6),
+        default=600.0,
+        help="time of such a search (default 600)",
+    )
+    parser.add_argument(
         "--emit",
         nargs=2,
         metavar=("MANAGER", "FOLDER"),
@@ -87,6 +108,11 @@ def main(argv: list[str] | None = None) -> int:
         plan = read_plan(arguments.plan)
         if arguments.model:
             plan = msgspec.structs.replace(plan, model=arguments.model)
+        if arguments.replan:
+            if arguments.emit or arguments.on == "ray":
+                raise PlanError("--replan: only `gllm up` of this machine replans: remove it")
+            check_replannable(plan)
+            plan = with_shift_detection(plan)
         if arguments.emit:
             return _emit(plan, arguments)
         if arguments.on == "ray":
@@ -107,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         print("\n".join(format_command(spec) for spec in specs))
         return 0
-    return _run(specs, plan)
+    return _run(specs, plan, node, arguments)
 
 
 def find_own_node(plan: ServingPlan) -> str:
@@ -187,31 +213,53 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(specs: list[ProcessSpec], plan: ServingPlan) -> int:
+def _run(
+    specs: list[ProcessSpec], plan: ServingPlan, node: str, arguments: argparse.Namespace
+) -> int:
     import setproctitle
 
-    from gllm.launch.scale_follower import ScaleFollower
     from gllm.launch.supervisor import ProcessSupervisor
 
     setproctitle.setproctitle(TITLE)
 
     async def run() -> int:
-        url = scaling_router_url(plan)
-        supervisor = ProcessSupervisor(specs, _print_line, _print_urls, is_scaled=bool(url))
-        if url:
-            own = [spec.name for spec in specs if not spec.is_router]
-            follower = ScaleFollower(
-                supervisor, url, list(plan.engines), own, scaling_headers(plan)
-            )
-            following = asyncio.create_task(follower.run())
+        is_scaled = bool(scaling_router_url(plan))
+        supervisor = ProcessSupervisor(specs, _print_line, _print_urls, is_scaled=is_scaled)
+        follower = _make_follower(supervisor, specs, plan, node, arguments)
+        following = asyncio.create_task(follower.run()) if follower else None
         status = await supervisor.run()
-        if url:
+        if following:
             following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         if supervisor.cause:
             print(f"gllm up: {supervisor.cause}", file=sys.stderr)
         return status
 
     return asyncio.run(run())
+
+
+def _make_follower(
+    supervisor: "ProcessSupervisor",
+    specs: list[ProcessSpec],
+    plan: ServingPlan,
+    node: str,
+    arguments: argparse.Namespace,
+) -> "ScaleFollower | PlanFollower | None":
+    """Return the loop that starts and ends engines as the router's load wants; None without."""
+    from gllm.launch.plan_follower import PlanFollower
+    from gllm.launch.plan_search import PlanSearch
+    from gllm.launch.scale_follower import ScaleFollower
+
+    if url := scaling_router_url(plan):
+        own = [spec.name for spec in specs if not spec.is_router]
+        return ScaleFollower(supervisor, url, list(plan.engines), own, router_headers(plan))
+    # The machine of the router plans for all.
+    if arguments.replan and plan.router and plan.router.node == node:
+        options = _launch_options(arguments)
+        search = PlanSearch(plan, arguments.plan, arguments.replan_budget, _print_line)
+        make_specs = partial(commands_for, node=node, options=options)
+        return PlanFollower(supervisor, plan, node, make_specs, search)
+    return None
 
 
 def _print_line(name: str, line: str) -> None:

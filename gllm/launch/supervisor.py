@@ -28,6 +28,10 @@ class _ManagedProcess:
     spec: ProcessSpec
     child: ChildProcess
     task: asyncio.Task[None]
+    may_fail: bool = False
+    """Its failure ends no other process."""
+    cause: str = ""
+    """Cause of its end in words; empty while it runs."""
 
 
 class ProcessSupervisor:
@@ -70,6 +74,11 @@ class ProcessSupervisor:
         """Names of the processes that run and shall not end."""
         return [name for name, each in self._processes.items() if each.child.end_signal is None]
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once all processes end."""
+        return self._should_stop.is_set()
+
     async def run(self) -> int:
         """Run all processes until a signal, a failure or the end of all.
 
@@ -97,26 +106,59 @@ class ProcessSupervisor:
         """End all processes: first the router, which finishes its requests, then the engines."""
         self._should_stop.set()
 
-    async def start_engine(self, name: str) -> None:
+    def set_specs(self, specs: Iterable[ProcessSpec]) -> None:
+        """Set the processes that may be started from now on; those that run go on."""
+        self._specs = {spec.name: spec for spec in specs}
+
+    async def start_engine(
+        self, name: str, timeout_seconds: float | None = None, may_fail: bool = False
+    ) -> None:
         """Start an engine that does not run, and wait until it is ready.
 
+        Args:
+            name: of the engine.
+            timeout_seconds: time after which an engine that is not ready is ended; None for none.
+            may_fail: its failure before it is ready ends no other process.
+
         Raises:
-            ValueError: there is no such engine, it runs already, or it has ended.
+            ValueError: there is no such engine, it runs already, it has ended, it was not ready in
+                time, or all processes end.
         """
         spec = self._specs.get(name)
         if spec is None or spec.is_router:
             raise ValueError(f"there is no engine {name!r} on this node")
         if name in self._processes:
             raise ValueError(f"the engine {name!r} runs already")
+        if self.is_stopping:
+            raise ValueError(f"the engine {name!r} is not started, because all processes end")
         process = self._start(name)
+        process.may_fail = may_fail
         ready = asyncio.create_task(self._wait_until_ready([process]))
-        await asyncio.wait({ready, process.task}, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
+        try:
+            await asyncio.wait(
+                {ready, process.task},
+                timeout=timeout_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if ready.done():
+                return
+            if process.task.done():
+                raise ValueError(
+                    f"the engine {name!r} has ended before it was ready: {process.cause}"
+                )
+            process.child.end(process.spec.shutdown_seconds)
+            await asyncio.shield(process.task)
+            raise ValueError(f"the engine {name!r} was not ready after {timeout_seconds} s")
+        finally:
             ready.cancel()
-            raise ValueError(f"the engine {name!r} has ended before it was ready: {self.cause}")
+            process.may_fail = False
 
-    async def drain_engine(self, name: str) -> None:
+    async def drain_engine(self, name: str, may_fail: bool = False) -> None:
         """Let an engine finish or pass on its requests, and wait for its end.
+
+        Args:
+            name: of the engine.
+            may_fail: an end with an error, such as by SIGKILL, ends no other process.
 
         Raises:
             ValueError: no such engine runs.
@@ -124,8 +166,16 @@ class ProcessSupervisor:
         process = self._processes.get(name)
         if process is None or process.spec.is_router:
             raise ValueError(f"no engine {name!r} runs on this node")
+        process.may_fail = may_fail
         process.child.end(process.spec.shutdown_seconds)
         await asyncio.shield(process.task)
+
+    def fail(self, cause: str) -> None:
+        """End all processes because of a failure; the first cause is kept."""
+        if not self.cause:
+            self.cause = cause
+            log.error("%s", cause)
+        self.stop()
 
     def _on_signal(self, number: int) -> None:
         if self._should_stop.is_set():
@@ -151,22 +201,20 @@ class ProcessSupervisor:
             cause = await child.wait()
         except OSError as error:
             cause = f"it could not be started: {error}"
-        del self._processes[spec.name]
+        process = self._processes.pop(spec.name)
+        process.cause = f"{spec.title}: {cause}"
         if child.status not in (0, None) or not child.is_started:
-            self._fail(f"{spec.title}: {cause}", spec)
+            self._on_failure(process)
         elif child.end_signal is None:
             log.info("%s has ended", spec.title)
         if spec.is_router or not (self._processes or self._is_scaled):
             self.stop()
 
-    def _fail(self, cause: str, spec: ProcessSpec) -> None:
-        if self._is_scaled and not spec.is_router:
-            log.warning("%s", cause)
+    def _on_failure(self, process: _ManagedProcess) -> None:
+        if process.may_fail or (self._is_scaled and not process.spec.is_router):
+            log.warning("%s", process.cause)
             return
-        if not self.cause:
-            self.cause = cause
-            log.error("%s", cause)
-        self.stop()
+        self.fail(process.cause)
 
     async def _announce(self) -> None:
         processes = list(self._processes.values())

@@ -159,16 +159,20 @@ def _own_hub(plan: ServingPlan) -> str:
     return str(ROUTER_HUB_PORT if hub is None else hub)
 
 
-def scaling_router_url(plan: ServingPlan) -> str:
-    """Return the URL of a router that decides how many engines run; empty if none does."""
+def router_url(plan: ServingPlan) -> str:
+    """Return the URL under which the machines of a plan reach its router."""
     router = plan.router
-    if router is None or not find_flag(router.flags, "scale"):
-        return ""
+    assert router is not None
     flags = {key.replace("-", "_"): value for key, value in router.flags.items()}
     return _make_url(str(flags.get("host") or plan.nodes[router.node].host), router.port, flags)
 
 
-def scaling_headers(plan: ServingPlan) -> dict[str, str]:
+def scaling_router_url(plan: ServingPlan) -> str:
+    """Return the URL of a router that decides how many engines run; empty if none does."""
+    return router_url(plan) if plan.router and find_flag(plan.router.flags, "scale") else ""
+
+
+def router_headers(plan: ServingPlan) -> dict[str, str]:
     """Return the headers with which this machine asks the router: its first API key, if it has one.
 
     Keys are those of the plan's flag `api-key`, or else of the variable GLLM_API_KEY.

@@ -7,10 +7,14 @@ import msgspec
 import pytest
 
 from gllm.commands.up import find_own_node, main
-from gllm.plan.serving_plan import NodePlan, PlanError, ServingPlan, write_plan
+from gllm.plan.serving_plan import ExpectedFigures, NodePlan, PlanError, ServingPlan, write_plan
 from gllm.router import build_parser as build_router_parser
 from gllm.serve import build_parser
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
+
+SEARCHED = msgspec.structs.replace(
+    LOCAL, expected=ExpectedFigures("gllm plan search --cores 2 --rate 2", 2.0)
+)
 
 
 def with_hosts(**hosts: str) -> ServingPlan:
@@ -69,9 +73,25 @@ def test_gpus_and_missing_transfers_are_shown(
     assert "engine p0 passes no KV blocks on, because its stages are on GPUs" in captured.err
 
 
+def test_the_router_of_a_plan_that_is_made_again_detects_shifts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(SEARCHED, path)
+    assert main([str(path), "--dry-run", "--replan"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines if "--detect-shifts" in line] == [["gllm", "router"]]
+    build_router_parser().parse_args(lines[0][2:])
+    assert main([str(path), "--dry-run"]) == 0
+    assert "--detect-shifts" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("plan", "flags", "words"),
     [
+        (LOCAL, ["--replan"], "expected.by: '': --replan repeats the search"),
+        (SEARCHED, ["--replan", "--on", "ray"], "--replan: only `gllm up` of this machine"),
+        (SEARCHED, ["--replan", "--emit", "lws", "out"], "--replan: only `gllm up` of this"),
         (CPU_PHASES, ["--node", "x"], "nodes: the machines need a secret"),
         (LOCAL, ["--node", "there"], "nodes: there is no node 'there'"),
         (LOCAL, ["--emit", "nomad", "out"], "--emit nomad: choose one of"),

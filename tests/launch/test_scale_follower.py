@@ -12,7 +12,7 @@ import pytest
 from gllm.launch import scale_follower
 from gllm.launch.scale_follower import ScaleActions, ScaleFollower, choose_actions
 from gllm.launch.supervisor import ProcessSupervisor
-from gllm.plan.processes import scaling_headers, scaling_router_url
+from gllm.plan.processes import router_headers, scaling_router_url
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from tests.launch.test_supervisor import FAIL, SERVE, Rig
 
@@ -140,10 +140,10 @@ def test_router_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
         router=RouterPlan("here", 8123, flags=flags),
     )
     assert scaling_router_url(plan) == "http://127.0.0.1:8123"
-    assert scaling_headers(plan) == {}
+    assert router_headers(plan) == {}
     monkeypatch.setenv("GLLM_API_KEY", "first, second")
-    assert scaling_headers(plan) == {"Authorization": "Bearer first"}
+    assert router_headers(plan) == {"Authorization": "Bearer first"}
     flags["api-key"] = ["own"]
-    assert scaling_headers(plan) == {"Authorization": "Bearer own"}
+    assert router_headers(plan) == {"Authorization": "Bearer own"}
     del flags["scale"]
     assert scaling_router_url(plan) == ""

@@ -1,0 +1,91 @@
+"""Plans that follow their workload: conditions, and the search for the one that was observed."""
+
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from gllm.plan.flags import find_flag
+from gllm.plan.serving_plan import PlanError, ServingPlan
+
+DETECTION_FLAG = "detect_shifts"
+"""Flag of a router that detects shifts, with underscores."""
+SEARCHES = {"search": True, "goodput": True, "hetero": False}
+"""Planners of `gllm plan` that choose the engines of a workload; True if they take --rate."""
+RATE_FLAGS = ("--rate", "--rat", "--ra")
+"""Flag of the rate, and its abbreviations that no other flag has."""
+
+
+def with_shift_detection(plan: ServingPlan) -> ServingPlan:
+    """Return a plan whose router detects shifts."""
+    assert plan.router is not None
+    others = {
+        key: value
+        for key, value in plan.router.flags.items()
+        if key.replace("-", "_") != DETECTION_FLAG
+    }
+    router = msgspec.structs.replace(plan.router, flags=others | {DETECTION_FLAG: True})
+    return msgspec.structs.replace(plan, router=router)
+
+
+def make_search_command(
+    plan: ServingPlan, workload: Path, rate: float, output: Path, budget_seconds: float
+) -> list[str]:
+    """Return the arguments of `gllm` that search for engines as the plan's own command has.
+
+    Later flags override earlier ones, so everything else stays as it was. A command without a rate
+    stays without one.
+
+    Args:
+        plan: The running plan.
+        workload: CSV file of lengths.
+        rate: Requests per second.
+        output: File for the new plan.
+        budget_seconds: Time of the search.
+
+    Raises:
+        PlanError: No search of a planner has made the plan.
+    """
+    words = _planner_words(plan)
+    flags = ["--workload", f"file:{workload}", "--budget", f"{budget_seconds:g}"]
+    if _has_rate(words):
+        flags += ["--rate", f"{rate:.6g}"]
+    return [*words, *flags, "--output", str(output)]
+
+
+def check_replannable(plan: ServingPlan) -> None:
+    """Raise PlanError, which names the fix, for a plan that cannot follow its workload."""
+    if plan.router is None:
+        raise PlanError("router: none: --replan follows the workload that a router observes")
+    if find_flag(plan.router.flags, "scale"):
+        raise PlanError(
+            "router.flags.scale: a router that scales decides itself how many engines run: remove "
+            "it, or --replan"
+        )
+    words = _planner_words(plan)
+    takes_rate = SEARCHES[words[1]]
+    if takes_rate and "--config" in words and not _has_rate(words):
+        raise PlanError(
+            "expected.by: --config may have the rate: pass --rate on the command line of the "
+            "planner, so that it can be replaced"
+        )
+
+
+def _planner_words(plan: ServingPlan) -> list[str]:
+    """Return the command that made a plan, without `gllm`."""
+    by = plan.expected.by if plan.expected else ""
+    try:
+        words = shlex.split(by)
+    except ValueError as error:
+        raise PlanError(f"expected.by: {error}") from None
+    if words[:2] != ["gllm", "plan"] or len(words) < 3 or words[2] not in SEARCHES:
+        names = ", ".join(f"`gllm plan {name}`" for name in SEARCHES)
+        raise PlanError(
+            f"expected.by: {by!r}: --replan repeats the search that made the plan: make it by one "
+            f"of {names}"
+        )
+    return words[1:]
+
+
+def _has_rate(words: list[str]) -> bool:
+    return any(word.partition("=")[0] in RATE_FLAGS for word in words)

@@ -1,0 +1,133 @@
+"""`gllm up --replan`: lengths that double lead to one search, and a second engine serves."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from gllm.commands.plan import search
+from gllm.plan.serving_plan import RouterPlan, ServingPlan, read_plan
+from gllm.sim.costs.profile import StepSample, write_profile
+from tests.e2e.plans import running_up
+from tests.e2e.test_up import FLAGS, free_block
+from tests.ray.raylets import free_ports
+from tests.sim.test_fitted import profile as make_profile
+
+RATE = 6.0
+"""Requests per second; one engine is predicted to sustain 9.9 of LENGTHS and 4.3 of twice that."""
+LENGTHS = (40, 16)
+"""Tokens of prompt and output before they double."""
+WINDOW = 40
+SLOWDOWN = 20.0
+"""Predicted step time per step time of the made-up profile, so that some requests need two."""
+
+
+def make_plan(folder: Path) -> ServingPlan:
+    """Return the plan of a search for a rate of short requests, with free ports."""
+
+    def slow(step: StepSample) -> StepSample:
+        return msgspec.structs.replace(step, stages=[SLOWDOWN * each for each in step.stages])
+
+    measured = make_profile([6])
+    spans = [msgspec.structs.replace(span, step=slow(span.step)) for span in measured.spans]
+    steps = [slow(step) for step in measured.steps]
+    write_profile(
+        msgspec.structs.replace(measured, steps=steps, spans=spans), folder / "profile.json"
+    )
+    path = folder / "plan.yaml"
+    argv = ["--profile", str(folder / "profile.json"), "--cores", "2", "--checkpoint", "demo"]
+    argv += ["--pp", "1", "--policies", "sarathi:512", "--max-num-seqs", "16", "--closed-form"]
+    argv += ["--workload", "fixed:{},{}".format(*LENGTHS), "--rate", str(RATE), "--jobs", "1"]
+    assert search.main([*argv, "--output", str(path)]) == 0
+    plan = read_plan(path)
+    ports = free_ports("router", "hub")
+    flags = {"hub": ports["hub"], "detect-shifts": True, "shift-window": WINDOW}
+    return msgspec.structs.replace(
+        plan,
+        router=RouterPlan("local", ports["router"], "predict", flags=flags),
+        engines={
+            name: msgspec.structs.replace(each, flags=each.flags | FLAGS, port=free_block())
+            for name, each in plan.engines.items()
+        },
+    )
+
+
+class Load:
+    """Requests at a rate, of lengths that the test changes."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.lengths = LENGTHS
+        self.statuses: list[int] = []
+        self._session = session
+        self._url = url
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Send requests until this task is cancelled."""
+        rng = random.Random(0)
+        while True:
+            prompt = [rng.randrange(300, 400) for _ in range(self.lengths[0])]
+            self._tasks.append(asyncio.create_task(self._send(prompt, self.lengths[1])))
+            await asyncio.sleep(1 / RATE)
+
+    async def finish(self) -> None:
+        """Wait for the requests that were sent."""
+        await asyncio.gather(*self._tasks)
+
+    async def _send(self, prompt: list[int], num_tokens: int) -> None:
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+            await answer.read()
+            self.statuses.append(answer.status)
+
+
+async def get_state(session: aiohttp.ClientSession, url: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the workload that a router publishes, and its ready engines."""
+    async with session.get(f"{url}/engines") as answer:
+        body = await answer.json()
+    names = sorted(row["name"] for row in body["engines"] if row["state"] == "ready")
+    return body["workload"], names
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+async def test_lengths_that_double_start_a_second_engine_once(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path)
+    assert list(plan.engines) == ["engine-0"]
+    assert plan.router is not None
+    url = f"http://127.0.0.1:{plan.router.port}"
+    with running_up(plan, tmp_path, "--replan", "--replan-budget", "20") as up:
+        await asyncio.to_thread(up.wait_until_ready)
+        async with aiohttp.ClientSession() as session, asyncio.timeout(240):
+            load = Load(session, url)
+            running = asyncio.create_task(load.run())
+            while (await get_state(session, url))[0]["profile"] is None:
+                await asyncio.sleep(0.2)
+            # Further windows of the same lengths are no shift.
+            await asyncio.sleep(3 * WINDOW / RATE)
+            workload, names = await get_state(session, url)
+            assert (workload["num_shifts"], names) == (0, ["engine-0"])
+            load.lengths = (2 * LENGTHS[0], 2 * LENGTHS[1])
+            while "is the running plan" not in up.log:
+                assert up.process.poll() is None, up.log[-3000:]
+                await asyncio.sleep(0.2)
+            # The new lengths are the new profile.
+            await asyncio.sleep(4 * WINDOW / RATE)
+            running.cancel()
+            await load.finish()
+            workload, names = await get_state(session, url)
+            assert (workload["num_shifts"], names) == (1, ["engine-0", "engine-1"]), up.log[-3000:]
+        assert set(load.statuses) == {200}
+        shift = workload["shift"]
+        assert {"prompt tokens", "output tokens"} <= set(shift["quantities"])
+        assert shift["after"]["prompt_tokens"] == 2 * LENGTHS[0]
+        after = read_plan(tmp_path / "plan.shift-1.yaml")
+        assert up.terminate() == 0
+    assert not (tmp_path / "plan.shift-2.yaml").exists()
+    assert after.engines["engine-0"] == plan.engines["engine-0"]
+    assert after.expected is not None
+    assert after.expected.rate == pytest.approx(RATE, rel=0.3)
