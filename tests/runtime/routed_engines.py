@@ -32,9 +32,13 @@ class _EngineLink(ScriptedLink):
     """The router's session with an engine."""
 
     engine: MovingEngine
+    submissions: list[tuple[str, SubmitRequest]]
+    """Requests of the router in their order, with the names of their engines."""
 
     def send(self, message: WireMessage) -> None:
         super().send(message)
+        if isinstance(message, SubmitRequest):
+            self.submissions.append((self.name, message))
         if isinstance(message, FOR_DRIVER):
             self.engine.receive(message)
 
@@ -58,6 +62,8 @@ class RoutedCluster(MovingCluster):
         links: Any = _Links
         self.fleet = Fleet(config, "hash", MAX_MODEL_LEN, links, self.policy)
         self._links: Any = self.fleet._links
+        self.submissions: list[tuple[str, SubmitRequest]] = []
+        """Requests that were sent to engines, in this order, with the engines' names."""
         super().__init__(dict(engines), client=self.fleet.client)
 
     def attach(self, name: str, stages: Stages, *_: object) -> None:
@@ -80,7 +86,7 @@ class RoutedCluster(MovingCluster):
                 accepts_prefetches=True,
             ),
         )
-        link.engine = engine
+        link.engine, link.submissions = engine, self.submissions
         self._links.links[name] = link
         self._links.on_attached(link)
 

@@ -23,7 +23,7 @@ from tests.runtime.moving_engines import (
 GREEDY = SequenceSamplingParams(temperature=0)
 SAMPLED = SequenceSamplingParams(temperature=1, seed=11)
 MAX_TOKENS, THETA = 6, 16
-PROMPT = [Random(1).randrange(3, 2048) for _ in range(100)]
+PROMPT = Random(1).choices(range(3, 2048), k=100)
 
 
 @cache

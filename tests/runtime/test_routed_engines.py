@@ -1,6 +1,9 @@
 """Presets of a router over real engines: who is chosen when, and the text of one engine."""
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
+from itertools import groupby
 from random import Random
 
 import pytest
@@ -18,7 +21,7 @@ from tests.runtime.routed_engines import RoutedCluster, routed
 
 GREEDY = SequenceSamplingParams(temperature=0)
 MAX_TOKENS, CHUNK = 6, 32
-PROMPT = [Random(1).randrange(3, 2048) for _ in range(100)]
+PROMPT = Random(1).choices(range(3, 2048), k=100)
 
 
 @cache
@@ -201,3 +204,47 @@ async def test_a_decode_machine_that_was_lent_returns_home_once_its_prompts_are_
         assert rig.client.num_dispatched == {name: 1, other: 1}
         assert stream.entry.outputs[0] == expected(tuple(PROMPT), 20)
         rig.check_empty()
+
+
+FLOWS = {("P0", "D0"): 3.0, ("P0", "D1"): 1.0, ("P1", "D0"): 0.5, ("P1", "D1"): 2.5}
+
+
+def longest_run(names: Sequence[str], name: str) -> int:
+    """Return the greatest number of times that a name follows itself."""
+    return max(len(list(run)) for each, run in groupby(names) if each == name)
+
+
+async def test_kv_goes_in_proportion_to_the_flows_of_a_plan() -> None:
+    """L3 and H8 on a whole router: shares of 1,000 requests within 1 %, and short runs."""
+    routes = tuple(f"{prefill}:{decode}={flow}" for (prefill, decode), flow in FLOWS.items())
+    rng, count = Random(4), 1000
+    with routed(engines("P0 P1 D0 D1", preset="flow"), "flow", routes=routes) as rig:
+        for _ in range(count // 20):
+            # Starts that differ: of what the prefix cache has nothing moves.
+            prompts = [rng.sample(PROMPT, rng.randint(1, 12)) for _ in range(20)]
+            rig.run([submit(rig, prompt, 2) for prompt in prompts])
+        assert rig.client.handoffs.num_ended == {"transferred": count}
+        targets = {
+            message.kv_source.ticket: (message.kv_source.engine, name)
+            for name, message in rig.submissions
+            if message.kv_source is not None
+        }
+        pairs = [targets[each.kv_ticket] for _, each in rig.submissions if each.kv_ticket]
+        assert len(pairs) == count
+        for name in ("D0", "D1"):
+            commands = rig.engines[name].commands
+            fetched = {each.ticket for each in commands if isinstance(each, FetchKv)}
+            assert fetched == {ticket for ticket, pair in targets.items() if pair[1] == name}
+        rig.check_empty()
+    total, counts = sum(FLOWS.values()), Counter(pairs)
+    for pair, flow in FLOWS.items():
+        assert counts[pair] / count == pytest.approx(flow / total, abs=0.01)
+    for prefill in ("P0", "P1"):
+        flows = {decode: flow for (name, decode), flow in FLOWS.items() if name == prefill}
+        # No engine gets more requests in a row than its share of the turns explains.
+        share = sum(flows.values()) / total
+        assert longest_run([each[0] for each in pairs], prefill) <= 2 + 2 * share / (1 - share)
+        turns = [decode for name, decode in pairs if name == prefill]
+        for decode, flow in flows.items():
+            share = flow / sum(flows.values())
+            assert longest_run(turns, decode) <= 2 + 2 * share / (1 - share)
