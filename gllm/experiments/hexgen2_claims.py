@@ -60,7 +60,7 @@ def _gain_claims(
         for (model, _, _), each in simulated.items()
         if model == LLAMA
     ]
-    no_worse = sum(gain >= -1e-6 for gain in gains) / len(gains)
+    no_worse = sum(gain >= 0 for gain in gains) / len(gains)
     return [
         PaperClaim("over HexGen, mean of the estimates", ExpectedChange(0.4), fmean(gains)),
         PaperClaim("over HexGen, largest of the estimates", ExpectedChange(0.5), max(gains)),

@@ -1,4 +1,4 @@
-"""Searches for designs: the same best as an exhaustive evaluation, Pareto sets, objectives."""
+"""Searches for designs: the best of an exhaustive evaluation and Pareto sets (V13), objectives."""
 
 from dataclasses import replace
 from itertools import product
@@ -76,6 +76,7 @@ def test_the_search_finds_the_best_of_an_exhaustive_evaluation(
 @pytest.mark.long
 @pytest.mark.parametrize("objective", ["qps-per-dollar", "goodput-per-gpu", "cost", "power"])
 def test_the_search_finds_the_best_of_24_designs(objective: str) -> None:
+    """It is that of an exhaustive evaluation (V13)."""
     rate = 6.0 if OBJECTIVES[objective].needs_rate else None
     problem = make_problem(100, objective_name=objective, rate=rate)
     assert compare_with_exhaustive(problem, SPACE)[1] == 24
@@ -170,6 +171,7 @@ costs = st.lists(st.tuples(*[st.integers(0, 4).map(float)] * 3), max_size=12)
 @settings(max_examples=num_examples(60, 2000), deadline=None)
 @given(costs)
 def test_the_pareto_set_is_that_of_all_pairs(items: list[tuple[float, ...]]) -> None:
+    """It is what the search prints (V13)."""
     front = pareto_set(items, lambda item: item)
 
     def dominates(a: tuple[float, ...], b: tuple[float, ...]) -> bool:

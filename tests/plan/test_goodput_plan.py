@@ -1,11 +1,12 @@
 """Goodput planner: DistServe's algorithms against brute force, constraints, layout, command."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from gllm.commands.plan.command import main
@@ -26,6 +27,7 @@ from gllm.plan.goodput.planner import PHASES, GoodputPlanner, UnservableError
 from gllm.plan.goodput.problem import GoodputProblem
 from gllm.plan.serving_plan import StagePlan, read_plan
 from gllm.sim.costs.distserve import read_coefficients
+from gllm.sim.deployment import ModelFitError
 from gllm.sim.hardware.models import MODELS
 from tests.examples import num_examples
 
@@ -130,10 +132,15 @@ class FakeMeasurement:
         return self.both(task.system.prefill, task.system.decode)
 
 
-def make_planner(seed: int, cluster: GpuCluster) -> tuple[GoodputPlanner, FakeMeasurement]:
+SMALL_DEVICES = EngineCosts("roofline", "A100-40G")
+
+
+def make_planner(
+    seed: int, cluster: GpuCluster, model: str
+) -> tuple[GoodputPlanner, FakeMeasurement]:
     """Return a planner whose simulations are replaced."""
     measure = FakeMeasurement(seed)
-    problem = make_problem(cluster=cluster, ttft=0.5)
+    problem = make_problem(cluster=cluster, ttft=10.0, tpot=10.0, model=model, costs=SMALL_DEVICES)
     measure.planner = GoodputPlanner(problem, SearchBudget(), measure)
     return measure.planner, measure
 
@@ -141,27 +148,52 @@ def make_planner(seed: int, cluster: GpuCluster) -> tuple[GoodputPlanner, FakeMe
 SMALL = st.sampled_from([GpuCluster(1, 8), GpuCluster(2, 4), GpuCluster(4, 2), GpuCluster(1, 3)])
 
 
-@given(st.integers(0, 10**6), SMALL)
-@settings(max_examples=num_examples(8, 60), deadline=None)
-def test_units_are_those_of_a_brute_force(seed: int, cluster: GpuCluster) -> None:
-    planner, measure = make_planner(seed, cluster)
-    shape = MODELS["opt-13b"]
-    units = list(unit_choices(cluster, shape.heads, shape.layers))
+SIZES = st.sampled_from(("opt-13b", "opt-66b"))
+"""Models of which the first fits everywhere, the second on four GPUs of SMALL_DEVICES."""
+
+
+@cache
+def fits(model: str, engine: Parallelism) -> bool:
+    """Return True if an engine holds a model and a prompt."""
+    try:
+        make_engine(SMALL_DEVICES, model, engine, "distserve")
+    except ModelFitError:
+        return False
+    return True
+
+
+@given(st.integers(0, 10**6), SMALL, SIZES)
+@example(0, GpuCluster(1, 8), "opt-66b")
+@settings(max_examples=num_examples(5, 60), deadline=None)
+def test_units_are_those_of_a_brute_force(seed: int, cluster: GpuCluster, model: str) -> None:
+    """No unit is returned that memory cannot hold (D6)."""
+    planner, measure = make_planner(seed, cluster, model)
+    shape = MODELS[model]
+    units = [
+        unit
+        for unit in unit_choices(cluster, shape.heads, shape.layers)
+        if fits(model, unit.prefill) and fits(model, unit.decode)
+    ]
+    if not units:
+        with pytest.raises(UnservableError, match="memory"):
+            planner.place_together(rate=1e-3)
+        return
     best = max(measure.both(unit.prefill, unit.decode) / unit.num_gpus for unit in units)
     plan = planner.place_together(rate=1e-3)
     assert plan.unit in units
     assert plan.per_gpu == pytest.approx(best)
-    assert plan.unit is not None
-    for engine in (plan.unit.prefill, plan.unit.decode):
-        make_engine(DISTSERVE_COSTS, "opt-13b", engine, "distserve")
 
 
-@given(st.integers(0, 10**6), SMALL)
-@settings(max_examples=num_examples(8, 60), deadline=None)
-def test_phases_are_those_of_a_brute_force(seed: int, cluster: GpuCluster) -> None:
-    planner, measure = make_planner(seed, cluster)
-    shape = MODELS["opt-13b"]
-    choices = list(engine_choices(cluster, shape.heads, shape.layers))
+@given(st.integers(0, 10**6), SMALL, SIZES)
+@example(0, GpuCluster(1, 8), "opt-66b")
+@settings(max_examples=num_examples(5, 60), deadline=None)
+def test_phases_are_those_of_a_brute_force(seed: int, cluster: GpuCluster, model: str) -> None:
+    """No engine is returned that memory cannot hold (D6)."""
+    planner, measure = make_planner(seed, cluster, model)
+    shape = MODELS[model]
+    every = engine_choices(cluster, shape.heads, shape.layers)
+    choices = [each for each in every if fits(model, each)]
+    assume(choices)
     values = {
         phase: {each: measure.phase(phase, each) / each.num_gpus for each in choices}
         for phase in PHASES
@@ -223,7 +255,7 @@ def test_a_spent_budget_and_too_high_a_rate_are_refused() -> None:
     planner = GoodputPlanner(make_problem(), SearchBudget(max_evaluations=0))
     with pytest.raises(UnservableError, match="raise --budget"):
         planner.place_together(1.0)
-    planner, _ = make_planner(1, EIGHT)
+    planner, _ = make_planner(1, EIGHT, "opt-13b")
     for place in (planner.place_together, planner.place_apart):
         with pytest.raises(ValueError, match="add nodes"):
             place(1e4)

@@ -28,6 +28,20 @@ def decode(count: int, context: int) -> StageWork:
     return StageWork(0, count, (), count, count * context, count)
 
 
+class RecordedQueries:
+    """Table of prefill attention that records what is looked up in it."""
+
+    length_range = (64.0, 4096.0)
+
+    def __init__(self) -> None:
+        self.queries: list[tuple[float, float]] = []
+
+    def at(self, kv: float, chunk: float) -> float:
+        """Return a constant time."""
+        self.queries.append((kv, chunk))
+        return 1.0
+
+
 @pytest.fixture(scope="module")
 def cost() -> ForestCostModel:
     return ForestCostModel()
@@ -181,6 +195,16 @@ def test_chunks_are_combined_as_far_as_was_measured(cost: ForestCostModel) -> No
     assert combined == [(3000, 500)] * 3
     alone = [cost._attention_ms(prefill(chunk))[0] for chunk in late]
     assert cost._attention_ms(prefill(*late))[0] == pytest.approx(sum(alone))
+
+
+def test_prefills_query_attention_at_their_equivalent_length(
+    cost: ForestCostModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefills of 300 and 400 tokens query it at exactly 500, once (V4)."""
+    table = RecordedQueries()
+    monkeypatch.setattr(cost, "_prefill", table)
+    assert cost._attention_ms(prefill((0, 300), (0, 400))) == (1.0, 0.0)
+    assert table.queries == [(0.0, 500.0)]
 
 
 def test_operators_add_up_to_the_stage(cost: ForestCostModel, pipeline: ForestCostModel) -> None:
