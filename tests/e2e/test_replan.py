@@ -1,4 +1,4 @@
-"""`gllm up --replan`: lengths that double lead to one search, and a second engine serves."""
+"""`gllm up --replan`: lengths that double lead to one search, and its plan serves under load."""
 
 import asyncio
 import random
@@ -10,7 +10,17 @@ import msgspec
 import pytest
 
 from gllm.commands.plan import search
-from gllm.plan.serving_plan import RouterPlan, ServingPlan, read_plan
+from gllm.launch.plan_follower import PlanFollower
+from gllm.launch.supervisor import ProcessSupervisor
+from gllm.plan.processes import LaunchOptions, commands_for
+from gllm.plan.serving_plan import (
+    EnginePlan,
+    NodePlan,
+    RouterPlan,
+    ServingPlan,
+    StagePlan,
+    read_plan,
+)
 from gllm.sim.costs.profile import StepSample, write_profile
 from tests.e2e.plans import running_up
 from tests.e2e.test_up import FLAGS, free_block
@@ -131,3 +141,89 @@ async def test_lengths_that_double_start_a_second_engine_once(tmp_path: Path) ->
     assert after.engines["engine-0"] == plan.engines["engine-0"]
     assert after.expected is not None
     assert after.expected.rate == pytest.approx(RATE, rel=0.3)
+
+
+class ScriptedSearch:
+    """Search that finds the plans of the test, one after the other."""
+
+    def __init__(self, folder: Path, plans: list[ServingPlan]) -> None:
+        self._folder = folder
+        self._plans = plans
+
+    async def run(self, lengths: str, rate: float) -> tuple[ServingPlan, Path]:
+        """Return the next plan. See PlanSearch."""
+        assert lengths.count("\n") > 2
+        return self._plans.pop(0), self._folder / f"plan-{len(self._plans)}.yaml"
+
+
+def make_phases(engines: dict[str, EnginePlan]) -> ServingPlan:
+    """Return a plan of prefill and decode engines whose router detects shifts early."""
+    ports = free_ports("router", "hub")
+    flags = {"hub": ports["hub"], "detect-shifts": True, "shift-window": 10}
+    return ServingPlan(
+        "demo",
+        {"here": NodePlan("127.0.0.1")},
+        engines,
+        router=RouterPlan("here", ports["router"], preset="distserve", flags=flags),
+    )
+
+
+def engine(role: str, **options: Any) -> EnginePlan:
+    """Return an engine of the demo."""
+    flags = FLAGS | options.pop("flags", {})
+    return EnginePlan([StagePlan("here", 6)], role, flags=flags, port=free_block(), **options)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+async def test_flips_restarts_and_a_failed_change_lose_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "gllm")
+    plan = make_phases({"p": engine("prefill"), "d0": engine("decode"), "d1": engine("decode")})
+    assert plan.router is not None
+    url = f"http://127.0.0.1:{plan.router.port}"
+    few_seqs = engine("decode", scheduler={"max_num_seqs": 8})
+    flipped = make_phases({"p0": engine("prefill"), "p1": engine("prefill"), "d": few_seqs})
+    broken = make_phases({"p0": engine("prefill"), "p1": engine("prefill"), "d": few_seqs,
+                          "x": engine("decode", flags={"max-model-len": 10**9})})  # fmt: skip
+    options = LaunchOptions(num_cores=2)
+    is_ready = asyncio.Event()
+    supervisor = ProcessSupervisor(
+        commands_for(plan, "here", options), lambda *_: None, lambda _: is_ready.set()
+    )
+    follower = PlanFollower(
+        supervisor, plan, "here", lambda each: commands_for(each, "here", options),
+        ScriptedSearch(tmp_path, [flipped, broken]),
+    )  # fmt: skip
+    running = asyncio.create_task(supervisor.run())
+    async with aiohttp.ClientSession() as session, asyncio.timeout(300):
+        await is_ready.wait()
+        following = asyncio.create_task(follower.run())
+        load = Load(session, url)
+        sending = asyncio.create_task(load.run())
+        while (await get_state(session, url))[0]["profile"] is None:
+            await asyncio.sleep(0.2)
+        load.lengths = (2 * LENGTHS[0], 2 * LENGTHS[1])
+        while follower.plan.engines["d0"].role != "prefill":
+            await asyncio.sleep(0.2)
+        assert "is applied: d0 becomes prefill, end d1, start d1" in caplog.text
+        async with session.get(f"{url}/engines") as answer:
+            rows = (await answer.json())["engines"]
+        assert {row["name"]: row["role"] for row in rows} == {
+            "p": "prefill", "d0": "prefill", "d1": "decode",
+        }  # fmt: skip
+        applied = follower.plan
+        load.lengths = (4 * LENGTHS[0], LENGTHS[1])
+        while "is taken back: the engine 'x' has ended before it was ready" not in caplog.text:
+            assert not running.done(), supervisor.cause
+            await asyncio.sleep(0.2)
+        sending.cancel()
+        await load.finish()
+        assert set(load.statuses) == {200}
+        assert follower.plan == applied
+        assert (await get_state(session, url))[1] == ["d0", "d1", "p"]
+        supervisor.stop()
+        assert await running == 0
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
