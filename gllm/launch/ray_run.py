@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from gllm.launch.ray_plan import RayPlan
 from gllm.launch.scale_follower import ScaleFollower
-from gllm.plan.processes import LaunchOptions, scaling_headers, scaling_router_url
+from gllm.plan.processes import LaunchOptions, router_headers, scaling_router_url
 from gllm.plan.serving_plan import ServingPlan
 from gllm.ray.manager import POLL_SECONDS
 
@@ -94,7 +94,7 @@ async def follow_router(
     """
     order = list(plan.engines)
     supervisor = RayEngineSupervisor(ray_plan)
-    follower = ScaleFollower(supervisor, url, order, order, scaling_headers(plan))
+    follower = ScaleFollower(supervisor, url, order, order, router_headers(plan))
     following = asyncio.create_task(follower.run())
     try:
         while not should_stop.is_set():
