@@ -17,6 +17,7 @@ from gllm.experiments.aladdin_cases import (
     run_fleet,
     search_fleet,
 )
+from gllm.experiments.aladdin_misses import format_misses
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedChange, ExpectedFigure, ExpectedLimit, PaperClaim
 from gllm.experiments.parallel import map_parallel
@@ -70,6 +71,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         f"{_setting()}\n\n## GPUs per worker\n\n{types}\n\n{TYPE_NOTE}\n\n"
         f"## Workers within the SLO\n\n{_fleet_table(outcomes)}\n\n"
         f"## Equal fleets\n\n{EQUAL_NOTE}\n\n{_equal_table(results)}\n\n"
+        f"## Requests that miss\n\n{format_misses(WORKLOADS, options)}\n\n"
         f"## Split phases: decode workers\n\n{_split_table(outcomes)}\n\n"
         f"## Scaling rule\n\n{_rule_table(outcomes)}\n\n## Example of placement\n\n{_example()}\n\n"
         f"## Misses\n\n{NOTES}"
@@ -129,9 +131,12 @@ NOTES = f"""\
 - *Default vLLM* is read as workers of {DEFAULT_GPUS} GPUs behind the shortest queue. It is compared
   on roofline times with `aladdin` on workers of 4, the best number there.
 - *JSQ* counts tokens, as Splitwise's does; by requests it needs fewer workers on these workloads.
-- *sharegpt*: best fit packs requests into the fewest workers that meet the constraints by predicted
-  lengths, so more workers do not help where the predictions are wrong; the shortest queue spreads
-  them. Which requests miss their limits was not examined.
+- *sharegpt*: the requests that [miss](#requests-that-miss) have short outputs. While a prompt
+  waits, others are placed behind it, which (c) alone limits; those that are computed after its
+  first token delay the second. Long outputs make up for that. More workers do not help: best fit
+  packs prompts as on fewer. The paper computes all prompts of a heartbeat together.
+- *Split decode*: workers are equal and requests many, so the shortest queue fills all of them as
+  evenly as best fit fills the fewest.
 - *A fixed number of workers*: where no worker meets the constraints, the least loaded gets the
   request. The paper opens a worker instead."""
 

@@ -1,7 +1,10 @@
 """Aladdin's fleets in the simulator, and the example of its figure."""
 
 from gllm.experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
+from gllm.experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
+from gllm.observability.latency import RequestTimeline
 from gllm.plan.scaling.fleet_size import FleetOutcome
+from gllm.sim.metrics.run_record import ServedRequest
 
 
 def attainment(policy: str, num_workers: int, without: str = "") -> FleetOutcome:
@@ -22,3 +25,30 @@ def test_long_prompts_need_half_the_workers_of_the_shortest_queue() -> None:
 def test_prompts_without_regard_to_slack_lose_a_third_of_the_attainment() -> None:
     careful, careless = attainment("aladdin", 6), attainment("aladdin", 6, without="d")
     assert careless.attainment <= careful.attainment - 0.3
+
+
+def served(arrival: float, *times: float) -> ServedRequest:
+    line = RequestTimeline(arrival)
+    for time in times:
+        line.record_output(time)
+    return ServedRequest(100, len(times), line)
+
+
+def test_a_prompt_delays_the_second_token_of_one_that_was_placed_before_it() -> None:
+    request = served(0.0, 1.0, 1.6, 1.65)
+    assert is_delayed_by_earlier(request, [request, served(0.9, 1.6)])
+    # Placed later, computed at another time, or no delay.
+    assert not is_delayed_by_earlier(request, [request, served(1.1, 1.6)])
+    assert not is_delayed_by_earlier(request, [request, served(0.9, 1.0)])
+    assert not is_delayed_by_earlier(request, [request, served(0.9, 1.65)])
+
+
+def test_requests_that_miss_are_short_and_delayed_by_prompts_placed_before() -> None:
+    search = FleetSearchTask("sharegpt", 4.0, "aladdin", seconds=40.0)
+    few, many = (find_misses(MissTask(search, count)) for count in (8, 16))
+    assert few.num_requests == many.num_requests == 160
+    # More workers do not help.
+    assert few.num_missed >= many.num_missed >= 2
+    assert many.longest_output < 60
+    assert many.num_delayed_by_earlier == many.num_missed
+    assert not many.num_late_first

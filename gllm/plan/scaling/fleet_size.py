@@ -10,7 +10,7 @@ from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
 from gllm.routing.policy_registry import make_policy
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment
@@ -104,12 +104,17 @@ class FleetOutcome(NamedTuple):
     """Time per output token of each request in seconds, sorted; 0 with a single token."""
 
 
-def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
-    """Return the latencies of a workload on a number of workers."""
+def run_fleet_case(case: FleetCase, num_workers: int) -> ClusterRun:
+    """Return the run of a workload on a number of workers."""
     deployment = case.worker.deployment()
-    run = simulate_cluster(
+    return simulate_cluster(
         {f"w{index}": deployment for index in range(num_workers)}, case.jobs(), case.router()
     )
+
+
+def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
+    """Return the latencies of a workload on a number of workers."""
+    run = run_fleet_case(case, num_workers)
     ttft, tpot = case.slo
     lines = [served.line for served in run.requests.values()]
     is_first = [ttft is None or (each.ttft is not None and each.ttft <= ttft) for each in lines]
