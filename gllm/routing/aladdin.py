@@ -2,7 +2,8 @@
 
 Fewer engines then serve the same requests, and the others are idle and can be removed. Requests
 without an SLO are limited by the KV cache alone. Where no engine meets the constraints, the one
-with the least load gets the request.
+with the least load gets the request. At rates at which sorting all engines would take too long,
+they are divided into groups; the other groups are tried before that.
 
 Source: "Aladdin" (arXiv 2405.06856), its online placement; the norm is normalised here, and the
 fallback for a fixed number of engines is ours.
@@ -26,6 +27,7 @@ from gllm.routing.placement import (
     planned_context,
 )
 from gllm.routing.policy import RoutingPolicy
+from gllm.routing.scheduling_groups import SchedulingGroups
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
 
 UNKNOWN_MODEL = LatencyModel(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -55,6 +57,7 @@ class AladdinPolicy(RoutingPolicy):
         self.output_lengths = PromptLengthPredictor()
         self._rules = rules or PlacementRules()
         self._model = model
+        self._groups = SchedulingGroups()
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the fullest engine that admits the request, or the one with the least load."""
@@ -64,16 +67,17 @@ class AladdinPolicy(RoutingPolicy):
         length = request.num_prompt_tokens
         placed = PlacedRequest(length, self.output_lengths.predict(length))
         models = self._models(length, engines)
-        workers = [
-            self._worker(engine, model, rules)
-            for engine, model in zip(engines, models, strict=True)
-        ]
-        self._rng.shuffle(workers)
-        workers.sort(key=lambda each: each.load, reverse=True)
-        for worker in workers:
-            if worker.admits(placed, rules):
-                return worker.engine.name
-        return workers[-1].engine.name
+        self._groups.on_request(len(engines), engines[0].time)
+        least: list[_Worker] = []
+        for group in self._groups.divide([each.name for each in engines]):
+            workers = [self._worker(engines[index], models[index], rules) for index in group]
+            self._rng.shuffle(workers)
+            workers.sort(key=lambda each: each.load, reverse=True)
+            for worker in workers:
+                if worker.admits(placed, rules):
+                    return worker.engine.name
+            least.append(workers[-1])
+        return min(least, key=lambda each: each.load).engine.name
 
     def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Record the length of an output, which predicts later ones."""
