@@ -170,6 +170,9 @@ class WorkloadReport(Protocol):
         None unless the router detects shifts.
         """
 
+    def reset_profile(self) -> bool:
+        """Take the next requests as the profile; return False unless the router detects shifts."""
+
 
 class FleetControl(Protocol):
     """A router's view of its engines, and their control."""

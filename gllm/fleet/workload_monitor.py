@@ -115,6 +115,11 @@ class WorkloadMonitor:
             return None
         return [(each.num_prompt_tokens, each.num_output_tokens) for each in self._recent]
 
+    def reset_profile(self) -> bool:
+        """See WorkloadReport."""
+        self._detector.reset()
+        return self._is_on
+
     def _count_ended(self) -> None:
         """Count the requests before which none runs."""
         while self._pending and self._pending[0].entry is None:

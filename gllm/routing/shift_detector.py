@@ -100,6 +100,10 @@ class ShiftDetector:
 
     def __init__(self, rule: ShiftRule | None = None) -> None:
         self._rule = rule or ShiftRule()
+        self.reset()
+
+    def reset(self) -> None:
+        """Take the next windows as the profile."""
         self._samples: list[RequestSample] = []
         self._profile: WindowMeans | None = None
         self._directions = [0] * len(QUANTITIES)

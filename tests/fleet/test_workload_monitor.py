@@ -126,6 +126,21 @@ def test_choices_of_a_request_are_one_sample_and_empty_ones_count_as_arrivals() 
     assert status.profile.rate == pytest.approx(1.0)
 
 
+def test_requests_after_a_reset_are_the_profile() -> None:
+    monitor = watch(shift_window=WINDOW)
+    for number in range(20 * WINDOW):
+        if number == 10 * WINDOW:
+            assert monitor.reset_profile()
+        entry = enter([1] * (1 if number < 10 * WINDOW else 5), float(number))
+        monitor.on_arrival(entry)
+        end(monitor, entry, 3)
+    status = monitor.status()
+    assert status is not None
+    assert status.num_shifts == 0
+    assert status.profile is not None
+    assert status.profile.prompt_tokens == 5
+
+
 def test_an_endless_request_holds_up_some_windows_only() -> None:
     monitor = watch(shift_window=WINDOW)
     endless = enter([1], 0.0)
@@ -161,6 +176,7 @@ def test_a_router_reports_the_requests_of_its_engines() -> None:
     assert (status.is_leader, status.num_samples) == (False, 5)
     off = Rig()
     assert (off.fleet.workload.status(), off.fleet.workload.lengths()) == (None, None)
+    assert not off.fleet.workload.reset_profile()
 
 
 def test_requests_that_a_router_sheds_count_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:

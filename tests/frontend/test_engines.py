@@ -43,6 +43,9 @@ class ScriptedWorkload:
     def lengths(self) -> list[tuple[int, int]] | None:
         return [(19, 9), (21, 11)] if self.is_on else None
 
+    def reset_profile(self) -> bool:
+        return self.is_on
+
 
 @dataclass
 class ScriptedFleet:
@@ -115,7 +118,9 @@ async def test_workload_is_published_and_its_lengths_are_a_file(engine, fleet):
         async with server.client.get("/workload") as response:
             assert response.content_type == "text/csv"
             assert await response.text() == "prompt_tokens,output_tokens\n19,9\n21,11\n"
+        assert (await server.post("/workload/profile", {})).json == {"status": "ok"}
         fleet.workload.is_on = False
+        assert (await server.post("/workload/profile", {})).error["code"] == "no_workload"
         _, body = await get(server, "/engines")
         assert body["workload"] is None
         status, body = await get(server, "/workload")

@@ -81,6 +81,8 @@ class ScriptedRouter:
     def __init__(self) -> None:
         self.running: Callable[[], Sequence[str]] = list
         self.roles: dict[str, str] = {}
+        self.num_resets = 0
+        """Times that it was to take a new profile."""
         self.workload: dict[str, Any] | None = None
         router = self
 
@@ -96,8 +98,11 @@ class ScriptedRouter:
                 self._answer(json.dumps({"engines": rows, "workload": router.workload}))
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                router.roles[self.path.split("/")[2]] = json.loads(body)["role"]
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if self.path == "/workload/profile":
+                    router.num_resets += 1
+                else:
+                    router.roles[self.path.split("/")[2]] = json.loads(body)["role"]
                 self._answer("{}")
 
             def _answer(self, text: str) -> None:
@@ -206,6 +211,8 @@ async def test_each_shift_is_one_search_whose_plan_is_applied(
         await rig.until(lambda: rig.follower.num_searches == 2)
         await rig.until(lambda: (tmp_path / "plan.shift-2.yaml").exists())
     assert rig.follower.plan.engines == read_plan(tmp_path / "plan.shift-2.yaml").engines
+    # The second plan has changed nothing.
+    assert router.num_resets == 1
     assert set(read_plan(tmp_path / "plan.shift-1.yaml").engines) == {"p", "d0", "m"}
     assert (tmp_path / "plan.shift-1.csv").read_text() == LENGTHS
     (words, _) = [line.split()[1:] for name, line in rig.lines if name == "search"]

@@ -72,6 +72,17 @@ def test_a_new_rate_is_one_shift(factor: float) -> None:
     assert shift.after.rate / shift.before.rate == pytest.approx(factor, rel=0.25)
 
 
+def test_a_rate_that_changes_after_a_reset_is_the_profile() -> None:
+    trace = join(make_trace("sharegpt", 1, 2000), make_trace("sharegpt", 2, 4000, 10.0))
+    detector = ShiftDetector()
+    for index, sample in enumerate(trace):
+        if index == 2000:
+            detector.reset()
+        assert detector.observe(sample) is None
+    assert detector.profile is not None
+    assert detector.profile.rate == pytest.approx(10.0, rel=0.1)
+
+
 def test_a_short_burst_is_no_shift() -> None:
     trace = make_trace("sharegpt", 3, 4000)
     burst = [

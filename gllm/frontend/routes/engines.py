@@ -1,4 +1,4 @@
-"""GET /engines and /workload, and POST /engines/{name}/drain and /undrain, of a router."""
+"""GET /engines and /workload of a router, and commands to its engines and its profile."""
 
 import msgspec
 from aiohttp import web
@@ -33,12 +33,19 @@ async def list_lengths(request: web.Request) -> web.Response:
     """
     lengths = _fleet(request).workload.lengths()
     if lengths is None:
-        raise ApiError(
-            404, "This router does not watch its workload: start it with --detect-shifts.",
-            code="no_workload",
-        )  # fmt: skip
+        raise _no_workload()
     lines = ["prompt_tokens,output_tokens", *(f"{prompt},{output}" for prompt, output in lengths)]
     return web.Response(text="\n".join(lines) + "\n", content_type="text/csv")
+
+
+async def reset_profile(request: web.Request) -> web.Response:
+    """Compare the workload with that of the next requests from now on, as after a new plan.
+
+    Clients that wait for answers send more requests to faster engines, which is no shift then.
+    """
+    if not _fleet(request).workload.reset_profile():
+        raise _no_workload()
+    return web.json_response({"status": "ok"})
 
 
 async def drain_engine(request: web.Request) -> web.Response:
@@ -76,6 +83,11 @@ def _fleet(request: web.Request) -> FleetControl:
     if fleet is None:
         raise ApiError(404, "This server is an engine, not a router.", code="not_a_router")
     return fleet
+
+
+def _no_workload() -> ApiError:
+    text = "This router does not watch its workload: start it with --detect-shifts."
+    return ApiError(404, text, code="no_workload")
 
 
 def _not_found(error: UnknownEngineError) -> ApiError:

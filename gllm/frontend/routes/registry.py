@@ -290,6 +290,13 @@ FLEET_ENDPOINTS = (
     Endpoint("GET", "/workload", engines.list_lengths, content_type="text/csv"),
     Endpoint(
         "POST",
+        "/workload/profile",
+        engines.reset_profile,
+        response_schema=server_schemas.StatusResponse,
+        is_control=True,
+    ),
+    Endpoint(
+        "POST",
         "/engines/{name}/drain",
         engines.drain_engine,
         response_schema=server_schemas.DrainResponse,
