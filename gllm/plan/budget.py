@@ -34,6 +34,7 @@ class SearchBudget:
         self._seconds = seconds
         self._max_evaluations = max_evaluations
         self._longest = 0.0
+        self._last = self._begin
         self.num_evaluations = 0
 
     @property
@@ -49,6 +50,13 @@ class SearchBudget:
         if self._seconds is not None and self.elapsed_seconds + self._longest > self._seconds:
             return f"the budget of {self._seconds:g} s is spent"
         return ""
+
+    def end_evaluation(self) -> None:
+        """Count an evaluation that began when the previous one ended, or with the budget."""
+        now = self._clock()
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+        self.num_evaluations += 1
 
     @contextmanager
     def evaluation(self, count: int = 1) -> Iterator[None]:

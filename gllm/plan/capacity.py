@@ -5,6 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
+from gllm.plan.budget import SearchBudget
 from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits
 from gllm.sim.capacity import (
     CAPACITY_RULES,
@@ -70,7 +71,7 @@ class ConfigurationCapacity(NamedTuple):
     trials: tuple[tuple[float, RateTrial], ...] = ()
     """(request rate, its figures) of all simulations; P99 is infinite where a limit is missed."""
     note: str = ""
-    """Reason of a rate of 0."""
+    """Reason of a rate of 0, or of an early end of the search."""
 
 
 def measure_figures(timelines: list[RequestTimeline], limits: LatencyLimits) -> RunFigures:
@@ -143,6 +144,7 @@ def measure_capacity(
     limits: LatencyLimits = NO_LIMITS,
     jobs: int = 1,
     on_trial: TrialObserver = lambda rate, trial: None,
+    budget: SearchBudget | None = None,
 ) -> ConfigurationCapacity:
     """Return the highest rate that a rule calls sustained and that keeps all limits.
 
@@ -153,6 +155,7 @@ def measure_capacity(
         limits: Latency limits.
         jobs: Number of processes.
         on_trial: Called after each simulation that the search looks at.
+        budget: Ends the search with the highest rate so far; None: no limit.
 
     Raises:
         ValueError: The options are invalid.
@@ -163,16 +166,20 @@ def measure_capacity(
 
     def observe(rate: float, trial: RateTrial) -> None:
         trials.append((rate, trial))
+        if budget:
+            budget.end_evaluation()
         on_trial(rate, trial)
 
     try:
-        rate = find_capacity(run, start_rate, rule, jobs, observe).rate
+        refusal = budget.refusal if budget else lambda: ""
+        found = find_capacity(run, start_rate, rule, jobs, observe, refusal)
     except CostRangeError as error:
         return ConfigurationCapacity(0.0, None, tuple(trials), f"outside of the profile: {error}")
     except ValueError as error:
         if not trials:
             raise
         return ConfigurationCapacity(0.0, None, tuple(trials), str(error))
+    rate = found.rate
     if rate not in run.figures:
         run(rate)
-    return ConfigurationCapacity(rate, run.figures[rate], tuple(trials))
+    return ConfigurationCapacity(rate, run.figures[rate], tuple(trials), found.note)

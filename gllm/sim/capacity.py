@@ -149,7 +149,16 @@ class Capacity:
     """(request rate, its figures) of all simulations that the search looked at, in this order."""
     num_confirmations: int = 0
     """Number of the trials that only confirm the result."""
+    note: str = ""
+    """Reason why the search ended early: higher rates may be sustained. Empty: it did not."""
 
+
+class SearchEndedError(Exception):
+    """The search may not simulate another rate; the message is the reason."""
+
+
+Refusal = Callable[[], str]
+"""Returns the reason against another simulation; empty: there is none."""
 
 RunAtRate = Callable[[float], RateTrial]
 """Simulates a workload at a request rate in requests per second."""
@@ -164,6 +173,7 @@ def find_capacity(
     rule: CapacityRule = CAPACITY_RULES["sustained"],
     jobs: int = 1,
     on_trial: TrialObserver = lambda rate, trial: None,
+    refusal: Refusal = lambda: "",
 ) -> Capacity:
     """Return the highest request rate that a rule calls sustained, exact to 2.5 %.
 
@@ -174,6 +184,8 @@ def find_capacity(
         rule: A rule of CAPACITY_RULES, or another one.
         jobs: Number of processes. The result does not depend on it.
         on_trial: Called in this process after each simulation that the search looks at.
+        refusal: Asked before each of them. A reason ends the search, with the highest sustained
+            rate so far.
 
     Raises:
         ValueError: No rate is sustained, or `run` simulates too few requests.
@@ -181,29 +193,38 @@ def find_capacity(
     if not 0 < start_rate < inf:
         raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")
     if rule.is_bisection:
-        return _bisect_as_vidur(run, start_rate, rule, on_trial)
+        return _bisect_as_vidur(run, start_rate, rule, on_trial, refusal)
     with ExitStack() as stack:
         executor = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
-        trials = _RateTrials(run, start_rate, executor, on_trial)
+        trials = _RateTrials(run, start_rate, executor, on_trial, refusal)
         stack.callback(trials.cancel)
         search = _SustainedRateSearch(trials, rule)
-        best = search.descend(search.highest_bounded())
-        num_before = len(trials.trials)
-        best = search.confirm(best)
+        try:
+            best = search.descend(search.highest_bounded())
+            num_before = len(trials.trials)
+            best, note = search.confirm(best), ""
+        except SearchEndedError as error:
+            best, num_before, note = search.best_so_far(str(error)), len(trials.trials), str(error)
         rates = tuple((trials.rate(index), trial) for index, trial in trials.trials.items())
-        return Capacity(trials.rate(best), rates, len(trials.trials) - num_before)
+        return Capacity(trials.rate(best), rates, len(trials.trials) - num_before, note)
 
 
 def _bisect_as_vidur(
-    run: RunAtRate, start_rate: float, rule: CapacityRule, on_trial: TrialObserver
+    run: RunAtRate,
+    start_rate: float,
+    rule: CapacityRule,
+    on_trial: TrialObserver,
+    refusal: Refusal,
 ) -> Capacity:
     """Return the capacity by the bisection of Vidur's capacity_search.py."""
     low, high, best, least_failed = 0.0, 2 * start_rate, 0.0, inf
     trials: list[tuple[float, RateTrial]] = []
-    limit = rule.max_p99_delay_seconds
+    limit, note = rule.max_p99_delay_seconds, ""
     while len(trials) < rule.max_trials:
         rate = (low + high) / 2
         if trials and abs(high - low) < (rule.rate_step - 1) * trials[-1][0]:
+            break
+        if note := refusal():
             break
         trial = run(rate)
         rule.check_length(trial)
@@ -220,9 +241,11 @@ def _bisect_as_vidur(
         else:
             high = rate
             least_failed = min(least_failed, rate)
+    if note and not best:
+        raise ValueError(note)
     if not best:
         raise ValueError(f"no rate from {trials[-1][0]:.3g} requests per second up is sustained")
-    return Capacity(best, tuple(trials))
+    return Capacity(best, tuple(trials), note=note)
 
 
 class _RateTrials:
@@ -238,8 +261,10 @@ class _RateTrials:
         start_rate: float,
         executor: Executor | None,
         on_trial: TrialObserver,
+        refusal: Refusal,
     ) -> None:
         self._run = run
+        self._refusal = refusal
         self._on_trial = on_trial
         self._start_rate = start_rate
         self._executor = executor
@@ -258,6 +283,8 @@ class _RateTrials:
             next_indices: Rates that may be needed after it.
         """
         if index not in self.trials:
+            if reason := self._refusal():
+                raise SearchEndedError(reason)
             if self._executor is None:
                 self.trials[index] = self._run(self.rate(index))
             else:
@@ -294,6 +321,14 @@ class _SustainedRateSearch:
 
     def _is_sustained(self, index: int, *next_indices: int) -> bool:
         return self._rule.is_sustained(self._trials.get(index, *next_indices))
+
+    def best_so_far(self, reason: str) -> int:
+        """Return the highest rate that is known to be sustained; ValueError(reason) if none is."""
+        known = self._trials.trials
+        best = max((each for each in known if self._rule.is_sustained(known[each])), default=None)
+        if best is None:
+            raise ValueError(reason)
+        return best
 
     def highest_bounded(self) -> int:
         """Return a rate with bounded delays whose next higher one has unbounded ones."""

@@ -208,7 +208,7 @@ def simulate_trial(
     if config.engines > 1:
         requests = simulate_requests(config, deployment, jobs)
         return make_rate_trial(scheduling_delays(requests.values())), requests
-    stop = LongDelays(len(jobs), rule.max_p99_delay_seconds)
+    stop = LongDelays([job.arrival_seconds for job in jobs], rule.max_p99_delay_seconds)
     run = simulate(deployment, jobs, stop=stop)
     if stop.has_stopped:
         return stopped_trial(len(jobs)), run.requests

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import (
     PLAN_RULES,
     REQUESTS_PER_RUN,
@@ -47,6 +48,39 @@ def test_limits_lower_the_capacity() -> None:
         for text in ("", "ttft:p90=0.6", "ttft:p90=0.01")
     ]
     assert rates[0] > rates[1] > rates[2] == 0
+
+
+@pytest.mark.parametrize("name", sorted(PLAN_RULES))
+def test_a_spent_budget_leaves_the_highest_rate_so_far(name: str) -> None:
+    rule = replace(
+        PLAN_RULES[name], min_seconds=10.0, usual_requests=40, min_requests=40, max_growth=None
+    )
+    whole = measure_capacity(CONFIG, 1.0, rule)
+    budget = SearchBudget(max_evaluations=3)
+    capacity = measure_capacity(CONFIG, 1.0, rule, budget=budget)
+    assert capacity.trials == whole.trials[:3]
+    sustained = [rate for rate, trial in capacity.trials if rule.is_sustained(trial)]
+    assert 0 < capacity.rate == max(sustained) < whole.rate
+    assert capacity.figures is not None
+    assert capacity.note == budget.refusal() != ""
+    assert whole.note == ""
+    # No rate below an overload is known yet.
+    none = measure_capacity(CONFIG, 50.0, rule, budget=SearchBudget(max_evaluations=1))
+    assert (none.rate, none.figures, len(none.trials)) == (0.0, None, 1)
+    assert none.note
+
+
+def test_a_budget_of_seconds_expects_an_evaluation_as_long_as_the_longest() -> None:
+    now = 0.0
+    budget = SearchBudget(10.0, clock=lambda: now)
+    now = 2.0
+    budget.end_evaluation()
+    now = 6.0
+    budget.end_evaluation()
+    assert not budget.refusal()
+    now = 6.1
+    assert budget.refusal() == "the budget of 10 s is spent"
+    assert budget.num_evaluations == 2
 
 
 def test_processes_do_not_change_the_capacity() -> None:

@@ -190,12 +190,13 @@ def test_command_writes_a_plan_that_scales(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (["--rate", "4", "--gpus", "4", "--budget", "5"], 1, "beyond the budget: 0 engines"),
+        (["--rate", "4", "--gpus", "4", "--max-dollars", "5"], 1, "beyond --max-dollars: 0 eng"),
+        (["--rate", "4", "--gpus", "4", "--budget", "1e-6"], 1, "is spent: raise --budget"),
         (["--rate", "4", "--slo", "ttft=1"], 2, "limit of each request for both"),
         (["--rate", "4", "--slo", "ttft=1,atgt=0.001"], 2, "loosen tpot"),
         (["--rate", "4", "--gpus", "1"], 2, "does not fit"),
         (["--rate", "4", "--trace", "nothing"], 2, "nothing"),
-        (["--rate", "4", "--gpus", "4", "--prices", "H100=1", "--budget", "5"], 2, "no price"),
+        (["--rate", "4", "--gpus", "4", "--prices", "H100=1", "--max-dollars", "5"], 2, "no price"),
     ],
 )
 def test_command_names_what_cannot_be_planned(

@@ -12,7 +12,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES, CapacityRule
 from gllm.sim.configured import build_simulation, simulate_requests, simulate_trial
 from gllm.sim.deployment import simulate
-from gllm.sim.metrics.delays import LongDelays, measure_rate_trial
+from gllm.sim.metrics.delays import MAX_CHECKS, LongDelays, measure_rate_trial
 from gllm.sim.options import SimulationConfig
 from tests.examples import num_examples
 
@@ -54,7 +54,7 @@ def test_the_verdict_is_that_of_the_whole_run(
 def test_an_overload_takes_fewer_steps() -> None:
     config = replace(CONFIG, rate=20.0, requests=2000)
     deployment, jobs = build_simulation(config)
-    stop = LongDelays(len(jobs), 1.0)
+    stop = LongDelays([job.arrival_seconds for job in jobs], 1.0)
     stopped = simulate(deployment, jobs, stop=stop)
     assert stop.has_stopped
     whole = simulate(deployment, jobs)
@@ -62,10 +62,16 @@ def test_an_overload_takes_fewer_steps() -> None:
     assert len(stopped.requests) < len(jobs) / 10
 
 
+def test_a_run_at_a_low_rate_has_few_decisions() -> None:
+    stop = LongDelays([0.0, 1e9], 1.0)
+    assert stop.interval_seconds == 1e9 / MAX_CHECKS
+    assert LongDelays([0.0, 10.0], 1.0).interval_seconds == 1.0
+
+
 def test_a_bounded_run_is_not_changed() -> None:
     config = replace(CONFIG, rate=4.0)
     deployment, jobs = build_simulation(config)
-    stop = LongDelays(len(jobs), 5.0)
+    stop = LongDelays([job.arrival_seconds for job in jobs], 5.0)
     stopped, whole = simulate(deployment, jobs, stop=stop), simulate(deployment, jobs)
     assert not stop.has_stopped
     assert stopped.requests == whole.requests

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gllm.commands.plan.flags import add_budget_flag
 from gllm.config.flags import (
     FlagParser,
     FlagType,
@@ -18,6 +19,7 @@ from gllm.config.flags import (
     number_type,
     output_file,
 )
+from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
 from gllm.plan.engine_designs import design_of
@@ -47,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_config_flag()
     add_flags(parser, SimulationConfig, EXCLUDED)
     add_limit_flags(parser, "sustained")
+    add_budget_flag(parser, "until the capacity is found")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -106,7 +109,13 @@ def main(argv: list[str]) -> int:
         # None: no bar where the output is no terminal.
         with tqdm(unit="simulation", desc="capacity", leave=False, disable=None) as bar:
             capacity = measure_capacity(
-                config, start, rule, limits, values.jobs, lambda *_: bar.update()
+                config,
+                start,
+                rule,
+                limits,
+                values.jobs,
+                lambda *_: bar.update(),
+                SearchBudget(values.budget),
             )
         print(_format_trials(capacity, rule))
         print(_format_capacity(capacity, values.rule, values.slo))
@@ -176,7 +185,8 @@ def _format_capacity(capacity: ConfigurationCapacity, rule: str, slo: str) -> st
         ["TBT p99, s", show_value(figures.itl_p99)],
         ["requests within the limits, %", show_value(figures.attainment, 100)],
     ]
-    return "\n" + format_table(["", limits], rows)
+    note = f"\n{capacity.note}: the capacity may be higher" if capacity.note else ""
+    return "\n" + format_table(["", limits], rows) + note
 
 
 def _write_plan(

@@ -5,6 +5,21 @@ import argparse
 from gllm.config.flags import FlagType, number_type, output_file
 
 
+def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add `--budget SECONDS`.
+
+    Args:
+        parser: Parser of a planner.
+        default: End of a search without it, for the help.
+    """
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=number_type(float, gt=0, le=1e7),
+        help=f"time of the search; default: {default}",
+    )
+
+
 def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
     """Add the flags of simulations, the time of the search, and the plan.
 
@@ -24,12 +39,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
         default=0,
         help="seed of lengths and arrivals",
     )
-    parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=number_type(float, gt=0, le=1e7),
-        help="time of the search; default: until nothing better can be found",
-    )
+    add_budget_flag(parser, "until nothing better can be found")
     parser.add_argument(
         "--checkpoint",
         metavar="MODEL",

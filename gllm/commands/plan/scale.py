@@ -7,8 +7,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from gllm.commands.plan.flags import add_budget_flag
 from gllm.config.flags import FlagParser, FlagType, number_type, output_file
 from gllm.config.options import MAX_TIMEOUT_SECONDS
+from gllm.plan.budget import SearchBudget
 from gllm.plan.latency_limits import parse_limits
 from gllm.plan.prices import DEFAULT_PRICES, parse_prices
 from gllm.plan.scaling.service_plan import (
@@ -20,6 +22,7 @@ from gllm.plan.scaling.service_plan import (
     to_serving_plan,
 )
 from gllm.plan.serving_plan import write_plan
+from gllm.sim.capacity import SearchEndedError
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
@@ -57,8 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="share of requests that keep both limits (default 0.99)",
     )  # fmt: skip
     parser.add_argument(
-        "--budget", type=positive, help="most dollars per hour; more engines are refused"
-    )
+        "--max-dollars", metavar="DOLLARS", type=positive,
+        help="most dollars per hour; more engines are refused",
+    )  # fmt: skip
+    add_budget_flag(parser, "until all rates are searched")
     parser.add_argument("--prices", default=DEFAULT_PRICES, help="table or DEVICE=DOLLARS_PER_HOUR")
     parser.add_argument(
         "--startup-seconds", type=number_type(float, gt=0, le=MAX_TIMEOUT_SECONDS),
@@ -76,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `gllm plan scale`; return 0, 1 if the budget is too small, or 2 for invalid input."""
+    """Run `gllm plan scale`; return 0, 1 if a limit is too small, or 2 for invalid input."""
     values = make_parser().parse_args(argv)
     try:
         limits = parse_limits(values.slo.replace("atgt", "tpot"), values.attainment)
@@ -86,14 +91,15 @@ def main(argv: list[str]) -> int:
             values.gpus, values.seconds, values.seed,
         )  # fmt: skip
         with tqdm(unit="simulation", desc="scale", leave=False, disable=None) as bar:
-            result = plan_scale(task, lambda: bar.update() and None)
-        most = affordable_workers(price, result.worker.num_gpus, values.budget)
+            result = plan_scale(task, lambda: bar.update() and None, SearchBudget(values.budget))
+        most = affordable_workers(price, result.worker.num_gpus, values.max_dollars)
         print(_format(task, result, price))
         count = result.num_workers(task.rate)
         if count > most:
             rate = (most - result.rule.c5) / result.rule.k5 if result.rule.k5 else 0.0
             print(
-                f"beyond the budget: {most:g} engines serve about {max(0.0, rate):.3g} per second"
+                f"beyond --max-dollars: {most:g} engines serve about {max(0.0, rate):.3g} "
+                "requests per second"
             )
             return 1
         if values.output:
@@ -105,6 +111,9 @@ def main(argv: list[str]) -> int:
             print(f"wrote {values.output}")
     except BrokenPipeError:
         raise  # The reader of the table has gone, which is no error: see gllm/__main__.py.
+    except SearchEndedError as error:
+        print(f"gllm plan scale: {error}: raise --budget, or lower --seconds", file=sys.stderr)
+        return 1
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"gllm plan scale: {error}", file=sys.stderr)
         return 2

@@ -20,6 +20,7 @@ from gllm.plan.pools.clusters import (
     simulate_point,
 )
 from gllm.plan.pools.design_search import BUDGETS, choose_cheapest, find_border, maximize_throughput
+from gllm.sim.capacity import SearchEndedError
 from gllm.sim.hardware.machines import ClusterDesign, MachineType, machine_pair
 from gllm.sim.metrics.slowdowns import SloMargin, worst_margin
 
@@ -72,10 +73,6 @@ class PoolPlan(NamedTuple):
     """Simulated clusters."""
     is_complete: bool
     """False if the budget of the search was spent before its end."""
-
-
-class SearchEndedError(Exception):
-    """The time of a search is spent."""
 
 
 @dataclass

@@ -6,10 +6,12 @@ from random import Random
 from typing import NamedTuple
 
 from gllm.config.slo import Slo
+from gllm.plan.budget import SearchBudget
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
 from gllm.routing.policy_registry import make_policy
 from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.capacity import SearchEndedError
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.costs.base import CostModel
@@ -134,6 +136,7 @@ def least_fleet(
     start: int = 4,
     max_workers: int = MAX_WORKERS,
     on_outcome: Callable[[FleetOutcome], None] = lambda outcome: None,
+    budget: SearchBudget | None = None,
 ) -> FleetOutcome | None:
     """Return the smallest fleet that attains a share of requests; None if none up to a limit does.
 
@@ -145,12 +148,20 @@ def least_fleet(
         start: First number of workers.
         max_workers: Most workers.
         on_outcome: Called after each simulation.
+        budget: Asked before each simulation; None: no limit.
+
+    Raises:
+        SearchEndedError: The budget is spent.
     """
     known: dict[int, FleetOutcome] = {}
+    budget = budget or SearchBudget()
 
     def attains(count: int) -> bool:
         if count not in known:
-            known[count] = simulate_fleet(case, count)
+            if reason := budget.refusal():
+                raise SearchEndedError(reason)
+            with budget.evaluation():
+                known[count] = simulate_fleet(case, count)
             on_outcome(known[count])
         return known[count].attainment >= attainment
 

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gllm.config.slo import Slo
+from gllm.plan.budget import SearchBudget
 from gllm.plan.latency_limits import LatencyLimits
 from gllm.plan.scaling.fleet_size import FleetCase, FleetOutcome, WorkerSpec, least_fleet
 from gllm.plan.scaling.latency_fit import FittedLatency, fit_latency
@@ -100,15 +101,21 @@ def mean_context(workload: str, seed: int = 0) -> float:
     )
 
 
-def plan_scale(task: ScaleTask, on_outcome: Callable[[], None] = lambda: None) -> ScaleResult:
+def plan_scale(
+    task: ScaleTask,
+    on_outcome: Callable[[], None] = lambda: None,
+    budget: SearchBudget | None = None,
+) -> ScaleResult:
     """Return the worker type and the number of workers at each rate.
 
     Args:
         task: What is planned.
         on_outcome: Called after each simulation.
+        budget: Asked before each simulation; None: no limit.
 
     Raises:
         ValueError: A name is unknown, the SLO is incomplete, or no worker or fleet meets it.
+        SearchEndedError: The budget is spent.
     """
     tpot = task.slo.tpot_seconds
     assert tpot is not None
@@ -124,7 +131,7 @@ def plan_scale(task: ScaleTask, on_outcome: Callable[[], None] = lambda: None) -
     worker, fit = describe_worker(task.model, task.device, best.num_gpus, task.rank_link)
     points: list[ScalePoint] = []
     for share in RATE_SHARES:
-        points.append(_search_point(task, worker, share * task.rate, points, on_outcome))
+        points.append(_search_point(task, worker, share * task.rate, points, on_outcome, budget))
     rule = fit_scale_rule([(each.rate, each.placed.num_workers) for each in points])
     return ScaleResult(workers, worker, fit, points, rule)
 
@@ -151,11 +158,12 @@ def _search_point(
     rate: float,
     earlier: Sequence[ScalePoint],
     on_outcome: Callable[[], None],
+    budget: SearchBudget | None,
 ) -> ScalePoint:
     case = FleetCase(worker, task.workload, rate, task.slo, seed=task.seed, seconds=task.seconds)
     start = earlier[-1].placed.num_workers if earlier else 2
     attainment = task.limits.attainment
-    placed = least_fleet(case, attainment, start, on_outcome=lambda _: on_outcome())
+    placed = least_fleet(case, attainment, start, on_outcome=lambda _: on_outcome(), budget=budget)
     if placed is None:
         raise ValueError(
             f"slo: no fleet keeps the limits of a share of {attainment:g} of the requests at "
@@ -166,7 +174,7 @@ def _search_point(
         # Where a fleet of four times the size is too small, a larger one is not tried.
         baseline = least_fleet(
             replace(case, policy=BASELINE), attainment, placed.num_workers,
-            4 * placed.num_workers, lambda _: on_outcome(),
+            4 * placed.num_workers, lambda _: on_outcome(), budget,
         )  # fmt: skip
     return ScalePoint(rate, placed, baseline)
 
@@ -225,14 +233,18 @@ def to_serving_plan(
     )
 
 
-def affordable_workers(price: float | None, gpus_per_worker: int, budget: float | None) -> float:
-    """Return the number of workers within dollars per hour; infinite without a budget.
+def affordable_workers(
+    price: float | None, gpus_per_worker: int, max_dollars: float | None
+) -> float:
+    """Return the number of workers within dollars per hour; infinite without a limit.
 
     Raises:
-        ValueError: There is a budget, but no price.
+        ValueError: There is a limit, but no price.
     """
-    if budget is None:
+    if max_dollars is None:
         return inf
     if price is None:
-        raise ValueError("budget: the device has no price: give one with --prices DEVICE=DOLLARS")
-    return budget // (price * gpus_per_worker)
+        raise ValueError(
+            "--max-dollars: the device has no price: give one with --prices DEVICE=DOLLARS"
+        )
+    return max_dollars // (price * gpus_per_worker)

@@ -30,16 +30,22 @@ def measure_rate_trial(run: RunRecord) -> RateTrial:
     return make_rate_trial(scheduling_delays(run.requests.values()))
 
 
+MAX_CHECKS = 100
+"""Decisions of LongDelays while requests arrive: a run at a low rate takes days of its time."""
+
+
 class LongDelays:
     """Condition that ends a run in which the P99 of the delays can no longer be within a limit.
 
     Args:
-        num_requests: Requests of the whole run.
+        arrivals: Times in seconds of all requests of the run, rising.
         limit_seconds: Limit of the 99th percentile of the scheduling delays.
     """
 
-    def __init__(self, num_requests: int, limit_seconds: float) -> None:
-        self.interval_seconds = limit_seconds
+    def __init__(self, arrivals: Sequence[float], limit_seconds: float) -> None:
+        num_requests = len(arrivals)
+        span = arrivals[-1] - arrivals[0]
+        self.interval_seconds = max(limit_seconds, span / MAX_CHECKS)
         self._limit_seconds = limit_seconds
         self.has_stopped = False
         """True if the condition has ended the run."""
