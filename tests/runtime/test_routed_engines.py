@@ -127,6 +127,7 @@ async def test_a_decode_engine_that_dies_before_the_transfer_is_chosen_again(
         rig.run([stream], until=lambda: bool(choices.at) and prefill.stats().steps >= num_steps)
         first = choices.at[0][0]
         assert first is not None
+        assert rig.client.handoffs.state_of(stream) is HandoffState.PREFILL
         rig.kill(first)
         rig.run([stream])
         (other,) = {"D0", "D1"} - {first}
