@@ -4,6 +4,9 @@ Each worker has an error: tokens and requests that it has more than were predict
 placed. Its distance is that of the point (tokens, requests) from the line on which a decode step
 takes as long as planned.
 
+The router does not use it: in simulation it changes the mean attainment by at most 0.3 points, up
+or down (docs/log.md), and an engine would have to give back requests that it has not scheduled.
+
 Source: "Aladdin" (arXiv 2405.06856), section on re-balancing; the distance is our reading.
 """
 
