@@ -176,10 +176,13 @@ class PlanFollower:
                     self._supervisor.fail(f"the plan before {path} could not be restored: {second}")
             return
         self.plan = change.plan
+        try:
+            # Clients that wait for answers send more requests now, which is no shift.
+            async with session.post(f"{self._url}/workload/profile", ssl=False) as answer:
+                answer.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            log.warning("the router keeps its profile: %s", error)
         log.info("%s is the running plan", path)
-        # Clients that wait for answers send more requests now, which is no shift.
-        async with session.post(f"{self._url}/workload/profile", ssl=False) as answer:
-            answer.raise_for_status()
 
     async def _run_actions(
         self,

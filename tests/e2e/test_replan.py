@@ -103,6 +103,12 @@ async def get_state(session: aiohttp.ClientSession, url: str) -> tuple[dict[str,
     return body["workload"], names
 
 
+async def wait_for_profile(session: aiohttp.ClientSession, url: str) -> None:
+    """Wait until a router compares its requests with a profile."""
+    while (await get_state(session, url))[0]["profile"] is None:
+        await asyncio.sleep(0.2)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 async def test_lengths_that_double_start_a_second_engine_once(tmp_path: Path) -> None:
@@ -115,8 +121,7 @@ async def test_lengths_that_double_start_a_second_engine_once(tmp_path: Path) ->
         async with aiohttp.ClientSession() as session, asyncio.timeout(240):
             load = Load(session, url)
             running = asyncio.create_task(load.run())
-            while (await get_state(session, url))[0]["profile"] is None:
-                await asyncio.sleep(0.2)
+            await wait_for_profile(session, url)
             # Further windows of the same lengths are no shift.
             await asyncio.sleep(3 * WINDOW / RATE)
             workload, names = await get_state(session, url)
@@ -197,33 +202,35 @@ async def test_flips_restarts_and_a_failed_change_lose_no_request(
         ScriptedSearch(tmp_path, [flipped, broken]),
     )  # fmt: skip
     running = asyncio.create_task(supervisor.run())
-    async with aiohttp.ClientSession() as session, asyncio.timeout(300):
-        await is_ready.wait()
-        following = asyncio.create_task(follower.run())
-        load = Load(session, url)
-        sending = asyncio.create_task(load.run())
-        while (await get_state(session, url))[0]["profile"] is None:
-            await asyncio.sleep(0.2)
-        load.lengths = (2 * LENGTHS[0], 2 * LENGTHS[1])
-        while follower.plan.engines["d0"].role != "prefill":
-            await asyncio.sleep(0.2)
-        assert "is applied: d0 becomes prefill, end d1, start d1" in caplog.text
-        async with session.get(f"{url}/engines") as answer:
-            rows = (await answer.json())["engines"]
-        assert {row["name"]: row["role"] for row in rows} == {
-            "p": "prefill", "d0": "prefill", "d1": "decode",
-        }  # fmt: skip
-        applied = follower.plan
-        load.lengths = (4 * LENGTHS[0], LENGTHS[1])
-        while "is taken back: the engine 'x' has ended before it was ready" not in caplog.text:
-            assert not running.done(), supervisor.cause
-            await asyncio.sleep(0.2)
-        sending.cancel()
-        await load.finish()
-        assert set(load.statuses) == {200}
-        assert follower.plan == applied
-        assert (await get_state(session, url))[1] == ["d0", "d1", "p"]
+    following = asyncio.create_task(follower.run())
+    try:
+        async with aiohttp.ClientSession() as session, asyncio.timeout(300):
+            await is_ready.wait()
+            load = Load(session, url)
+            sending = asyncio.create_task(load.run())
+            await wait_for_profile(session, url)
+            load.lengths = (2 * LENGTHS[0], 2 * LENGTHS[1])
+            while "is the running plan" not in caplog.text:
+                await asyncio.sleep(0.2)
+            assert "is applied: d0 becomes prefill, end d1, start d1" in caplog.text
+            async with session.get(f"{url}/engines") as answer:
+                rows = (await answer.json())["engines"]
+            assert {row["name"]: row["role"] for row in rows} == {
+                "p": "prefill", "d0": "prefill", "d1": "decode",
+            }  # fmt: skip
+            applied = follower.plan
+            await wait_for_profile(session, url)
+            load.lengths = (4 * LENGTHS[0], LENGTHS[1])
+            while "is taken back: the engine 'x' has ended before it was ready" not in caplog.text:
+                assert not running.done(), supervisor.cause
+                await asyncio.sleep(0.2)
+            sending.cancel()
+            await load.finish()
+            assert set(load.statuses) == {200}
+            assert follower.plan == applied
+            assert (await get_state(session, url))[1] == ["d0", "d1", "p"]
+    finally:
         supervisor.stop()
-        assert await running == 0
+        assert await running == 0, supervisor.cause
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Workload of a router: D15 by whole fleets, the order of samples, and requests without lengths."""
+"""Workload of a router: D15 with requests that end out of order, and requests without lengths."""
 
 import heapq
 from collections.abc import Sequence
