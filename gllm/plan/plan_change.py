@@ -186,9 +186,9 @@ class _EngineMatch:
 
     def match(self) -> tuple[dict[str, str], dict[str, EnginePlan]]:
         """Return the name of each engine of the new plan, and all engines by these names."""
-        # On its own devices first; then with its role, which need not change.
-        for key in (_placement, _design, _flippable_design):
-            self._pair(key, self._kept)
+        # First those whose role need not change.
+        self._pair(_design, self._kept)
+        self._pair(_flippable_design, self._kept)
         self._pair(_shape, self._restarted)
         staying = self._kept | self._restarted
         names = {new: name for name, new in staying.items()}
@@ -270,10 +270,6 @@ def _flippable_design(plan: ServingPlan, name: str) -> tuple[object, ...]:
 
 def _design(plan: ServingPlan, name: str) -> tuple[object, ...]:
     return (*_flippable_design(plan, name), plan.engines[name].role)
-
-
-def _placement(plan: ServingPlan, name: str) -> tuple[object, ...]:
-    return (*_design(plan, name), plan.engines[name].stages)
 
 
 def _share_devices(first: EnginePlan, second: EnginePlan) -> bool:

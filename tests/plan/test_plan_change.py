@@ -193,6 +193,38 @@ def test_an_engine_on_free_devices_starts_before_one_stops() -> None:
     assert change.plan.engines["a-2"].stages[0].devices == [2]
 
 
+def test_ports_of_new_engines_belong_to_no_other_process() -> None:
+    router = RouterPlan("z", 29807, flags={"hub": "127.0.0.1:29810"})
+    wide = EnginePlan([StagePlan("y", 3), StagePlan("z", 3)])
+    old = make_plan({"a": cpu(port=29800), "b": cpu(port=29816)}, router=router)
+    new = make_plan({"a": cpu(), "b": cpu(), "w": wide, "c": cpu(port=29816), "d": cpu(port=30000)},
+                    router=router)  # fmt: skip
+    change = change_plan(old, new)
+    ports = {name: each.port for name, each in change.plan.engines.items()}
+    # The block of 29804 has the router, that of 29808 the hub; at 29812 one node finds a place.
+    assert ports == {"a": 29800, "b": 29816, "w": 29820, "c": 29812, "d": 30000}
+
+
+def test_engines_restart_where_the_transfer_of_kv_blocks_begins() -> None:
+    router = RouterPlan("z")
+    old = make_plan({"a": cpu(), "b": cpu()}, router=router)
+    phases = make_plan({"a": cpu("prefill"), "b": cpu("decode")}, router=router)
+    change = change_plan(old, phases)
+    assert change.actions == (
+        StopEngine("a"), StartEngine("a"), StopEngine("b"), StartEngine("b"),
+    )  # fmt: skip
+
+
+def test_flags_of_the_new_plan_outrank_shared_ones() -> None:
+    old = make_plan({"a": cpu(flags={"max-model-len": 512, "dtype": "float32", "threads": 1}),
+                     "b": cpu(flags={"max-model-len": 512, "dtype": "float32"})})  # fmt: skip
+    new = make_plan({"a": cpu(flags={"max_model_len": 1024}), "b": cpu(flags={"dtype": "auto"})})
+    adopted = adopt_plan(old, new)
+    assert [each.flags for each in adopted.engines.values()] == [
+        {"max_model_len": 1024, "dtype": "float32"}, {"max-model-len": 512, "dtype": "auto"},
+    ]  # fmt: skip
+
+
 def test_names_of_routes_follow_the_engines_and_other_fields_stay() -> None:
     old = make_plan(
         {"p": cpu("prefill", flags={"kv-cache-memory": "1GiB"}),
