@@ -20,6 +20,8 @@ class RoutingPolicy(ABC):
     uses_statistics: ClassVar[bool] = True
     """True if `choose` reads the statistics of the engines or the expected output of the request. A
     simulated router leaves them out otherwise."""
+    uses_request_counts: ClassVar[bool] = False
+    """True if `choose` reads `num_requests` of the engines and no other statistics."""
     uses_step_costs: ClassVar[bool] = False
     """True if `choose` reads the step cost models of the engines, which a simulated router leaves
     out otherwise."""

@@ -26,6 +26,9 @@ class SessionAffinityPolicy(RoutingPolicy):
     session go to the engine with the fewest requests.
     """
 
+    uses_statistics = False
+    uses_request_counts = True
+
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the session's engine."""
         if not request.session or not engines:

@@ -61,6 +61,9 @@ class RandomPolicy(RoutingPolicy):
 class LeastRequestsPolicy(RoutingPolicy):
     """The engine with the fewest unfinished requests."""
 
+    uses_statistics = False
+    uses_request_counts = True
+
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the fewest requests."""
         return choose_least(engines, weighted_requests, self._rng)
@@ -87,6 +90,9 @@ class PowerOfTwoPolicy(RoutingPolicy):
 
     Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001).
     """
+
+    uses_statistics = False
+    uses_request_counts = True
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the one with fewer requests of two random engines."""

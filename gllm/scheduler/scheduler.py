@@ -289,6 +289,10 @@ class Scheduler:
         """Return the requests that have not ended, as another scheduler continues them."""
         return self._table.unfinished_requests(now)
 
+    def count_unscheduled_tokens(self, seq: int) -> int:
+        """Return how many tokens a sequence may generate behind its rows in flight."""
+        return self._sequences[seq].num_unscheduled_tokens
+
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
         prefetches, num_fetching = self._transfers.prefetches, self._transfers.fetches.num_in_flight

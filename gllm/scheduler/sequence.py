@@ -167,6 +167,12 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def num_unscheduled_tokens(self) -> int:
+        """Number of tokens to generate, if each row in flight samples one of the others."""
+        num_missing = self.request.max_tokens - self.num_output_tokens
+        return max(0, num_missing - self.num_rows_in_flight)
+
+    @property
     def has_run(self) -> bool:
         """True if the next prefill is a recomputation: after a preemption, or of earlier output."""
         return self.epoch > 0 or self.num_output_tokens > 0

@@ -149,11 +149,15 @@ class EventLoop:
     def _run_children(self, limit: Event | tuple[float, float]) -> None:
         """Run the events of the children that precede an event, or a time and a rank."""
         for child in self._children:
-            heap = child._heap
-            while heap and heap[0] < limit:
-                time, _, _, handle, argument = heappop(heap)
-                child.now = time
-                handle(time, argument)
+            child.run_before(limit)
+
+    def run_before(self, limit: Event | tuple[float, float]) -> None:
+        """Run the events that precede an event, or a time and a rank, with all that they push."""
+        heap = self._heap
+        while heap and heap[0] < limit:
+            time, _, _, handle, argument = heappop(heap)
+            self.now = time
+            handle(time, argument)
 
 
 class _EventStream(Generic[T]):

@@ -151,6 +151,8 @@ class SimulatedPipeline:
         """Number of steps planned so far."""
         self._results: tuple[dict[int, InFlightBatch], dict[int, InFlightBatch]] = {}, {}
         """Results at the driver that wait for an earlier one, by turn in each lane."""
+        self._in_flight: dict[int, InFlightBatch] = {}
+        """Micro-batches that have not committed, by step."""
         self._num_committed_steps = [0, 0]
         """Number of committed steps of each lane."""
         self._tokens: dict[int, SampledToken] = {}
@@ -216,6 +218,23 @@ class SimulatedPipeline:
             self.scheduler.confirm_revocation(ticket)
             self._request_turn(now)
 
+    def earliest_commits(self, now: float) -> list[tuple[float, InFlightBatch]]:
+        """Return the micro-batches in flight, newest first, and lower bounds of their commits.
+
+        All events before `now` have been processed. Links count as free: this is no prediction.
+        """
+        if self.scheduler.config.num_lanes > 1:
+            return []  # Micro-batches overtake each other.
+        free_times = [now] * len(self._stages)
+        commits = []
+        for batch in self._in_flight.values():
+            time = now
+            for stage in self._stages[batch.num_stages_done :]:
+                time = stage.earliest_end(batch, max(time, free_times[stage.index]))
+                free_times[stage.index] = time
+            commits.append((time, batch))
+        return commits[::-1]
+
     def stop(self, now: float) -> list[SchedulerRequest]:
         """End the pipeline now, as a failure does: nothing that is under way has an effect.
 
@@ -263,6 +282,7 @@ class SimulatedPipeline:
         while (plan := self.scheduler.schedule(now)) is not None:
             self._num_steps = plan.step + 1
             batch = InFlightBatch(plan, len(self._stages))
+            self._in_flight[plan.step] = batch
             self._notify_scheduled(batch, now)
             leave_time = now + self.cost.plan_seconds(batch.work)
             self.planned_time = max(self.planned_time, leave_time)
@@ -358,6 +378,7 @@ class SimulatedPipeline:
                 if token is None or token.epoch != epoch:
                     token = tokens[seq] = SampledToken(seq, epoch, OUTPUT_TOKEN_ID)
                 sampled.append(token)
+        del self._in_flight[plan.step]
         output = self.scheduler.commit(StepResult(plan.step, sampled))
         for observer in self.observers:
             observer.on_committed(plan, output, now)

@@ -13,11 +13,14 @@ from gllm.sim.event_loop import PIPELINE
 if TYPE_CHECKING:
     from gllm.sim.pipeline import SimulatedPipeline
 
+ROUNDING_SECONDS = 1e-9
+"""Seconds by which the rounding of an event's time never shortens a wait."""
+
 
 class InFlightBatch:
     """Micro-batch between its schedule and its commit."""
 
-    __slots__ = ("missing_inputs", "plan", "traffic_class", "work")
+    __slots__ = ("missing_inputs", "num_stages_done", "plan", "traffic_class", "work")
 
     def __init__(self, plan: StepPlan, num_stages: int) -> None:
         self.plan = plan
@@ -25,9 +28,15 @@ class InFlightBatch:
         self.traffic_class = (
             TrafficClass.PREFILL if self.work.prefill_chunks else TrafficClass.DECODE
         )
+        self.num_stages_done = 0
+        """Number of stages that have computed it."""
         self.missing_inputs = [1] + [2] * (num_stages - 1)
         """Number of messages that each stage waits for: the plan, and activations behind the first
         stage."""
+
+    def has(self, seq: int) -> bool:
+        """Return True if the micro-batch has a row of a sequence."""
+        return any(row[0] == seq for row in self.plan.rows)
 
 
 class SimulatedDevice:
@@ -76,6 +85,7 @@ class SimulatedStage:
         "_arrival_seconds",
         "_batch",
         "_device",
+        "_end_time",
         "_is_last",
         "_next_turns",
         "_num_arrivals",
@@ -95,7 +105,7 @@ class SimulatedStage:
         self._is_last = index == len(pipeline.links.activations)
         self._batch: InFlightBatch | None = None
         """The micro-batch that the stage computes, or for which it waits for its device."""
-        self._start_time = 0.0
+        self._start_time = self._end_time = 0.0
         self._arrival_seconds = pipeline.cost.arrival_seconds(index)
         self._num_arrivals = 0
         """Number of requests that arrived before the micro-batch's end as it is predicted."""
@@ -103,6 +113,18 @@ class SimulatedStage:
         self._next_turns = [0, 0]
         self._ready: tuple[dict[int, InFlightBatch], dict[int, InFlightBatch]] = {}, {}
         """Micro-batches with all inputs, by turn in each lane."""
+
+    def earliest_end(self, batch: InFlightBatch, start: float) -> float:
+        """Return a time before which a micro-batch does not end.
+
+        Args:
+            batch: One that the stage has not computed.
+            start: Time before which it does not start, unless the stage computes it already.
+        """
+        if self._batch is batch:
+            return max(start, self._end_time - ROUNDING_SECONDS)
+        seconds = self._pipeline.cost.least_stage_seconds(self.index, batch.work)
+        return start + max(0.0, seconds - ROUNDING_SECONDS)
 
     def receive(self, now: float, batch: InFlightBatch) -> None:
         """Receive the plan or the activations of a micro-batch."""
@@ -147,7 +169,8 @@ class SimulatedStage:
         seconds = pipeline.cost.stage_seconds(self.index, work, start)
         if batch.traffic_class is TrafficClass.DECODE:
             pipeline.clocks.on_started(self.index, start, seconds)
-        pipeline.loop.push(start + seconds, PIPELINE, self._end, batch)
+        self._end_time = start + seconds
+        pipeline.loop.push(self._end_time, PIPELINE, self._end, batch)
 
     def _end(self, now: float, batch: InFlightBatch) -> None:
         pipeline = self._pipeline
@@ -162,6 +185,7 @@ class SimulatedStage:
         if pipeline.is_stopped:
             return
         self._batch = None
+        batch.num_stages_done += 1
         start, step = self._start_time, batch.plan.step
         if batch.traffic_class is TrafficClass.DECODE:
             pipeline.clocks.on_finished(self.index, now, batch.work)

@@ -62,7 +62,7 @@ def test_policies_name_all_that_they_read(name: str) -> None:
     class AllKnowingRouter(PolicyRouter):
         def __init__(self) -> None:
             super().__init__(make_policy(name, Random(0)))
-            self.needs = RouterNeeds(True, True, True, True)
+            self.needs, self.reads_engines = RouterNeeds(True, True, True, True), True
 
     jobs = make_workload("sessions:6,3,1,64,20,10", 40, 10.0)
     pool = simulated_pool("unequal")
@@ -87,14 +87,14 @@ def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Scheduler, "stats", counted)
     counts = {}
-    for name in ("round-robin", "random", "least-requests"):
+    for name in ("round-robin", "least-requests", "least-tokens"):
         num_calls = 0
         simulate_cluster(
             simulated_pool("equal"), make_workload("fixed:64,8", 30, 20.0), make_router(name, 0)
         )
         counts[name] = num_calls
     # Each engine states its statistics at the end.
-    assert counts == {"round-robin": 3, "random": 3, "least-requests": 3 * 30 + 3}
+    assert counts == {"round-robin": 3, "least-requests": 3, "least-tokens": 3 * 30 + 3}
 
 
 def test_cluster_of_one_engine_is_that_engine() -> None:

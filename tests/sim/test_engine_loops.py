@@ -16,8 +16,9 @@ from gllm.routing.policy_registry import make_policy
 from gllm.sim.cluster import cluster
 from gllm.sim.cluster.changes import ClusterChange, EngineFailure
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
-from gllm.sim.cluster.router import PolicyRouter
-from gllm.sim.deployment import Deployment
+from gllm.sim.cluster.engine import ClusterEngine
+from gllm.sim.cluster.router import PolicyRouter, RouterNeeds
+from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
@@ -100,10 +101,15 @@ def simulate_engines(
     changes: list[ClusterChange],
     is_one_heap: bool,
 ) -> tuple[ClusterRun, bytes]:
-    """Return a run, and all that it wrote and recorded."""
+    """Return a run, and all that it wrote and recorded.
+
+    With one heap a router that reads numbers of requests reads them in the statistics.
+    """
     router = PolicyRouter(make_policy(policy, Random(0)))
     assert not router.lets_wait
     router.lets_wait = is_one_heap
+    if is_one_heap and router.needs.only_counts:
+        router.needs = RouterNeeds(statistics=True)
     logs: dict[str, list[StepLogEvent]] = {}
     run = simulate_cluster(
         deployments, jobs, router, changes, lambda name: logs.setdefault(name, []).append
@@ -116,7 +122,19 @@ def simulate_engines(
     return run, msgspec.json.encode(results, enc_hook=vars)
 
 
-@pytest.mark.parametrize("policy", ["round-robin", "least-requests", "predict"])
+def check_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Assert from now on that no request ends before the time that its engine has for it."""
+    on_finished = ClusterEngine.on_finished
+
+    def checked(engine: ClusterEngine, seqs: list[int], now: float) -> None:
+        bounds = {seq: bound for bound, seq in engine._ends._heap}
+        assert all(bounds.get(seq, 0.0) <= now for seq in seqs)
+        on_finished(engine, seqs, now)
+
+    patch.setattr(ClusterEngine, "on_finished", checked)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-requests", "power-of-two", "predict"])
 @settings(
     max_examples=num_examples(40, 1500), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -128,6 +146,7 @@ def test_loops_of_engines_change_nothing(
     changes = data.draw(failures(list(deployments)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "ROUTED_IN_A_ROW", num_in_a_row)
+        check_bounds(patch)
         _, apart = simulate_engines(deployments, jobs, policy, changes, False)
     _, together = simulate_engines(deployments, jobs, policy, changes, True)
     assert apart == together
@@ -145,11 +164,8 @@ def test_a_request_waits_for_the_engine_that_holds_it_while_another_one_works() 
     assert simulate_engines(engines, jobs, "round-robin", [failure], True)[1] == apart
 
 
-@pytest.mark.parametrize("is_one_heap", [False, True])
-def test_events_of_an_engine_happen_in_a_row(
-    is_one_heap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that goes on finds its data in the cache if no other one ran in between."""
+def record_turns(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedPipeline]:
+    """Return the list that gets the pipeline of each turn of a driver."""
     turns: list[SimulatedPipeline] = []
     take_turn = SimulatedPipeline._take_turn
 
@@ -158,6 +174,15 @@ def test_events_of_an_engine_happen_in_a_row(
         take_turn(self, *arguments)
 
     monkeypatch.setattr(SimulatedPipeline, "_take_turn", count_turn)
+    return turns
+
+
+@pytest.mark.parametrize("is_one_heap", [False, True])
+def test_events_of_an_engine_happen_in_a_row(
+    is_one_heap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that goes on finds its data in the cache if no other one ran in between."""
+    turns = record_turns(monkeypatch)
     monkeypatch.setattr(cluster, "ROUTED_IN_A_ROW", NUM_ENGINES * NUM_REQUESTS // 2)
     jobs = make_workload("fixed:16,16", NUM_ENGINES * NUM_REQUESTS, 8.0)
     engines = {f"engine-{index}": make_deployment(2) for index in range(NUM_ENGINES)}
@@ -168,3 +193,21 @@ def test_events_of_an_engine_happen_in_a_row(
     else:
         # Two halves of the requests, and what is under way after each of them.
         assert num_switches < 3 * NUM_ENGINES < len(turns) / 50
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads_counts"),
+    [("least-requests", True), ("power-of-two", True), ("predict", False)],
+)
+def test_engines_wait_while_none_of_their_requests_can_end(
+    policy: str, reads_counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that reads numbers of requests wakes one of eight engines per arrival."""
+    turns = record_turns(monkeypatch)
+    engine = roofline_deployment("qwen2.5-32b", "L20", 4, 2048)
+    engines = {f"engine-{index}": engine for index in range(8)}
+    jobs = make_workload("uniform:100,400,4,16", 400, 35.0)
+    simulate_cluster(engines, jobs, PolicyRouter(make_policy(policy, Random(0))))
+    num_switches = sum(one is not two for one, two in pairwise(turns))
+    assert (num_switches < 1.5 * len(jobs)) == reads_counts
+    assert num_switches > 0.5 * len(jobs)

@@ -137,6 +137,27 @@ def test_no_step_is_faster_than_the_device(model: str, device: str) -> None:
     assert one_seconds <= 1.05 * read / hardware.bandwidth
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_micro_batch_undercuts_the_least(model: str, degree: int) -> None:
+    cost = RooflineCostModel(build_hardware(model, "H100", 2, degrees=(degree,)))
+    works = [
+        decode(1, 1),
+        decode(2, 1),
+        decode(64, 500),
+        prefill((0, 2)),
+        prefill((9, 512)),
+        prefill((0, 2))._replace(num_sampled_rows=0),
+    ]
+    for stage in range(2):
+        least = cost.least_stage_seconds(stage)
+        assert 0 < least <= min(cost.least_stage_seconds(stage, work) for work in works)
+        assert all(
+            cost.least_stage_seconds(stage, work) <= cost.stage_seconds(stage, work)
+            for work in works
+        )
+
+
 CHUNKS = st.lists(st.tuples(st.integers(0, 4000), st.integers(2, 2000)), min_size=1, max_size=4)
 
 
@@ -153,6 +174,7 @@ def test_more_work_takes_longer(
         )
 
     now = seconds(chunks, decodes, context)
+    assert cost.least_stage_seconds(stage) < now
     (start, tokens), rest = chunks[0], chunks[1:]
     assert seconds([(start, tokens + more), *rest], decodes, context) > now
     assert seconds([(start + more, tokens), *rest], decodes, context) > now

@@ -266,6 +266,8 @@ class SimulatedCluster:
         engines = self._routable
         if request.num_tokens > self._min_model_len:
             engines = self._able_engines(request)
+        for engine in engines:
+            engine.catch_up_with_ends(now)
         name = self._router.route(request.request, request.job, engines, now)
         if name is None:
             heappush(self._queue, (request.rank, request))

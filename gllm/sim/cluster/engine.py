@@ -10,11 +10,12 @@ from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.plan import SchedulerStats
+from gllm.sim.cluster.earliest_ends import EarliestEnds
 from gllm.sim.cluster.generation import EngineGeneration
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import RouterNeeds
 from gllm.sim.deployment import Deployment
-from gllm.sim.event_loop import EventLoop
+from gllm.sim.event_loop import ABORT, EventLoop
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline
@@ -126,6 +127,7 @@ class ClusterEngine:
         self._kv_listener = kv_listener
         self._links = links
         self._log = log
+        self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -152,12 +154,16 @@ class ClusterEngine:
     def snapshot(self, now: float) -> EngineSnapshot:
         """Return the state that a router knows at a time; of a lost engine the last one."""
         snapshot = self._generations[-1].snapshot(now)
+        num_sent = len(self.unsent_requests)
+        if self._needs.only_counts:
+            # Of an engine behind this time only `requests` has those on their way.
+            num_sent += len(self.requests)
         if self.role != snapshot.role:
             snapshot = snapshot._replace(role=self.role)
-        if not self.unsent_requests:
+        if not num_sent:
             return snapshot
         num_tokens = sum(len(each.request.prompt_token_ids) for each in self.unsent_requests)
-        return snapshot._replace(num_sent=len(self.unsent_requests), num_sent_tokens=num_tokens)
+        return snapshot._replace(num_sent=num_sent, num_sent_tokens=num_tokens)
 
     def update_index(self, prefixes: PrefixIndex) -> None:
         """Apply the changes of the engine's prefix cache since the last call to an index."""
@@ -178,9 +184,21 @@ class ClusterEngine:
         if self.loop.is_child:
             # The engine may not have come to this time.
             self.pipeline.submit_each([(now, submission)])
+            if self._needs.only_counts:
+                num_missing = submission.max_tokens - request.num_output_tokens
+                self._ends.add(seq, num_missing, now)
         else:
             self.pipeline.submit(submission, now)
         return seq
+
+    def catch_up_with_ends(self, now: float) -> None:
+        """Run the events before an arrival, unless certainly no request ends by then.
+
+        Only for a router that needs nothing but counts; for others the loops have run them.
+        """
+        if self._ends.time <= now:
+            self.loop.run_before((now, ABORT))
+            self._ends.update(self.pipeline, self.requests, now)
 
     @property
     def pipeline(self) -> SimulatedPipeline:
@@ -207,6 +225,7 @@ class ClusterEngine:
     def become_ready(self, now: float) -> None:
         """Finish the start-up: begin a generation with an empty cache."""
         deployment = self.deployment
+        self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
         if self._log is not None and not self._generations:
             self._log(deployment.start_event(now, self.name))
         elif self._generations:

@@ -38,6 +38,16 @@ class RouterNeeds(NamedTuple):
     """Changes of the prefix caches."""
     ongoing: bool = False
     """Unfinished requests with their progress."""
+    request_counts: bool = False
+    """Numbers of unfinished requests (`num_requests`), which the statistics have, too."""
+
+    @property
+    def only_counts(self) -> bool:
+        """True if an arrival needs an engine only if one of the engine's requests has ended."""
+        return self == ONLY_COUNTS
+
+
+ONLY_COUNTS = RouterNeeds(request_counts=True)
 
 
 class RoutableEngine(Protocol):
@@ -72,8 +82,9 @@ class ClusterRouter(ABC):
     needs = RouterNeeds()
     """State of the engines that `route` reads."""
     reads_engines = True
-    """True if `route` reads anything that the work of the engines changes. They then run up to each
-    arrival; otherwise they run up to every ROUTED_IN_A_ROW-th."""
+    """True if `route` reads anything that the work of the engines changes, `needs.only_counts` set
+    aside. They then run up to each arrival; otherwise they run up to every ROUTED_IN_A_ROW-th, and
+    with `needs.only_counts` to any other one by which one of their requests may have ended."""
     lets_wait = True
     """True if `route` lets a request wait though there are engines, until one of them admits or
     finishes another request. The events of all engines then happen in the order of time; otherwise
@@ -125,8 +136,9 @@ class PolicyRouter(ClusterRouter):
             policy.uses_step_costs,
             policy.uses_prefixes,
             policy.uses_ongoing,
+            policy.uses_request_counts,
         )
-        self.reads_engines = any(self.needs)
+        self.reads_engines = any(self.needs) and not self.needs.only_counts
         self._policy = policy
         self._slo = slo
         self._output_lengths: OutputLengthPredictor | None = None

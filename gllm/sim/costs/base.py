@@ -50,6 +50,12 @@ class CostModel(Protocol):
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time in which a stage computes a micro-batch that it starts at `now`."""
 
+    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+        """Return a lower bound of `stage_seconds` at any time, of one micro-batch or of all.
+
+        0 is one. A cluster lets an engine wait while it certainly has nothing to report.
+        """
+
     def arrival_seconds(self, stage: int) -> float:
         """Return the time by which each request that arrives prolongs the step of a stage."""
 
@@ -92,6 +98,10 @@ class BaseCostModel:
     def num_below_range(self) -> Mapping[str, int]:
         """Return no counts: the model holds for all work."""
         return {}
+
+    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+        """Return 0: no lower bound is known."""
+        return 0.0
 
     def arrival_seconds(self, stage: int) -> float:
         """Return nothing."""
@@ -141,6 +151,10 @@ class DelegatingCostModel:
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time of the other model."""
         return self._cost.stage_seconds(stage, work, now)
+
+    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+        """Return 0: changed predictions may undercut those of the other model."""
+        return 0.0
 
     def arrival_seconds(self, stage: int) -> float:
         """Return the time of the other model."""

@@ -20,6 +20,10 @@ class ConstantCostModel(BaseCostModel):
         """Return the constant stage time."""
         return self._stage
 
+    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+        """Return the constant stage time."""
+        return self._stage
+
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the constant occupancy of the link."""
         return TransferCost(self._link)

@@ -66,6 +66,17 @@ NUM_RECENT_BATCHES = 512
 flight, so that few of them meet in one place of the table."""
 
 
+SMALLEST_WORK = StageWork(
+    step=0,
+    num_tokens=1,
+    prefill_chunks=(),
+    num_decodes=1,
+    num_decode_context_tokens=0,
+    num_sampled_rows=0,
+)
+"""No micro-batch is faster: each part of the time grows with the work."""
+
+
 class LayerSeconds(NamedTuple):
     """Seconds of the parts of one layer, one after the other."""
 
@@ -103,6 +114,10 @@ class RooflineCostModel(BaseCostModel):
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Layers one after the other; on the last stage the LM head over the sampled rows."""
         return self._stages[stage].seconds(work) + self._efficiency.stage_overhead
+
+    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+        """Return the time of the micro-batch, or of one row without context or output."""
+        return self.stage_seconds(stage, work or SMALLEST_WORK)
 
     def operator_seconds(self, stage: int, work: StageWork) -> dict[str, float]:
         """Return the time of each class of operators, which add up to `stage_seconds`."""
