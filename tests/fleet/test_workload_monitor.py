@@ -187,8 +187,8 @@ def test_requests_that_a_router_sheds_count_for_the_rate(monkeypatch: pytest.Mon
     )  # fmt: skip
     for _ in range(6):
         with pytest.raises(OverloadedError):
-            rig.fleet.check_admission([[1, 2]], 8, 0, "", Slo(1.0))
+            rig.fleet.check_admission([[1, 2]] * 3, 8, 0, "", Slo(1.0))
         rig.submit()
         a.answer(a.requests[-1], 10, reason="length")
     samples = rig.fleet.workload._recent
-    assert [each.num_arrivals for each in samples] == [2] * 4
+    assert [each.num_arrivals for each in samples] == [4] * 4

@@ -12,6 +12,7 @@ from gllm.routing.shift_detector import (
     ShiftDetector,
     ShiftRule,
     WorkloadShift,
+    measure_means,
 )
 from gllm.sim.workloads.requests import make_workload
 from tests.examples import num_examples
@@ -92,6 +93,12 @@ def test_a_short_burst_is_no_shift() -> None:
         for index, each in enumerate(trace)
     ]
     assert not find_shifts(burst)
+
+
+def test_arrivals_without_lengths_count_for_the_rate() -> None:
+    samples = [RequestSample(0.0, 1, 1), RequestSample(2.0, 1, 1), RequestSample(6.0, 1, 1, 10)]
+    # One gap of 2 s, and 10 of 0.4 s.
+    assert measure_means(samples).rate == pytest.approx(11 / 6)
 
 
 def test_values_out_of_range_are_refused() -> None:
