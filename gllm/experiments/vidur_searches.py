@@ -33,6 +33,11 @@ RULE = replace(PLAN_RULES["vidur"], rate_step=1.1)
 """Vidur's rule, exact to 10 %; the planner extends its runs where requests are long."""
 
 
+def limit_slo(tbt_seconds: float) -> str:
+    """Return the limits of the paper's search with another one of TBT."""
+    return f"ttft:p90=2,tbt:p99={tbt_seconds:g}"
+
+
 @dataclass(frozen=True)
 class VidurSearchTask:
     """Search for the best design of a model and a workload."""
