@@ -64,8 +64,8 @@ class Scheduler:
         policy = policy or POLICIES[config.policy](config)
         self._block_size = config.block_size
         self._has_lanes = config.num_lanes > 1
-        self._table = SequenceTable()
-        self._sequences = self._table.sequences
+        self.table = SequenceTable()
+        self._sequences = self.table.sequences
         self._in_flight = InFlightPlans(config.num_lanes, config.max_in_flight)
         self.learns_step_times = policy.learns_step_times
         observe = policy.observe_step if self.learns_step_times else None
@@ -103,7 +103,7 @@ class Scheduler:
             ValueError: the request can never run.
         """
         request.check(self.config.max_model_len)
-        self._transfers.add(self._table.add(request, now))
+        self._transfers.add(self.table.add(request, now))
 
     def prefetch(self, request: PrefetchRequest, now: float) -> int:
         """Fetch KV of a request that arrives later; return the id for `take_fetches`.
@@ -116,7 +116,7 @@ class Scheduler:
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""
         for seq in seqs:
-            if not self._table.cancel_fork(seq) and seq in self._sequences:
+            if not self.table.cancel_fork(seq) and seq in self._sequences:
                 self._finish(self._sequences[seq])
 
     def reset_prefix_cache(self) -> None:
@@ -174,7 +174,7 @@ class Scheduler:
         lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
         if self._transfers.pushes.is_enabled:
             self._transfers.pushes.on_scheduled(counters.steps, rows, self._sequences)
-        plan = self._in_flight.add(counters.steps, rows, self._table.pop_released(), lane)
+        plan = self._in_flight.add(counters.steps, rows, self.table.pop_released(), lane)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
         self._queues.tally.num_decode_plans += self._last_plan_had_decodes
@@ -287,11 +287,7 @@ class Scheduler:
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
         """Return the requests that have not ended, as another scheduler continues them."""
-        return self._table.unfinished_requests(now)
-
-    def count_unscheduled_tokens(self, seq: int) -> int:
-        """Return how many tokens a sequence may generate behind its rows in flight."""
-        return self._sequences[seq].num_unscheduled_tokens
+        return self.table.unfinished_requests(now)
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
@@ -299,7 +295,7 @@ class Scheduler:
         running = len(self.kv_cache.running) - len(prefetches.started)
         return SchedulerStats(
             running=running,
-            waiting=len(self._sequences) - running + len(self._table.pending_forks),
+            waiting=len(self._sequences) - running + len(self.table.pending_forks),
             kv_usage=1 - self.kv_cache.free_share,
             in_flight=len(self._in_flight),
             waiting_tokens=self._queues.tally.num_waiting_tokens,
@@ -322,7 +318,7 @@ class Scheduler:
 
     def _fork(self, sequence: Sequence) -> None:
         """Enqueue the choices that wait for a sequence to compute the prompt or to end."""
-        for choice in self._table.fork(sequence):
+        for choice in self.table.fork(sequence):
             self._queues.enqueue(choice)
 
     def _commit_row(
@@ -342,7 +338,7 @@ class Scheduler:
                 self.kv_cache.publish(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
-        if self._table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:
+        if self.table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:
             self._fork(sequence)
         if not should_sample:
             self._transfers.on_chunk_computed(sequence, start)
@@ -401,4 +397,4 @@ class Scheduler:
             self._preemption.preempt(sequence)
         elif sequence.seq in self._sequences:
             self.kv_cache.free(sequence)
-            self._table.release(sequence)
+            self.table.release(sequence)

@@ -105,7 +105,7 @@ async def test_failed_steps_leave_nothing_behind(stages: int) -> None:
         await collect(engine, [3], SamplingParams(max_tokens=3, ignore_eos=True))
         scheduler = workers.workers[1].instance._driver.scheduler
         # What ended last is told to the stages with the next step.
-        ended_last = set(scheduler._table._released_seqs)
+        ended_last = set(scheduler.table._released_seqs)
         assert len(ended_last) == 1
         for executor in workers.executors:
             assert held(executor) <= ended_last

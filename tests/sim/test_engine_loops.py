@@ -177,6 +177,17 @@ def record_turns(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedPipeline]:
     return turns
 
 
+@pytest.mark.parametrize("policy", ["least-requests", "least-tokens", "predict"])
+def test_requests_of_a_dead_engine_are_routed_by_loads_with_each_other(policy: str) -> None:
+    engines = {name: make_deployment(2) for name in "abcd"}
+    jobs = [WorkloadRequest(0.001 * index, 8 + index % 5, 20) for index in range(40)]
+    failure = EngineFailure("a", 0.5)
+    run, apart = simulate_engines(engines, jobs, policy, [failure], False)
+    moved = [served for served in run.requests.values() if served.num_resumptions]
+    assert len(moved) > 5
+    assert simulate_engines(engines, jobs, policy, [failure], True)[1] == apart
+
+
 @pytest.mark.parametrize("is_one_heap", [False, True])
 def test_events_of_an_engine_happen_in_a_row(
     is_one_heap: bool, monkeypatch: pytest.MonkeyPatch

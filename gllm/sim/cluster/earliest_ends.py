@@ -53,7 +53,7 @@ class EarliestEnds:
             if commits is None:
                 commits = pipeline.earliest_commits(now)
             begin = next((time for time, batch in commits if batch.has(seq)), now)
-            num_tokens = pipeline.scheduler.count_unscheduled_tokens(seq)
+            num_tokens = pipeline.scheduler.table.sequences[seq].num_unscheduled_tokens
             bound = begin + num_tokens * self._token_seconds
             # The first one that cannot be raised is the least of all bounds of this time.
             if bound <= max(known, now):

@@ -181,7 +181,7 @@ class ClusterEngine:
         seq = submissions.add(request)
         self.requests[seq] = request
         submission = request.submission(seq, now)
-        if self.loop.is_child:
+        if self.loop.is_child and not self._needs.all_work:
             # The engine may not have come to this time.
             self.pipeline.submit_each([(now, submission)])
             if self._needs.only_counts:

@@ -46,6 +46,11 @@ class RouterNeeds(NamedTuple):
         """True if an arrival needs an engine only if one of the engine's requests has ended."""
         return self == ONLY_COUNTS
 
+    @property
+    def all_work(self) -> bool:
+        """True if an arrival needs every engine as it is at that time."""
+        return any(self) and not self.only_counts
+
 
 ONLY_COUNTS = RouterNeeds(request_counts=True)
 
@@ -138,7 +143,7 @@ class PolicyRouter(ClusterRouter):
             policy.uses_ongoing,
             policy.uses_request_counts,
         )
-        self.reads_engines = any(self.needs) and not self.needs.only_counts
+        self.reads_engines = self.needs.all_work
         self._policy = policy
         self._slo = slo
         self._output_lengths: OutputLengthPredictor | None = None
