@@ -14,6 +14,7 @@ from gllm.experiments.distserve_search import (
     place_for_rate,
     place_high_affinity,
 )
+from gllm.experiments.distserve_seeds import measure_seeds
 from gllm.experiments.distserve_study import (
     SHARES,
     HighPlacement,
@@ -60,6 +61,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         study.table_2 = _run_table_2(options)
         study.high = [place_high(result, options) for result in results[:2]]
         study.throttled = _throttle(results, options)
+        study.by_seed = measure_seeds(results[0], options)
     panels = make_panels(results)
     return ExperimentResult(
         "DistServe: prefill and decode apart",

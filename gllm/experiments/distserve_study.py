@@ -100,3 +100,5 @@ class Study:
     tight: list[TightLimit] = field(default_factory=list)
     queues: list[QueuePoint] = field(default_factory=list)
     throttled: list[tuple[str, System, float]] = field(default_factory=list)
+    by_seed: dict[str, list[float]] = field(default_factory=dict)
+    """Goodput per GPU of the first workload by system, one for each seed."""

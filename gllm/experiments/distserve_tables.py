@@ -5,6 +5,7 @@ from math import isinf
 
 from gllm.experiments.distserve_decode import decode_points, decode_table
 from gllm.experiments.distserve_queue import QueuePoint, measured_speedup, predicted_crossover
+from gllm.experiments.distserve_seeds import seeds_table
 from gllm.experiments.distserve_study import (
     SCALE_SHARE,
     SHARES,
@@ -72,6 +73,8 @@ def format_study(study: Study) -> str:
         sections.append(("DistServe-High and -Low", _high_text(study.high)))
     if study.throttled:
         sections.append(("Token throttling", _throttled_table(study.throttled)))
+    if study.by_seed:
+        sections.append(("Goodput by seed", seeds_table(results[0], study.by_seed)))
     sections.append(("Ranks or stages for prefill", _queue_table(study.queues)))
     sections.append(("Ranks or stages for decode", decode_table(decode_points())))
     scale = (

@@ -1,0 +1,62 @@
+"""Goodput over several samples of lengths and arrivals: how much one sample says."""
+
+from statistics import fmean
+
+from gllm.experiments.base import ExperimentOptions
+from gllm.experiments.distserve_search import measure_goodputs
+from gllm.experiments.distserve_study import WorkloadResult
+from gllm.plan.goodput.measurement import GoodputTask
+from gllm.sim.metrics.report import format_table
+
+SEEDS = range(5)
+SYSTEMS = ("DistServe", "vLLM++", "colocated")
+
+
+def measure_seeds(result: WorkloadResult, options: ExperimentOptions) -> dict[str, list[float]]:
+    """Return goodputs in requests per second per GPU by system, one for each of SEEDS.
+
+    Args:
+        result: of the workload, with the systems.
+        options: of the experiment.
+    """
+    workload = result.workload
+    tasks = [
+        GoodputTask(
+            result.systems[name],
+            workload.lengths,
+            workload.ttft,
+            workload.tpot,
+            options.requests,
+            seed=seed,
+        )
+        for name in SYSTEMS
+        for seed in SEEDS
+    ]
+    rates = iter(measure_goodputs(tasks, options))
+    return {name: [next(rates) / result.systems[name].num_gpus for _ in SEEDS] for name in SYSTEMS}
+
+
+def seeds_table(result: WorkloadResult, goodputs: dict[str, list[float]]) -> str:
+    """Return the goodputs, and DistServe's over each other system's, seed by seed."""
+    rows = []
+    for name, values in goodputs.items():
+        ratios = [
+            ours / theirs
+            for ours, theirs in zip(goodputs["DistServe"], values, strict=True)
+            if theirs
+        ]
+        rows.append(
+            [
+                name,
+                result.systems[name].placement,
+                *(f"{value:.3f}" for value in values),
+                f"{fmean(values):.3f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-",
+            ]
+        )
+    text = (
+        f"{result.workload.name}: goodput in requests/s per GPU with other samples of lengths and "
+        "arrivals. The tables above are\nthose of seed 0."
+    )
+    head = ["system", "placement", *(f"seed {seed}" for seed in SEEDS), "mean"]
+    return f"{text}\n\n{format_table([*head, 'DistServe over it, x'], rows)}"
