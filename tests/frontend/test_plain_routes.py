@@ -113,7 +113,7 @@ async def test_two_servers_share_no_metrics(server, engine):
         if one.method == "GET"
         and not one.unsupported_reason
         # They need a router, and an engine with KV transfers.
-        and one.path not in ("/engines", "/kv_handoffs/{room}")
+        and one.path not in ("/engines", "/workload", "/kv_handoffs/{room}")
     ],
 )
 async def test_head_answers_as_get_without_a_body(server, path):
