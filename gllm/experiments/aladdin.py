@@ -18,6 +18,7 @@ from gllm.experiments.aladdin_cases import (
     search_fleet,
 )
 from gllm.experiments.aladdin_misses import format_misses
+from gllm.experiments.aladdin_rebalancing import compare_rebalancing
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedChange, ExpectedFigure, ExpectedLimit, PaperClaim
 from gllm.experiments.parallel import map_parallel
@@ -67,11 +68,13 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     shown = map_parallel(run_fleet, runs, options.jobs, options.progress)
     results = dict(zip(runs, shown, strict=True))
     types, type_claims = _type_table()
+    rebalancing = compare_rebalancing(WORKLOADS, options)
     text = (
         f"{_setting()}\n\n## GPUs per worker\n\n{types}\n\n{TYPE_NOTE}\n\n"
         f"## Workers within the SLO\n\n{_fleet_table(outcomes)}\n\n"
         f"## Equal fleets\n\n{EQUAL_NOTE}\n\n{_equal_table(results)}\n\n"
         f"## Requests that miss\n\n{format_misses(WORKLOADS, options)}\n\n"
+        f"## Re-balancing\n\n{rebalancing.text}\n\n"
         f"## Split phases: decode workers\n\n{_split_table(outcomes)}\n\n"
         f"## Scaling rule\n\n{_rule_table(outcomes)}\n\n## Example of placement\n\n{_example()}\n\n"
         f"## Misses\n\n{NOTES}"
@@ -79,7 +82,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     return ExperimentResult(
         "Aladdin in simulation",
         text,
-        [*type_claims, *_claims(outcomes, results)],
+        [*type_claims, *_claims(outcomes, results), *rebalancing.claims],
         {"aladdin.svg": lambda path: plot_bars(_bars(outcomes), path, "workers", "", None)},
         reference=REFERENCE,
     )
@@ -146,7 +149,7 @@ def _setting() -> str:
     model = fit.model
     return f"""Simulated. Llama-2-70B on workers of two {DEVICE}; steps take what the linear model
 takes that is fitted to Vidur's profile ([data](../../gllm/sim/data/README.md)): k1
-{1e3 * model.k1:.4f} ms, c1 {1e3 * model.c1:.1f} ms, k2 {1e6 * model.k2:.3f} ns, c2
+{1e3 * model.k1:.4f} ms, c1 {1e3 * model.c1:.1f} ms, k2 {1e9 * model.k2:.1f} ns, c2
 {1e3 * model.c2:.3f} ms, c3 {1e3 * model.c3:.1f} ms; errors on the profile: prefill mean
 {fit.prefill_mean_error:.1%}, largest {fit.prefill_max_error:.1%}, decode mean
 {fit.decode_mean_error:.1%}, largest {fit.decode_max_error:.1%}. KV cache: {KV_TOKENS:,} tokens.

@@ -78,6 +78,8 @@ class PlacedRequest(NamedTuple):
     """Tokens generated so far; 0: its prompt has not been computed."""
     decode_seconds: float = 0.0
     """Time since the first token."""
+    is_begun: bool = False
+    """True if a step has scheduled part of its prompt; only re-balancing reads it."""
 
     @property
     def is_new(self) -> bool:

@@ -4,8 +4,9 @@ Each worker has an error: tokens and requests that it has more than were predict
 placed. Its distance is that of the point (tokens, requests) from the line on which a decode step
 takes as long as planned.
 
-The router does not use it: in simulation it changes the mean attainment by at most 0.3 points, up
-or down (docs/log.md), and an engine would have to give back requests that it has not scheduled.
+Simulated clusters use it (gllm/sim/cluster/rebalanced.py). The router does not: in simulation it
+changes the attainment little, up or down (docs/experiments/aladdin.md), and an engine would have to
+give back requests that it has not scheduled.
 
 Source: "Aladdin" (arXiv 2405.06856), section on re-balancing; the distance is our reading.
 """
@@ -103,7 +104,9 @@ def _best_move(
     """Return a move that lowers the sum of distances; None if there is none."""
     order = sorted(workers, key=lambda name: _step_error(workers[name], error[name]), reverse=True)
     for source in order:
-        for request in (each for each in workers[source].requests if each.is_new):
+        for request in workers[source].requests:
+            if request.is_begun or not request.is_new:
+                continue
             for target in reversed(order):
                 if target == source:
                     break

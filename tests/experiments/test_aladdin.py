@@ -2,6 +2,7 @@
 
 from gllm.experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
 from gllm.experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
+from gllm.experiments.aladdin_rebalancing import RebalancingTask, compare_fleet, run_rebalanced
 from gllm.observability.latency import RequestTimeline
 from gllm.plan.scaling.fleet_size import FleetOutcome
 from gllm.sim.metrics.run_record import ServedRequest
@@ -52,3 +53,17 @@ def test_requests_that_miss_are_short_and_delayed_by_prompts_placed_before() -> 
     assert many.longest_output < 60
     assert many.num_delayed_by_earlier == many.num_missed
     assert not many.num_late_first
+
+
+def test_rebalancing_of_a_fleet_moves_unstarted_requests_only() -> None:
+    search = FleetSearchTask("sharegpt-like", 8.0, "aladdin", seconds=40.0)
+    task = RebalancingTask(search, 5)
+    outcome = compare_fleet(task)
+    assert outcome.num_moves >= 3
+    assert outcome.num_chances > outcome.num_moves
+    assert not outcome.num_started
+    assert not outcome.num_useless
+    assert abs(outcome.with_moves - outcome.without) < 0.03
+    run = run_rebalanced(task).cluster
+    assert len(run.requests) == 320
+    assert all(each.line.num_tokens == each.max_tokens for each in run.requests.values())

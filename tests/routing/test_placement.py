@@ -243,6 +243,9 @@ def test_rebalancing_moves_from_the_largest_error_to_the_smallest() -> None:
     loaded = [worker(placed(100, 300), name="late"), worker(name="exact"), worker(name="early")]
     moves = rebalance(loaded, {"late": late, "early": early}, RULES)
     assert [(each.source, each.target) for each in moves] == [("late", "early")]
+    # One whose prompt is being computed stays.
+    loaded[0] = worker(placed(100, 300)._replace(is_begun=True), name="late")
+    assert not rebalance(loaded, {"late": late, "early": early}, RULES)
 
 
 def test_policy_packs_by_its_own_model() -> None:

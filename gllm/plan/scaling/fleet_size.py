@@ -84,14 +84,22 @@ class FleetCase:
         """Return a new router; Aladdin's has learned lengths from earlier requests."""
         if self.policy != "aladdin":
             return PolicyRouter(make_policy(self.policy, Random(self.seed)), self.slo)
-        rules = PlacementRules(theta=self.theta, constraints=self.constraints)
-        policy = AladdinPolicy(Random(self.seed), rules, self.worker.latency)
+        return PolicyRouter(self.best_fit(), self.slo)
+
+    @property
+    def rules(self) -> PlacementRules:
+        """Return the constraints of `aladdin`."""
+        return PlacementRules(self.slo, self.theta, constraints=self.constraints)
+
+    def best_fit(self) -> AladdinPolicy:
+        """Return a new policy `aladdin` that has learned lengths from earlier requests."""
+        policy = AladdinPolicy(Random(self.seed), self.rules, self.worker.latency)
         history = make_workload(
             self.workload, NUM_HISTORY, self.rate, seed=self.seed + HISTORY_SEED
         )
         for job in history:
             policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
-        return PolicyRouter(policy, self.slo)
+        return policy
 
 
 class FleetOutcome(NamedTuple):
@@ -108,16 +116,23 @@ class FleetOutcome(NamedTuple):
 
 def run_fleet_case(case: FleetCase, num_workers: int) -> ClusterRun:
     """Return the run of a workload on a number of workers."""
+    return simulate_cluster(fleet_deployments(case, num_workers), case.jobs(), case.router())
+
+
+def fleet_deployments(case: FleetCase, num_workers: int) -> dict[str, Deployment]:
+    """Return equal workers by name."""
     deployment = case.worker.deployment()
-    return simulate_cluster(
-        {f"w{index}": deployment for index in range(num_workers)}, case.jobs(), case.router()
-    )
+    return {f"w{index}": deployment for index in range(num_workers)}
 
 
 def simulate_fleet(case: FleetCase, num_workers: int) -> FleetOutcome:
     """Return the latencies of a workload on a number of workers."""
-    run = run_fleet_case(case, num_workers)
-    ttft, tpot = case.slo
+    return measure_fleet(run_fleet_case(case, num_workers), case.slo, num_workers)
+
+
+def measure_fleet(run: ClusterRun, slo: Slo, num_workers: int) -> FleetOutcome:
+    """Return the latencies of a run on a number of workers, and how many keep limits."""
+    ttft, tpot = slo
     lines = [served.line for served in run.requests.values()]
     is_first = [ttft is None or (each.ttft is not None and each.ttft <= ttft) for each in lines]
     tpots = [each.tpot or 0.0 for each in lines]

@@ -10,6 +10,7 @@ from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.sequence import Sequence
 from gllm.sim.cluster.earliest_ends import EarliestEnds
 from gllm.sim.cluster.generation import EngineGeneration
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
@@ -191,6 +192,23 @@ class ClusterEngine:
             self.pipeline.submit(submission, now)
         return seq
 
+    @property
+    def unstarted_seqs(self) -> list[int]:
+        """Return the sequences of which no step has scheduled anything, in order."""
+        sequences = self.pipeline.scheduler.table.sequences
+        return [seq for seq in self.requests if seq in sequences and _is_unstarted(sequences[seq])]
+
+    def withdraw(self, seq: int, now: float) -> ClusterRequest:
+        """Take back a request before its start.
+
+        Raises:
+            ValueError: A step has scheduled part of it, or the engine does not have it.
+        """
+        if seq not in self.unstarted_seqs:
+            raise ValueError(f"engine {self.name!r} has no unstarted request of sequence {seq}")
+        self.pipeline.abort([seq], now)
+        return self.requests.pop(seq)
+
     def catch_up_with_ends(self, now: float) -> None:
         """Run the events before an arrival, unless certainly no request ends by then.
 
@@ -344,3 +362,12 @@ class ClusterEngine:
         run.parallelism.pop()
         run.micro_batches = micro_batches
         return EngineRun(run, stats, self.lives)
+
+
+def _is_unstarted(sequence: Sequence) -> bool:
+    return not (
+        sequence.has_run
+        or sequence.num_scheduled_tokens
+        or sequence.num_rows_in_flight
+        or sequence.is_finished
+    )

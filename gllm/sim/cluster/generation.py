@@ -144,7 +144,10 @@ class EngineGeneration:
             self._ongoing.on_sent(request.seq, len(request.prompt_token_ids) + num_resumed)
 
     def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Ignore aborted sequences: a cluster aborts none."""
+        """Forget sequences that the cluster has taken back."""
+        self.last_event_time = now
+        if self._ongoing is not None:
+            self._ongoing.on_ended(seqs)
 
     def on_scheduled(
         self,
