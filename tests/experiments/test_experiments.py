@@ -3,14 +3,24 @@
 import re
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from gllm.commands.experiment import EXPERIMENTS, REAL, format_command, main, make_parser
 from gllm.config.engine import EngineConfig
-from gllm.experiments import profile, real, real_ablation, replay, trials
+from gllm.experiments import (
+    hexgen2_cases,
+    hexgen2_simulated,
+    profile,
+    real,
+    real_ablation,
+    replay,
+    trials,
+)
 from gllm.experiments.ablation import BASE
 from gllm.experiments.base import ExperimentOptions, ExperimentResult, RunTime, write_result
 from gllm.experiments.claims import ExpectedChange, PaperClaim
@@ -19,6 +29,9 @@ from gllm.experiments.real_ablation import median_figures
 from gllm.experiments.slo import coverage, interpolate_rate
 from gllm.experiments.trials import SimulationTrial
 from gllm.observability.step_log import StepLogEvent
+from gllm.plan.hetero import simulation
+from gllm.plan.hetero.planner import PlanProblem
+from gllm.plan.hetero.search import RefinementBudget
 from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
@@ -27,11 +40,26 @@ from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 PAGES = Path(__file__).parents[2] / "docs" / "experiments"
 MEASURED = ("replay", "link-encoding", "kv-theta", "prediction")
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
+SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
+    "hexgen2": [
+        (hexgen2_simulated, "NUM_ONLINE", 60),
+        (hexgen2_simulated, "NUM_TIMED", 60),
+        (simulation, "MIN_REQUESTS", 40),
+        (simulation, "WINDOW", (1.0, 1.5)),
+        (hexgen2_cases, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
+        (hexgen2_simulated, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
+    ]
+}
+"""Sizes of simulations and searches that `--requests` does not set."""
 
 
 @pytest.mark.parametrize("name", SIMULATED)
 @pytest.mark.parametrize("requests", ["8", pytest.param("24", marks=pytest.mark.long)])
-def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
+def test_simulated(
+    name: str, requests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, constant, value in SMALL.get(name, []):
+        monkeypatch.setattr(module, constant, value)
     assert main([name, "--quick", "--requests", requests, "--output", str(tmp_path)]) == 0
     page = (tmp_path / f"{name}.md").read_text()
     assert f"`gllm experiment {name} --requests {requests} --quick`" in page
