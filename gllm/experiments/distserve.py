@@ -10,6 +10,7 @@ from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.distserve_claims import make_claims, make_panels
 from gllm.experiments.distserve_queue import compare_queues
 from gllm.experiments.distserve_search import (
+    make_task,
     measure_goodputs,
     place_for_rate,
     place_high_affinity,
@@ -72,11 +73,6 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     )
 
 
-def _task(workload: PaperWorkload, system: System, options: ExperimentOptions) -> GoodputTask:
-    limits = workload.ttft, workload.tpot
-    return GoodputTask(system, workload.lengths, *limits, options.requests)
-
-
 def _measure_workloads(
     workloads: Sequence[PaperWorkload], options: ExperimentOptions
 ) -> list[WorkloadResult]:
@@ -84,7 +80,7 @@ def _measure_workloads(
     results = []
     for workload in workloads:
         systems = [workload.distserve, *workload.colocated]
-        tasks = [_task(workload, system, options) for system in systems]
+        tasks = [make_task(workload, system, options) for system in systems]
         result = WorkloadResult(workload)
         for system, rate in zip(systems, measure_goodputs(tasks, options), strict=True):
             result.add_goodput(system, rate)
@@ -166,7 +162,7 @@ def place_high(low: WorkloadResult, options: ExperimentOptions) -> HighPlacement
     """Return Algorithm 1's placement, and the attainment of its numbers of engines for a rate."""
     workload = low.workload
     system, prefill, decode = place_high_affinity(workload, options)
-    (rate,) = measure_goodputs([_task(workload, system, options)], options)
+    (rate,) = measure_goodputs([make_task(workload, system, options)], options)
     sized_rate = SIZED_FACTOR * max(prefill.rate, decode.rate)
     sized = place_for_rate(workload.model, sized_rate, prefill, decode)
     outcome = run_task(RunTask(sized, workload.lengths, sized_rate, options.requests))
@@ -190,7 +186,7 @@ def _throttle(
         for policy in ("vllm", "throttle"):
             system = replace(result.systems["colocated"], prefill=Parallelism(tp, 4))
             rows.append((result.workload, replace(system, prefill_policy=policy)))
-    tasks = [_task(workload, system, options) for workload, system in rows]
+    tasks = [make_task(workload, system, options) for workload, system in rows]
     return [
         (workload.name, system, rate / system.num_gpus)
         for (workload, system), rate in zip(rows, measure_goodputs(tasks, options), strict=True)

@@ -15,6 +15,14 @@ MAX_ENGINES = 3
 """Engines per phase of Algorithm 1's placement: further ones repeat the pattern."""
 
 
+def make_task(
+    workload: PaperWorkload, system: System, options: ExperimentOptions, seed: int = 0
+) -> GoodputTask:
+    """Return the search for the goodput of a system with a workload and its limits."""
+    limits = workload.ttft, workload.tpot
+    return GoodputTask(system, workload.lengths, *limits, options.requests, seed=seed)
+
+
 def measure_goodputs(tasks: Sequence[GoodputTask], options: ExperimentOptions) -> list[float]:
     """Return goodputs in requests per second.
 

@@ -3,9 +3,8 @@
 from statistics import fmean
 
 from gllm.experiments.base import ExperimentOptions
-from gllm.experiments.distserve_search import measure_goodputs
+from gllm.experiments.distserve_search import make_task, measure_goodputs
 from gllm.experiments.distserve_study import WorkloadResult
-from gllm.plan.goodput.measurement import GoodputTask
 from gllm.sim.metrics.report import format_table
 
 SEEDS = range(5)
@@ -19,16 +18,8 @@ def measure_seeds(result: WorkloadResult, options: ExperimentOptions) -> dict[st
         result: of the workload, with the systems.
         options: of the experiment.
     """
-    workload = result.workload
     tasks = [
-        GoodputTask(
-            result.systems[name],
-            workload.lengths,
-            workload.ttft,
-            workload.tpot,
-            options.requests,
-            seed=seed,
-        )
+        make_task(result.workload, result.systems[name], options, seed)
         for name in SYSTEMS
         for seed in SEEDS
     ]
