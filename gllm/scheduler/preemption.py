@@ -78,8 +78,9 @@ class PreemptionManager:
         """Preempt sequences until the first waiting sequence can be prefilled to its end.
 
         Preempts half-prefilled sequences of worse rank first, worst first, because they do not
-        advance while it waits; then decodes of a worse priority. Preempts nothing if the blocks of
-        all these sequences would not be enough.
+        advance while it waits; then decodes of a worse priority. A fetch does advance, so only one
+        of a worse priority is preempted. Preempts nothing if the blocks of all these sequences
+        would not be enough.
         """
         head = self._queues.head
         if head is None:
@@ -88,7 +89,10 @@ class PreemptionManager:
         rank = head.rank
         priority = rank[0]
         yielding = [
-            s for s in owners if s.rank > rank and (s.rank[0] > priority or s.is_prefilling)
+            s
+            for s in owners
+            if s.rank > rank
+            and (s.rank[0] > priority or (s.is_prefilling and not s.is_fetch_ending))
         ]
         if not yielding:
             return

@@ -195,6 +195,14 @@ class Sequence:
         return self.num_source_tokens > 0 and not self.is_finished
 
     @property
+    def is_fetch_ending(self) -> bool:
+        """True while a fetch is in flight that ends whatever waits here: its source is complete.
+
+        The source of a prefetch, whose id is negative, may not be computed yet.
+        """
+        return self.is_fetching and self.seq >= 0
+
+    @property
     def is_prefilling(self) -> bool:
         """True if part of the prefill is not scheduled yet."""
         return self.num_scheduled_tokens < self.num_prefill_tokens

@@ -67,6 +67,8 @@ class KvWatch:
         self.ended: list[tuple[FetchKv, KvFetched]] = []
         self.on_fetched: Callable[[FetchKv, KvFetched], None] = lambda command, report: None
         """Called before the driver knows the end of a fetch."""
+        self.errors: list[Exception] = []
+        """Raised by `on_fetched`; the end of the test raises the first one."""
         handle, pass_on = self.mover.handle, self.mover._on_moved
 
         def watch_command(command: Any) -> None:
@@ -81,7 +83,11 @@ class KvWatch:
             if isinstance(report, KvFetched):
                 fetch = self.fetches.pop(report.fetch)
                 self.ended.append((fetch, report))
-                self.on_fetched(fetch, report)
+                try:
+                    self.on_fetched(fetch, report)
+                except Exception as error:
+                    # The driver has to know the end all the same, or its requests never end.
+                    self.errors.append(error)
             pass_on(caches, report)
 
         monkeypatch.setattr(self.mover, "handle", watch_command)
@@ -225,3 +231,5 @@ async def kv_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KvRig]:
         await rig.router.start()
         stack.push_async_callback(rig.router.stop)
         yield rig
+        for error in (each for watch in rig.watches.values() for each in watch.errors):
+            raise error

@@ -159,6 +159,24 @@ def test_a_fetch_does_not_take_the_blocks_of_the_first_prompt() -> None:
     assert [fetch.seq for fetch in scheduler.take_fetches(0.0)] == [1]
 
 
+@pytest.mark.parametrize(("priority", "is_preempted"), [(0, False), (1, True)])
+def test_a_waiting_request_takes_the_blocks_of_a_fetch_of_worse_priority_only(
+    priority: int, is_preempted: bool
+) -> None:
+    """A fetch of the same priority ends by itself, whatever the rank of the one that waits."""
+    scheduler = make_scheduler(num_blocks=8)
+    start_fetch(scheduler, handed_off(0, 17, priority=priority))
+    scheduler.add(handed_off(30, 17, age_seconds=1.0), 0.0)
+    assert scheduler.take_fetches(0.0) == []
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_fetch_cancellations() == ([0] if is_preempted else [])
+    scheduler.finish_fetch(0, not is_preempted, 1.0)
+    fetches = scheduler.take_fetches(1.0)
+    assert [fetch.seq for fetch in fetches] == ([30] if is_preempted else [])
+    if not is_preempted:
+        assert next_row(scheduler)[:3] == (0, 0, 17)
+
+
 def test_prompts_do_not_take_the_blocks_of_a_fetch_of_better_rank() -> None:
     scheduler = make_scheduler(num_blocks=8)
     first = start_fetch(scheduler, handed_off(1, 13))
