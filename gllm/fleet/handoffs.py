@@ -33,6 +33,9 @@ from gllm.scheduler.plan import FinishedSequence
 class PairChooser(Protocol):
     """Chooses the engines of both phases of a request."""
 
+    def accepting(self, names: frozenset[str]) -> frozenset[str]:
+        """Return the engines that take requests, of those named."""
+
     def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
         """Return the engines of a request, of those named; None to leave it to the policy."""
 
@@ -71,6 +74,7 @@ class Handoffs:
         self._pairs = pairs
         self._limits = limits or HandoffLimits()
         self._by_stream: dict[RequestStream, Handoff] = {}
+        self._by_ticket: dict[int, RequestStream] = {}
 
     @property
     def num_running(self) -> int:
@@ -110,7 +114,8 @@ class Handoffs:
             return None
         handoff = self._by_stream.get(stream)
         if handoff is not None and handoff.state is HandoffState.TRANSFER:
-            names |= self._successors(handoff) - excluded
+            # The decode engine may drain since it was chosen.
+            names = self._pairs.accepting(names | self._successors(handoff) - excluded)
         able = frozenset(name for name in names if _endpoint(self._engines[name]))
         if not names:
             return None
@@ -192,28 +197,27 @@ class Handoffs:
 
         If it is not chosen yet, it fetches them once it is.
         """
-        for stream, handoff in self._prefills(engine, ticket):
+        if (stream := self._find_prefill(engine, ticket)) is not None:
+            handoff = self._by_stream[stream]
             handoff.on_push_started()
             self._start_prefetch(stream, handoff, now)
 
     def on_first_chunk(self, engine: str, ticket: int, now: float) -> None:
         """Choose the decode engine of a prompt of which an engine has computed the first chunk."""
-        for stream, handoff in self._prefills(engine, ticket):
-            if self._pairs is None or handoff.decode:
-                continue
-            able = {each for each in self._successors(handoff) if _endpoint(self._engines[each])}
-            handoff.on_decode_chosen(self._pairs.choose_decode(stream, frozenset(able)) or "")
-            self._start_prefetch(stream, handoff, now)
+        stream = self._find_prefill(engine, ticket)
+        if stream is None or self._pairs is None or self._by_stream[stream].decode:
+            return
+        handoff = self._by_stream[stream]
+        able = {each for each in self._successors(handoff) if _endpoint(self._engines[each])}
+        handoff.on_decode_chosen(self._pairs.choose_decode(stream, frozenset(able)) or "")
+        self._start_prefetch(stream, handoff, now)
 
-    def _prefills(self, engine: str, ticket: int) -> list[tuple[RequestStream, Handoff]]:
-        """Return the request that an engine prefills under a ticket, if there is one."""
-        return [
-            (stream, handoff)
-            for stream, handoff in self._by_stream.items()
-            if handoff.ticket == ticket
-            and handoff.pair.prefill == engine
-            and handoff.state is HandoffState.PREFILL
-        ]
+    def _find_prefill(self, engine: str, ticket: int) -> RequestStream | None:
+        """Return the request that an engine prefills under a ticket; None if there is none."""
+        stream = self._by_ticket.get(ticket)
+        if stream is None or self.state_of(stream) is not HandoffState.PREFILL:
+            return None
+        return stream if self._by_stream[stream].pair.prefill == engine else None
 
     def _start_prefetch(self, stream: RequestStream, handoff: Handoff, now: float) -> None:
         """Let the decode engine fetch the blocks while they are computed, if both sides can.
@@ -222,6 +226,8 @@ class Handoffs:
         """
         decode, entry = self._engines.get(handoff.decode), stream.entry
         if decode is None or decode.kv is None or not decode.kv.accepts_prefetches:
+            return
+        if self._pairs is None or not self._pairs.accepting(frozenset({decode.name})):
             return
         source = self._source(stream, handoff, decode)
         if source is None or entry.n > 1 or not handoff.start_prefetch(now):
@@ -303,6 +309,7 @@ class Handoffs:
             engine.send(prefill)
             # Only now: encoding may raise.
             handoff = self._by_stream[stream] = Handoff(pair, ticket, self._limits)
+            self._by_ticket[ticket] = stream
             handoff.start()
 
         return send
@@ -341,7 +348,7 @@ class Handoffs:
     def _forget_if_done(self, stream: RequestStream, handoff: Handoff) -> None:
         if handoff.state is HandoffState.DONE:
             self.num_ended[handoff.outcome] += 1
-            del self._by_stream[stream]
+            del self._by_stream[stream], self._by_ticket[handoff.ticket]
 
     def _execute(self, actions: Iterable[HandoffAction]) -> None:
         """Send the commands about holds; submissions are the client's."""

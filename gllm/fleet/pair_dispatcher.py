@@ -29,6 +29,13 @@ class PairDispatcher:
         self._keys: dict[RequestStream, int] = {}
         """Numbers of the requests that the policy knows."""
 
+    def accepting(self, names: frozenset[str]) -> frozenset[str]:
+        """See PairChooser."""
+        records = self._dispatcher.records
+        return frozenset(
+            name for name in names if name in records and records[name].accepts_requests
+        )
+
     def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
         """See PairChooser."""
         now = self._clock()

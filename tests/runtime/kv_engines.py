@@ -185,6 +185,9 @@ class FixedPair:
     def __init__(self, prefill: str = "P", decode: str = "D") -> None:
         self.prefill, self.decode = prefill, decode
 
+    def accepting(self, names: frozenset[str]) -> frozenset[str]:
+        return names
+
     def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
         return EnginePair(self.prefill, self.decode) if {"P", "D"} <= names else None
 
@@ -268,6 +271,7 @@ class KvCluster:
         for _ in range(3):
             self.step()
         assert not self.client.handoffs.num_running
+        assert not self.client.handoffs._by_ticket
         for engine in self.engines.values():
             stats = engine.scheduler.stats()
             assert (stats.unfinished, stats.held_blocks, stats.fetching) == (0, 0, 0), engine.name

@@ -97,10 +97,10 @@ class RoutedCluster(MovingCluster):
         if link is not None:
             self._links.on_message(link, message)
 
-    def report(self, name: str, stats: SchedulerStats | None = None) -> None:
-        """Report the load of an engine, as its pacer does; or another one."""
+    def report(self, name: str, stats: SchedulerStats | None = None, state: str = "ready") -> None:
+        """Report the state and load of an engine, as its pacer does; or another load."""
         stats = stats or self.engines[name].scheduler.stats()
-        self.on_message(name, EngineReport("ready", "", stats))
+        self.on_message(name, EngineReport(state, "", stats))
 
     def kill(self, name: str) -> None:
         engine = self.engines.pop(name)

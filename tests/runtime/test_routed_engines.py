@@ -1,10 +1,12 @@
 """Presets of a router over real engines: who is chosen when, and the text of one engine."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from random import Random
+from typing import NoReturn
 
 import pytest
 
@@ -12,7 +14,7 @@ from gllm.messages.kv_transfer import FetchKv
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.disaggregation.policy import PairRequest
 from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
-from gllm.routing.handoff import HandoffState
+from gllm.routing.handoff import Handoff, HandoffState
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import SchedulerStats
 from tests.grammar.writing import FOLDER
@@ -135,6 +137,77 @@ async def test_a_decode_engine_that_dies_before_the_transfer_is_chosen_again(
         assert rig.client.num_dispatched[other] == 1
         assert stream.entry.outputs[0] == expected(tuple(PROMPT))
         assert rig.client.handoffs.num_ended == {"transferred": 1}
+        rig.check_empty()
+
+
+@pytest.mark.parametrize("kv_push", ["off", "layer"])
+async def test_a_decode_engine_that_drains_gets_no_request_that_was_meant_for_it(
+    kv_push: str,
+) -> None:
+    """Splitwise chooses it when the request arrives; it would refuse both commands."""
+    with routed(engines("P0 D0 D1", kv_push, "splitwise"), "splitwise") as rig:
+        stream = submit(rig, PROMPT)
+        (handoff,) = rig.client.handoffs._by_stream.values()
+        chosen = handoff.decode
+        (other,) = {"D0", "D1"} - {chosen}
+        rig.report(chosen, state="draining")
+        rig.run([stream])
+        assert rig.client.num_dispatched == {"P0": 1, other: 1}
+        assert not rig.engines[chosen].commands
+        assert rig.engines[other].scheduler.stats().fetched_tokens == len(PROMPT)
+        assert rig.client.handoffs.num_ended == {"transferred": 1}
+        assert stream.entry.outputs[0] == expected(tuple(PROMPT))
+        rig.check_empty()
+
+
+async def test_blocks_are_fetched_again_by_an_engine_that_does_not_drain() -> None:
+    with routed(engines("P0 D0 D1 D2"), "tetri") as rig:
+        names = iter(["D0", "D1", "D2", "D2"])
+
+        def choose_decode(request: PairRequest, snapshots, now: float) -> str | None:
+            """Do not look at the states of engines."""
+            return next(names)
+
+        rig.policy.choose_decode = choose_decode  # type: ignore[method-assign, assignment]
+        rig.moves_kv = False
+        stream = submit(rig, PROMPT)
+        rig.run([stream], until=lambda: rig.client.num_dispatched["D0"] == 1)
+        rig.report("D1", state="draining")
+        rig.kill("D0")
+        rig.moves_kv = True
+        rig.run([stream])
+        assert "D1" not in rig.client.num_dispatched
+        assert stream.entry.outputs[0] == expected(tuple(PROMPT))
+        rig.check_empty()
+
+
+class _UniteratedDict(dict[RequestStream, Handoff]):
+    """Table that is only looked up in."""
+
+    def _raise(self) -> NoReturn:
+        raise AssertionError("all hand-offs are read")
+
+    __iter__ = keys = values = items = _raise
+
+
+async def test_a_report_of_a_prompt_reads_its_own_hand_off_alone() -> None:
+    with routed(engines("P0 D0 D1", "layer"), "tetri") as rig:
+        streams = [submit(rig, PROMPT[i:]) for i in range(8)]
+        handoffs = rig.client.handoffs
+        table, now = handoffs._by_stream, time.monotonic()
+        handoffs._by_stream = _UniteratedDict(table)
+        tickets = {handoff.ticket: stream for stream, handoff in table.items()}
+        for ticket, stream in tickets.items():
+            handoffs.on_first_chunk("D0", ticket, now)
+            assert not table[stream].decode
+            handoffs.on_first_chunk("P0", ticket, now)
+            assert table[stream].decode
+            handoffs.on_push_started("P0", ticket, now)
+        handoffs.on_first_chunk("P0", 1 + max(tickets), now)
+        handoffs._by_stream = table
+        rig.run(streams)
+        for stream in streams:
+            assert stream.entry.outputs[0] == expected(tuple(stream.entry.prompt))
         rig.check_empty()
 
 
