@@ -109,7 +109,11 @@ class DynamicReservation(GreedyAdmission):
 
 
 class LongestReservation(GreedyAdmission):
-    """Admission if the cache holds every sequence at its `max_tokens`; no decode lacks a block."""
+    """Admission if the cache holds every sequence at its `max_tokens`; no decode lacks a block.
+
+    The choices of a request that wait for its prompt count as sequences: they rank before later
+    prompts, from which they would take blocks.
+    """
 
     def _has_space(
         self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
@@ -119,7 +123,20 @@ class LongestReservation(GreedyAdmission):
             for owner in owners
         )
         missing += self._count_missing(sequence, _most_new(sequence))
+        missing += sum(map(self._count_unborn, (sequence, *owners)))
         return missing <= self._num_free(victims)
+
+    def _count_unborn(self, sequence: Sequence) -> int:
+        """Return the blocks of the choices that wait for a first choice to compute the prompt.
+
+        Beside the blocks of the prompt that they share: all full ones before its last token.
+        """
+        request, prompt_len = sequence.request, sequence.prompt_len
+        num_computed = max(sequence.num_computed_tokens, sequence.num_scored_tokens)
+        if sequence.seq != request.seq or num_computed >= prompt_len:
+            return 0
+        num_blocks = -(-(prompt_len + request.max_tokens) // self._block_size)
+        return (request.n - 1) * (num_blocks - (prompt_len - 1) // self._block_size)
 
 
 class WaitingShareAdmission(GreedyAdmission):
