@@ -3,6 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
+# Empty counts as unset. With it set, every process would compile the modules that it imports, which takes a worker as
+# much CPU time as the rest of its start; setup leaves them uncompiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup serve lint test test-e2e test-long test-router test-installed test-cpus test-triton-3.6 mutants format browser
 
 setup: $(STAMP)
