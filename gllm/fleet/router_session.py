@@ -112,8 +112,8 @@ class RouterSession:
             self.connection.send(KvPushStarted(ticket))
 
     def on_first_chunk(self, ticket: int) -> None:
-        """Notify the router, if it has to know, of a prompt of its own with a computed chunk."""
-        if ticket in self._tickets and self.greeting.needs_first_chunks:
+        """Notify the router of a prompt of its own with a computed chunk."""
+        if ticket in self._tickets:
             self.connection.send(FirstChunkComputed(ticket))
 
     def end(self) -> None:
@@ -143,6 +143,7 @@ class RouterSession:
         try:
             arrival = time.monotonic() - message.age_seconds
             entry = JournalEntry.from_submission(message, arrival)
+            entry.reports_first_chunk = self.greeting.needs_first_chunks
             stream = self._engine.client.submit_entry(entry, message.request_id)
         except PoisonRequestError as error:
             self._reject(seqs, str(error), "poison")

@@ -56,6 +56,9 @@ class SubmitRequest(WireMessage, frozen=True):
     """Engine that holds the KV cache of the first tokens; None to compute it."""
     predicted_output_tokens: Annotated[int, Meta(ge=0)] = 0
     """Predicted length of the output, `outputs` included; 0 without a prediction."""
+    reports_first_chunk: bool = False
+    """True if the driver has to send FirstChunkComputed; set by the engine's session with the
+    router."""
 
     def check(self, vocab_size: int | None) -> None:
         """Check what neither decoding nor the scheduler checks.

@@ -161,6 +161,7 @@ def to_event(request: SchedulerRequest, now: float) -> AddEvent:
         request.is_kv_foreign,
         request.predicted_output_tokens,
         request.kv_source_ticket,
+        request.reports_first_chunk,
     )
 
 
@@ -182,6 +183,7 @@ def to_request(event: AddEvent) -> SchedulerRequest:
         event.is_kv_foreign,
         event.predicted_output_tokens,
         event.kv_source_ticket,
+        event.reports_first_chunk,
     )
 
 

@@ -102,6 +102,7 @@ class AddEvent(msgspec.Struct, frozen=True, tag_field="event", tag="add"):
     is_kv_foreign: bool = False
     predicted_output_tokens: int = 0
     kv_source_ticket: int = 0
+    reports_first_chunk: bool = False
 
 
 class PrefetchEvent(msgspec.Struct, frozen=True, tag_field="event", tag="prefetch"):

@@ -89,6 +89,7 @@ class DriverKv:
             kv_source_tokens=num_tokens,
             kv_source_ticket=0 if source is None else source.ticket,
             is_kv_foreign=source is not None and source.is_foreign,
+            reports_first_chunk=message.reports_first_chunk,
         )
 
     def forget(self, seq: int) -> None:
@@ -120,8 +121,8 @@ class DriverKv:
             )
 
     def report_first_chunks(self) -> None:
-        """Report the prompts of which the last commit has computed the first chunk."""
-        for ticket in self._scheduler.first_chunks:
+        """Report prompts whose first chunk is computed, if their router has to know."""
+        for ticket in self._scheduler.take_first_chunks():
             self._send(FirstChunkComputed(ticket))
 
     def report_transfers(self) -> None:

@@ -50,6 +50,8 @@ class JournalEntry:
     """As in SubmitRequest; for the next submission only, because a ticket is used once."""
     predicted_output_tokens: int = 0
     """As in SubmitRequest."""
+    reports_first_chunk: bool = False
+    """As in SubmitRequest."""
     alive: set[int] = field(init=False)
     """Choices that have not ended."""
     outputs: dict[int, list[int]] = field(init=False)
@@ -159,6 +161,7 @@ class JournalEntry:
             kv_ticket=self.kv_ticket,
             kv_source=self.kv_source,
             predicted_output_tokens=self.predicted_output_tokens,
+            reports_first_chunk=self.reports_first_chunk,
         )
 
     def on_submitted(self, first_seq: int) -> None:

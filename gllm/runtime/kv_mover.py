@@ -95,7 +95,8 @@ class EngineKvMover:
         self.on_push: Callable[[int], None] = lambda ticket: None
         """Called with the ticket of a prompt that can be fetched while it is computed."""
         self.on_first_chunk: Callable[[int], None] = lambda ticket: None
-        """Called with the ticket of a prompt whose first chunk is computed, if others follow."""
+        """Called with the ticket of a prompt whose first chunk is computed, if others follow and
+        its router has to know."""
         self._send = send
         self._backend, self._encoding = backend, encoding
         self._address = address

@@ -41,8 +41,8 @@ class SchedulerTransfers:
         self.fetches = KvFetches(kv_cache, queues, filler)
         self.prefetches = KvPrefetches(kv_cache, self.fetches)
         self.pushes = KvPushes(TransferModePolicy(config.push_threshold), config.block_size)
-        self.first_chunks: list[int] = []
-        """Tickets of prompts whose first chunk the last commit has computed, if others follow."""
+        self._first_chunks: list[int] = []
+        """Tickets of prompts whose first chunk is computed, which were not returned yet."""
         self._block_size = config.block_size
         self._kv_cache = kv_cache
         self._queues = queues
@@ -115,9 +115,16 @@ class SchedulerTransfers:
 
     def on_chunk_computed(self, sequence: Sequence, start: int) -> None:
         """Note a computed row that does not end its prompt, from its first token."""
-        ticket = sequence.request.kv_ticket
-        if ticket and start == sequence.num_reused_tokens and not sequence.is_finished:
-            self.first_chunks.append(ticket)
+        request = sequence.request
+        if not request.reports_first_chunk or sequence.is_finished:
+            return
+        if request.kv_ticket and start == sequence.num_reused_tokens:
+            self._first_chunks.append(request.kv_ticket)
+
+    def pop_first_chunks(self) -> list[int]:
+        """See Scheduler.take_first_chunks."""
+        tickets, self._first_chunks = self._first_chunks, []
+        return tickets
 
     def hold(self, sequence: Sequence, now: float) -> KvHold | None:
         """Hold the KV of a sequence that `max_tokens` has ended; it is no longer pushed."""

@@ -90,8 +90,6 @@ class Scheduler:
         self._transfers = SchedulerTransfers(
             config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
         )
-        self.first_chunks = self._transfers.first_chunks
-        """See SchedulerTransfers."""
         self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
         self._now = 0.0
         """Latest time of a call, at which leases of holds start."""
@@ -189,7 +187,6 @@ class Scheduler:
             ValueError: the result belongs to another plan or lacks a row.
         """
         plan = self._in_flight.pop(result.step)
-        self.first_chunks.clear()
         sampled = {token.seq: token for token in result.sampled_tokens}
         output = StepOutput([], [], [], [], count_tokens(plan.rows))
         sequences, error = self._sequences, result.error
@@ -248,6 +245,13 @@ class Scheduler:
     def take_pushes(self) -> list[KvPush]:
         """Return the KV that can be fetched while its prompt is computed, since the last call."""
         return self._transfers.pushes.pop_new()
+
+    def take_first_chunks(self) -> list[int]:
+        """Return the tickets of prompts whose first chunk was computed since the last call.
+
+        Only of requests that report it, and of prompts with further chunks.
+        """
+        return self._transfers.pop_first_chunks()
 
     def take_holds(self) -> list[KvHold]:
         """Return the KV that can be fetched from now on, since the last call."""

@@ -48,6 +48,9 @@ class SchedulerRequest(NamedTuple):
     """Lower end of the predicted output length in tokens, `outputs` included; 0: no prediction."""
     kv_source_ticket: int = 0
     """Ticket of the KV that can be fetched, which a prefetch may have fetched already."""
+    reports_first_chunk: bool = False
+    """True if `Scheduler.take_first_chunks` returns `kv_ticket` after the first of several chunks.
+    """
 
     def check(self, max_model_len: int) -> None:
         """Check that the request can run.

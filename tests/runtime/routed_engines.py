@@ -34,11 +34,14 @@ class _EngineLink(ScriptedLink):
     engine: MovingEngine
     submissions: list[tuple[str, SubmitRequest]]
     """Requests of the router in their order, with the names of their engines."""
+    needs_first_chunks: bool
 
     def send(self, message: WireMessage) -> None:
         super().send(message)
         if isinstance(message, SubmitRequest):
             self.submissions.append((self.name, message))
+            # As the engine's session with the router does.
+            message = msgspec.structs.replace(message, reports_first_chunk=self.needs_first_chunks)
         if isinstance(message, FOR_DRIVER):
             self.engine.receive(message)
 
@@ -64,6 +67,8 @@ class RoutedCluster(MovingCluster):
         self._links: Any = self.fleet._links
         self.submissions: list[tuple[str, SubmitRequest]] = []
         """Requests that were sent to engines, in this order, with the engines' names."""
+        self.num_first_chunks = 0
+        """Reports of first chunks by the engines."""
         super().__init__(dict(engines), client=self.fleet.client)
 
     def attach(self, name: str, stages: Stages, *_: object) -> None:
@@ -87,13 +92,13 @@ class RoutedCluster(MovingCluster):
             ),
         )
         link.engine, link.submissions = engine, self.submissions
+        link.needs_first_chunks = self._links.greeting.needs_first_chunks
         self._links.links[name] = link
         self._links.on_attached(link)
 
     def on_message(self, name: str, message: WireMessage) -> None:
+        self.num_first_chunks += isinstance(message, FirstChunkComputed)
         link = self._links.links.get(name)
-        if isinstance(message, FirstChunkComputed) and not self._links.greeting.needs_first_chunks:
-            return
         if link is not None:
             self._links.on_message(link, message)
 

@@ -84,6 +84,7 @@ async def test_tetri_chooses_the_decode_engine_after_the_first_chunk(kv_push: st
         rig.run([stream])
         ((name, num_computed, state),) = choices.at
         assert (num_computed, state) == (CHUNK, HandoffState.PREFILL)
+        assert rig.num_first_chunks == 1
         assert stream.entry.outputs[0] == expected(tuple(PROMPT))
         assert rig.client.num_dispatched == {"P0": 1, name: 1}
         assert name is not None
@@ -106,11 +107,12 @@ async def test_tetri_chooses_when_a_prompt_of_one_chunk_ends(num_tokens: int) ->
 
 @pytest.mark.parametrize("preset", ["distserve", "splitwise"])
 async def test_other_presets_choose_at_their_own_moment(preset: str) -> None:
-    """P1: when the prefill has ended, and at arrival."""
+    """P1: when the prefill has ended, and at arrival. No engine reports first chunks."""
     with routed(engines("P0 D0", preset=preset), preset) as rig:
         choices = Choices(rig)
         choices.stream = stream = submit(rig, PROMPT)
         rig.run([stream])
+        assert rig.num_first_chunks == 0
         states = [] if preset == "splitwise" else [HandoffState.TRANSFER]
         assert [state for *_, state in choices.at] == states
         assert stream.entry.outputs[0] == expected(tuple(PROMPT))

@@ -30,8 +30,9 @@ def make_config(**changes: object) -> SchedulerConfig:
     return config.__class__(**{**vars(config), **changes}).resolve(1, 32, 64)
 
 
-def pushed(num_tokens: int, seq: int = 0) -> SchedulerRequest:
-    return SchedulerRequest(seq, list(range(num_tokens)), 1, kv_ticket=TICKET)
+def pushed(num_tokens: int, seq: int = 0, **fields: Any) -> SchedulerRequest:
+    request = SchedulerRequest(seq, list(range(num_tokens)), 1, kv_ticket=TICKET)
+    return request._replace(**fields)
 
 
 def prefetch(num_tokens: int = 12) -> PrefetchRequest:
@@ -246,38 +247,42 @@ def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
     assert again.stats() == scheduler.stats()
 
 
+@pytest.mark.parametrize("is_required", [True, False])
 @pytest.mark.parametrize("kv_push", ["off", "layer"])
-def test_first_chunks_are_reported_once_computed_if_others_follow(kv_push: str) -> None:
-    """P1: also without pushes, and behind a cached prefix."""
+def test_first_chunks_are_reported_once_computed_if_others_follow(
+    kv_push: str, is_required: bool
+) -> None:
+    """P1: also without pushes, and behind a cached prefix; only of requests that report them."""
     scheduler = Scheduler(make_config(kv_push=kv_push))
 
     def reports() -> list[list[int]]:
-        """Return the tickets that each further commit reports."""
+        """Return the tickets that are reported after each further commit."""
         tickets = []
         while step(scheduler):
-            tickets.append(list(scheduler.first_chunks))
+            tickets.append(scheduler.take_first_chunks())
         return tickets
 
-    scheduler.add(SchedulerRequest(0, list(range(13)), 1), 0.0)
+    plain = SchedulerRequest(0, list(range(13)), 1, reports_first_chunk=is_required)
+    scheduler.add(plain, 0.0)
     assert reports() == [[], []]
-    scheduler.add(pushed(12 + 8, seq=1), 0.0)
+    scheduler.add(pushed(12 + 8, seq=1, reports_first_chunk=is_required), 0.0)
     assert reports() == [[]]
     scheduler.release_holds([TICKET])
     for ticket in scheduler.take_revocations(0.0):
         scheduler.confirm_revocation(ticket)
-    scheduler.add(pushed(20 + 17, seq=2), 0.0)
+    scheduler.add(pushed(20 + 17, seq=2, reports_first_chunk=is_required), 0.0)
     assert scheduler.schedule(0.0) is not None
-    assert not scheduler.first_chunks
+    assert not scheduler.take_first_chunks()
     scheduler.commit(StepResult(2 + 1, []))
-    assert scheduler.first_chunks == [TICKET]
+    assert scheduler.take_first_chunks() == [TICKET] * is_required
     assert reports() == [[], []]
 
 
 def test_an_aborted_prompt_reports_no_first_chunk() -> None:
     scheduler = Scheduler(make_config())
-    scheduler.add(pushed(18), 0.0)
+    scheduler.add(pushed(18, reports_first_chunk=True), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     scheduler.abort([0])
     scheduler.commit(StepResult(plan.step, []))
-    assert not scheduler.first_chunks
+    assert not scheduler.take_first_chunks()
