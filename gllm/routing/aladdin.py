@@ -9,7 +9,7 @@ Source: "Aladdin" (arXiv 2405.06856), its online placement; the norm is normalis
 fallback for a fixed number of engines is ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
@@ -20,11 +20,9 @@ from gllm.routing.placement import (
     LatencyModel,
     PlacedRequest,
     PlacementRules,
-    admits_context,
-    admits_kv_cache,
-    admits_prefill,
+    WorkerLoad,
     load_norm,
-    planned_context,
+    meets_constraints,
 )
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.scheduling_groups import SchedulingGroups
@@ -128,31 +126,31 @@ class _Worker(NamedTuple):
     load: float
 
     def admits(self, request: PlacedRequest, rules: PlacementRules) -> bool:
-        """Return True if the engine meets all constraints with one more request.
+        """Return True if the engine meets all constraints with one more request."""
+        load = WorkerLoad(
+            self.model,
+            len(self.engine.ongoing),
+            self.max_num_seqs,
+            self.num_kv_tokens,
+            self.context,
+            self._num_new_tokens,
+            self._decode_slacks,
+            self._placed_requests,
+        )
+        return meets_constraints(load, request, rules)
 
-        This is `placement.admits`; the requests that are placed already are built for the last
-        constraint only, which few engines reach.
-        """
-        ongoing, expected = self.engine.ongoing, self.expected_outputs
-        if len(ongoing) >= self.max_num_seqs:
-            return False
-        tpot, now = rules.slo.tpot_seconds or 0.0, self.engine.time
-        num_new_tokens = request.num_prompt_tokens
-        num_new_tokens += sum(
-            each.num_prompt_tokens for each in ongoing if not each.num_output_tokens
-        )
-        slacks = (
-            tpot * each.num_output_tokens - (now - each.first_token_time)
-            for each in ongoing
-            if each.num_output_tokens
-        )
-        if not admits_prefill(self.model, num_new_tokens, slacks, rules):
-            return False
-        context = self.context + planned_context([request], rules.gamma)
-        if not admits_context(self.model, len(ongoing) + 1, context, rules):
-            return False
-        batch = [
+    def _num_new_tokens(self) -> int:
+        ongoing = self.engine.ongoing
+        return sum(each.num_prompt_tokens for each in ongoing if not each.num_output_tokens)
+
+    def _decode_slacks(self, tpot_seconds: float) -> Iterator[float]:
+        now = self.engine.time
+        for each in self.engine.ongoing:
+            if each.num_output_tokens:
+                yield tpot_seconds * each.num_output_tokens - (now - each.first_token_time)
+
+    def _placed_requests(self) -> list[PlacedRequest]:
+        return [
             PlacedRequest(each.num_prompt_tokens, length, each.num_output_tokens)
-            for each, length in zip(ongoing, expected, strict=True)
+            for each, length in zip(self.engine.ongoing, self.expected_outputs, strict=True)
         ]
-        return admits_kv_cache([*batch, request], self.num_kv_tokens, rules)

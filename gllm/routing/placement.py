@@ -126,6 +126,23 @@ class PlacementWorker(NamedTuple):
     """Maximum number of requests of a batch."""
 
 
+class WorkerLoad(NamedTuple):
+    """Load of a worker for `meets_constraints`. What few decisions need is computed when needed."""
+
+    model: LatencyModel
+    num_requests: int
+    max_num_seqs: int
+    num_kv_tokens: float
+    context: float
+    """Planned context of the requests in tokens, by the gamma of the rules."""
+    num_new_tokens: Callable[[], int]
+    """Returns the tokens of the prompts that have not been computed."""
+    decode_slacks: Callable[[float], Iterable[float]]
+    """Returns T_dec l_out - t_dec in seconds of each ongoing request, for a T_dec."""
+    placed_requests: Callable[[], Sequence[PlacedRequest]]
+    """Returns the requests."""
+
+
 def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
     """Return the most tokens of KV cache that a batch holds in a future step, by expected lengths.
 
@@ -149,24 +166,34 @@ def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
 
 def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
     """Return True if a worker meets all constraints with one more request."""
-    if len(worker.requests) >= worker.max_num_seqs:
+    requests = worker.requests
+    decoding = [each for each in requests if not each.is_new]
+    load = WorkerLoad(
+        worker.model,
+        len(requests),
+        worker.max_num_seqs,
+        worker.num_kv_tokens,
+        planned_context(requests, rules.gamma),
+        lambda: sum(each.num_prompt_tokens for each in requests if each.is_new),
+        lambda tpot: (tpot * each.num_output_tokens - each.decode_seconds for each in decoding),
+        lambda: requests,
+    )
+    return meets_constraints(load, request, rules)
+
+
+def meets_constraints(load: WorkerLoad, request: PlacedRequest, rules: PlacementRules) -> bool:
+    """Return True if a worker with this load meets all constraints with one more request."""
+    if load.num_requests >= load.max_num_seqs:
         return False
     # The constraints that refuse most often first.
-    tpot = rules.slo.tpot_seconds or 0.0
-    num_new_tokens = request.num_prompt_tokens
-    num_new_tokens += sum(each.num_prompt_tokens for each in worker.requests if each.is_new)
-    slacks = (
-        tpot * each.num_output_tokens - each.decode_seconds
-        for each in worker.requests
-        if not each.is_new
-    )
-    if not admits_prefill(worker.model, num_new_tokens, slacks, rules):
+    num_new_tokens = request.num_prompt_tokens + load.num_new_tokens()
+    slacks = load.decode_slacks(rules.slo.tpot_seconds or 0.0)
+    if not admits_prefill(load.model, num_new_tokens, slacks, rules):
         return False
-    batch = [*worker.requests, request]
-    context = planned_context(batch, rules.gamma)
-    return admits_context(worker.model, len(batch), context, rules) and admits_kv_cache(
-        batch, worker.num_kv_tokens, rules
-    )
+    context = load.context + planned_context([request], rules.gamma)
+    if not admits_context(load.model, load.num_requests + 1, context, rules):
+        return False
+    return admits_kv_cache([*load.placed_requests(), request], load.num_kv_tokens, rules)
 
 
 def admits_prefill(
@@ -246,6 +273,11 @@ def place_heartbeat(
     open_worker: Callable[[int], PlacementWorker],
 ) -> list[PlacementWorker]:
     """Place the requests of a heartbeat by best fit, those with the longest prompts first.
+
+    The router does not collect requests until a heartbeat, which would delay their first tokens:
+    its policy (gllm/routing/aladdin.py) places each one by best fit when it arrives, and so do
+    simulated clusters. Tests alone call this: they compare best fit with the optimum, and with the
+    policy's choices for the same requests in the same order.
 
     Of 1,000 random instances of 4 to 12 requests, 983 get the optimal number of workers, 9 get more
     than 1.3 times as many: 3 instead of 2, or 4 instead of 3.

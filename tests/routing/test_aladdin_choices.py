@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.placement import MODEL, LoadedFleet
 from gllm.config.slo import NO_SLO, Slo
-from gllm.routing import aladdin
+from gllm.routing import aladdin, placement
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.output_by_prompt import (
     MIN_BUCKET_REQUESTS,
@@ -21,19 +21,17 @@ from gllm.routing.placement import (
     PlacementWorker,
     admits,
     capacity_norm,
+    place_heartbeat,
 )
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.output_lengths import OutputHistory
 from gllm.sim.workloads.requests import make_workload
 
 
-def stated_choice(
-    policy: AladdinPolicy, rng: Random, request: RoutingRequest, engines: list[EngineSnapshot]
-) -> str:
-    """The choice by all constraints of every engine, from its requests."""
+def as_workers(policy: AladdinPolicy, engines: list[EngineSnapshot]) -> list[PlacementWorker]:
+    """Engines with all their requests, as `placement` states the constraints of them."""
     predict = policy.output_lengths.predict
-    rules = PlacementRules(request.slo or NO_SLO)
-    workers = [
+    return [
         PlacementWorker(
             engine.name,
             MODEL,
@@ -51,8 +49,15 @@ def stated_choice(
         )
         for engine in engines
     ]
+
+
+def stated_choice(
+    policy: AladdinPolicy, rng: Random, request: RoutingRequest, engines: list[EngineSnapshot]
+) -> str:
+    """The choice by all constraints of every engine, from its requests."""
+    rules, workers = PlacementRules(request.slo or NO_SLO), as_workers(policy, engines)
     length = request.num_prompt_tokens
-    placed = PlacedRequest(length, predict(length))
+    placed = PlacedRequest(length, policy.output_lengths.predict(length))
     rng.shuffle(workers)
     workers.sort(key=lambda each: capacity_norm(each, rules), reverse=True)
     return next((each for each in workers if admits(each, placed, rules)), workers[-1]).name
@@ -89,6 +94,46 @@ def test_choices_are_those_of_the_stated_constraints(slo: Slo | None) -> None:
     assert len(chosen) >= 6
 
 
+def test_requests_one_by_one_get_the_engines_of_a_heartbeat() -> None:
+    rng, slo, chosen = Random(6), Slo(1.6, 0.075), Counter[str]()
+    policy = AladdinPolicy(Random(0), PlacementRules(), MODEL)
+    predict = policy.output_lengths.predict
+
+    def open_worker(number: int) -> PlacementWorker:
+        raise AssertionError("no engine admits a request")
+
+    for job in make_workload("sharegpt-like", 60, 4.0, seed=3):
+        policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
+    for _ in range(20):
+        engines = {
+            str(index): EngineSnapshot(
+                str(index),
+                ongoing=[
+                    OngoingRequest(rng.randint(1, 1500), rng.randint(50, 300), rng.uniform(85, 99))
+                    # The first one is empty, and admits what the others do not.
+                    for _ in range(rng.randint(1, 6) if index else 0)
+                ],
+                time=100.0,
+                num_blocks=3750,
+                max_num_seqs=10,
+            )
+            for index in range(8)
+        }
+        loaded = as_workers(policy, [*engines.values()])
+        lengths = sorted((rng.randint(50, 700) for _ in range(6)), reverse=True)
+        requests = [PlacedRequest(length, predict(length)) for length in lengths]
+        placed = place_heartbeat(loaded, reversed(requests), PlacementRules(slo), open_worker)
+        for length in lengths:
+            name = policy.choose(RoutingRequest(length, slo=slo), [*engines.values()])
+            assert name is not None
+            engine = engines[name]
+            chosen[name] += 1
+            new = OngoingRequest(length, 0, engine.time)
+            engines[name] = engine._replace(ongoing=[*engine.ongoing, new])
+        assert placed == as_workers(policy, [*engines.values()])
+    assert len(chosen) == 8
+
+
 def test_predictions_are_those_of_the_recorded_outputs() -> None:
     rng = Random(0)
     predictor = PromptLengthPredictor()
@@ -123,7 +168,7 @@ def test_a_heartbeat_computes_few_predictions_and_profiles(monkeypatch: pytest.M
 
     count(OutputHistory, "mean_above")
     count(aladdin, "PlacedRequest")
-    count(aladdin, "admits_kv_cache")
+    count(placement, "admits_kv_cache")
     fleet.place(make_workload("azure-conv", 25, 25.0, seed=2))
     # The engines have 1,024 requests, so that predicting each for each choice takes 25,600.
     assert 25 <= counts["mean_above"] <= 3000
