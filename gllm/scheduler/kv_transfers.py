@@ -49,6 +49,13 @@ class SchedulerTransfers:
         self._counters = counters
         self._finalize = finalize
 
+    @property
+    def num_in_flight(self) -> int:
+        """Number of fetches and prefetches that have started and not ended."""
+        prefetches = self.prefetches
+        num_prefetches = prefetches.num_in_flight if prefetches.started else 0
+        return self.fetches.num_in_flight + num_prefetches
+
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
         """Return True if blocks return without a step, though nothing fits and nothing runs.
 

@@ -247,10 +247,7 @@ class Scheduler:
         return self._transfers.pushes.pop_new()
 
     def take_first_chunks(self) -> list[int]:
-        """Return the tickets of prompts whose first chunk was computed since the last call.
-
-        Only of requests that report it, and of prompts with further chunks.
-        """
+        """Return the tickets of prompts whose first of several chunks is computed, once each."""
         return self._transfers.pop_first_chunks()
 
     def take_holds(self) -> list[KvHold]:
@@ -295,8 +292,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
-        prefetches, num_fetching = self._transfers.prefetches, self._transfers.fetches.num_in_flight
-        running = len(self.kv_cache.running) - len(prefetches.started)
+        running = len(self.kv_cache.running) - len(self._transfers.prefetches.started)
         return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self.table.pending_forks),
@@ -306,7 +302,7 @@ class Scheduler:
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             decoding=len(self._queues.tally.decoding_seqs),
             depth=self._queues.depth,
-            fetching=num_fetching + (prefetches.num_in_flight if prefetches.started else 0),
+            fetching=self._transfers.num_in_flight,
             held_blocks=self.kv_cache.holds.num_blocks,
             **vars(self._counters),
         )
