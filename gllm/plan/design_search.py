@@ -97,13 +97,15 @@ class DesignPlanner:
             else:
                 rule = self.problem.rule
                 point = bounds.best_point(self.problem.limits, rule.max_p99_delay_seconds)
-                rate, latencies = 0.0, UNKNOWN
-                if point:
+                rate, latencies, note = 0.0, UNKNOWN, ""
+                if point is None:
+                    note = bounds.missed_limit(self.problem.limits, rule.max_p99_delay_seconds)
+                else:
                     rate = point.rate
-                    latencies = EngineLatencies(
-                        point.ttft(90), point.step_seconds, point.chunk_seconds
-                    )
-                self._estimates[design] = assess_capacity(self.problem, design, rate, latencies)
+                    latencies = EngineLatencies(point.ttft(90), point.step_seconds, point.itl(99))
+                self._estimates[design] = assess_capacity(
+                    self.problem, design, rate, latencies, note
+                )
         return self._estimates[design]
 
     def search(
@@ -189,11 +191,13 @@ class DesignPlanner:
         return extend_rule(rule, bounds.request_seconds(limits, delay))
 
     def _highest_rate(self, bounds: EngineBounds) -> float:
-        """Return requests per second that no run of the problem's rule can sustain more than."""
+        """Return requests per second that no run of the problem can sustain within its limits."""
         if self.problem.objective_name == MAKESPAN:
             return bounds.max_rate()
         rule, requests = self._rule(bounds), self.problem.config.requests
-        return bounds.max_rate_of_run(requests, rule.min_seconds, rule.max_p99_delay_seconds)
+        return bounds.max_rate_of_run(
+            requests, rule.min_seconds, rule.max_p99_delay_seconds, self.problem.limits
+        )
 
     def _hopeless_reason(self, bounds: EngineBounds) -> str:
         limits = self.problem.limits

@@ -4,24 +4,23 @@ Bound: in a steady state micro-batches have equal shares of prefill and decode o
 schedule serves more requests than micro-batches of the size with the most work per second, among
 all that the limits permit: tokens per micro-batch, sequences, KV cache. That is not always the
 largest: times of matrix products rise in steps of a tile's rows, so 512 tokens may take 40 % less
-time than 549.
+time than 549. Limits of the time between tokens lower the bound: `max_decode_rate`.
 
-Estimates: the micro-batch that a rate needs gives the time between tokens; the wait before a
-prefill is that of an M/D/1 queue whose service time is that of the slowest stage per request; of an
-M/D/c queue where sequences, not tokens, limit the micro-batches: each sequence is a server.
+Estimates: see `operating_point`.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import count
-from math import inf, log
-from typing import NamedTuple
+from math import ceil, floor, inf
+from statistics import fmean
 
 from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits
+from gllm.plan.operating_point import MAX_DELAY_SECONDS, OperatingPoint
 from gllm.plan.workload_moments import WorkloadMoments
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.deployment import Deployment
-from gllm.sim.queueing import wait_probability
 
 BOUND_SLACK = 1.1
 """Factor on the bound, because micro-batches are rounded to whole tokens, a run's lengths differ
@@ -31,69 +30,8 @@ SIZES_PER_OCTAVE = 8
 are all multiples of 16 up to 256, of 32 up to 512 and so on, so the ends of tiles are met."""
 NUM_HALVINGS = 8
 """Bisections between the rates of two sizes."""
-DELAY_PERCENT = 99.0
-"""Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
-MAX_DELAY_SECONDS = 5.0
-"""Default of that limit."""
-MAX_UTILIZATION = 0.999
 LONG_REQUEST_PERCENT = 90.0
 """Percentile of the output lengths that a long request has."""
-
-
-class OperatingPoint(NamedTuple):
-    """Estimates at one request rate."""
-
-    rate: float
-    """Requests per second."""
-    slowest_seconds: float
-    """Seconds between two requests at the highest rate."""
-    prefill_seconds: float
-    """Seconds of a mean prompt on all stages, alone."""
-    step_seconds: float
-    """Seconds of a mean micro-batch on all stages: the time per output token."""
-    chunk_seconds: float
-    """The same of a micro-batch with as many prefill tokens as are permitted."""
-    num_servers: float = 1.0
-    """Requests that are served at once before one has to wait: 1 where tokens are the limit."""
-
-    def wait(self, percent: float) -> float:
-        """Return a percentile (0..100) of the wait before the prefill, with an exponential tail."""
-        utilization = min(self.rate * self.slowest_seconds, MAX_UTILIZATION)
-        share = wait_probability(utilization, self.num_servers) / max(1 - percent / 100, 1e-6)
-        # Mean wait of those that wait; it does not depend on the number of servers.
-        return self.slowest_seconds / (2 * (1 - utilization)) * log(share) if share > 1 else 0.0
-
-    def ttft(self, percent: float = 50.0) -> float:
-        """Return a percentile (0..100) of the time to the first token."""
-        return self.prefill_seconds + self.wait(percent)
-
-    def between(self, lower: "OperatingPoint", rate: float) -> "OperatingPoint":
-        """Return the estimates at a rate between that of a point with smaller steps and this."""
-        share = (rate - lower.rate) / (self.rate - lower.rate)
-        step, chunk = (
-            low + share * (high - low)
-            for low, high in (
-                (lower.step_seconds, self.step_seconds),
-                (lower.chunk_seconds, self.chunk_seconds),
-            )
-        )
-        return self._replace(rate=rate, step_seconds=step, chunk_seconds=chunk)
-
-    def keeps(self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS) -> bool:
-        """Return True if the estimates are within the limits and the scheduling delay is bounded.
-
-        Limits of `e2el` are not estimated.
-        """
-        for metric in ("ttft", "tpot", "itl"):
-            limit = limits.limit_of(metric)
-            if limit is not None and self._estimate(metric, limit[1]) > limit[0]:
-                return False
-        return self.wait(DELAY_PERCENT) <= max_delay_seconds
-
-    def _estimate(self, metric: str, percent: float) -> float:
-        if metric == "ttft":
-            return self.ttft(percent)
-        return self.step_seconds if metric == "tpot" else self.chunk_seconds
 
 
 class EngineBounds:
@@ -118,11 +56,16 @@ class EngineBounds:
         if moments.mean_context_tokens and not moments.is_shared:
             kv_tokens = config.num_blocks * config.block_size
             self._max_seqs = min(self._max_seqs, kv_tokens / moments.mean_context_tokens)
+        self._unknown_reason = ""
+        """Reason why there are no estimates."""
         self._times: dict[int, tuple[StageWork, list[float]]] = {}
         """Micro-batches and their seconds on each stage, by number of tokens."""
 
     def max_rate(self) -> float:
-        """Return requests per second that the engine cannot exceed; infinite if unknown."""
+        """Return requests per second that the engine cannot exceed; infinite if unknown.
+
+        Latency limits lower it: see `max_rate_of_run`.
+        """
         try:
             # How unevenly micro-batches in flight share the sequences is free.
             sizes = self._sizes(self._max_tokens, self._max_seqs)
@@ -130,27 +73,89 @@ class EngineBounds:
         except CostRangeError:
             return inf
 
-    def max_rate_of_run(self, num_requests: int, min_seconds: float, delay_seconds: float) -> float:
+    def max_rate_of_run(
+        self,
+        num_requests: int,
+        min_seconds: float,
+        delay_seconds: float,
+        limits: LatencyLimits = NO_LIMITS,
+    ) -> float:
         """Return the rate per second that no run with bounded delays can exceed.
 
         In a run, the requests that have not finished when the last one arrives do not count: those
         that run by then, as many as the engine holds, and those that wait for less than the delay.
+        Of each limit of the time between tokens, only the share of decode steps counts that has to
+        keep it; `max_decode_rate` limits these steps.
 
         Args:
             num_requests: Least number of requests of a run.
             min_seconds: Least time in which they arrive.
             delay_seconds: Limit of the scheduling delay.
+            limits: Latency limits; those of TTFT and E2EL are ignored.
         """
-        steady = self.max_rate()
+        steady, steps = self.max_rate(), self._moments.decode_steps
+        rates = [(steady, 1.0)]
+        for seconds, share in self._step_shares(limits, num_requests) if steps else ():
+            highest = BOUND_SLACK * self.max_decode_rate(seconds) / (share * steps)
+            rates.append((min(steady, highest), share))
         unfinished = self._max_seqs + steady * delay_seconds
-        if min_seconds:
-            rate = steady + unfinished / min_seconds
-            if rate * min_seconds >= num_requests:
-                return rate
-        if num_requests <= unfinished:
-            return inf
-        rate = steady * num_requests / (num_requests - unfinished)
-        return min(rate, num_requests / min_seconds) if min_seconds else rate
+        return min(
+            _rate_of_run(rate, unfinished / share, num_requests, min_seconds)
+            for rate, share in rates
+        )
+
+    def max_decode_rate(self, seconds: float) -> float:
+        """Return decode steps per second of which none takes longer than `seconds`.
+
+        Each token passes all stages, so a gap between two tokens is not shorter than the time of
+        the later one's micro-batch on all stages and links in a row: T(b) >= sum_s t_s(b) + links
+        for a micro-batch of b decodes. With the largest b for which T(b) is within the limit, a
+        stage computes max b / t_s(b) decodes per second up to this b, and prompts in the same
+        micro-batch make it slower only. A mean over the tokens of a request is limited in the same
+        way, as t_s(b) / b is convex in T(b): shorter steps of some tokens cost more time than
+        longer ones of others save. Contexts count as the shortest prompt. With one stage the time
+        in which a result returns does not count, because it overlaps the next step.
+
+        Args:
+            seconds: Limit of the time between two tokens.
+
+        Returns:
+            Decode steps per second: 0 where a single token takes longer, infinite if unknown.
+        """
+        highest, least, size = 0.0, 0.0, 1
+        while size <= self._max_seqs:
+            next_size = size + max(1, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
+            work = _make_work(size, size * (self._moments.prompts[0] + 1), [], size)
+            try:
+                least = self._pass_seconds(work)
+            except CostRangeError:
+                # Larger micro-batches are not faster than the last one that was measured.
+                return highest if least > seconds else inf
+            if len(self._stages) == 1:
+                least -= self._cost.return_seconds(work)
+            if least <= seconds:
+                # Sizes up to the next one may be within the limit, too.
+                highest = max(highest, (next_size - 1) / max(self._stage_times(work)))
+            size = next_size
+        return highest
+
+    def _step_shares(
+        self, limits: LatencyLimits, num_requests: int
+    ) -> Iterator[tuple[float, float]]:
+        """Yield each limit of TPOT and TBT in seconds, with the share of decode steps it binds."""
+        steps = self._moments.steps
+        for each in limits.percentiles:
+            num_values = num_requests
+            if each.metric == "itl":
+                num_values = max(1, int(num_requests * self._moments.decode_steps))
+            # A percentile is interpolated between two values: the upper one may be any.
+            share = each.percent / 100 - 1 / num_values
+            if each.metric == "tpot" and share > 0:
+                share = _least_sum_share(steps, share)
+            if each.metric in ("tpot", "itl") and share > 0:
+                yield each.seconds, share
+        if limits.tpot is not None and (share := _least_sum_share(steps, limits.attainment)) > 0:
+            yield limits.tpot, share
 
     def best_point(
         self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
@@ -181,22 +186,39 @@ class EngineBounds:
 
     @cached_property
     def _points(self) -> list[OperatingPoint]:
-        """Estimates of all sizes of micro-batches, rising; empty: they are unknown.
+        """Estimates of all sizes of micro-batches that were measured, rising; empty: of none.
 
         Micro-batches in flight share the sequences evenly.
         """
         sizes = self._sizes(self._token_limit, self._max_seqs / len(self._stages))
+        points: list[OperatingPoint] = []
         try:
-            slowest = 1 / max(self._rate(size) for size in sizes)
             prefill = self._prefill_seconds(max(1, round(self._moments.prompt_tokens)))
-            is_token_limited = sizes[-1] >= self._token_limit
-            num_servers = 1.0 if is_token_limited else max(1.0, self._max_seqs)
-            return [
-                self._point(size, slowest, prefill)._replace(num_servers=num_servers)
-                for size in sizes
-            ]
-        except CostRangeError:
-            return []
+            for size in sizes:
+                points.append(self._point(size, prefill))
+        except CostRangeError as error:
+            # The rates of the larger sizes are unknown.
+            if not points:
+                self._unknown_reason = f"outside of the profile: {error}"
+                return []
+        slowest = 1 / max(self._rate(size) for size in sizes[: len(points)])
+        is_token_limited = sizes[-1] >= self._token_limit
+        num_servers = 1.0 if is_token_limited else max(1.0, self._max_seqs)
+        num_chunks = fmean(ceil(tokens / self._token_limit) for tokens in self._moments.prompts)
+        return [
+            point._replace(
+                slowest_seconds=slowest, num_servers=num_servers, chunks_per_request=num_chunks
+            )
+            for point in points
+        ]
+
+    def missed_limit(
+        self, limits: LatencyLimits, max_delay_seconds: float = MAX_DELAY_SECONDS
+    ) -> str:
+        """Return the reason why there is no rate within limits; empty: there may be one."""
+        if not self._points:
+            return self._unknown_reason
+        return self._points[0].missed_limit(limits, max_delay_seconds)
 
     def request_seconds(
         self,
@@ -265,16 +287,18 @@ class EngineBounds:
             self._times[size] = work, self._stage_times(work)
         return self._times[size]
 
-    def _point(self, size: int, slowest: float, prefill_seconds: float) -> OperatingPoint:
+    def _point(self, size: int, prefill_seconds: float) -> OperatingPoint:
         work, times = self._measured(size)
         step = chunk = self._pass_seconds(work)
+        full = work
         room = max(0, self._chunk_tokens - work.num_decodes)
         if room > sum(tokens for _, tokens in work.prefill_chunks):
             context = work.num_decode_context_tokens
             full = _make_work(work.num_decodes, context, self._chunks(room), work.num_sampled_rows)
             chunk = self._pass_seconds(full)
         rate = size / self._request_tokens / max(max(times), step / len(times))
-        return OperatingPoint(rate, slowest, prefill_seconds, step, chunk)
+        on_stage = max(self._stage_times(full)) if len(times) > 1 else 0.0
+        return OperatingPoint(rate, inf, prefill_seconds, step, chunk, chunk_stage_seconds=on_stage)
 
     def _prefill_seconds(self, tokens: int) -> float:
         chunks = []
@@ -311,6 +335,35 @@ class EngineBounds:
         if remainder:
             chunks.append(((length - remainder) // 2, remainder))
         return chunks
+
+
+def _rate_of_run(steady: float, unfinished: float, num_requests: int, min_seconds: float) -> float:
+    """Return the highest rate per second of a run that may leave some requests unfinished.
+
+    Args:
+        steady: Requests per second that finish.
+        unfinished: Number of requests that need not finish while others arrive.
+        num_requests: Least number of requests.
+        min_seconds: Least time in which they arrive.
+    """
+    if min_seconds:
+        rate = steady + unfinished / min_seconds
+        if rate * min_seconds >= num_requests:
+            return rate
+    if num_requests <= unfinished:
+        return inf
+    rate = steady * num_requests / (num_requests - unfinished)
+    return min(rate, num_requests / min_seconds) if min_seconds else rate
+
+
+def _least_sum_share(values: Sequence[int], share: float) -> float:
+    """Return the share (0..1) of the sum that the smallest values have, a share of their number.
+
+    Args:
+        values: Rising.
+        share: Of the number of values, 0..1.
+    """
+    return sum(values[: floor(share * len(values))]) / sum(values)
 
 
 _steps = count(1)

@@ -1,6 +1,7 @@
 """Closed forms of one engine against simulations: bounds hold, estimates are near."""
 
 from dataclasses import replace
+from math import ceil
 from statistics import fmean
 
 import pytest
@@ -12,8 +13,14 @@ from gllm.plan.capacity import PLAN_RULES, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
 from gllm.plan.engine_designs import EngineDesign
 from gllm.plan.latency_limits import NO_LIMITS, parse_limits
+from gllm.plan.operating_point import OperatingPoint
 from gllm.plan.workload_moments import measure_workload
-from gllm.sim.deployment import simulate
+from gllm.routing.placement import LatencyModel
+from gllm.scheduler.config import SchedulerConfig
+from gllm.sim.capacity import make_rate_trial
+from gllm.sim.costs.linear import LinearCostModel
+from gllm.sim.deployment import Deployment, simulate
+from gllm.sim.metrics.delays import scheduling_delays
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.examples import num_examples
@@ -64,6 +71,64 @@ def test_no_simulated_capacity_is_above_the_bound(design: EngineDesign, workload
     highest = bounds.max_rate_of_run(config.requests, RULE.min_seconds, RULE.max_p99_delay_seconds)
     capacity = measure_capacity(config, 0.7 * bounds.max_rate(), RULE)
     assert 0 < capacity.rate <= highest
+
+
+LONG_SECONDS, DELAY_SECONDS = 30.0, 0.5
+"""Arrivals of a run that is long beside its requests, so that the bound is not loose; limit of the
+scheduling delay."""
+ROW_COSTS = LatencyModel(k1=2e-4, c1=0.02, k2=1e-6, c2=2e-3, c3=0.02)
+"""Costs of a stage on which each sequence of a micro-batch takes its time."""
+
+
+def build_with_row_costs(
+    stages: int, scheduler: SchedulerConfig, workload: str
+) -> tuple[Deployment, EngineBounds]:
+    cost = LinearCostModel(ROW_COSTS)
+    resolved = scheduler.resolve(stages, 2000, 1024)
+    deployment = Deployment("", [1] * stages, cost, resolved)
+    jobs = build_workload(SimulationConfig(workload=workload, requests=2000))
+    return deployment, EngineBounds(deployment, measure_workload(jobs))
+
+
+@settings(max_examples=num_examples(10, 300), deadline=None)
+@given(
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from(("sarathi", "vllm", "throttle")),
+    st.sampled_from((64, 512)),
+    st.sampled_from((4, 16, 32)),
+    st.sampled_from(("fixed:500,20", "uniform:20,400,4,40", "fixed:50,60")),
+    st.sampled_from(("tpot", "tpot:p50", "tbt:p99", "tbt:p50")),
+    st.sampled_from((1.01, 1.1, 1.5, 3.0)),
+)
+def test_no_rate_above_the_bound_is_within_limits_of_the_time_between_tokens(
+    stages: int, policy: str, tokens: int, seqs: int, workload: str, metric: str, slack: float
+) -> None:
+    scheduler = SchedulerConfig(policy=policy, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+    deployment, bounds = build_with_row_costs(stages, scheduler, workload)
+    limits = parse_limits(f"{metric}={slack * bounds.least_token_seconds():.6g}")
+    highest = bounds.max_rate_of_run(1, LONG_SECONDS, DELAY_SECONDS, limits)
+    assert 0 < highest <= bounds.max_rate_of_run(1, LONG_SECONDS, DELAY_SECONDS)
+    rate = 1.01 * highest
+    config = SimulationConfig(workload=workload, rate=rate, requests=ceil(LONG_SECONDS * rate))
+    served = simulate(deployment, build_workload(config)).requests.values()
+    trial = make_rate_trial(scheduling_delays(served))
+    is_bounded = trial.p99_delay_seconds <= DELAY_SECONDS
+    assert not (is_bounded and limits.are_kept([each.line for each in served]))
+
+
+def test_a_tight_limit_of_the_time_between_tokens_lowers_the_bound_several_times() -> None:
+    """Two sequences on the four stages in a row miss it, so each micro-batch has one."""
+    scheduler = SchedulerConfig(policy="sarathi", max_num_batched_tokens=512, max_num_seqs=64)
+    _, bounds = build_with_row_costs(4, scheduler, "fixed:50,100")
+    loose = bounds.max_rate_of_run(1, 3600.0, DELAY_SECONDS)
+    rates = []
+    for slack in (1.01, 1.5, 5.0):
+        limits = parse_limits(f"tbt:p99={slack * bounds.least_token_seconds()}")
+        rates.append(bounds.max_rate_of_run(1, 3600.0, DELAY_SECONDS, limits))
+    assert rates == sorted(rates)
+    assert rates[0] < loose / 5
+    assert rates[-1] == loose
+    assert bounds.max_decode_rate(0.99 * bounds.least_token_seconds()) == 0
 
 
 measured_designs = st.builds(
@@ -176,6 +241,26 @@ def test_tighter_limits_lower_the_estimated_capacity() -> None:
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
     assert bounds.best_point(parse_limits("tpot=0.0001")) is None
+
+
+def test_decodes_of_a_pipeline_wait_for_prompts_on_the_stage_before_them() -> None:
+    point = OperatingPoint(
+        rate=4.0,
+        slowest_seconds=0.05,
+        prefill_seconds=0.1,
+        step_seconds=0.1,
+        chunk_seconds=0.12,
+        chunk_stage_seconds=0.03,
+        chunks_per_request=0.5,
+    )
+    # A fifth of all gaps has a prompt in its step, and finds a busy stage in a fifth of the cases.
+    assert point.itl(96) == pytest.approx(0.12)
+    assert point.itl(98) == pytest.approx(0.12 + 0.03 / 2)
+    assert point.itl(100) == pytest.approx(0.15)
+    assert not point.keeps(parse_limits("tbt:p99=0.14"))
+    assert point.keeps(parse_limits("tbt:p96=0.121"))
+    single = point._replace(chunk_stage_seconds=0.0)
+    assert single.itl(99) == 0.12
 
 
 @pytest.mark.parametrize("requests", [10, 1000])
