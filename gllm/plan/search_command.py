@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from gllm.plan.flags import find_flag
+from gllm.plan.plan_change import FLOW_PRESET
 from gllm.plan.serving_plan import PlanError, ServingPlan
 
 DETECTION_FLAG = "detect_shifts"
@@ -61,6 +62,12 @@ def check_replannable(plan: ServingPlan) -> None:
         raise PlanError(
             "router.flags.scale: a router that scales decides itself how many engines run: remove "
             "it, or --replan"
+        )
+    if plan.router.preset == FLOW_PRESET:
+        raise PlanError(
+            f"router.preset: {FLOW_PRESET}: its flows are fixed when the router starts, so a new "
+            "plan needs a new router: remove --replan, or make the plan by `gllm plan goodput` or "
+            "`gllm plan search`, whose routers have no flows"
         )
     words = _planner_words(plan)
     takes_rate = SEARCHES[words[1]]

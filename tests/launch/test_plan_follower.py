@@ -313,6 +313,8 @@ def test_search_commands_repeat_those_of_the_plan() -> None:
     [
         ({"router": None}, "router: none"),
         ({"router": RouterPlan("here", flags={"scale": "0:2"})}, "router.flags.scale: a router"),
+        ({"router": RouterPlan("here", preset="flow", flags={"routes": "a:b=1"})},
+         "router.preset: flow: its flows are fixed .* remove --replan, or make the plan by `gllm"),
         ({"expected": None}, "expected.by: '': --replan repeats"),
         ({"expected": ExpectedFigures("gllm plan capacity", 1.0)}, "expected.by: 'gllm plan cap"),
         ({"expected": ExpectedFigures("by 'hand", 1.0)}, "expected.by: No closing quotation"),
