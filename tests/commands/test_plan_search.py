@@ -1,5 +1,6 @@
 """`gllm plan capacity` and `gllm plan search`: tables, plans, and errors that name the fix."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,52 @@ def test_a_plan_has_the_flags_with_which_its_profile_was_measured(
     assert status == 0, error
     (engine,) = read_plan(plan_path).engines.values()
     assert engine.flags == {"threads": 1, "dtype": "float32", "debug-step-seconds": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--workload", "fixed:20,8", "--slo", "ttft:p50=0.5"], ""),
+        (["--workload", "fixed:20,8", "--slo", "tbt:p99=0.0035"], "the estimate of TBT P99 is"),
+        (["--workload", "fixed:5000,8"], "outside of the profile: the profile: "),
+    ],
+)
+def test_closed_forms_use_what_was_measured_and_name_what_binds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
+) -> None:
+    """The profile has at most two prompts per micro-batch, and 1,000 tokens."""
+    path = tmp_path / "profile.json"
+    profile = make_profile([8])
+    write_profile(
+        msgspec.structs.replace(
+            profile, scheduler=replace(profile.scheduler, max_model_len=8192, num_blocks=4000)
+        ),
+        path,
+    )
+    argv = ["search", "--profile", str(path), "--cores", "1", "--policies", "sarathi:512"]
+    status, text, error = run(capsys, *argv, "--max-num-seqs", "16", "--closed-form", *flags)
+    assert not error
+    assert "no rate is in limits" not in text
+    assert status == (1 if reason else 0), text
+    assert reason in text
+
+
+def test_policies_have_no_larger_micro_batches_than_the_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has 1,000 tokens; the defaults of vllm and throttle are 4,096 and 2,560."""
+    path = tmp_path / "profile.json"
+    write_profile(make_profile([8]), path)
+    argv = ["search", "--profile", str(path), "--cores", "2", "--max-num-seqs", "16"]
+    argv += ["--workload", "fixed:600,4", "--policies", "vllm,sarathi:512,throttle,vllm:2000"]
+    status, text, error = run(capsys, *argv, "--closed-form")
+    assert status == 0
+    assert "6 of 6 designs estimated" in text
+    assert "vllm:1000" in text
+    assert "sarathi:512" in text
+    assert "policy vllm: 1000 instead of 4096 tokens per micro-batch" in error
+    assert "`gllm profile --max-num-batched-tokens 2560` measures more" in error
+    assert "policy vllm:2000: 1000 instead of 2000" in error
 
 
 def test_a_capacity_within_limits_is_written_as_a_plan(

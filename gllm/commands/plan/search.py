@@ -37,6 +37,7 @@ from gllm.plan.fleet_layout import (
     parse_nodes,
 )
 from gllm.plan.latency_limits import parse_limits
+from gllm.plan.measured_policies import cap_policies
 from gllm.plan.objectives import OBJECTIVES
 from gllm.plan.prices import DEFAULT_PRICES, PRICE_TABLES, parse_prices
 from gllm.plan.serving_plan import write_plan
@@ -263,11 +264,16 @@ def build_problem(
         prices,
         rule,
     )
+    policies = parse_policies(values.policies or (LOCAL_POLICIES if is_local else DEFAULT_POLICIES))
+    if is_local and config.profile and is_measured_here(config.profile):
+        policies, notes = cap_policies(policies, config.scheduler, read_profile(config.profile))
+        for note in notes:
+            print(f"gllm plan search: {note}", file=sys.stderr)
     space = DesignSpace(
         devices,
         values.pipeline_parallel_size or DEFAULT_DEGREES,
         ranks,
-        parse_policies(values.policies or (LOCAL_POLICIES if is_local else DEFAULT_POLICIES)),
+        policies,
         values.max_num_seqs or _usual_batches(config, is_local),
     )
     return problem, space

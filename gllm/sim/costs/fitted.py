@@ -41,6 +41,13 @@ FILTERS = 4
 SOURCE = "the profile"
 """Name of the measurement in messages."""
 TOKENS, DECODES, CHUNKS, CONTEXT = "tokens", "decodes", "prefill chunks", "context"
+FIXES = {
+    TOKENS: "raise --max-num-batched-tokens of `gllm profile`",
+    DECODES: "raise --max-num-seqs of `gllm profile`",
+    CHUNKS: "lower --max-num-batched-tokens of the engine",
+    CONTEXT: "raise --max-model-len of `gllm profile`",
+}
+"""Fix for a value above the range, by the name of the quantity."""
 
 Array = NDArray[np.float64]
 Fit = Callable[[Array, Array], list[float]]
@@ -203,7 +210,7 @@ class FittedCostModel(MeasuredCostModel):
     def with_own_counts(self) -> "FittedCostModel":
         """Return a model of the same fits whose counts of predictions below the ranges are zero."""
         model = copy(self)
-        model._ranges = MeasuredRanges(self._ranges.ranges, SOURCE)
+        model._ranges = MeasuredRanges(self._ranges.ranges, SOURCE, FIXES)
         return model
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
@@ -314,7 +321,7 @@ def _measure_ranges(steps: Sequence[StepSample]) -> MeasuredRanges:
         CHUNKS: (float(min(chunks, default=0)), float(max(chunks, default=0))),
         CONTEXT: (0.0, max(step.context for step in steps)),
     }
-    return MeasuredRanges(ranges, SOURCE)
+    return MeasuredRanges(ranges, SOURCE, FIXES)
 
 
 def _fit_line(

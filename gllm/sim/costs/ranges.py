@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from gllm.sim.costs.base import BaseCostModel, CostRangeError
 
+MEASURE_FURTHER = "measure further"
+
 
 class MeasuredRanges:
     """Smallest and largest measured value of each quantity, and a count of smaller ones.
@@ -11,11 +13,18 @@ class MeasuredRanges:
     Args:
         ranges: Measured range of each quantity by name, both ends inclusive.
         source: Name of the measurement in messages.
+        fixes: What measures larger values, by name of the quantity; default: MEASURE_FURTHER.
     """
 
-    def __init__(self, ranges: Mapping[str, tuple[float, float]], source: str) -> None:
+    def __init__(
+        self,
+        ranges: Mapping[str, tuple[float, float]],
+        source: str,
+        fixes: Mapping[str, str] | None = None,
+    ) -> None:
         self.ranges = dict(ranges)
         self._source = source
+        self._fixes = fixes or {}
         self.num_below: dict[str, int] = {}
         """Number of values below the range, by name of the quantity."""
 
@@ -27,7 +36,8 @@ class MeasuredRanges:
         """
         low, high = self.ranges[name]
         if value > high:
-            raise above_range(self._source, name, value, low, high)
+            fix = self._fixes.get(name, MEASURE_FURTHER)
+            raise above_range(self._source, name, value, low, high, fix)
         if value < low:
             self.num_below[name] = self.num_below.get(name, 0) + 1
             return low
@@ -50,10 +60,12 @@ class MeasuredCostModel(BaseCostModel):
         return self._ranges.num_below
 
 
-def above_range(source: str, name: str, value: float, low: float, high: float) -> CostRangeError:
+def above_range(
+    source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
+) -> CostRangeError:
     """Return the error for a value above the measured range, whose ends are inclusive."""
     return CostRangeError(
         f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
-        "model does not extrapolate: keep requests and micro-batches within, measure further, or "
-        "use another cost model"
+        f"model does not extrapolate: keep requests and micro-batches within, {fix}, or use "
+        "another cost model"
     )
