@@ -127,12 +127,10 @@ class EngineBounds:
             next_size = size + max(1, (1 << size.bit_length() - 1) // SIZES_PER_OCTAVE)
             work = _make_work(size, size * (self._moments.prompts[0] + 1), [], size)
             try:
-                least = self._pass_seconds(work)
+                least = self._least_gap(work)
             except CostRangeError:
                 # Larger micro-batches are not faster than the last one that was measured.
                 return highest if least > seconds else inf
-            if len(self._stages) == 1:
-                least -= self._cost.return_seconds(work)
             if least <= seconds:
                 # Sizes up to the next one may be within the limit, too.
                 highest = max(highest, (next_size - 1) / max(self._stage_times(work)))
@@ -251,9 +249,17 @@ class EngineBounds:
     def least_token_seconds(self) -> float:
         """Return a time that no gap between two tokens of a request is below."""
         try:
-            return self._pass_seconds(_make_work(1, self._moments.prompts[0] + 1, [], 1))
+            return self._least_gap(_make_work(1, self._moments.prompts[0] + 1, [], 1))
         except CostRangeError:
             return 0.0
+
+    def _least_gap(self, work: StageWork) -> float:
+        """Return a time that no gap before a token of a micro-batch is below."""
+        seconds = self._pass_seconds(work)
+        if len(self._stages) == 1:
+            # The result of a single stage returns while the stage computes the next step.
+            seconds -= self._cost.return_seconds(work)
+        return seconds
 
     def _sizes(self, max_tokens: int, max_seqs: float) -> list[int]:
         """Return numbers of tokens of micro-batches, rising, up to the largest permitted one."""

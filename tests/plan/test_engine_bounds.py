@@ -17,6 +17,7 @@ from gllm.plan.operating_point import OperatingPoint
 from gllm.plan.workload_moments import measure_workload
 from gllm.routing.placement import LatencyModel
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.capacity import make_rate_trial
 from gllm.sim.costs.linear import LinearCostModel
 from gllm.sim.deployment import Deployment, simulate
@@ -208,6 +209,24 @@ def test_estimates_of_latencies_rise_with_the_rate() -> None:
         values = [figure(point) for point in points]
         assert values == sorted(values)
     assert bounds.point_at(2 * top) is None or bounds.point_at(2 * top).rate <= 2 * top  # type: ignore[union-attr]
+
+
+class SlowReturn(LinearCostModel):
+    """Results that return to the driver after 10 ms, while the next step runs."""
+
+    def return_seconds(self, work: StageWork) -> float:
+        return 0.01
+
+
+def test_a_returning_result_of_a_single_stage_delays_no_token() -> None:
+    scheduler = SchedulerConfig(policy="sarathi", max_num_seqs=4).resolve(1, 2000, 1024)
+    deployment = Deployment("", [1], SlowReturn(ROW_COSTS), scheduler)
+    jobs = build_workload(SimulationConfig(workload="fixed:50,60", rate=0.1, requests=3))
+    bounds = EngineBounds(deployment, measure_workload(jobs))
+    lines = [each.line for each in simulate(deployment, jobs).requests.values()]
+    gaps = [gap for line in lines for gap in line.itl]
+    assert fmean(gaps) == pytest.approx(bounds.least_token_seconds(), rel=0.02)
+    assert fmean(gaps) >= bounds.least_token_seconds()
 
 
 def test_the_duration_of_a_long_request_is_that_of_the_simulation() -> None:
