@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.planned_service.limits import SHIFT
 from benchmarks.planned_service.planning import (
     LIMITS,
     LOAD_SHARE,
     MAX_NUM_SEQS,
+    NUM_ENGINES,
     OUTPUT_TOKENS,
     WORKLOAD,
 )
@@ -85,9 +87,13 @@ def _format_setup(setup: Row) -> str:
 def _describe(setup: Row) -> str:
     step = setup["step_seconds"]
     lines = [
-        f"`{setup['command']}` predicts {setup['capacity']:.3g} requests/s of "
-        f"{setup['num_engines']} engines; requests ({WORKLOAD}) arrive at {LOAD_SHARE:.0%} of it, "
-        f"{setup['rate']:.3g}/s. Limits of a request: {LIMITS} (seconds)."
+        f"`gllm plan search` predicts {setup['capacity']:.3g} requests/s of "
+        f"{setup['num_engines']} engines within {LIMITS} (seconds); requests ({WORKLOAD}) arrive "
+        f"at {LOAD_SHARE:.0%} of one engine's capacity times {NUM_ENGINES}, {setup['rate']:.3g}/s.",
+        f"Limits of a request, from a simulation at this rate: {setup['limits']}. Latencies "
+        f"{SHIFT:.0%} longer or shorter change the expected attainment to "
+        f"{setup['shifted'][0]:.0%} or {setup['shifted'][1]:.0%}. Last search: "
+        f"`{setup['command']}`.",
     ]
     if step:
         limit = setup["num_engines"] * MAX_NUM_SEQS / (OUTPUT_TOKENS * step)

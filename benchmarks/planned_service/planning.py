@@ -11,6 +11,12 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.cpu.serving import free_port
+from benchmarks.planned_service.limits import (
+    check_attainment,
+    choose_limits,
+    shifted_attainments,
+    simulate_plan,
+)
 from gllm.plan.serving_plan import ServingPlan, read_plan
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.profile import CostProfile, read_profile, write_profile
@@ -19,7 +25,10 @@ MAX_NUM_SEQS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 32
 WORKLOAD = f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}"
 LIMITS = "ttft=0.5,tpot=0.1"
-"""Latency limits of each request, in seconds."""
+"""Latency limits of each request in the search for the capacity, in seconds."""
+JUDGED_ATTAINMENT = "0.1"
+"""Attainment that the last search has to keep with its tighter limits: below what is expected, so
+that the engines stay as they are."""
 RUN_SECONDS = "15"
 """Least time of a simulation: many requests, and 30 times the limit of TTFT."""
 LOAD_SHARE = 0.7
@@ -91,22 +100,35 @@ def merge_profiles(profiles: Sequence[CostProfile]) -> CostProfile:
     return msgspec.structs.replace(profiles[0], **lists)
 
 
-async def search_plan(
-    setup: Setup, profile: Path, num_requests: int, folder: Path
-) -> tuple[ServingPlan, str]:
-    """Return the plan for LOAD_SHARE of what two engines serve, and the command, run in `folder`.
+class PlannedService(NamedTuple):
+    """A plan, and how it was made."""
 
-    The first search finds the capacity of an engine, the second one the fleet for the rate.
+    plan: ServingPlan
+    command: str
+    """The last search, run in the folder of the profile."""
+    capacity: float
+    """Requests per second that the fleet serves within LIMITS."""
+    limits: str
+    """Limits of each request in the plan, as `--slo` takes them."""
+    shifted: tuple[float, float]
+    """Expected attainments (0..1) if all latencies were longer, and shorter, by SHIFT."""
+
+
+async def search_plan(profile: Path, num_requests: int, folder: Path) -> PlannedService:
+    """Return the plan for LOAD_SHARE of what two engines serve.
+
+    The first search finds the capacity of an engine, the second one the fleet for the rate, both
+    within LIMITS. A simulation of the fleet gives the limits that `choose_limits` states, and the
+    last search the attainment that is expected of them.
 
     Args:
-        setup: Of the profile.
         profile: File of `gllm profile`.
         num_requests: Least number of requests per simulation.
         folder: For the plans.
     """
     path = folder / "plan.yaml"
     arguments = ["plan", "search", "--profile", str(profile), "--cores", str(NUM_ENGINES)]
-    arguments += ["--pp", "1", "--workload", WORKLOAD, "--slo", LIMITS, "--checkpoint", "demo"]
+    arguments += ["--pp", "1", "--workload", WORKLOAD, "--checkpoint", "demo"]
     arguments += [
         "--requests",
         str(num_requests),
@@ -115,19 +137,29 @@ async def search_plan(
         "--output",
         str(path),
     ]
-    await run_gllm(arguments)
+    await run_gllm([*arguments, "--slo", LIMITS])
     single = read_plan(path)
     expected = single.expected
     assert expected is not None, "gllm plan search writes figures"
     assert expected.capacity is not None, "and the capacity"
     arguments += ["--policies", policy_of(single)]
     arguments += ["--rate", f"{NUM_ENGINES * LOAD_SHARE * expected.capacity:.4g}"]
-    await run_gllm(arguments)
+    await run_gllm([*arguments, "--slo", LIMITS])
+    fleet = read_plan(path)
+    assert fleet.expected is not None, "gllm plan search writes figures"
+    assert fleet.expected.capacity is not None, "and the capacity"
+    lines = await asyncio.to_thread(simulate_plan, fleet, profile, WORKLOAD, num_requests)
+    limits = choose_limits(lines)
+    text = f"ttft={limits.ttft:g},tpot={limits.tpot:g}"
+    await run_gllm([*arguments, "--slo", text, "--attainment", JUDGED_ATTAINMENT])
     plan = read_plan(path)
     if len(plan.engines) != NUM_ENGINES:
         raise RuntimeError(f"the plan has {len(plan.engines)} engines: {path.read_text()}")
-    command = plan.expected.by if plan.expected else ""
-    return plan, command.replace(f"{folder}/", "")
+    assert plan.expected is not None, "gllm plan search writes figures"
+    check_attainment(plan.expected.attainment)
+    command = plan.expected.by.replace(f"{folder}/", "")
+    shifted = shifted_attainments(lines, limits)
+    return PlannedService(plan, command, fleet.expected.capacity, text, shifted)
 
 
 def policy_of(plan: ServingPlan) -> str:

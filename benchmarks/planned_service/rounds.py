@@ -72,19 +72,18 @@ def measure_steady_rate(
     return sum(begin < time <= end for time in times) / (end - begin)
 
 
-async def measure_scaling(plan: ServingPlan, seconds: float) -> list[float]:
+async def measure_scaling(plan: ServingPlan, capacity: float, seconds: float) -> list[float]:
     """Return the highest rates of one engine and of two, in requests per second.
 
     Args:
         plan: Of two engines.
+        capacity: Requests per second that it is expected to serve.
         seconds: Length of each load, roughly.
     """
-    assert plan.expected is not None, "gllm plan search writes figures"
-    assert plan.expected.capacity is not None, "and the capacity"
     rates = []
     for num_engines in range(1, NUM_ENGINES + 1):
         seats = MAX_NUM_SEQS * num_engines
-        count = round(seconds * plan.expected.capacity * num_engines / NUM_ENGINES)
+        count = round(seconds * capacity * num_engines / NUM_ENGINES)
         # Whole waves: a last one with empty seats would be slower per request.
         count = seats * max(MIN_WAVES, count // seats)
         async with ready_service(select_engines(plan, num_engines)) as url:

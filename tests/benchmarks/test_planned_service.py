@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planned_service.limits import (
+    check_attainment,
+    choose_limits,
+    shifted_attainments,
+)
 from benchmarks.planned_service.page import (
     ATTAINMENT,
     FACTORS,
@@ -15,6 +20,7 @@ from benchmarks.planned_service.page import (
 )
 from benchmarks.planned_service.planning import merge_profiles, policy_of, select_engines
 from benchmarks.planned_service.rounds import measure_steady_rate
+from gllm.observability.latency import RequestTimeline
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from gllm.scheduler.config import SchedulerConfig
 from tests.sim.test_fitted import profile
@@ -37,7 +43,8 @@ def make_round(**measured: float | None) -> dict[str, Any]:
 def make_setup(*rounds: dict[str, Any], step_seconds: float = 0.05) -> dict[str, Any]:
     return {
         "setup": "minimum step time", "step_seconds": step_seconds, "num_engines": 2,
-        "capacity": 7.0, "rate": 5.0, "command": "gllm plan search", "scaling": [3.5, 7.0],
+        "capacity": 7.0, "rate": 5.0, "limits": "ttft=0.1,tpot=0.04", "shifted": [0.7, 0.9],
+        "command": "gllm plan search", "scaling": [3.5, 7.0],
         "rounds": list(rounds), "foreign_cores": 0.0,
     }  # fmt: skip
 
@@ -70,6 +77,39 @@ def test_a_figure_is_met_within_its_limit(
     page = format_page([make_setup(*rounds)])
     assert verdict in page
     assert page.count("**missed**") == ("missed" in verdict)
+
+
+def make_lines(ttfts: list[float], gap: float) -> list[RequestTimeline]:
+    return [RequestTimeline(0.0, [ttft, ttft + gap], 2) for ttft in ttfts]
+
+
+def test_limits_are_percentiles_that_most_requests_keep() -> None:
+    lines = [
+        *make_lines([0.001 * index for index in range(1, 81)], 0.02995),
+        *make_lines([0.001 * index for index in range(81, 101)], 0.02),
+    ]
+    limits = choose_limits(lines)
+    # The TPOT of the most is its percentile, so that of TTFT decides: the lowest with 80 %.
+    assert limits.tpot == 0.03
+    assert limits.ttft == pytest.approx(0.081, abs=0.001)
+    assert 0.8 <= limits.attained(lines) < 0.82
+    longer, shorter = shifted_attainments(lines, limits)
+    # With longer ones the TPOT of 80 requests misses its limit.
+    assert longer == 0
+    assert shorter >= limits.attained(lines)
+
+
+def test_limits_that_say_nothing_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"attainment is 1\.0, but has to be 0\.6 to 0\.95"):
+        choose_limits(make_lines([0.1] * 50, 0.03))
+    with pytest.raises(RuntimeError, match="attainment is None"):
+        check_attainment(None)
+
+
+def test_the_page_has_the_limits_and_what_they_depend_on() -> None:
+    page = format_page([make_setup(make_round())])
+    assert "from a simulation at this rate: ttft=0.1,tpot=0.04" in page
+    assert "1% longer or shorter change the expected attainment to 70% or 90%" in page
 
 
 def test_two_engines_have_to_serve_twice_as_much() -> None:

@@ -1,0 +1,102 @@
+"""Latency limits that a share of the requests is expected to miss, from a simulation of a plan."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
+from gllm.plan.latency_limits import LatencyLimits
+from gllm.plan.serving_plan import ServingPlan
+from gllm.sim.configured import simulate_requests
+from gllm.sim.options import SimulationConfig, build_deployment, build_workload
+
+TARGET_ATTAINMENT = 0.8
+"""Share of the requests that are expected within both limits, at least."""
+ATTAINMENT_RANGE = (0.6, 0.95)
+"""Expected attainment of a comparison that says something: errors in both directions show."""
+SHIFT = 0.01
+"""Relative change of all latencies that shows how much the attainment depends on them."""
+FIRST_PERCENT = 75
+"""Lowest percentile of the latencies that becomes a limit."""
+ROUNDING_SECONDS = 1e-4
+"""Limits are rounded up to a multiple of it."""
+
+
+def simulate_plan(
+    plan: ServingPlan, profile: Path, workload: str, num_requests: int
+) -> list[RequestTimeline]:
+    """Return the requests of a plan's engines of one stage at its rate, simulated.
+
+    Args:
+        plan: With the figures of `gllm plan search`.
+        profile: File of `gllm profile` from which it was made.
+        workload: Workload of the plan.
+        num_requests: Number of requests.
+    """
+    assert plan.expected is not None, "gllm plan search writes figures"
+    assert plan.router is not None, "and a router"
+    config = SimulationConfig(
+        profile=str(profile),
+        pipeline_parallel_size=1,
+        workload=workload,
+        requests=num_requests,
+        rate=plan.expected.rate,
+        engines=len(plan.engines),
+    )
+    options = next(iter(plan.engines.values())).scheduler
+    config = replace(
+        config,
+        scheduler=replace(config.scheduler, **options),
+        routing_policy=plan.router.policy or config.routing_policy,
+    )
+    jobs = build_workload(config)
+    longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
+    served = simulate_requests(config, build_deployment(config, longest), jobs)
+    return [each.line for each in served.values()]
+
+
+def choose_limits(timelines: Sequence[RequestTimeline]) -> LatencyLimits:
+    """Return the lowest limits of TTFT and TPOT that TARGET_ATTAINMENT of the requests keep.
+
+    Both are the same percentile, FIRST_PERCENT or above, of their latency.
+
+    Args:
+        timelines: Requests of a simulation.
+
+    Raises:
+        RuntimeError: The share of requests within the limits is out of ATTAINMENT_RANGE: latencies
+            are too much alike.
+    """
+    latencies = collect_latencies(timelines)
+    for percent in range(FIRST_PERCENT, 101):
+        ttft, tpot = (
+            ceil(percentile(latencies[name], percent) / ROUNDING_SECONDS) * ROUNDING_SECONDS
+            for name in ("ttft", "tpot")
+        )
+        limits = LatencyLimits(ttft=round(ttft, 6), tpot=round(tpot, 6))
+        if limits.attained(timelines) >= TARGET_ATTAINMENT:
+            break
+    check_attainment(limits.attained(timelines))
+    return limits
+
+
+def shifted_attainments(
+    timelines: Sequence[RequestTimeline], limits: LatencyLimits
+) -> tuple[float, float]:
+    """Return the attainments (0..1) if all latencies were longer, and shorter, by SHIFT."""
+    longer, shorter = (
+        replace(limits, ttft=(limits.ttft or 0) / factor, tpot=(limits.tpot or 0) / factor)
+        for factor in (1 + SHIFT, 1 - SHIFT)
+    )
+    return longer.attained(timelines), shorter.attained(timelines)
+
+
+def check_attainment(attainment: float | None) -> None:
+    """Raise RuntimeError if an expected attainment (0..1) is unknown or out of its range."""
+    low, high = ATTAINMENT_RANGE
+    if attainment is None or not low <= attainment <= high:
+        raise RuntimeError(
+            f"the expected attainment is {attainment}, but has to be {low} to {high}: the limits "
+            "say nothing; simulate more --requests"
+        )
