@@ -14,7 +14,9 @@ from gllm.commands.experiment import EXPERIMENTS, REAL, format_command, main, ma
 from gllm.config.engine import EngineConfig
 from gllm.experiments import (
     hexgen2_cases,
+    hexgen2_claims,
     hexgen2_simulated,
+    hexgen2_tables,
     profile,
     real,
     real_ablation,
@@ -48,6 +50,10 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
         (simulation, "WINDOW", (1.0, 1.5)),
         (hexgen2_cases, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
         (hexgen2_simulated, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
+        *(
+            (module, "CHECKPOINTS", (25, 50, 100))
+            for module in (hexgen2_cases, hexgen2_claims, hexgen2_tables)
+        ),
     ]
 }
 """Sizes of simulations and searches that `--requests` does not set."""
