@@ -92,7 +92,7 @@ def _describe(setup: Row) -> str:
         f"at {LOAD_SHARE:.0%} of one engine's capacity times {NUM_ENGINES}, {setup['rate']:.3g}/s.",
         f"Limits of a request, from a simulation at this rate: {setup['limits']}. Latencies "
         f"{SHIFT:.0%} longer or shorter change the expected attainment to "
-        f"{setup['shifted'][0]:.0%} or {setup['shifted'][1]:.0%}. Last search: "
+        f"{setup['shifted'][0]:.0%} or {setup['shifted'][1]:.0%}. The search: "
         f"`{setup['command']}`.",
     ]
     if step:

@@ -26,9 +26,6 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 100, 32
 WORKLOAD = f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}"
 LIMITS = "ttft=0.5,tpot=0.1"
 """Latency limits of each request in the search for the capacity, in seconds."""
-JUDGED_ATTAINMENT = "0.1"
-"""Attainment that the last search has to keep with its tighter limits: below what is expected, so
-that the engines stay as they are."""
 RUN_SECONDS = "15"
 """Least time of a simulation: many requests, and 30 times the limit of TTFT."""
 LOAD_SHARE = 0.7
@@ -105,7 +102,7 @@ class PlannedService(NamedTuple):
 
     plan: ServingPlan
     command: str
-    """The last search, run in the folder of the profile."""
+    """The search for the fleet, run in the folder of the profile."""
     capacity: float
     """Requests per second that the fleet serves within LIMITS."""
     limits: str
@@ -119,7 +116,7 @@ async def search_plan(profile: Path, num_requests: int, folder: Path) -> Planned
 
     The first search finds the capacity of an engine, the second one the fleet for the rate, both
     within LIMITS. A simulation of the fleet gives the limits that `choose_limits` states, and the
-    last search the attainment that is expected of them.
+    attainment that the plan expects of them.
 
     Args:
         profile: File of `gllm profile`.
@@ -150,14 +147,17 @@ async def search_plan(profile: Path, num_requests: int, folder: Path) -> Planned
     assert fleet.expected.capacity is not None, "and the capacity"
     lines = await asyncio.to_thread(simulate_plan, fleet, profile, WORKLOAD, num_requests)
     limits = choose_limits(lines)
-    text = f"ttft={limits.ttft:g},tpot={limits.tpot:g}"
-    await run_gllm([*arguments, "--slo", text, "--attainment", JUDGED_ATTAINMENT])
-    plan = read_plan(path)
+    attainment = limits.attained(lines)
+    check_attainment(attainment)
+    plan = msgspec.structs.replace(
+        fleet,
+        slo=msgspec.structs.replace(fleet.slo, ttft=limits.ttft, tpot=limits.tpot),
+        expected=msgspec.structs.replace(fleet.expected, attainment=attainment),
+    )
     if len(plan.engines) != NUM_ENGINES:
         raise RuntimeError(f"the plan has {len(plan.engines)} engines: {path.read_text()}")
-    assert plan.expected is not None, "gllm plan search writes figures"
-    check_attainment(plan.expected.attainment)
-    command = plan.expected.by.replace(f"{folder}/", "")
+    command = fleet.expected.by.replace(f"{folder}/", "")
+    text = f"ttft={limits.ttft:g},tpot={limits.tpot:g}"
     shifted = shifted_attainments(lines, limits)
     return PlannedService(plan, command, fleet.expected.capacity, text, shifted)
 

@@ -59,10 +59,10 @@ NOTES = """\
   collectives, both from Vidur's own H100 tables. Host times of Vidur's table, 15 ms per step at 128
   sequences instead of our 1 ms, explain a factor of at most 1.4. Unknown: of which design and
   workload the paper's two figures are; that they are of Chat-1M is our reading.
-- *Limit of TBT.* The search finds PP 2, TP 2 at both limits, which keeps both, so the limit does not
-  matter. The paper's factor appears where a design is just within the limit: PP 4, TP 1 with batch
-  512 has steps of 0.12 s, and simulated it serves 0.63 requests/s within 0.12 s and 2.57 within
-  0.14 s, 4.1 times as many. Closed forms estimate 1.6 and 4.2.
+- *Limit of TBT.* The search finds PP 2, TP 2 at both limits, which keeps both, so the limit does
+  not matter. The paper's factor appears where a design is just within the limit: PP 4, TP 1 with
+  batch 512 has steps of 0.12 s, and simulated it serves 0.63 requests/s within 0.12 s and 2.57
+  within 0.14 s, 4.1 times as many. Closed forms estimate 1.6 and 4.2.
 - *Level, BWB-4K.* Simulated, the published designs of Llama-2-70B and Qwen-72B have 0.039 and
   0.018 QPS per $/h. The paper has 0.03 for Qwen-72B and about 0.06, half of the cost, for
   Llama-2-70B: ours are 0.58 and 0.65 of these. For Llama-2-70B the search finds 8 H100 with batch
