@@ -13,9 +13,15 @@ from gllm.experiments.splitwise_designs import (
     SearchTask,
     batch_rate,
     llama_rate,
-    measure_full,
     search_border,
     search_design,
+)
+from gllm.experiments.splitwise_full import NOTE as FULL_NOTE
+from gllm.experiments.splitwise_full import (
+    FullRow,
+    full_size_claims,
+    full_size_table,
+    measure_full_size,
 )
 from gllm.experiments.splitwise_mixed import NOTE as MIXED_NOTE
 from gllm.experiments.splitwise_mixed import MixedTask, mixed_rate, mixed_table, mixed_tasks
@@ -91,7 +97,7 @@ BASELINE_POLICY = "splitwise"
 QUICK_SECONDS = 0.5
 """Shortest time in which requests arrive, in a functional check."""
 FULL_DESIGNS = ("Baseline-A100", "Baseline-H100", "AA", "HH", "HA")
-"""Designs whose best clusters are simulated in full size too."""
+"""Designs whose clusters are simulated at full size, too."""
 LLAMA_DESIGNS = ("Baseline-A100", "Baseline-H100", "AA", "HH", "HA")
 """Designs whose best clusters for BLOOM-176B serve Llama-2-70B as well."""
 
@@ -103,8 +109,8 @@ class ClusterStudy:
     size: SampleSize
     """Requests of a simulation."""
     outcomes: Outcomes
-    full: dict[str, float]
-    """Requests per second at full size, by workload and design."""
+    full: list[FullRow]
+    """Clusters for conversations at full size."""
     borders: list[BorderOutcome]
     batches: Batches
     mixed: list[tuple[MixedTask, float]]
@@ -130,8 +136,8 @@ def measure_clusters(options: ExperimentOptions) -> ClusterStudy:
     return ClusterStudy(
         size,
         outcomes,
-        _measure_full(options, outcomes),
-        _search_borders(options, outcomes, workloads, size),
+        _measure_full(options, outcomes, size),
+        _search_borders(options, outcomes, size),
         _run_batches(options, outcomes, workloads, size),
         _search_mixed(options, outcomes, size),
         _measure_llama(options, outcomes),
@@ -147,14 +153,15 @@ def make_page(study: ClusterStudy) -> ExperimentResult:
         claims += each
     outcomes = study.outcomes
     mixed, mixed_claims = mixed_table(study.mixed, SCALE)
-    claims += cluster_claims(outcomes, study.full, study.borders, study.batches)
+    claims += cluster_claims(outcomes, study.batches) + full_size_claims(study.full)
     claims += mixed_claims
     sections = {
         "Performance model": tables[0],
         "One request": f"{tables[1]}\n\n{TABLE_IV_NOTE}",
         "Second token": f"{tables[2]}\n\n{SECOND_NOTE}",
         "Next turn": f"{next_turn_table()}\n\n{NEXT_TURN_NOTE}",
-        "Clusters under a budget": search_table(outcomes, study.full),
+        "Clusters under a budget": search_table(outcomes),
+        "Clusters at full size": f"{FULL_NOTE}\n\n{full_size_table(study.full)}",
         "Clusters for the rate of Baseline-H100": border_table(study.borders, SCALE),
         "Batch jobs": batch_table(study.batches),
         "The mixed pool": f"{MIXED_NOTE}\n\n{mixed}",
@@ -179,19 +186,23 @@ def _setting(study: ClusterStudy) -> str:
         f"{name} {mean_lengths(name)[0]:.0f} / {mean_lengths(name)[1]:.0f}" for name in WORKLOADS
     )
     num_points = sum(outcome.num_designs for outcome in study.outcomes.values())
+    num_full = sum(row.num_clusters for row in study.full)
+    num_runs = sum(row.num_simulations for row in study.full)
     num_points += len(study.mixed) + len(study.llama) + len(study.throttled)
     return f"""Simulated. Costs: the whole steps of
 [splitwise_perf_model.csv](../../gllm/sim/data/README.md), piecewise linear over the tokens of a
 batch of prompts and over the requests of a decode batch; a batch of both takes 1.1 times its prompt
 time. Prices, power and links: `splitwise_machines.csv` (Tables I and V). Clusters serve BLOOM-176B
 at TP 8 with the lengths of Azure's 2023 traces (mean prompt / output tokens: {lengths}) and Poisson
-arrivals. Requests join the shortest queue of the prompt pool, then of the token pool; batches of
-prompts have at most 2,560 tokens (Baseline: policy `splitwise`, both phases in one batch, at most
-2,048 tokens, as in splitwise-sim); a transfer hides behind the prompt but for a tenth.
-Every cluster is **1/{SCALE} of the paper's size** ({40 // SCALE} H100 or {70 // SCALE} A100):
-{num_points} points, each searched for its highest rate within the nine SLOs (in steps of 5 %). A
-simulation has {study.size.requests:,} requests, or as many as arrive in {study.size.seconds:g} s.
-Rates are shown for the full size."""
+arrivals. Requests join the shortest queue, by pending tokens, of the prompt pool or of a cluster
+without pools, then the machine of the token pool with the fewest tokens; batches of prompts have at
+most 2,560 tokens (Baseline: policy `splitwise`, both phases in one batch, at most 2,048 tokens, as
+in splitwise-sim); a transfer hides behind the prompt but for a tenth. Every cluster but those of
+"Clusters at full size" is **1/{SCALE} of the paper's size** ({40 // SCALE} H100 or {70 // SCALE}
+A100): {num_points} points, each searched for its highest rate within the nine SLOs (in steps of
+5 %). A simulation has {study.size.requests:,} requests, or as many as arrive in
+{study.size.seconds:g} s. Rates are shown for the full size. "Clusters at full size" are {num_full}
+points in {num_runs} simulations."""
 
 
 def _search_all(options: ExperimentOptions, workloads: list[str], size: SampleSize) -> Outcomes:
@@ -215,32 +226,27 @@ def _policy(design: str) -> str:
     return BASELINE_POLICY if design in BASELINES else POLICY
 
 
-def _measure_full(options: ExperimentOptions, outcomes: Outcomes) -> dict[str, float]:
-    """Return the rates of the best clusters in the paper's size, by workload and design."""
-    chosen = [
-        (key, outcome)
-        for key, outcome in outcomes.items()
-        if key[0] == "power" and key[2] in FULL_DESIGNS and outcome.rate
-    ]
+def _measure_full(
+    options: ExperimentOptions, outcomes: Outcomes, size: SampleSize
+) -> list[FullRow]:
+    """Return the clusters for conversations at full size."""
     if options.quick:
-        chosen = []
-    measured = map_parallel(
-        measure_full, [outcome for _, outcome in chosen], options.jobs, options.progress, "full"
-    )
-    return {
-        f"{key[1]} {key[2]}": rate for (key, _), (_, rate, _) in zip(chosen, measured, strict=True)
-    }
+        return []
+    chosen = [
+        outcome
+        for (_, workload, design), outcome in outcomes.items()
+        if workload == "conversation" and design in FULL_DESIGNS and outcome.rate
+    ]
+    return measure_full_size(chosen, size, options.jobs, options.progress)
 
 
 def _search_borders(
-    options: ExperimentOptions, outcomes: Outcomes, workloads: list[str], size: SampleSize
+    options: ExperimentOptions, outcomes: Outcomes, size: SampleSize
 ) -> list[BorderOutcome]:
-    """Return the cheapest clusters that serve the rate of Baseline-H100."""
+    """Return the cheapest clusters for code that serve the rate of Baseline-H100."""
     tasks: list[BorderTask] = []
-    for workload in workloads[: 0 if options.quick else None]:
-        rate = outcomes["power", workload, "Baseline-H100"].rate
-        if rate:
-            tasks += [BorderTask(design, workload, rate, size, POLICY) for design in DESIGNS]
+    if not options.quick and (rate := outcomes["power", "code", "Baseline-H100"].rate):
+        tasks = [BorderTask(design, "code", rate, size, POLICY) for design in DESIGNS]
     return map_parallel(search_border, tasks, options.jobs, options.progress, "border")
 
 

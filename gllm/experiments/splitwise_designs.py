@@ -15,7 +15,7 @@ from gllm.plan.pools.design_search import (
     maximal_designs,
     maximize_throughput,
 )
-from gllm.plan.pools.planner import START_SHARE, border_limit, scale_cluster
+from gllm.plan.pools.planner import START_SHARE, border_limit
 from gllm.sim.hardware.machines import (
     ClusterDesign,
     count_affordable,
@@ -166,24 +166,6 @@ def batch_rate(task: BatchTask) -> float:
         task.cluster, task.workload, 1.0, task.size, is_static=True, policy=task.policy
     )
     return simulate_point(point).requests_per_second
-
-
-def measure_full(outcome: SearchOutcome) -> tuple[ClusterDesign, float, int]:
-    """Return the best cluster of a search in full size, its highest rate and the simulations.
-
-    The search begins at the scaled rate.
-    """
-    task, scale = outcome.task, outcome.task.scale
-    cluster = scale_cluster(outcome.cluster, scale)
-    point = ClusterPoint(
-        cluster,
-        task.workload,
-        max(outcome.full_rate, 1.0),
-        task.size,
-        policy=task.policy,
-    )
-    rate, num_simulations = highest_rate(point)
-    return cluster, rate, num_simulations
 
 
 def llama_rate(outcome: SearchOutcome) -> float:

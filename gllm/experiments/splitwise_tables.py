@@ -32,13 +32,8 @@ PAPER_BATCH = {"Baseline-A100": 0.89, "AA": 0.89, "Baseline-H100": 0.75, "HH": 0
 """Requests per second and dollar of a batch job in the paper, which names no unit of time."""
 
 
-def search_table(outcomes: Outcomes, full: dict[str, float]) -> str:
-    """Return the best clusters under each budget.
-
-    Args:
-        outcomes: Results of the searches.
-        full: Rate at full size by `workload design`, where it was simulated.
-    """
+def search_table(outcomes: Outcomes) -> str:
+    """Return the best clusters under each budget."""
     rows = []
     for (constraint, workload, name), outcome in outcomes.items():
         scale = outcome.task.scale
@@ -46,17 +41,16 @@ def search_table(outcomes: Outcomes, full: dict[str, float]) -> str:
         base = outcomes["power", workload, "Baseline-H100"].rate
         paper = PAPER_DESIGNS.get((workload, name)) if constraint == "power" else None
         fluid = "" if name in BASELINES else str(scale_cluster(fluid_optimum(outcome.task), scale))
-        whole = full.get(f"{workload} {name}") if constraint == "power" else None
         rows.append(
             [workload, f"{constraint} {budget(constraint, 1):g}", name,
              "" if paper is None else f"{paper[0]}P/{paper[1]}T", str(cluster), fluid,
-             f"{outcome.full_rate:.1f}", "" if whole is None else f"{whole:.1f}",
-             f"{outcome.rate / base:.2f}" if base else "-", f"{cluster.cost:.1f}",
+             f"{outcome.full_rate:.1f}", f"{outcome.rate / base:.2f}" if base else "-",
+             f"{cluster.cost:.1f}",
              f"{cluster.power:.1f}", str(cluster.num_machines), str(outcome.num_designs)]
         )  # fmt: skip
     return format_table(
         ["workload", "budget", "design", "paper", "ours", "without queues", "requests/s",
-         "at full size", "x Baseline-H100", "cost", "power", "machines", "points"],
+         "x Baseline-H100", "cost", "power", "machines", "points"],
         rows,
     )  # fmt: skip
 
@@ -113,23 +107,15 @@ def _per_cost(cluster: ClusterDesign, rate: float) -> float:
     return rate / cluster.dollars_per_hour
 
 
-def cluster_claims(
-    outcomes: Outcomes, full: dict[str, float], borders: list[BorderOutcome], batches: Batches
-) -> list[PaperClaim]:
-    """Return the paper's figures of clusters beside ours."""
-    return [
-        *_design_claims(outcomes),
-        *_rate_claims(outcomes),
-        *_full_claims(full),
-        *_border_claims(outcomes, borders),
-        *_batch_claims(batches),
-    ]
+def cluster_claims(outcomes: Outcomes, batches: Batches) -> list[PaperClaim]:
+    """Return the paper's figures of scaled clusters beside ours."""
+    return [*_design_claims(outcomes), *_batch_claims(batches)]
 
 
 def _design_claims(outcomes: Outcomes) -> Iterator[PaperClaim]:
     for (workload, name), paper in PAPER_DESIGNS.items():
         outcome = outcomes.get(("power", workload, name))
-        if outcome is not None:
+        if outcome is not None and workload == "code":
             whole = scale_cluster(outcome.cluster, outcome.task.scale)
             for kind, count, ours in zip(
                 ("prompt", "token"), paper, (whole.num_prompt, whole.num_token), strict=True
@@ -137,72 +123,6 @@ def _design_claims(outcomes: Outcomes) -> Iterator[PaperClaim]:
                 yield PaperClaim(
                     f"{workload}, {name}: {kind} machines", ExpectedFigure(count, "", 0), ours
                 )
-
-
-def _rate_claims(outcomes: Outcomes) -> Iterator[PaperClaim]:
-    def claim(
-        text: str, paper: float, ours: tuple[str, str], base: str, note: str = ""
-    ) -> Iterator[PaperClaim]:
-        constraint, name = ours
-        outcome = outcomes.get((constraint, "conversation", name))
-        other = outcomes["power", "conversation", base]
-        if outcome is not None and other.rate:
-            change = relative_change(outcome.rate, other.rate)
-            yield PaperClaim(text, ExpectedChange(paper - 1, is_ratio=True), change, note)
-
-    yield from claim(
-        "conversation, power: throughput of AA beside Baseline-A100", 2.15, ("power", "AA"),
-        "Baseline-A100",
-    )  # fmt: skip
-    yield from claim(
-        "conversation, power: throughput of HA beside Baseline-H100", 1.18, ("power", "HA"),
-        "Baseline-H100",
-    )  # fmt: skip
-    yield from claim(
-        "conversation, cost: throughput of AA beside Baseline-H100", 1.4, ("cost", "AA"),
-        "Baseline-H100",
-    )  # fmt: skip
-    if outcome := outcomes.get(("cost", "conversation", "AA")):
-        h100 = outcomes["power", "conversation", "Baseline-H100"].cluster
-        power = relative_change(outcome.cluster.power, h100.power)
-        space = relative_change(outcome.cluster.num_machines, h100.num_machines)
-        yield PaperClaim("conversation, cost: power of AA", ExpectedChange(0.25), power)
-        yield PaperClaim(
-            "conversation, cost: space of AA", ExpectedChange(1.0, is_ratio=True), space
-        )
-    if outcome := outcomes.get(("power", "conversation", "HA")):
-        h100 = outcomes["power", "conversation", "Baseline-H100"].cluster
-        cost = relative_change(outcome.cluster.cost, h100.cost)
-        yield PaperClaim("conversation, power: cost of HA", ExpectedChange(-0.1), cost)
-
-
-def _full_claims(full: dict[str, float]) -> Iterator[PaperClaim]:
-    """Return the rates beside the baselines at full size; see `search_table`."""
-    for name, base, paper in (("AA", "Baseline-A100", 2.15), ("HA", "Baseline-H100", 1.18)):
-        rate, other = (full.get(f"conversation {each}") for each in (name, base))
-        if rate and other:
-            yield PaperClaim(
-                f"conversation, power, at full size: throughput of {name} beside {base}",
-                ExpectedChange(paper - 1, is_ratio=True),
-                relative_change(rate, other),
-            )
-
-
-def _border_claims(outcomes: Outcomes, borders: list[BorderOutcome]) -> Iterator[PaperClaim]:
-    for each in borders:
-        base = outcomes["power", each.task.workload, "Baseline-H100"].cluster
-        if each.task.workload != "conversation":
-            continue
-        if each.task.design == "HHcap":
-            power = relative_change(each.least_power.power, base.power)
-            yield PaperClaim(
-                "conversation, rate of Baseline-H100: power of HHcap", ExpectedChange(-0.25), power
-            )
-        if each.task.design == "AA":
-            cost = relative_change(each.least_cost.cost, base.cost)
-            yield PaperClaim(
-                "conversation, rate of Baseline-H100: cost of AA", ExpectedChange(-0.25), cost
-            )
 
 
 def _batch_claims(batches: Batches) -> Iterator[PaperClaim]:

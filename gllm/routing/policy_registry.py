@@ -11,6 +11,7 @@ from gllm.routing.session_affinity import SessionAffinityPolicy
 from gllm.routing.simple_policies import (
     LeastRequestsPolicy,
     LeastTokensPolicy,
+    PendingTokensPolicy,
     PowerOfTwoPolicy,
     RandomPolicy,
     RoundRobinPolicy,
@@ -22,6 +23,7 @@ POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
     "session": SessionAffinityPolicy,
     "least-requests": LeastRequestsPolicy,
     "least-tokens": LeastTokensPolicy,
+    "pending-tokens": PendingTokensPolicy,
     "power-of-two": PowerOfTwoPolicy,
     "round-robin": RoundRobinPolicy,
     "random": RandomPolicy,

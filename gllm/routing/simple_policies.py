@@ -70,9 +70,9 @@ class LeastRequestsPolicy(RoutingPolicy):
 
 
 class LeastTokensPolicy(RoutingPolicy):
-    """Join the shortest queue, by tokens: those to prefill and those that decodes attend to.
+    """The engine with the fewest tokens: those to prefill and those that decodes attend to.
 
-    Source: JSQ of "Splitwise" (ISCA'24, arXiv 2311.18677).
+    A prompt counts neither here nor there while it is computed: see PendingTokensPolicy.
     """
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
@@ -80,6 +80,30 @@ class LeastTokensPolicy(RoutingPolicy):
 
         def weighted_tokens(engine: EngineSnapshot) -> float:
             num_tokens = engine.num_waiting_tokens + engine.stats.decode_context_tokens
+            return (num_tokens + request.num_prompt_tokens) / engine.weight
+
+        return choose_least(engines, weighted_tokens, self._rng)
+
+
+class PendingTokensPolicy(RoutingPolicy):
+    """Join the shortest queue, by pending tokens: those of prompts, and one per decode.
+
+    A prompt is pending until its first token, also while it is computed: an engine that computes a
+    long prompt is not idle.
+
+    Source: JSQ of "Splitwise" (ISCA'24, arXiv 2311.18677); its simulator has the count.
+    """
+
+    uses_statistics = False
+    uses_ongoing = True
+
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
+        """Return the engine with the fewest pending tokens."""
+
+        def weighted_tokens(engine: EngineSnapshot) -> float:
+            num_tokens = sum(
+                1 if each.num_output_tokens else each.num_prompt_tokens for each in engine.ongoing
+            )
             return (num_tokens + request.num_prompt_tokens) / engine.weight
 
         return choose_least(engines, weighted_tokens, self._rng)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from gllm.experiments.splitwise_full import FullRow, full_size_claims
 from gllm.experiments.splitwise_mixed import serves_point
 from gllm.experiments.splitwise_phases import next_turn_table
 from gllm.plan.pools.clusters import ClusterPoint, SampleSize
-from gllm.sim.hardware.machines import ClusterDesign, machine_pair
+from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
 
 SIZE = SampleSize(150, seconds=0)
 
@@ -51,3 +52,31 @@ def test_a_cache_that_is_sent_back_saves_the_prompt() -> None:
     for machine in {machine for machine, _ in gains}:
         by_length = [gains[machine, tokens] for tokens in ("512", "1,500", "4,096")]
         assert by_length == sorted(by_length)
+
+
+def test_claims_at_full_size_are_changes_beside_the_baselines() -> None:
+    def row(constraint: str, name: str, num_prompt: int, num_token: int, rate: float) -> FullRow:
+        machine = read_machines()[f"DGX-{name[-4:]}"] if num_token == 0 else None
+        pair = (machine, machine) if machine else machine_pair(name)
+        return FullRow(constraint, name, ClusterDesign(*pair, num_prompt, num_token), rate, 1, 1)
+
+    claims = full_size_claims(
+        [
+            row("power", "Baseline-A100", 70, 0, 40.0),
+            row("power", "Baseline-H100", 40, 0, 50.0),
+            row("power", "AA", 35, 35, 80.0),
+            row("cost", "AA", 40, 46, 70.0),
+            row("rate", "AA", 30, 35, 50.0),
+        ]
+    )
+    # Changes of throughput, power, space and cost: 40 DGX-H100 cost 86.4 and take the power of 70.
+    expected = {
+        "power: throughput of AA beside Baseline-A100": 80 / 40 - 1,
+        "cost: throughput of AA beside Baseline-H100": 70 / 50 - 1,
+        "cost: power of AA": 86 / 70 - 1,
+        "cost: space of AA": 86 / 40 - 1,
+        "rate of Baseline-H100: cost of AA": 65 / 86.4 - 1,
+    }
+    assert {each.quantity.removeprefix("conversation, "): each.ours for each in claims} == {
+        text: pytest.approx(change) for text, change in expected.items()
+    }

@@ -10,8 +10,13 @@ from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.session_affinity import MAX_EXTRA_REQUESTS
-from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from tests.routing.fleet import COSTS, REQUEST, engine
+
+POLICIES_BY_STATISTICS = sorted(
+    set(POLICIES) - {"random", "round-robin", "aladdin", "pending-tokens"}
+)
+"""Policies that read statistics, or numbers of requests, of the engines."""
 
 
 def choose(
@@ -47,7 +52,7 @@ def test_unknown_policy_is_refused_by_name() -> None:
         make_policy("best", Random(0))
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random", "round-robin", "aladdin"}))
+@pytest.mark.parametrize("name", POLICIES_BY_STATISTICS)
 def test_idle_engine_is_preferred(name: str) -> None:
     policy = make_policy(name, Random(0))
     busy = {"running": 30, "waiting": 5, "waiting_tokens": 2000, "decode_context_tokens": 9000}
@@ -55,7 +60,7 @@ def test_idle_engine_is_preferred(name: str) -> None:
     assert choose(policy, engines, REQUEST._replace(session="s")) == "b"
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random", "round-robin", "aladdin"}))
+@pytest.mark.parametrize("name", POLICIES_BY_STATISTICS)
 def test_requests_on_their_way_count(name: str) -> None:
     policy = make_policy(name, Random(0))
     busy = engine("a", num_sent=20)._replace(num_sent_tokens=2000)
@@ -93,6 +98,15 @@ def test_least_tokens_counts_tokens_not_requests() -> None:
     many_short = engine("a", running=8, decode_context_tokens=400)
     one_long = engine("b", running=1, decode_context_tokens=3000)
     assert choose(policy, [many_short, one_long]) == "a"
+
+
+def test_pending_tokens_count_a_prompt_until_its_first_token() -> None:
+    policy = make_policy("pending-tokens", Random(0))
+    computes = engine("a")._replace(ongoing=[OngoingRequest(2000)])
+    decodes = engine("b")._replace(ongoing=[OngoingRequest(2000, 1) for _ in range(50)])
+    assert choose(policy, [computes, decodes]) == "b"
+    decodes = decodes._replace(weight=0.01)
+    assert choose(policy, [computes, decodes]) == "a"
 
 
 def test_power_of_two_sometimes_misses_the_best_but_never_takes_the_worst() -> None:

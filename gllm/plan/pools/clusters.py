@@ -211,7 +211,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
 
     prompts = machines(design.prompt, design.num_prompt, True)
     if not design.num_token:
-        run = simulate_pool(prompts, jobs, "least-tokens", point.seed)
+        run = simulate_pool(prompts, jobs, "pending-tokens", point.seed)
         return [run.requests[seq].line for seq in range(len(jobs))], busy_seconds(run)
     tokens = machines(design.token, design.num_token, False)
     split = simulate_split(

@@ -41,7 +41,7 @@ def simulate_split(
     tokens: Mapping[str, Deployment],
     jobs: Sequence[WorkloadRequest],
     transfer_seconds: TransferSeconds,
-    router: str = "least-tokens",
+    routers: tuple[str, str] = ("pending-tokens", "least-tokens"),
     seed: int = 0,
 ) -> SplitRun:
     """Simulate a workload on a prompt pool and a token pool.
@@ -51,11 +51,11 @@ def simulate_split(
         tokens: Token machines by name, whose cost models take no time for prompts.
         jobs: Sorted by arrival.
         transfer_seconds: Time of a transfer that no computation hides.
-        router: Name of the routing policy of both pools.
+        routers: Names of the routing policies of the prompt pool and of the token pool.
         seed: Seed of the routers.
     """
     first = simulate_pool(
-        prompts, [job._replace(num_output_tokens=1) for job in jobs], router, seed
+        prompts, [job._replace(num_output_tokens=1) for job in jobs], routers[0], seed
     )
     lines = [replace(first.requests[seq].line) for seq in range(len(jobs))]
     arrivals = [
@@ -67,7 +67,10 @@ def simulate_split(
         key=arrivals.__getitem__,
     )
     second = simulate_pool(
-        tokens, [jobs[seq]._replace(arrival_seconds=arrivals[seq]) for seq in order], router, seed
+        tokens,
+        [jobs[seq]._replace(arrival_seconds=arrivals[seq]) for seq in order],
+        routers[1],
+        seed,
     )
     for index, seq in enumerate(order):
         decoded = second.requests[index].line
