@@ -65,6 +65,13 @@ class LinkPolicy(Protocol):
     def uses_slack(self) -> bool:
         """True if the policy reads `LinkView.slack_seconds`; other links may leave it None."""
 
+    @property
+    def sends_whole(self) -> bool:
+        """True if the policy sends a message that waits alone whole, whatever the view.
+
+        The simulator's links then do not call `select` for it.
+        """
+
     def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
         """Return the next chunk. The link sends all of it before the next call.
 

@@ -86,7 +86,7 @@ class AdmissionController:
         """
         size = self._block_size
         horizon = self._horizon(candidate)
-        all_needed = [owner.num_missing_blocks(len(owner.token_ids), size) for owner in owners]
+        all_needed = [owner.num_missing_blocks(owner.num_tokens, size) for owner in owners]
         # Nobody frees blocks, and all run until the horizon: no demand is above this one.
         highest = missing + sum(all_needed) + (len(owners) + 1) * (horizon // size + 1)
         if highest <= free:

@@ -51,6 +51,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_free_blocks = num_blocks
+        """Number of blocks that can be allocated: free ones and unreferenced cached ones."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -65,13 +67,9 @@ class BlockPool:
         """Hashes in the prefix cache."""
         return self._by_hash
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Number of blocks that can be allocated: free ones and unreferenced cached ones."""
-        return len(self._free) + len(self._evictable)
-
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate blocks, each with one reference; the caller has checked `num_free_blocks`."""
+        self.num_free_blocks -= num_blocks
         if num_blocks == 1:
             return [self._allocate_block()]
         return [self._allocate_block() for _ in range(num_blocks)]
@@ -79,8 +77,10 @@ class BlockPool:
     def add_references(self, blocks: Sequence[int]) -> None:
         """Add one reference to each of these cached or referenced blocks."""
         for block in blocks:
+            if not self._references[block]:
+                del self._evictable[block]
+                self.num_free_blocks -= 1
             self._references[block] += 1
-            self._evictable.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block of a block table.
@@ -92,6 +92,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
+            self.num_free_blocks += 1
             if self._hashes[block] is None:
                 self._free.append(block)
             else:

@@ -57,7 +57,7 @@ class GreedyAdmission(AdmissionController):
             victims: sequence ids whose blocks count as free.
         """
         missing = sum(
-            owner.num_missing_blocks(len(owner.token_ids) + num_owner_tokens, self._block_size)
+            owner.num_missing_blocks(owner.num_tokens + num_owner_tokens, self._block_size)
             for owner in owners
         )
         return missing + self._count_missing(sequence, num_new_tokens) <= self._num_free(victims)
@@ -119,7 +119,7 @@ class LongestReservation(GreedyAdmission):
         self, sequence: Sequence, owners: list[Sequence], victims: Container[int]
     ) -> bool:
         missing = sum(
-            owner.num_missing_blocks(len(owner.token_ids) + _most_new(owner), self._block_size)
+            owner.num_missing_blocks(owner.num_tokens + _most_new(owner), self._block_size)
             for owner in owners
         )
         missing += self._count_missing(sequence, _most_new(sequence))

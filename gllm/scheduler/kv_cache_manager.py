@@ -74,7 +74,7 @@ class KVCacheManager:
     def publish(self, sequence: Sequence) -> None:
         """Add the full computed blocks of a sequence to the prefix cache."""
         # An aborted sequence may have computed a position whose token was dropped.
-        num_known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        num_known = min(sequence.num_computed_tokens, sequence.num_tokens)
         num_full = num_known // self._block_size
         if num_full == sequence.num_published_blocks or not self._has_prefix_cache:
             return
@@ -131,7 +131,7 @@ class KVCacheManager:
             use.
         """
         ticket = sequence.request.kv_ticket
-        num_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids) - 1)
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
         if not ticket or num_tokens < 1 or ticket in self.holds:
             return None
         block_ids = sequence.block_ids[: -(-num_tokens // self._block_size)]

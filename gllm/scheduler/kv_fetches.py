@@ -177,7 +177,7 @@ class KvFetches:
     def _skip_prefill(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the decodes if only its last output token lacks KV."""
         num_tokens = sequence.num_computed_tokens
-        if sequence.num_output_tokens and num_tokens == len(sequence.token_ids) - 1:
+        if sequence.num_output_tokens and num_tokens == sequence.num_tokens - 1:
             self._queues.dequeue(sequence)
             sequence.num_prefill_tokens = num_tokens
             self._queues.make_ready(sequence)

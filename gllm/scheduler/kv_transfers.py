@@ -74,7 +74,7 @@ class SchedulerTransfers:
             return True
         if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
             best = min(sequences, key=rank_of)
-            num_blocks = best.num_missing_blocks(len(best.token_ids), self._block_size)
+            num_blocks = best.num_missing_blocks(best.num_tokens, self._block_size)
             holds.revoke_worst(num_blocks - self._kv_cache.block_pool.num_free_blocks)
         return holds.num_revoked > 0
 

@@ -141,7 +141,7 @@ class MicroBatchFiller:
             budget: the policy's budget for them.
             num_left: limit of their tokens.
         """
-        cost = 0.0
+        cost, limit = 0.0, num_left
         single_token_rows: list[ScheduledRow] = []
         multi_token_rows: list[ScheduledRow] = []
         ready, block_size = self._queues.ready, self._block_size
@@ -151,17 +151,22 @@ class MicroBatchFiller:
             if sequence.seq not in ready:
                 continue  # An earlier decode of this loop has preempted it.
             num_scheduled = sequence.num_scheduled_tokens
-            num_tokens = len(sequence.token_ids) - num_scheduled
+            num_tokens = sequence.num_tokens - num_scheduled
             if num_tokens != 1:
                 num_tokens = min(sequence.num_decode_tokens, num_left)
             has_blocks = num_scheduled + num_tokens <= len(sequence.block_ids) * block_size
-            if has_blocks or self._preemption.allocate_decode(sequence, num_tokens):
-                cost += self._policy.decode_cost(num_scheduled)
-                rows = multi_token_rows if num_tokens > 1 else single_token_rows
-                rows.append(self._schedule_row(sequence, num_tokens))
-                num_left -= num_tokens
-            else:
+            if not (has_blocks or self._preemption.allocate_decode(sequence, num_tokens)):
                 self.is_decode_stalled = True
+                continue
+            cost += self._policy.decode_cost(num_scheduled)
+            del ready[sequence.seq]
+            rows = multi_token_rows if num_tokens > 1 else single_token_rows
+            rows.append(sequence.schedule_row(num_tokens))
+            num_left -= num_tokens
+            if self._async_scheduling:
+                self._queues.make_ready(sequence)
+        self._counters.decode_tokens += limit - num_left
+        self._queues.tally.on_decodes_scheduled(limit - num_left)
         return single_token_rows + multi_token_rows, cost
 
     def _schedule_prefills(
@@ -255,7 +260,8 @@ class MicroBatchFiller:
         else:
             self._counters.decode_tokens += num_tokens
         row = sequence.schedule_row(num_tokens)
-        self._queues.tally.on_decode_scheduled(sequence, num_tokens)
+        if sequence.seq in self._queues.tally.decoding_seqs:
+            self._queues.tally.on_decodes_scheduled(num_tokens)
         if self._async_scheduling:
             self._queues.make_ready(sequence)
         return row

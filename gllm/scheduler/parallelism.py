@@ -3,12 +3,10 @@
 Reports of bubbles use it: a stage that is idle though work was there for it has a bubble.
 """
 
-from collections.abc import Iterable
-
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.queues import SequenceQueues
 
 
@@ -28,7 +26,7 @@ class ParallelismGauge:
         self._admission = admission
         self._queues = queues
 
-    def count(self, in_flight: Iterable[StepPlan]) -> int:
+    def count(self, in_flight: InFlightPlans) -> int:
         """Return the number of stages.
 
         One stage per sequence in decode, per prefill chunk in flight, and per #MinP waiting tokens
@@ -37,9 +35,10 @@ class ParallelismGauge:
         tally, num_stages = self._queues.tally, self._num_stages
         decoding = tally.decoding_seqs
         count = len(decoding)
-        if count < num_stages:
-            rows = (row for plan in in_flight for row in plan.rows)
-            count += sum(row.seq not in decoding for row in rows)
+        if count >= num_stages:
+            return num_stages
+        rows = (row for plan in in_flight.plans for row in plan.rows)
+        count += sum(row.seq not in decoding for row in rows)
         if count < num_stages and self._can_prefill():
             count += -(-tally.num_waiting_tokens // self._min_prefill_tokens)
         return min(count, num_stages)

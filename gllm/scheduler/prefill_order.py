@@ -48,7 +48,7 @@ class PrefillOrder:
         Args:
             waiting: the prefill queue, sorted by `key`; changed in place.
         """
-        if not (self.forms_groups and waiting and waiting[0].prefill_group is UNGROUPED):
+        if not (waiting and waiting[0].prefill_group is UNGROUPED):
             return
         priority, size = waiting[0].rank[0], 0
         for sequence in waiting[: self._group_size]:

@@ -53,10 +53,9 @@ class QueueTally:
         self.decoding_seqs.add(sequence.seq)
         self.num_decode_context_tokens += sequence.num_scheduled_tokens
 
-    def on_decode_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add the scheduled tokens of a decode to the sum of contexts."""
-        if sequence.seq in self.decoding_seqs:
-            self.num_decode_context_tokens += num_tokens
+    def on_decodes_scheduled(self, num_tokens: int) -> None:
+        """Add the scheduled tokens of sequences in decode to the sum of contexts."""
+        self.num_decode_context_tokens += num_tokens
 
     def remove_decode(self, sequence: Sequence) -> None:
         """Remove a sequence from the decodes if it is there."""

@@ -47,7 +47,8 @@ class SequenceQueues:
 
     def form_group(self) -> None:
         """Sort the next group of waiting sequences if the last one has been prefilled."""
-        self._order.form_group(self.waiting)
+        if self._order.forms_groups:
+            self._order.form_group(self.waiting)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Add a sequence to the prefill queue.
@@ -79,7 +80,7 @@ class SequenceQueues:
         num_scheduled = sequence.num_scheduled_tokens
         if num_scheduled < sequence.num_prefill_tokens:
             return
-        if num_scheduled < len(sequence.token_ids) or self._async_scheduling:
+        if num_scheduled < sequence.num_tokens or self._async_scheduling:
             if self._async_scheduling and not sequence.can_decode_ahead:
                 return
             seq = sequence.seq

@@ -62,7 +62,6 @@ class Scheduler:
         self.config = config
         self.kv_cache = KVCacheManager(config)
         policy = policy or POLICIES[config.policy](config)
-        self._block_size = config.block_size
         self._has_lanes = config.num_lanes > 1
         self.table = SequenceTable()
         self._sequences = self.table.sequences
@@ -155,7 +154,7 @@ class Scheduler:
         """
         self._now = now
         has_room = self._in_flight.has_room
-        if not any(has_room) or not self._sequences:
+        if True not in has_room or not self._sequences:
             return None
         counters = self._counters
         num_decodes, num_prefills = counters.decode_tokens, counters.prefill_tokens
@@ -284,7 +283,7 @@ class Scheduler:
 
     def available_parallelism(self) -> int:
         """Return the number of stages that the present work could keep busy with any plans."""
-        return self._parallelism.count(self._in_flight.plans)
+        return self._parallelism.count(self._in_flight)
 
     def unfinished_requests(self, now: float) -> list[SchedulerRequest]:
         """Return the requests that have not ended, as another scheduler continues them."""
@@ -334,7 +333,7 @@ class Scheduler:
         if start <= sequence.num_computed_tokens:
             # Otherwise an earlier row failed, and the blocks between were never written.
             sequence.num_computed_tokens = end
-            if end >= (sequence.num_published_blocks + 1) * self._block_size:
+            if end >= (sequence.num_published_blocks + 1) * self.config.block_size:
                 self.kv_cache.publish(sequence)
         if sampled is not None and not sampled.is_finite:
             self.kv_cache.unpublish(sequence)
@@ -348,7 +347,7 @@ class Scheduler:
             raise ValueError(f"the result lacks sequence {seq}, epoch {epoch}")
         if sampled.error:
             self._fail(sequence, sampled.error, output)
-        elif end == len(sequence.token_ids):
+        elif end == sequence.num_tokens:
             # Otherwise an earlier row has returned the token as a forced one.
             self._append_token(sequence, sampled.token_id, output)
             for token_id in sampled.forced_token_ids:
@@ -359,9 +358,10 @@ class Scheduler:
         """Append a generated token and finish the sequence if it is the last one."""
         request = sequence.request
         sequence.token_ids.append(token_id)
+        sequence.num_tokens += 1
         output.seqs.append(sequence.seq)
         output.token_ids.append(token_id)
-        num_generated = len(sequence.token_ids) - sequence.prompt_len
+        num_generated = sequence.num_tokens - sequence.prompt_len
         if num_generated == 1:
             first = FirstToken(sequence.seq, sequence.num_cached_tokens, sequence.queue_seconds)
             output.first_tokens.append(first)

@@ -158,16 +158,19 @@ class Sequence:
     """Order of service: priority, then arrival."""
     prompt_len: int = field(init=False)
     """Number of prompt tokens."""
+    num_tokens: int = field(init=False)
+    """Length of `token_ids`, which every row of every micro-batch reads."""
 
     def __post_init__(self) -> None:
         """Set what follows from the other fields."""
         self.rank = (self.request.priority, self.arrival_time, self.seq)
         self.prompt_len = len(self.request.prompt_token_ids)
+        self.num_tokens = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
         """Number of known generated tokens."""
-        return len(self.token_ids) - self.prompt_len
+        return self.num_tokens - self.prompt_len
 
     @property
     def num_unscheduled_tokens(self) -> int:
@@ -225,13 +228,13 @@ class Sequence:
     def can_decode_ahead(self) -> bool:
         """True if the next decode can be scheduled though a row in flight may sample its input."""
         # If all known tokens are scheduled, the last row in flight samples one more.
-        num_tokens = max(len(self.token_ids), self.num_scheduled_tokens + 1)
+        num_tokens = max(self.num_tokens, self.num_scheduled_tokens + 1)
         return num_tokens < self.prompt_len + self.request.max_tokens
 
     @property
     def num_decode_tokens(self) -> int:
         """Tokens of the next decode: more than one if the last sampled token forced others."""
-        num_tokens = len(self.token_ids) - self.num_scheduled_tokens
+        num_tokens = self.num_tokens - self.num_scheduled_tokens
         return num_tokens if num_tokens > 1 else 1
 
     def num_missing_blocks(self, num_tokens: int, block_size: int) -> int:
@@ -251,7 +254,7 @@ class Sequence:
         """Schedule the next `num_tokens` tokens, whose blocks are allocated."""
         start = self.num_scheduled_tokens
         end = start + num_tokens
-        num_known = len(self.token_ids)
+        num_known = self.num_tokens
         if num_tokens == 1 and self.prompt_len <= start < num_known:
             token_ids = [self.token_ids[start]]
         else:
@@ -292,6 +295,6 @@ class Sequence:
         self.num_sent_blocks = self.num_published_blocks = 0
         self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.num_reused_tokens = self.num_expected_cached_tokens = 0
-        self.num_prefill_tokens = len(self.token_ids)
+        self.num_prefill_tokens = self.num_tokens
         self.is_preempting = False
         return block_ids

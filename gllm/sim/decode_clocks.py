@@ -27,17 +27,17 @@ class DecodeClocks:
         for stage, clock in self._clocks.items():
             links[stage].add_slack_source(owner, clock.slack_seconds)
 
+    def has(self, stage: int) -> bool:
+        """Return True if a stage has a clock."""
+        return stage in self._clocks
+
     def on_started(self, stage: int, now: float, seconds: float) -> None:
-        """Note a decode run that starts now and is predicted to take `seconds`."""
-        clock = self._clocks.get(stage)
-        if clock is not None:
-            clock.on_decode_started(now, seconds)
+        """Note a decode run that starts now on a stage with a clock and takes `seconds`."""
+        self._clocks[stage].on_decode_started(now, seconds)
 
     def on_finished(self, stage: int, now: float, work: StageWork) -> None:
-        """Note that a decode run of a stage has finished."""
-        clock = self._clocks.get(stage)
-        if clock is not None:
-            clock.on_decode_finished(now, self._round_seconds(work, now))
+        """Note that a decode run of a stage with a clock has finished."""
+        self._clocks[stage].on_decode_finished(now, self._round_seconds(work, now))
 
     def _round_seconds(self, work: StageWork, now: float) -> float:
         """Return the time in which the next step of the same decodes comes to the same stage."""

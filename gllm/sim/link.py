@@ -82,6 +82,7 @@ class SimulatedLink:
         "_num_messages",
         "_policy",
         "_sending",
+        "_sends_whole",
         "_slack_sources",
         "_waiting",
         "_window",
@@ -93,6 +94,8 @@ class SimulatedLink:
         self._loop = loop
         self._policy = policy
         self._window = window
+        self._sends_whole = policy.sends_whole and window is None
+        """True if an idle link sends a message at once and whole."""
         self._waiting: list[LinkMessage] = []
         self._sending: LinkMessage | None = None
         """Message of the latest chunk; None after a drop."""
@@ -159,11 +162,16 @@ class SimulatedLink:
         self._num_messages += 1
         if cost.occupancy_seconds:
             self._bytes_per_second = message.num_bytes / cost.occupancy_seconds
-        self._waiting.append(message)
         sending = self._sending
-        if sending is None or not self._is_busy(now):
+        is_idle = sending is None or not self._is_busy(now)
+        if is_idle and self._sends_whole:
+            # Most messages of a pipeline find their link idle: the policy has no choice then.
+            self._send_bytes(message, message.num_bytes, cost.occupancy_seconds, now)
+            return
+        self._waiting.append(message)
+        if is_idle:
             self._start_chunk(now)
-        elif not self._is_end_due:
+        elif sending is not None and not self._is_end_due:
             self._push_end(sending)
 
     def drop(self, owner: object) -> None:
@@ -190,23 +198,29 @@ class SimulatedLink:
 
     def _start_chunk(self, now: float) -> None:
         position, num_bytes = self._policy.select(self._waiting, self._view(now))
-        message = self._sending = self._waiting[position]
+        message = self._waiting[position]
         if not 1 <= num_bytes <= message.remaining_bytes:
             raise ValueError(
                 f"a link policy selected {num_bytes} bytes of a message with "
                 f"{message.remaining_bytes}: select 1 to {message.remaining_bytes}"
             )
-        message.remaining_bytes -= num_bytes
         seconds = message.occupancy_seconds(num_bytes)
         if self._window is not None and seconds:
             seconds = self._window.sending_seconds(now, num_bytes, num_bytes / seconds)
-        self._free_time = free_time = now + seconds
+        self._send_bytes(message, num_bytes, seconds, now)
         if not message.remaining_bytes:
             del self._waiting[position]
-            arrival = free_time + message.cost.propagation_seconds
-            self._loop.push(arrival, message.rank, self._deliver, message)
         if self._waiting:
             self._push_end(message)
+
+    def _send_bytes(self, message: LinkMessage, num_bytes: int, seconds: float, now: float) -> None:
+        """Occupy the link for a part of a message; the last one makes the message arrive."""
+        self._sending = message
+        message.remaining_bytes -= num_bytes
+        self._free_time = free_time = now + seconds
+        if not message.remaining_bytes:
+            arrival = free_time + message.cost.propagation_seconds
+            self._loop.push(arrival, message.rank, self._deliver, message)
 
     def _view(self, now: float) -> LinkView:
         rate = self._bytes_per_second

@@ -90,6 +90,15 @@ class KvRequestListener(Protocol):
         """Stop reading the blocks of a ticket of this engine."""
 
 
+class _SampledTokens(dict[tuple[int, ...], SampledToken]):
+    """Tokens by sequence and epoch: those of all steps are equal, so that one object is enough."""
+
+    def __missing__(self, key: tuple[int, int]) -> SampledToken:
+        seq, epoch = key
+        token = self[key] = SampledToken(seq, epoch, OUTPUT_TOKEN_ID)
+        return token
+
+
 class SimulatedPipeline:
     """One generation of a pipeline: it runs until it is empty or stopped, and never starts again.
 
@@ -155,8 +164,7 @@ class SimulatedPipeline:
         """Micro-batches that have not committed, by step."""
         self._num_committed_steps = [0, 0]
         """Number of committed steps of each lane."""
-        self._tokens: dict[int, SampledToken] = {}
-        """Tokens by sequence, used again: those of a sequence differ in nothing but the epoch."""
+        self._tokens = _SampledTokens()
         self.planned_time = self.sampled_time = self.returned_time = 0.0
         """When the newest plan leaves the driver, the newest tokens are sampled, and the newest
         result leaves the last stage."""
@@ -361,23 +369,18 @@ class SimulatedPipeline:
             return
         lane, num_committed_steps = batch.plan.lane, self._num_committed_steps
         results = self._results[lane]
-        results[batch.plan.turn] = batch
-        while (each := results.pop(num_committed_steps[lane], None)) is not None:
-            num_committed_steps[lane] += 1
-            self._commit(each.plan, now)
+        results[batch.turn] = batch
+        while (turn := num_committed_steps[lane]) in results:
+            num_committed_steps[lane] = turn + 1
+            self._commit(results.pop(turn).plan, now)
         self._request_turn(now)
 
     def _commit(self, plan: StepPlan, now: float) -> None:
         tokens = self._tokens
         if len(tokens) > MAX_REUSED_TOKENS:
             tokens.clear()
-        sampled = []
-        for seq, epoch, _, _, _, _, should_sample in plan.rows:
-            if should_sample:
-                token = tokens.get(seq)
-                if token is None or token.epoch != epoch:
-                    token = tokens[seq] = SampledToken(seq, epoch, OUTPUT_TOKEN_ID)
-                sampled.append(token)
+        # The first two fields of a row are its sequence and epoch.
+        sampled = [tokens[row[:2]] for row in plan.rows if row.should_sample]
         del self._in_flight[plan.step]
         output = self.scheduler.commit(StepResult(plan.step, sampled))
         for observer in self.observers:

@@ -20,10 +20,20 @@ ROUNDING_SECONDS = 1e-9
 class InFlightBatch:
     """Micro-batch between its schedule and its commit."""
 
-    __slots__ = ("missing_inputs", "num_stages_done", "plan", "traffic_class", "work")
+    __slots__ = (
+        "_seqs",
+        "missing_inputs",
+        "num_stages_done",
+        "plan",
+        "traffic_class",
+        "turn",
+        "work",
+    )
 
     def __init__(self, plan: StepPlan, num_stages: int) -> None:
         self.plan = plan
+        self.turn = plan.turn
+        self._seqs: frozenset[int] | None = None
         self.work: StageWork = compute_stage_work(plan.step, plan.rows)
         self.traffic_class = (
             TrafficClass.PREFILL if self.work.prefill_chunks else TrafficClass.DECODE
@@ -34,9 +44,12 @@ class InFlightBatch:
         """Number of messages that each stage waits for: the plan, and activations behind the first
         stage."""
 
-    def has(self, seq: int) -> bool:
-        """Return True if the micro-batch has a row of a sequence."""
-        return any(row[0] == seq for row in self.plan.rows)
+    @property
+    def seqs(self) -> frozenset[int]:
+        """Return the sequences that the micro-batch has rows of."""
+        if self._seqs is None:
+            self._seqs = frozenset([row.seq for row in self.plan.rows])
+        return self._seqs
 
 
 class SimulatedDevice:
@@ -86,6 +99,7 @@ class SimulatedStage:
         "_batch",
         "_device",
         "_end_time",
+        "_has_clock",
         "_is_last",
         "_next_turns",
         "_num_arrivals",
@@ -102,6 +116,7 @@ class SimulatedStage:
         self.index = index
         self._device = device
         self._pipeline = pipeline
+        self._has_clock = pipeline.clocks.has(index)
         self._is_last = index == len(pipeline.links.activations)
         self._batch: InFlightBatch | None = None
         """The micro-batch that the stage computes, or for which it waits for its device."""
@@ -133,8 +148,7 @@ class SimulatedStage:
         batch.missing_inputs[self.index] -= 1
         if batch.missing_inputs[self.index]:
             return
-        plan = batch.plan
-        self._ready[plan.lane][plan.turn] = batch
+        self._ready[batch.plan.lane][batch.turn] = batch
         if self._batch is None:
             self._start_next(now)
 
@@ -147,10 +161,11 @@ class SimulatedStage:
             lane = self._order.choose(has_decode, has_prefill)
         if lane is None:
             return
-        batch = self._ready[lane].pop(self._next_turns[lane], None)
-        if batch is None:
+        ready, turn = self._ready[lane], self._next_turns[lane]
+        if turn not in ready:
             return
-        self._next_turns[lane] += 1
+        batch = ready.pop(turn)
+        self._next_turns[lane] = turn + 1
         self._batch = batch
         if self._device is None:
             self._start(now, batch)
@@ -167,7 +182,7 @@ class SimulatedStage:
         self._start_time = start
         self._num_arrivals = pipeline.num_arrivals
         seconds = pipeline.cost.stage_seconds(self.index, work, start)
-        if batch.traffic_class is TrafficClass.DECODE:
+        if self._has_clock and batch.traffic_class is TrafficClass.DECODE:
             pipeline.clocks.on_started(self.index, start, seconds)
         self._end_time = start + seconds
         pipeline.loop.push(self._end_time, PIPELINE, self._end, batch)
@@ -187,7 +202,7 @@ class SimulatedStage:
         self._batch = None
         batch.num_stages_done += 1
         start, step = self._start_time, batch.plan.step
-        if batch.traffic_class is TrafficClass.DECODE:
+        if self._has_clock and batch.traffic_class is TrafficClass.DECODE:
             pipeline.clocks.on_finished(self.index, now, batch.work)
         if pipeline.reports_step_times:
             pipeline.scheduler.record_step_times(self.index, [StepTime(step, start, now)])

@@ -42,6 +42,7 @@ class SizedChunks:
     """Link policy that sends the oldest step in chunks of one size."""
 
     uses_slack = False
+    sends_whole = False
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes

@@ -152,6 +152,7 @@ class HeadFirst:
     """Policy that selects single bytes: the smallest chunks that there can be."""
 
     uses_slack = False
+    sends_whole = False
 
     def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
         return Chunk(len(waiting) - 1, 1)

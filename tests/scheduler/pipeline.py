@@ -289,10 +289,13 @@ class Pipeline:
         assert not cached & set(pool._free)
         assert not held.keys() & (cached | set(pool._free))
         assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
+        assert pool.num_free_blocks == len(cached) + len(pool._free)
         for lane in range(self.config.num_lanes):
             assert sum(plan.lane == lane for plan in self.plans) <= self.config.max_in_flight
         assert len(scheduler.kv_cache.running) <= self.config.max_num_seqs
         self._check_tally()
+        for sequence in scheduler._sequences.values():
+            assert sequence.num_tokens == len(sequence.token_ids)
         for sequence in scheduler.kv_cache.running.values():
             if sequence.num_sent_blocks:
                 for stage in self.stages:

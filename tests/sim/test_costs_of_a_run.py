@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 
+from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.generation import EngineGeneration
 from gllm.sim.cluster.router import make_router
 from gllm.sim.costs.roofline import LayerRoofline, LayerSeconds
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
 
-MAX_CALLS_PER_ROW = 32
+MAX_CALLS_PER_ROW = 26
 """Python functions called per output token, with the events of its share of a micro-batch."""
 MAX_EVENTS_PER_BATCH = 16
 """Events per micro-batch on four stages."""
+MAX_SNAPSHOTS_PER_ARRIVAL = 2.5
+"""Snapshots made per arrival at eight engines: of the one that got the last request, and of those
+whose requests have ended."""
 MAX_EXTRA_OBJECTS = 10
 """Objects that garbage collection visits, by which records of runs of different lengths differ."""
 
@@ -81,6 +86,24 @@ def test_engines_that_share_a_cost_model_predict_each_micro_batch_once(
     run = simulate_cluster(pool, jobs, make_router("least-requests", 0))
     num_batches = sum(len(each.record.micro_batches) for each in run.engines.values())
     assert num_batches <= num_predictions <= 1.2 * num_batches
+
+
+def test_snapshots_of_request_counts_are_made_when_the_count_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_snapshots = 0
+    snapshot = EngineGeneration.snapshot
+
+    def count(self: EngineGeneration, now: float) -> EngineSnapshot:
+        nonlocal num_snapshots
+        num_snapshots += 1
+        return snapshot(self, now)
+
+    monkeypatch.setattr(EngineGeneration, "snapshot", count)
+    jobs = make_workload("uniform:200,900,20,60", 80, 16.0)
+    engines = {f"engine-{index}": deployment() for index in range(8)}
+    simulate_cluster(engines, jobs, make_router("least-requests", 0))
+    assert len(jobs) < num_snapshots < MAX_SNAPSHOTS_PER_ARRIVAL * len(jobs)
 
 
 def test_events_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

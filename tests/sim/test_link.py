@@ -188,6 +188,7 @@ def test_an_unknown_policy_and_a_chunk_of_another_size_are_refused() -> None:
 
     class Wrong:
         uses_slack = False
+        sends_whole = False
 
         def __init__(self, num_bytes: int) -> None:
             self._num_bytes = num_bytes

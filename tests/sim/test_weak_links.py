@@ -49,6 +49,7 @@ class ObservedPolicy:
 
     def __init__(self, policy: LinkPolicy) -> None:
         self.uses_slack = policy.uses_slack
+        self.sends_whole = False
         self.views: list[tuple[TrafficClass, LinkView]] = []
         self._policy = policy
 

@@ -20,6 +20,7 @@ class ConcurrentPolicy:
     """
 
     uses_slack = False
+    sends_whole = False
 
     def __init__(self, turn_bytes: int = TURN_BYTES) -> None:
         if turn_bytes < 1:

@@ -30,6 +30,7 @@ class DecodeFirstPolicy(ABC):
     """
 
     uses_slack = True
+    sends_whole = False
 
     def __init__(self, patience: int = PATIENCE) -> None:
         if patience < 1:

@@ -15,6 +15,7 @@ class FixedChunkPolicy(DecodeFirstPolicy):
     """
 
     uses_slack = False
+    sends_whole = False
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES, patience: int = PATIENCE) -> None:
         super().__init__(patience)

@@ -9,6 +9,7 @@ class SerialPolicy:
     """Whole messages in the order in which they came."""
 
     uses_slack = False
+    sends_whole = True
 
     def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
         """Return all of the oldest message."""

@@ -52,7 +52,7 @@ class EarliestEnds:
                 continue
             if commits is None:
                 commits = pipeline.earliest_commits(now)
-            begin = next((time for time, batch in commits if batch.has(seq)), now)
+            begin = next((time for time, batch in commits if seq in batch.seqs), now)
             num_tokens = pipeline.scheduler.table.sequences[seq].num_unscheduled_tokens
             bound = begin + num_tokens * self._token_seconds
             # The first one that cannot be raised is the least of all bounds of this time.

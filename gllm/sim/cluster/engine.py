@@ -124,11 +124,13 @@ class ClusterEngine:
         self._restarts: list[RestartEvent] = []
         self.loop = loop
         self._needs = needs
+        self._needs_only_counts = needs.only_counts
         self._listener = listener
         self._kv_listener = kv_listener
         self._links = links
         self._log = log
         self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
+        self._last_count_snapshot: EngineSnapshot | None = None
 
     @property
     def config(self) -> SchedulerConfig:
@@ -154,17 +156,30 @@ class ClusterEngine:
 
     def snapshot(self, now: float) -> EngineSnapshot:
         """Return the state that a router knows at a time; of a lost engine the last one."""
+        if self._needs_only_counts:
+            return self._count_snapshot()
         snapshot = self._generations[-1].snapshot(now)
         num_sent = len(self.unsent_requests)
-        if self._needs.only_counts:
-            # Of an engine behind this time only `requests` has those on their way.
-            num_sent += len(self.requests)
         if self.role != snapshot.role:
             snapshot = snapshot._replace(role=self.role)
         if not num_sent:
             return snapshot
         num_tokens = sum(len(each.request.prompt_token_ids) for each in self.unsent_requests)
         return snapshot._replace(num_sent=num_sent, num_sent_tokens=num_tokens)
+
+    def _count_snapshot(self) -> EngineSnapshot:
+        """Return a snapshot with nothing but the number of requests; the last one if it is equal.
+
+        Of an engine behind the router's time only `requests` has those on their way.
+        """
+        last = self._last_count_snapshot
+        num_requests = len(self.requests) + len(self.unsent_requests)
+        if last is not None and last.num_sent == num_requests and last.role == self.role:
+            return last
+        snapshot = self._generations[-1].snapshot(self.loop.now)
+        snapshot = snapshot._replace(role=self.role, num_sent=num_requests)
+        self._last_count_snapshot = snapshot
+        return snapshot
 
     def update_index(self, prefixes: PrefixIndex) -> None:
         """Apply the changes of the engine's prefix cache since the last call to an index."""
@@ -185,7 +200,7 @@ class ClusterEngine:
         if self.loop.is_child and not self._needs.all_work:
             # The engine may not have come to this time.
             self.pipeline.submit_each([(now, submission)])
-            if self._needs.only_counts:
+            if self._needs_only_counts:
                 num_missing = submission.max_tokens - request.num_output_tokens
                 self._ends.add(seq, num_missing, now)
         else:
@@ -244,6 +259,7 @@ class ClusterEngine:
         """Finish the start-up: begin a generation with an empty cache."""
         deployment = self.deployment
         self._ends = EarliestEnds(deployment.cost, deployment.scheduler.stages)
+        self._last_count_snapshot = None
         if self._log is not None and not self._generations:
             self._log(deployment.start_event(now, self.name))
         elif self._generations:

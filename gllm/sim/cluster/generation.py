@@ -110,7 +110,7 @@ class EngineGeneration:
 
     def snapshot(self, now: float) -> EngineSnapshot:
         """Return the state of the engine at a time, as far as the router needs it."""
-        if not any(self._needs):
+        if not self._needs.all_work:
             return self._empty_snapshot
         coefficients: StepCostCoefficients | None = None
         if isinstance(self._cost, MeteredCostModel):

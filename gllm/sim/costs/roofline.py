@@ -102,6 +102,9 @@ class RooflineCostModel(BaseCostModel):
         self._hardware = hardware
         self._hidden = hardware.model.hidden
         self._efficiency = efficiency or DeviceEfficiency()
+        self._recent_plan: tuple[StageWork | None, NetworkLink | None, TransferCost]
+        self._recent_plan = None, None, NO_TRANSFER
+        """Last plan and link with their cost: stages behind equal links share it."""
         # Stages with equal devices share the prediction of a layer.
         layers: dict[StageSpec, LayerRoofline] = {}
         self._stages = []
@@ -137,9 +140,13 @@ class RooflineCostModel(BaseCostModel):
         """Return the cost of a plan: token ids, and a constant number of bytes per row."""
         if not self._hardware.plan_links:
             return NO_TRANSFER
-        num_rows = work.num_decodes + len(work.prefill_chunks)
-        size = PLAN_BYTES_PER_ROW * num_rows + BYTES_PER_TOKEN_ID * work.num_tokens
-        return _transfer(size, self._hardware.plan_links[stage])
+        link, (recent, recent_link, cost) = self._hardware.plan_links[stage], self._recent_plan
+        if recent is not work or recent_link is not link:
+            num_rows = work.num_decodes + len(work.prefill_chunks)
+            size = PLAN_BYTES_PER_ROW * num_rows + BYTES_PER_TOKEN_ID * work.num_tokens
+            cost = _transfer(size, link)
+            self._recent_plan = work, link, cost
+        return cost
 
     def sample_seconds(self, work: StageWork) -> float:
         """Return the same as `return_seconds`: nothing is planned ahead of it."""

@@ -84,12 +84,14 @@ class RunRecorder:
             self._parallelism = parallelism
             self._record.parallelism.append((now, parallelism))
         received_time = self._received_time
-        for served in self._news:
-            served.received_time = received_time
-        self._news.clear()
-        for step in self._committed_steps:
-            self._micro_batches.set_received(step, received_time)
-        self._committed_steps.clear()
+        if self._news:
+            for served in self._news:
+                served.received_time = received_time
+            self._news.clear()
+        if self._committed_steps:
+            for step in self._committed_steps:
+                self._micro_batches.set_received(step, received_time)
+            self._committed_steps.clear()
         if plan is None or work is None:
             return
         if self._fetched_tokens:
