@@ -6,8 +6,8 @@ the memory of the KV caches; workers and movers are processes.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from random import Random
 from typing import Any
 
@@ -55,10 +55,39 @@ class FixedPair(PairPolicy):
         return self.decode
 
 
+class WatchErrors:
+    """Errors of a test's own code that the event loop or the product calls.
+
+    Such an error must not reach its caller, which would log it and leave requests without an end.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[Exception] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep an error of the body for the end of the test."""
+        try:
+            yield
+        except Exception as error:
+            self._errors.append(error)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise the first error that was kept once the body has ended, even by another error."""
+        try:
+            yield
+        finally:
+            for error in self._errors:
+                raise error
+
+
 class KvWatch:
     """Commands to an engine's mover, and its caches."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, engine: Engine, errors: WatchErrors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.mover = engine._supervisor.kv_mover
         self.served: dict[int, ServeKv] = {}
         """Blocks that the engine has kept, by ticket."""
@@ -67,8 +96,6 @@ class KvWatch:
         self.ended: list[tuple[FetchKv, KvFetched]] = []
         self.on_fetched: Callable[[FetchKv, KvFetched], None] = lambda command, report: None
         """Called before the driver knows the end of a fetch."""
-        self.errors: list[Exception] = []
-        """Raised by `on_fetched`; the end of the test raises the first one."""
         handle, pass_on = self.mover.handle, self.mover._on_moved
 
         def watch_command(command: Any) -> None:
@@ -80,14 +107,12 @@ class KvWatch:
             handle(command)
 
         def watch_report(caches: Any, report: Any) -> None:
-            if isinstance(report, KvFetched):
-                fetch = self.fetches.pop(report.fetch)
-                self.ended.append((fetch, report))
-                try:
+            # The driver has to know the end all the same, or its requests never end.
+            with errors.kept():
+                if isinstance(report, KvFetched):
+                    fetch = self.fetches.pop(report.fetch)
+                    self.ended.append((fetch, report))
                     self.on_fetched(fetch, report)
-                except Exception as error:
-                    # The driver has to know the end all the same, or its requests never end.
-                    self.errors.append(error)
             pass_on(caches, report)
 
         monkeypatch.setattr(self.mover, "handle", watch_command)
@@ -133,6 +158,7 @@ class KvRouter:
             RouterConfig(model="demo", hub="127.0.0.1:0", preset="distserve", max_model_len=256)
         )
         self.handoffs = self.router._fleet.client.handoffs
+        self.errors = WatchErrors()
         monkeypatch.setattr(self.handoffs._pairs, "policy", self.policy)
 
     @property
@@ -201,7 +227,7 @@ class KvRig(KvRouter):
             )
             attachment = AttachmentConfig(router=(self.address,), name=name)
             engine = self.engines[name] = Engine(config, attachment=attachment)
-            self.watches[name] = KvWatch(engine, self._monkeypatch)
+            self.watches[name] = KvWatch(engine, self.errors, self._monkeypatch)
             await engine.start()
             self._stack.push_async_callback(engine.stop)
 
@@ -230,6 +256,5 @@ async def kv_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KvRig]:
         rig = KvRig(monkeypatch, stack)
         await rig.router.start()
         stack.push_async_callback(rig.router.stop)
-        yield rig
-        for error in (each for watch in rig.watches.values() for each in watch.errors):
-            raise error
+        with rig.errors.raised():
+            yield rig

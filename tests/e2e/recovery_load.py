@@ -183,8 +183,17 @@ class Load:
         return not all(answer.has_ended for answer in self.answers.values())
 
     def wait_for_events(self, number: int) -> None:
-        """Wait until the clients have got that many events."""
-        wait_until(lambda: self.num_events >= number)
+        """Wait until the clients have got that many events. Fails if all answers end before."""
+
+        def is_reached() -> bool:
+            # An answer counts its events before it ends.
+            was_running = self.is_running
+            has_events = self.num_events >= number
+            errors = {each.kind: each.errors for each in self.answers.values() if each.errors}
+            assert has_events or was_running, f"{self.num_events} events of {number}: {errors}"
+            return has_events
+
+        wait_until(is_reached)
 
     def wait(self) -> dict[str, Answer]:
         """Wait for the end of all answers."""
@@ -202,9 +211,11 @@ class Load:
                 answer.add(event)
         except urllib.error.HTTPError as error:
             answer.errors.append(json.load(error))
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # An answer that ends with any error has ended: nobody sees the errors of a thread.
             answer.errors.append(repr(error))
-        answer.has_ended = True
+        finally:
+            answer.has_ended = True
 
     def _events(self, path: str, body: dict[str, Any], is_streamed: bool) -> Any:
         if is_streamed:

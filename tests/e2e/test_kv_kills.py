@@ -58,10 +58,11 @@ class KilledEngines(KvRouter):
 
         def watch(handoff: Handoff, name: str, value: Any) -> None:
             set_attribute(handoff, name, value)
-            if name == "state":
-                self.on_state(value)
-            elif name == "_prefetching" and value:
-                self.on_state(PUSH)
+            with self.errors.kept():
+                if name == "state":
+                    self.on_state(value)
+                elif name == "_prefetching" and value:
+                    self.on_state(PUSH)
 
         monkeypatch.setattr(Handoff, "__setattr__", watch)
         self.policy.prefill, self.policy.decode = "P", "D"
@@ -107,7 +108,8 @@ async def killed_engines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kille
     try:
         await rig.router.start()
         await rig.start_missing()
-        yield rig
+        with rig.errors.raised():
+            yield rig
     finally:
         await rig.close()
 

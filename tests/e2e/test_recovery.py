@@ -137,7 +137,7 @@ def test_a_fault_is_a_pause(
     moment = Random(f"{number} {stage} {seed}").randrange(1, total * 3 // 4)
 
     load = Load(server, f"{number} {stage} {seed}")
-    wait_until(lambda: load.num_events >= moment)
+    load.wait_for_events(moment)
     had_begun = {kind: answer.num_events > 0 for kind, answer in load.answers.items()}
     os.kill(pids[STAGES[stage]], number)
     answers = load.wait()
@@ -171,7 +171,7 @@ def test_a_poison_request_ends_alone(server: Server, undisturbed: dict[str, Answ
     poison = {"prompt": "A poison", "logit_bias": {str(POISON_TOKEN): 0.5}, "ignore_eos": True}
     body = json.dumps({**poison, "seed": 1, "max_tokens": 20}).encode()
     load = Load(server, "poison")
-    wait_until(lambda: load.num_events > len(REQUESTS))
+    load.wait_for_events(len(REQUESTS) + 1)
     for _ in range(2):
         with pytest.raises(urllib.error.HTTPError) as failure:
             server.open(COMPLETIONS, body)

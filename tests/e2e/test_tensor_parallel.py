@@ -134,7 +134,7 @@ def test_the_death_of_a_rank_is_a_pause(
     moment = Random(f"{number} {victim} {seed}").randrange(1, total * 3 // 4)
 
     load = Load(server, f"{number} {victim} {seed}")
-    wait_until(lambda: load.num_events >= moment)
+    load.wait_for_events(moment)
     os.kill(pids[victim], number)
     compare(load.wait(), undisturbed)
 
