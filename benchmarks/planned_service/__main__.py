@@ -2,11 +2,10 @@
 
 Profiles the demo model on each of two cores, the other one busy as well; searches a plan for 70 %
 of what two engines serve; starts it with `gllm up`; loads it with `gllm bench serve`; reads
-`gllm plan diff`. The limits of TTFT and TPOT come from a simulation of the planned fleet at this
-rate: the same percentile of both, P75 or the lowest above it with which 80 % of the simulated
-requests are within both. So the expected attainment is between 60 and 95 %, and an error of the
-prediction shows in it. Steps have a minimum time, so that two engines on two cores are as fast as
-two machines. The same at full speed follows, whose errors are printed and not judged. Run as
+`gllm plan diff`. The limit of TTFT comes from a simulation of the planned fleet at this rate, so
+that 80 % of the simulated requests are within the limits: at 100 % errors of the prediction would
+not show. Steps have a minimum time, so that two engines on two cores are as fast as two machines.
+The same at full speed follows, whose errors are printed and not judged. Run as
 `python -m benchmarks.planned_service` on two idle cores; `--quick` shows that everything works.
 """
 

@@ -24,7 +24,8 @@ from gllm.sim.costs.profile import CostProfile, read_profile, write_profile
 MAX_NUM_SEQS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 100, 32
 WORKLOAD = f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}"
-LIMITS = "ttft=0.5,tpot=0.1"
+TTFT_SECONDS, TPOT_SECONDS = 0.5, 0.1
+LIMITS = f"ttft={TTFT_SECONDS},tpot={TPOT_SECONDS}"
 """Latency limits of each request in the search for the capacity, in seconds."""
 RUN_SECONDS = "15"
 """Least time of a simulation: many requests, and 30 times the limit of TTFT."""
@@ -146,7 +147,7 @@ async def search_plan(profile: Path, num_requests: int, folder: Path) -> Planned
     assert fleet.expected is not None, "gllm plan search writes figures"
     assert fleet.expected.capacity is not None, "and the capacity"
     lines = await asyncio.to_thread(simulate_plan, fleet, profile, WORKLOAD, num_requests)
-    limits = choose_limits(lines)
+    limits = choose_limits(lines, TPOT_SECONDS)
     attainment = limits.attained(lines)
     check_attainment(attainment)
     plan = msgspec.structs.replace(
