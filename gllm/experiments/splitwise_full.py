@@ -27,14 +27,16 @@ PROMPT_STEP = 3
 MAX_SPLITS = 4
 """Simulated splits of a design at most."""
 LIMIT_FACTOR = 1.3
-"""Most machines of a kind, per number that serves the rate without queues."""
+"""Most machines of a kind, per number that serves the rate without queues. No fewer are tried: they
+serve it only in a simulation that ends before its steady state."""
 SMALLEST_DESIGNS = ("AA", "HHcap")
 """Designs whose smallest cluster for the rate of Baseline-H100 is searched."""
 NOTE = """\
 With conversations, at the paper's size. *requests/s*: the highest rate within the nine SLOs, by the
 same search; a split in two pools begins with the best one of a fifth of the size, and its prompt
 machines change by 3 while the rate rises by a step. *for the rate*: the fewest token machines that
-serve the rate of Baseline-H100, then the fewest prompt machines beside them."""
+serve the rate of Baseline-H100, then the fewest prompt machines beside them, but of both no fewer
+than serve it for ever without queues."""
 
 
 @dataclass(frozen=True)
