@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,15 @@ async def check_kv_events(engine: Engine, replays: str) -> None:
     assert {tokens[0] for _, tokens in subscriber.prefixes()} == {5}
 
 
+async def wait_during(tasks: list[asyncio.Task[Any]], condition: Callable[[], bool]) -> None:
+    """Wait for a condition that comes true while tasks run. Raises the error of a task."""
+    while not condition():
+        ended = [each for each in tasks if each.done()]
+        await asyncio.gather(*ended)
+        assert len(ended) < len(tasks), "the tasks ended before the condition came true"
+        await asyncio.sleep(0.01)
+
+
 async def test_requests_survive_deaths_and_a_worker_that_freezes(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -228,11 +237,9 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(
         for stage, how in faults:
             tasks = [asyncio.create_task(run(engine, i)) for i in range(4)]
             steps = engine.status().stats.steps
-            while engine.status().stats.steps < steps + 20:
-                await asyncio.sleep(0.01)
+            await wait_during(tasks, lambda: engine.status().stats.steps >= steps + 20)  # noqa: B023
             kill_worker(engine, stage, how)
-            while engine.status().state == "ready":
-                await asyncio.sleep(0.01)
+            await wait_during(tasks, lambda: engine.status().state != "ready")
             assert engine.status().accepts_requests
             with pytest.raises(EngineUnavailableError, match="recovering"):
                 await engine.reset_prefix_cache()
