@@ -43,7 +43,9 @@ def load_during(server: Server, salt: str) -> Load:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two machines with a stage each, as namespaces if those are supported."""
     folder = tmp_path_factory.mktemp("cluster")
-    with make_rig(2) as rig, running_cluster(rig, folder, 2, "--pp", "2") as started:
+    # A machine that returns gets its stage back, however long its start takes here.
+    flags = ("--pp", "2", "--node-return-timeout", "120")
+    with make_rig(2) as rig, running_cluster(rig, folder, 2, *flags) as started:
         yield started
 
 
