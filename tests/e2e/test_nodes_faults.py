@@ -34,8 +34,9 @@ def rig() -> Iterator[NamespaceRig]:
 
 @pytest.fixture
 def cluster(rig: NamespaceRig, tmp_path: Path) -> Iterator[Cluster]:
-    """Machines 0 to 2 with a stage each."""
-    with running_cluster(rig, tmp_path, 3, "--pp", "3") as started:
+    """Machines 0 to 2 with a stage each, which wait for one that starts again."""
+    flags = ("--pp", "3", "--node-return-timeout", "120")
+    with running_cluster(rig, tmp_path, 3, *flags) as started:
         yield started
 
 
