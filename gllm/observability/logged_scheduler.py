@@ -109,10 +109,10 @@ class LoggedScheduler(Scheduler):
         self._write_kv_call("record_fetch_progress", [seq])
         super().record_fetch_progress(seq)
 
-    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
+    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> bool:
         """End a fetch."""
         self._write(KvTransferEvent(now, "finish_fetch", [seq], is_ok))
-        super().finish_fetch(seq, is_ok, now)
+        return super().finish_fetch(seq, is_ok, now)
 
     def take_revocations(self, now: float) -> list[int]:
         """Return the tickets that must not be served any more; logged if there are any."""

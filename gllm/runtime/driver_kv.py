@@ -171,7 +171,9 @@ class DriverKv:
                 # With the ways to the mover and back, for which the request waits too.
                 decision.observe(message.num_bytes, now - begin, now)
             self._bytes_per_token = message.num_bytes / fetch.num_tokens
-        self._scheduler.finish_fetch(fetch.seq, message.is_ok, now)
+        if self._scheduler.finish_fetch(fetch.seq, message.is_ok, now):
+            # It has not read all, so another fetch may use the ticket.
+            self._sources[fetch.seq] = source
 
     def _prefetch(self, message: PrefetchKv) -> None:
         """Fetch the KV of a request that arrives later; one that could not run is ignored."""

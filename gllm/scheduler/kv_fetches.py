@@ -2,7 +2,8 @@
 
 A fetch counts as a row in flight. Aborts and victims therefore wait for its end, and its blocks
 return to the pool only when nobody writes them any more. What the prefix cache has is not fetched.
-A sequence whose fetch fails is prefilled like a preempted one and fetches nothing again.
+A sequence whose fetch fails is prefilled like a preempted one and fetches nothing again. A victim
+waits for another start of its fetch.
 """
 
 from bisect import insort
@@ -149,6 +150,11 @@ class KvFetches:
         shared = kv_cache.find_shareable_blocks(sequence)
         missing = kv_cache.num_missing_blocks(sequence, sequence.num_prefill_tokens)
         missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
+        if sequence.epoch:
+            # Fetches start before decodes are scheduled: a victim must not take back, again and
+            # again, the blocks that it has lost to a decode.
+            for decode in self._queues.ready.values():
+                missing += kv_cache.num_missing_blocks(decode, decode.num_decode_tokens)
         if head is not None and is_overtaking:
             num_tokens = head.num_prefill_tokens - head.num_scheduled_tokens
             missing += kv_cache.num_missing_blocks(head, num_tokens)

@@ -98,14 +98,20 @@ class SchedulerTransfers:
         self.fetches.record_progress(seq)
         self.prefetches.record_progress(seq)
 
-    def finish_fetch(self, seq: int, is_ok: bool) -> None:
+    def finish_fetch(self, seq: int, is_ok: bool) -> bool:
         """See Scheduler.finish_fetch."""
         if self.prefetches.finish(seq, is_ok):
-            return
+            return False
         sequence = self.fetches.finish(seq)
         if sequence.is_freeing_blocks:
+            # A complete fetch has ended its source; that of a prefetch is not known any more.
+            is_repeated = not (is_ok or sequence.is_finished) and sequence.seq == seq
+            if is_repeated:
+                sequence.num_source_tokens = sequence.request.kv_source_tokens
+                self.fetches.add(sequence)
             self._finalize(sequence)
-        elif is_ok:
+            return is_repeated
+        if is_ok:
             if sequence.seq == seq:
                 # Those of a prefetch were counted when it was adopted.
                 num_tokens = sequence.request.kv_source_tokens - sequence.num_scheduled_tokens
@@ -115,6 +121,7 @@ class SchedulerTransfers:
             self._counters.failed_fetches += 1
             self._kv_cache.free(sequence)
             self._queues.enqueue(sequence)
+        return False
 
     def pop_cancellations(self) -> list[int]:
         """See Scheduler.take_fetch_cancellations."""

@@ -56,22 +56,29 @@ class PreemptionManager:
     def _preempt_for_decode(self, sequence: Sequence, missing: int) -> None:
         """Preempt sequences until `missing` blocks are free or about to be freed.
 
-        Revokes holds first. Then come fetches without any bytes, of any rank: they lose nothing,
-        and only once, because they are prefilled next. Then sequences of worse rank.
+        Revokes holds first. Then come fetches without any bytes: they lose nothing, and are fetched
+        later. They are of any rank, but each gives way to worse ranks only once. Then come
+        sequences of worse rank.
         """
         kv_cache = self._kv_cache
         pool, running = kv_cache.block_pool, kv_cache.running
         pending = kv_cache.num_reclaimable_blocks()
         if kv_cache.holds and pending < missing:
             pending += kv_cache.holds.revoke_worst(missing - pending)
-        fetches = [s for s in running.values() if s.is_fetching and not s.has_fetched_bytes]
+        rank = sequence.rank
+        fetches = [
+            s
+            for s in running.values()
+            if s.is_fetching and not s.has_fetched_bytes and (s.rank > rank or not s.has_yielded)
+        ]
         victims = sorted(fetches, key=rank_of, reverse=True)
-        others = [s for s in running.values() if s.rank > sequence.rank]
+        others = [s for s in running.values() if s.rank > rank]
         for victim in victims + sorted(others, key=rank_of, reverse=True):
             if pending >= missing:
                 break
             if not victim.is_freeing_blocks:
                 pending += pool.count_exclusive(victim.block_ids)
+                victim.has_yielded |= victim.rank < rank
                 self.preempt(victim)
 
     def preempt_for_head(self) -> None:

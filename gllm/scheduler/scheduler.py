@@ -220,25 +220,24 @@ class Scheduler:
         """Record that bytes of a fetch have arrived, so that it is no early victim any more."""
         self._transfers.record_progress(seq)
 
-    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
+    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> bool:
         """End a fetch, after which nothing is written to its blocks any more.
+
+        Returns True for a victim, whose fetch `take_fetches` returns again: its source is kept.
 
         Args:
             seq: sequence of the fetch.
-            is_ok: every rank of every stage has all of its KV. Otherwise the sequence is prefilled.
+            is_ok: every rank of every stage has all of its KV. Else others than victims prefill.
             now: current time in seconds.
 
         Raises:
             ValueError: no fetch of this sequence is in flight.
         """
         self._now = now
-        self._transfers.finish_fetch(seq, is_ok)
+        return self._transfers.finish_fetch(seq, is_ok)
 
     def take_fetch_cancellations(self) -> list[int]:
-        """Return the sequences that need their source no longer, since the last call.
-
-        Called after `schedule`. Of these, a fetch in flight has to end soon, with `finish_fetch`.
-        """
+        """Return the sequences whose fetch in flight has to end soon, or starts no more."""
         return self._transfers.pop_cancellations()
 
     def take_pushes(self) -> list[KvPush]:

@@ -143,6 +143,8 @@ class Sequence:
     """True while KV is fetched into the blocks; this counts as a row in flight."""
     has_fetched_bytes: bool = False
     """True if bytes of the fetch in flight have arrived."""
+    has_yielded: bool = False
+    """True once a fetch has lost its blocks to a sequence of worse rank: it loses none again."""
     fork_parent: "Sequence | None" = None
     """Sequence of the same request, whose prompt blocks can be shared."""
     arrival_time: float = 0.0

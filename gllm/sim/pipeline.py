@@ -214,11 +214,17 @@ class SimulatedPipeline:
         """
         self.loop.push(time, REPORT, self._on_report, (stage, steps))
 
-    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> None:
-        """Note that KV cache has arrived, or never will; ignored once the pipeline has stopped."""
-        if not self.is_stopped:
-            self.scheduler.finish_fetch(seq, is_ok, now)
-            self._request_turn(now)
+    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> bool:
+        """Note that a fetch has ended; ignored once the pipeline has stopped.
+
+        Returns:
+            True if the fetch starts again later.
+        """
+        if self.is_stopped:
+            return False
+        is_repeated = self.scheduler.finish_fetch(seq, is_ok, now)
+        self._request_turn(now)
+        return is_repeated
 
     def confirm_revocation(self, ticket: int, now: float) -> None:
         """Note that nobody reads the blocks of a ticket any more; they become free."""

@@ -1,16 +1,18 @@
 """Which fetches the driver makes, and which it declines because a prefill takes less time."""
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvSource
-from gllm.messages.kv_transfer import FetchKv, KvFetched
+from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, KvFetched
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.driver_kv import MIN_PREFILL_TOKENS, DriverKv
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
-from gllm.scheduler.plan import SchedulerStats
+from gllm.scheduler.plan import SampledToken, SchedulerStats, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
@@ -66,6 +68,47 @@ def test_a_fetch_that_takes_longer_than_the_prefill_is_declined() -> None:
     fast.kv.fetch_choice, slow.kv.fetch_choice = "always", "never"
     assert fast.run()
     assert not slow.run()
+
+
+def test_a_victim_fetches_again_from_the_source_that_it_had() -> None:
+    config = SchedulerConfig(block_size=4, expected_output_tokens=0, async_scheduling=False)
+    scheduler, sent = Scheduler(config.resolve(1, 8, 32)), list[WireMessage]()
+    kv = DriverKv(scheduler, sent.append)
+
+    def step() -> None:
+        """Run a turn of the driver and the step that it schedules, if there is one."""
+        kv.start_fetches()
+        plan = scheduler.schedule(time.monotonic())
+        kv.report_transfers()
+        if plan is not None:
+            sampled = [SampledToken(row.seq, row.epoch, 1) for row in plan.rows]
+            scheduler.commit(StepResult(plan.step, sampled))
+
+    scheduler.add(SchedulerRequest(0, list(range(7)), 12), time.monotonic())
+    step()
+    source = KvSource("P", 1, 77, 15, b"endpoint")
+    message = SubmitRequest(
+        1, list(range(20, 35)), SequenceSamplingParams(), 4, [], outputs=[[1]], kv_source=source
+    )
+    request = SchedulerRequest(1, message.prompt, 4, outputs=message.outputs)
+    scheduler.add(kv.add_to(request, message), time.monotonic())
+    while not any(isinstance(each, CancelKvFetch) for each in sent):
+        step()
+    first, cancellation = sent
+    assert isinstance(first, FetchKv)
+    assert cancellation == CancelKvFetch(first.fetch)
+    sent.clear()
+    kv.on_message(KvFetched(first.fetch, False, cause="the fetch was cancelled"))
+    while not sent:
+        step()
+    (second,) = sent
+    assert isinstance(second, FetchKv)
+    assert (second.ticket, second.endpoint, second.num_tokens) == (77, b"endpoint", 15)
+    kv.on_message(KvFetched(second.fetch, True, 15 * 64))
+    while scheduler.stats().unfinished:
+        step()
+    assert scheduler.stats().prefill_tokens == 7
+    assert not kv.is_active
 
 
 def test_an_engine_that_only_decodes_does_not_know_the_cost_of_a_prefill() -> None:

@@ -80,6 +80,8 @@ class EnginePair:
         self.ended_tickets: set[int] = set()
         """Tickets that are never served again."""
         self.num_tickets = self.num_pushed = self.num_adopted = 0
+        self.num_repeated = 0
+        """Fetches that ended because another sequence needed their blocks, to start again."""
         self.num_fetched = self.num_failed = self.num_revoked = self.num_fetched_again = 0
 
     def add(self, request: SchedulerRequest, engine: int, is_handed_off: bool) -> None:
@@ -303,6 +305,7 @@ class EnginePair:
         for transfer in self.transfers:
             if (transfer.engine, transfer.fetch.seq) == (engine, seq):
                 transfer.is_broken = True
+                return
         if seq >= 0:
             self.engines[1 - engine].scheduler.release_holds([self.sources[engine, seq]])
 
@@ -384,10 +387,13 @@ class EnginePair:
         if is_ok:
             # The receiver has all of it: the source need not ask any more.
             self._confirm(1 - transfer.engine, transfer.ticket)
-        elif not transfer.fetch.is_early:
+        if engine.scheduler.finish_fetch(transfer.fetch.seq, is_ok, engine.now):
+            # The reader has gone without all of the blocks, so another one may use the ticket.
+            self.used.discard(transfer.ticket)
+            self.num_repeated += 1
+        elif not is_ok and not transfer.fetch.is_early:
             source = self.engines[1 - transfer.engine].scheduler
             source.release_holds([transfer.ticket])
-        engine.scheduler.finish_fetch(transfer.fetch.seq, is_ok, engine.now)
         engine.check()
 
     def _confirm(self, engine: int, ticket: int) -> None:

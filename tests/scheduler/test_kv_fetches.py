@@ -150,6 +150,83 @@ def test_a_decode_takes_the_blocks_of_a_fetch_that_has_not_begun() -> None:
         assert run(scheduler, 1.0) == ([1, 0] if has_begun else [0, 1])
 
 
+def fill_with_fetch(age_seconds: float) -> Scheduler:
+    """Return a scheduler in which decode 0 takes the blocks of fetch 1.
+
+    Args:
+        age_seconds: of the request that fetches; the decode's is 1.
+    """
+    scheduler = make_scheduler(num_blocks=8, async_scheduling=False)
+    scheduler.add(SchedulerRequest(0, list(range(40, 47)), 12, age_seconds=1.0), 0.0)
+    assert next_row(scheduler).num_tokens == 7
+    start_fetch(scheduler, handed_off(1, 15, age_seconds=age_seconds))
+    assert run(scheduler, 0.0) == []
+    assert scheduler.take_fetch_cancellations() == [1]
+    return scheduler
+
+
+@pytest.mark.parametrize("age_seconds", [0.0, 2.0])
+def test_a_victim_fetches_later(age_seconds: float) -> None:
+    scheduler = fill_with_fetch(age_seconds)
+    assert scheduler.finish_fetch(1, False, 1.0)
+    assert scheduler.take_fetches(1.0) == []
+    while not (fetches := scheduler.take_fetches(1.0)):
+        assert next_row(scheduler).seq == 0
+    assert [(fetch.seq, fetch.num_tokens) for fetch in fetches] == [(1, 15)]
+    assert scheduler.take_fetch_cancellations() == []
+    assert not scheduler.finish_fetch(1, True, 2.0)
+    assert run(scheduler, 2.0) == [1]
+    stats = scheduler.stats()
+    assert (stats.prefill_tokens, stats.fetched_tokens, stats.failed_fetches) == (7, 15, 0)
+    assert (stats.preemptions, stats.kv_usage) == (1, 0)
+
+
+def test_a_victim_that_cannot_fetch_again_is_prefilled() -> None:
+    """The source of a fetch that was complete, and that of an aborted request, are not kept."""
+    scheduler = fill_with_fetch(0.0)
+    assert not scheduler.finish_fetch(1, True, 1.0)
+    assert not scheduler.has_pending_fetches
+    assert run(scheduler, 1.0) == [0, 1]
+    scheduler = fill_with_fetch(0.0)
+    scheduler.abort([1])
+    assert not scheduler.finish_fetch(1, False, 1.0)
+    assert not scheduler.has_pending_fetches
+    assert run(scheduler, 1.0) == [0]
+
+
+def test_a_fetch_gives_way_to_decodes_of_worse_rank_only_once() -> None:
+    scheduler = fill_with_fetch(2.0)
+    scheduler.finish_fetch(1, False, 1.0)
+    while not scheduler.take_fetches(1.0):
+        assert next_row(scheduler).seq == 0
+    # Takes the rest of the cache, and lacks a block for its second token.
+    scheduler.add(SchedulerRequest(30, list(range(60, 76)), 4), 1.0)
+    assert next_row(scheduler).num_tokens == 16
+    assert scheduler.schedule(1.0) is None
+    assert scheduler.take_fetch_cancellations() == []
+    scheduler.finish_fetch(1, True, 2.0)
+    assert run(scheduler, 2.0) == [1, 30]
+
+
+def test_a_victim_does_not_take_back_the_blocks_of_a_decode() -> None:
+    """The decode lacks the block for a token that a row in flight samples."""
+    scheduler = make_scheduler(num_blocks=8, kv_admission="greedy")
+    scheduler.add(SchedulerRequest(0, list(range(40, 55)), 12), 0.0)
+    prefill = scheduler.schedule(0.0)
+    assert prefill is not None
+    start_fetch(scheduler, handed_off(1, 15))
+    decode = scheduler.schedule(0.0)
+    assert decode is not None
+    commit(scheduler, prefill)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_fetch_cancellations() == [1]
+    assert scheduler.finish_fetch(1, False, 0.0)
+    assert scheduler.take_fetches(0.0) == []
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [row.start for row in plan.rows] == [16]
+
+
 def test_a_fetch_does_not_take_the_blocks_of_the_first_prompt() -> None:
     scheduler = make_scheduler(num_blocks=8)
     scheduler.add(SchedulerRequest(0, list(range(40, 60)), 1), 0.0)

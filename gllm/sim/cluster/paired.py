@@ -230,12 +230,16 @@ class PairedCluster(SimulatedCluster):
             self._end_fetch(handoff, False, now)
 
     def _end_fetch(self, handoff: SimulatedHandoff, is_ok: bool, now: float) -> None:
-        """Report the end of a fetch to the decode engine and free the blocks at the source."""
+        """Report the end of a fetch to the decode engine and free the blocks at the source.
+
+        A victim keeps its source, and fetches again later.
+        """
         handoff.transfer = None
         if handoff.is_fetching:
             handoff.is_fetching = False
             pipeline = self.engines[handoff.target].pipeline
-            pipeline.finish_fetch(handoff.decode_seq, is_ok, now)
+            if pipeline.finish_fetch(handoff.decode_seq, is_ok, now):
+                return
             self._by_seq.pop((handoff.target, handoff.decode_seq), None)
         self._release(handoff, now)
 
@@ -250,7 +254,7 @@ class PairedCluster(SimulatedCluster):
         self._end_if_drained(source, now)
 
     def on_fetch_cancelled(self, engine: ClusterEngine, seq: int, now: float) -> None:
-        """Stop a fetch, and free the blocks at the source."""
+        """Stop a fetch, and free the blocks at the source unless they are fetched later."""
         handoff = self._by_seq.get((engine.name, seq))
         if handoff is not None:
             self._abandon(handoff, now)
