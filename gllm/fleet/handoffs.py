@@ -12,6 +12,7 @@ import msgspec
 
 from gllm.fleet.dispatch_target import DispatchTarget
 from gllm.fleet.output_checks import with_ends_of_all, without_ends, without_tokens
+from gllm.fleet.ticket_deadlines import TicketDeadlines
 from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.tickets import make_ticket
@@ -75,6 +76,10 @@ class Handoffs:
         self._limits = limits or HandoffLimits()
         self._by_stream: dict[RequestStream, Handoff] = {}
         self._by_ticket: dict[int, RequestStream] = {}
+        self._unread: dict[RequestStream, None] = {}
+        """Requests in the state READY, by the arrival of token 1."""
+        self._ticks = TicketDeadlines()
+        """Times of `Handoff.next_tick` or earlier ones."""
 
     @property
     def num_running(self) -> int:
@@ -84,7 +89,7 @@ class Handoffs:
     @property
     def has_unread(self) -> bool:
         """True if a request waits for the reader of token 1."""
-        return any(each.state is HandoffState.READY for each in self._by_stream.values())
+        return bool(self._unread)
 
     def state_of(self, stream: RequestStream) -> HandoffState:
         """Return the state of a request's hand-off, DONE without one."""
@@ -232,6 +237,7 @@ class Handoffs:
         source = self._source(stream, handoff, decode)
         if source is None or entry.n > 1 or not handoff.start_prefetch(now):
             return
+        self._ticks.set(handoff.ticket, handoff.next_tick)
         decode.kv.send(
             PrefetchKv(
                 source,
@@ -250,6 +256,8 @@ class Handoffs:
         handoff.on_prefilled(now)
         if not is_held:
             handoff.on_not_held()
+        self._unread[stream] = None
+        self._ticks.set(handoff.ticket, handoff.next_tick)
         if self._pairs is not None:
             self._pairs.on_prefilled(stream)
 
@@ -288,14 +296,20 @@ class Handoffs:
 
     def pop_read(self, now: float) -> list[RequestStream]:
         """Renew and release holds that are due; return the requests that go on after token 1."""
-        streams = []
-        for stream, handoff in self._by_stream.items():
-            was_reading = handoff.state is HandoffState.READY
-            is_read = was_reading and not stream.deltas
-            self._execute(handoff.on_read() if is_read else handoff.on_tick(now))
-            if was_reading and handoff.state is HandoffState.TRANSFER:
-                streams.append(stream)
-        return streams
+        due = [self._by_ticket[ticket] for ticket in self._ticks.pop_due(now)]
+        read = {stream: None for stream in self._unread if not stream.deltas}
+        for stream in read:
+            self._execute(self._by_stream[stream].on_read())
+        for stream in due:
+            handoff = self._by_stream[stream]
+            if stream not in read:
+                self._execute(handoff.on_tick(now))
+                if stream in self._unread and handoff.state is HandoffState.TRANSFER:
+                    read[stream] = None
+            self._ticks.set(handoff.ticket, handoff.next_tick)
+        for stream in read:
+            del self._unread[stream]
+        return list(read)
 
     def _prefill_sender(
         self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair
@@ -349,6 +363,8 @@ class Handoffs:
         if handoff.state is HandoffState.DONE:
             self.num_ended[handoff.outcome] += 1
             del self._by_stream[stream], self._by_ticket[handoff.ticket]
+            self._unread.pop(stream, None)
+            self._ticks.set(handoff.ticket, handoff.next_tick)
 
     def _execute(self, actions: Iterable[HandoffAction]) -> None:
         """Send the commands about holds; submissions are the client's."""

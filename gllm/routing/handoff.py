@@ -10,6 +10,7 @@ held, and another engine fetches them. The machine never keeps a request; it say
 and it releases the blocks that the prefill engine holds on every path.
 """
 
+import math
 from enum import Enum
 from typing import NamedTuple
 
@@ -135,6 +136,30 @@ class Handoff:
                 return self._asked
         return ""
 
+    @property
+    def next_tick(self) -> float:
+        """Earliest time at which `on_tick` acts if no other event comes first; else infinity.
+
+        Only `start_prefetch` and `on_prefilled` make it earlier.
+        """
+        times = [math.inf]
+        if self.state is HandoffState.READY:
+            times.append(self._read_deadline)
+        if self._is_hold_leased:
+            times.append(self._hold_deadline)
+        if self._is_hold_leased or self._is_prefetch_leased:
+            times.append(self._renew_at)
+        return min(times)
+
+    @property
+    def _is_hold_leased(self) -> bool:
+        return self._may_be_held and self.state in (HandoffState.READY, HandoffState.TRANSFER)
+
+    @property
+    def _is_prefetch_leased(self) -> bool:
+        phases = (HandoffState.PREFILL, HandoffState.READY)
+        return bool(self._prefetching) and self.state in phases
+
     def start(self) -> list[HandoffAction]:
         """Begin: QUEUED -> PREFILL."""
         assert self.state is HandoffState.QUEUED
@@ -242,11 +267,11 @@ class Handoff:
         if self.state is HandoffState.READY and now >= self._read_deadline:
             return self.on_read()
         engines = []
-        if self._may_be_held and self.state in (HandoffState.READY, HandoffState.TRANSFER):
+        if self._is_hold_leased:
             if now >= self._hold_deadline:
                 return self._release()
             engines.append(self.pair.prefill)
-        if self._prefetching and self.state in (HandoffState.PREFILL, HandoffState.READY):
+        if self._is_prefetch_leased:
             engines.append(self._prefetching)
         if not engines or now < self._renew_at:
             return []

@@ -1,5 +1,8 @@
 """State machine of a hand-off: no state waits for ever, and holds are always released."""
 
+import math
+from copy import copy
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -323,6 +326,12 @@ class HandoffMachine(RuleBasedStateMachine):
         assert all(self.now <= each for each in self.prefetched_until.values())
         if self.held_until is not None and self.handoff.is_held:
             assert self.now <= self.held_until
+
+    @invariant()
+    def the_next_tick_is_the_first_one_that_acts(self) -> None:
+        tick = self.handoff.next_tick
+        assert not copy(self.handoff).on_tick(math.nextafter(tick, -math.inf))
+        assert bool(copy(self.handoff).on_tick(tick)) == (tick < math.inf)
 
     @invariant()
     def an_engine_or_the_router_acts_next(self) -> None:

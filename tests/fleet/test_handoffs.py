@@ -1,0 +1,250 @@
+"""Hand-offs of a router: a message costs what is due, not what is running."""
+
+import copy
+import math
+from collections import Counter
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from gllm.fleet import client as client_module
+from gllm.fleet.client import FleetClient
+from gllm.fleet.dispatch_target import KvPeer
+from gllm.fleet.handoffs import Handoffs
+from gllm.fleet.ticket_deadlines import TicketDeadlines
+from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
+from gllm.messages.requests import EngineOutputs, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.handoff import Handoff, HandoffLimits, HandoffState, ReleaseHold, RenewHold
+from gllm.runtime.request_stream import RequestStream
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
+
+LIMITS = HandoffLimits(renew_seconds=5, read_seconds=1, hold_seconds=12)
+READY, TRANSFER = HandoffState.READY, HandoffState.TRANSFER
+
+
+class FixedPairs:
+    """Chooses P for the prefill and D for the decode."""
+
+    def accepting(self, names: frozenset[str]) -> frozenset[str]:
+        return names
+
+    def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
+        return EnginePair("P", "D")
+
+    def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
+        return "D"
+
+    def on_prefilled(self, stream: RequestStream) -> None:
+        pass
+
+    def on_ended(self, stream: RequestStream) -> None:
+        pass
+
+    def on_engine_lost(self, engine: str) -> None:
+        pass
+
+
+class Rig:
+    """A client with an engine for each phase, and a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(client_module, "time", clock)
+        self.client = FleetClient(lambda stream, names: min(names), pairs=FixedPairs())
+        self.handoffs = self.client.handoffs
+        self.handoffs._limits = LIMITS
+        self.commands: list[Any] = []
+        """Commands about held blocks, with the names of their engines."""
+        self.tickets: dict[int, int] = {}
+        """Tickets of prefills by wire id."""
+        for name in "PD":
+            self.attach(name)
+
+    def attach(self, name: str) -> None:
+        def note(command: Any) -> None:
+            self.commands.append((name, command))
+
+        peer = KvPeer(1, lambda: b"address", note, accepts_prefetches=True)
+        self.client.attach(name, "x", self._on_submission, peer)
+
+    def _on_submission(self, message: Any) -> None:
+        if isinstance(message, SubmitRequest):
+            self.tickets[message.seq] = message.kv_ticket
+
+    def submit(self) -> RequestStream:
+        return self.client.submit([1, 2, 3], SequenceSamplingParams(), 8, [])
+
+    def report(self, engine: str, stream: RequestStream, ticket: int = 0) -> None:
+        """Report a token, and the end of the prefill if there is a ticket."""
+        (seq,) = stream.entry.seqs.values()
+        ends = [FinishedSequence(seq, "length", kv_ticket=ticket)] if ticket else []
+        step = StepOutput([seq], [7], [], ends)
+        self.client.on_outputs(engine, EngineOutputs(step, SchedulerStats()))
+
+    def prefill(self, stream: RequestStream) -> None:
+        """Let P report token 1, which is not read."""
+        (seq,) = stream.entry.seqs.values()
+        self.report("P", stream, self.tickets[seq])
+
+    def streams_in(self, state: HandoffState) -> list[RequestStream]:
+        return [s for s in self.handoffs._by_stream if self.handoffs.state_of(s) is state]
+
+
+class _UniteratedDict(dict[RequestStream, Handoff]):
+    """Table that is only looked up in."""
+
+    def _raise(self) -> NoReturn:
+        raise AssertionError("all hand-offs are read")
+
+    __iter__ = keys = values = items = _raise
+
+
+def count_visits(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the calls of the methods by which hand-offs are visited."""
+    visits: Counter[str] = Counter()
+    for name in ("on_tick", "on_read"):
+        method = getattr(Handoff, name)
+
+        def visit(self: Handoff, *args: Any, name: str = name, method: Any = method) -> Any:
+            visits[name] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(Handoff, name, visit)
+    return visits
+
+
+def test_messages_visit_due_hand_offs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch)
+    streams = [rig.submit() for _ in range(1000)]
+    for stream in streams[:500]:
+        rig.prefill(stream)
+        stream.pop_deltas()
+    rig.client.continue_handoffs()
+    for stream in streams[:200]:
+        rig.report("D", stream)
+    assert len(rig.streams_in(HandoffState.PREFILL)) == 500
+    assert len(rig.streams_in(TRANSFER)) == 300
+    assert len(rig.streams_in(HandoffState.DECODE)) == 200
+    rig.handoffs._by_stream = _UniteratedDict(rig.handoffs._by_stream)
+    visits = count_visits(monkeypatch)
+
+    def has_unread() -> bool:
+        return rig.handoffs.has_unread
+
+    def continue_at(now: float) -> dict[str, int]:
+        visits.clear()
+        rig.now = now
+        rig.client.continue_handoffs()
+        return dict(visits)
+
+    # The deadline of the readers, who have read: once for all that had one.
+    assert continue_at(LIMITS.read_seconds) == {"on_tick": 500}
+    for i in range(100):
+        assert continue_at(LIMITS.read_seconds + 0.01 * i) == {}
+    assert not has_unread()
+    for stream in streams[500:503]:
+        rig.prefill(stream)
+    assert has_unread()
+    assert continue_at(2.5) == {}, "nobody has read"
+    streams[501].pop_deltas()
+    assert continue_at(2.6) == {"on_read": 1}
+    assert rig.handoffs.state_of(streams[501]) is TRANSFER
+    assert continue_at(4.0) == {"on_tick": 3, "on_read": 2}, "two readers are late"
+    assert not has_unread()
+    assert continue_at(LIMITS.renew_seconds) == {"on_tick": 300}
+    assert len([c for _, c in rig.commands if isinstance(c, RenewKvHolds)]) == 300
+
+
+def expected_actions(handoffs: Handoffs, now: float) -> tuple[Counter[str], set[RequestStream]]:
+    """Return commands and continued requests of a visit to every hand-off."""
+    commands: Counter[str] = Counter()
+    streams = set()
+    for stream, each in handoffs._by_stream.items():
+        handoff = copy.copy(each)
+        was_reading = handoff.state is READY
+        is_read = was_reading and not stream.deltas
+        for action in handoff.on_read() if is_read else handoff.on_tick(now):
+            match action:
+                case RenewHold(engine, ticket):
+                    commands[f"renew {engine} {ticket}"] += 1
+                case ReleaseHold(engine, ticket):
+                    commands[f"release {engine} {ticket}"] += 1
+        if was_reading and handoff.state is TRANSFER:
+            streams.add(stream)
+    return commands, streams
+
+
+def sent_actions(commands: list[Any]) -> Counter[str]:
+    sent: Counter[str] = Counter()
+    for engine, command in commands:
+        if isinstance(command, RenewKvHolds | ReleaseKvHolds):
+            kind = "renew" if isinstance(command, RenewKvHolds) else "release"
+            sent[f"{kind} {engine} {command.tickets[0]}"] += 1
+    return sent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_due_hand_offs_do_what_a_visit_to_all_does(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, rng = Rig(monkeypatch), Random(seed)
+    streams: list[RequestStream] = []
+    seen: Counter[str] = Counter()
+    for _ in range(400):
+        rig.now += rng.choice([0.0, 0.01, 0.4, 2.0])
+        alive = [stream for stream in streams if stream.alive]
+        match rng.randrange(8):
+            case 0 | 1:
+                streams.append(rig.submit())
+            case 2 if prefills := rig.streams_in(HandoffState.PREFILL):
+                rig.prefill(rng.choice(prefills))
+            case 3 if alive:
+                rng.choice(alive).pop_deltas()
+            case 4 if transfers := [s for s in rig.streams_in(TRANSFER) if s.entry.seqs]:
+                rig.report(transfers[0].entry.engine, transfers[0])
+            case 5 if prefills := rig.streams_in(HandoffState.PREFILL):
+                ticket = rig.handoffs._by_stream[rng.choice(prefills)].ticket
+                rig.handoffs.on_push_started("P", ticket, rig.now)
+            case 6 if alive and rng.random() < 0.5:
+                rig.client.abort(rng.choice(alive), [0])
+            case 7 if rng.random() < 0.1:
+                name = rng.choice("PD")
+                rig.client.detach(name, "killed", is_planned=True)
+                rig.attach(name)
+        assert rig.handoffs.has_unread == bool(rig.streams_in(READY))
+        expected, continued = expected_actions(rig.handoffs, rig.now)
+        rig.commands.clear()
+        read = rig.handoffs.pop_read(rig.now)
+        assert set(read) == continued
+        assert len(read) == len(continued)
+        assert sent_actions(rig.commands) == expected
+        seen.update({kind.split()[0]: n for kind, n in expected.items()}, read=len(read))
+        for stream in read:
+            rig.client._place(stream)
+    assert seen["read"], "hand-offs went on"
+    assert seen["renew"], "holds were renewed"
+
+
+def test_deadlines_are_those_set_last() -> None:
+    rng = Random(0)
+    deadlines, expected = TicketDeadlines(), dict[int, float]()
+    num_due = 0
+    for now in range(300):
+        for _ in range(rng.randrange(6)):
+            ticket = rng.randrange(20)
+            deadline = rng.choice([math.inf, float(now), now + rng.random() * 30])
+            deadlines.set(ticket, deadline)
+            expected[ticket] = deadline
+        due = [each for each in expected if expected[each] <= now]
+        assert deadlines.pop_due(now) == sorted(due, key=lambda each: (expected[each], each))
+        num_due += len(due)
+        for each in due:
+            del expected[each]
+    assert num_due > 100
+    deadlines.pop_due(math.inf)
+    assert not deadlines._heap
