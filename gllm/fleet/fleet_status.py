@@ -71,6 +71,9 @@ class FleetStats:
                 in_flight=total.in_flight + stats.in_flight,
                 waiting_tokens=total.waiting_tokens + stats.waiting_tokens,
                 decode_context_tokens=total.decode_context_tokens + stats.decode_context_tokens,
+                in_flight_prefill_tokens=(
+                    total.in_flight_prefill_tokens + stats.in_flight_prefill_tokens
+                ),
             )
             used += stats.kv_usage * blocks
             num_blocks += blocks

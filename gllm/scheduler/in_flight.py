@@ -16,12 +16,16 @@ class InFlightPlans:
 
     def __init__(self, num_lanes: int, limit: int) -> None:
         self.limit = limit
+        self.num_prefill_tokens = 0
+        """Prefill tokens of the plans."""
         self._plans: dict[int, StepPlan] = {}
         """By step, the oldest first."""
         self._lanes: list[deque[int]] = [deque() for _ in range(num_lanes)]
         """Steps of each lane, the oldest first."""
         self._num_planned = [0] * num_lanes
         """Steps of each lane so far."""
+        self._prefill_tokens: dict[int, int] = {}
+        """Prefill tokens by step, of the plans with prefill."""
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -37,14 +41,21 @@ class InFlightPlans:
         return [len(steps) < self.limit for steps in self._lanes]
 
     def add(
-        self, step: int, rows: list[ScheduledRow], released_seqs: list[int], lane: int
+        self,
+        rows: list[ScheduledRow],
+        released_seqs: list[int],
+        lane: int,
+        num_prefill_tokens: int,
     ) -> StepPlan:
-        """Add the plan of a step and return it."""
-        num_others = sum(self._num_planned) - self._num_planned[lane]
-        plan = StepPlan(step, rows, released_seqs, lane, num_others)
+        """Add the plan of the next step, which has that many prefill tokens, and return it."""
+        step = sum(self._num_planned)
+        plan = StepPlan(step, rows, released_seqs, lane, step - self._num_planned[lane])
         self._plans[step] = plan
         self._lanes[lane].append(step)
         self._num_planned[lane] += 1
+        if num_prefill_tokens:
+            self._prefill_tokens[step] = num_prefill_tokens
+            self.num_prefill_tokens += num_prefill_tokens
         return plan
 
     def pop(self, step: int) -> StepPlan:
@@ -59,4 +70,5 @@ class InFlightPlans:
             next_step = oldest[0] if oldest else None
             raise ValueError(f"result of step {step} came, but step {next_step} is next")
         oldest.popleft()
+        self.num_prefill_tokens -= self._prefill_tokens.pop(step, 0)
         return self._plans.pop(step)

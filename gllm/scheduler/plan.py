@@ -139,6 +139,8 @@ class SchedulerStats(NamedTuple):
     """Tokens whose KV was fetched."""
     failed_fetches: int = 0
     """Fetches whose sequences had to be prefilled instead."""
+    in_flight_prefill_tokens: int = 0
+    """Prefill tokens of the micro-batches in flight, no longer in `waiting_tokens`; no counter."""
 
     @property
     def unfinished(self) -> int:

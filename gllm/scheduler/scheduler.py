@@ -171,7 +171,7 @@ class Scheduler:
         lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
         if self._transfers.pushes.is_enabled:
             self._transfers.pushes.on_scheduled(counters.steps, rows, self._sequences)
-        plan = self._in_flight.add(counters.steps, rows, self.table.pop_released(), lane)
+        plan = self._in_flight.add(rows, self.table.pop_released(), lane, num_prefills)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
         self._queues.tally.num_decode_plans += self._last_plan_had_decodes
@@ -302,6 +302,7 @@ class Scheduler:
             depth=self._queues.depth,
             fetching=self._transfers.num_in_flight,
             held_blocks=self.kv_cache.holds.num_blocks,
+            in_flight_prefill_tokens=self._in_flight.num_prefill_tokens,
             **vars(self._counters),
         )
 

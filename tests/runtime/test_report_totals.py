@@ -18,6 +18,7 @@ GAUGES = (
     "depth",
     "fetching",
     "held_blocks",
+    "in_flight_prefill_tokens",
 )
 COUNTERS = [name for name in SchedulerStats._fields if name not in GAUGES]
 

@@ -159,6 +159,8 @@ class Pipeline:
         self.requests: dict[int, SchedulerRequest] = {}
         self.arrival_times: dict[int, float] = {}
         """Of each request, by its first sequence."""
+        self.prefill_tokens: dict[int, int] = {}
+        """Prefill tokens of each step."""
         self.scored: dict[int, set[int]] = {}
         """Tokens of each sequence that committed rows have computed."""
         self.now = 0.0
@@ -195,6 +197,7 @@ class Pipeline:
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self._check_plan(plan)
+            self.prefill_tokens[plan.step] = self._count_prefill_tokens(plan)
             self._sample_ahead(plan)
             self._run(plan, fails, faulty)
             self.plans.append(plan)
@@ -323,6 +326,15 @@ class Pipeline:
         decoding = [self.scheduler._sequences[seq] for seq in tally.decoding_seqs]
         assert tally.num_decode_context_tokens == sum(
             sequence.num_scheduled_tokens for sequence in decoding
+        )
+        in_flight = sum(self.prefill_tokens[plan.step] for plan in self.plans)
+        assert self.scheduler.stats().in_flight_prefill_tokens == in_flight
+
+    def _count_prefill_tokens(self, plan: StepPlan) -> int:
+        """Tokens of the rows before the end of their sequence's prefill, just after scheduling."""
+        sequences = self.scheduler._sequences
+        return sum(
+            row.num_tokens for row in plan.rows if row.start < sequences[row.seq].num_prefill_tokens
         )
 
     def _check_plan(self, plan: StepPlan) -> None:
