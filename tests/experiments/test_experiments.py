@@ -47,7 +47,7 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
         (hexgen2_simulated, "NUM_ONLINE", 60),
         (hexgen2_simulated, "NUM_TIMED", 60),
         (simulation, "MIN_REQUESTS", 40),
-        (simulation, "WINDOW", (1.0, 1.5)),
+        (simulation, "WINDOW", (0.5, 0.75)),
         (hexgen2_cases, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
         (hexgen2_simulated, "PlanProblem", partial(PlanProblem, budget=RefinementBudget(kicks=1))),
         *(

@@ -39,13 +39,14 @@ def best_colocated(planner: ReplicaPlanner, max_stages: int | None = None) -> Co
     replicas = [each for each in found if each is not None]
     # Groups that serve less than a part of theirs are no choice.
     replicas.sort(key=lambda each: -each.capacity / sum(each.group))
+    densities = [each.capacity / sum(each.group) for each in replicas]
 
     @cache
     def best(left: Group) -> tuple[float, tuple[int, ...]]:
         chosen: tuple[float, tuple[int, ...]] = (0.0, ())
-        density = max((each.capacity / sum(each.group) for each in replicas), default=0.0)
+        num_left = sum(left)
         for index, replica in enumerate(replicas):
-            if replica.capacity / sum(replica.group) * sum(left) <= chosen[0] and density:
+            if densities[index] * num_left <= chosen[0]:
                 # The others serve less per device.
                 break
             rest = tuple(x - y for x, y in zip(left, replica.group, strict=True))

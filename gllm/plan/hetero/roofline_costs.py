@@ -1,6 +1,7 @@
 """Costs of replicas by the simulator's roofline, so that plans and simulations agree."""
 
 import itertools
+from contextlib import suppress
 from functools import cached_property
 
 from gllm.plan.hetero.cluster import DeviceCluster
@@ -8,7 +9,7 @@ from gllm.plan.hetero.costs import MAX_BATCH, kv_transfer_seconds
 from gllm.plan.hetero.stages import PlannedStage, Stages
 from gllm.plan.hetero.workload import MeanLengths
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.roofline import RooflineCostModel
+from gllm.sim.costs.roofline import LayerRooflines, RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE
 from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
@@ -26,22 +27,29 @@ def build_pipeline(cluster: DeviceCluster, shape: ModelShape, stages: Stages) ->
     Raises:
         ValueError: Sizes do not divide.
     """
-    specs = tuple(
-        StageSpec(
+    # Stages of equal devices and layers share their description.
+    specs = {
+        stage: StageSpec(
             stage.layers,
             slowest_device(cluster, stage),
             len(stage.devices),
             slowest_link(cluster, stage) if len(stage.devices) > 1 else None,
         )
-        for stage in stages
-    )
+        for stage in set(stages)
+    }
     hops = tuple(best_link(cluster, a, b) for a, b in itertools.pairwise(stages))
-    return PipelineSpec(shape, specs, hops, (None, *hops), hops[-1] if hops else None)
+    return PipelineSpec(
+        shape,
+        tuple(specs[stage] for stage in stages),
+        hops,
+        (None, *hops),
+        hops[-1] if hops else None,
+    )
 
 
 def slowest_device(cluster: DeviceCluster, stage: PlannedStage) -> DeviceSpec:
     """Return a device with the least rate and memory of each kind among a stage's devices."""
-    specs = [cluster.machines[each].spec for each in stage.devices]
+    specs = [cluster.machines[each].spec for each in set(stage.devices)]
     launches = [each.launch_seconds for each in specs]
     known = [each for each in launches if each is not None]
     return DeviceSpec(
@@ -77,7 +85,12 @@ class RooflineCosts:
 
     def __init__(self, cluster: DeviceCluster, shape: ModelShape, lengths: MeanLengths) -> None:
         self._cluster, self._shape, self._lengths = cluster, shape, lengths
+        self._hardware: dict[Stages, PipelineSpec | None] = {}
         self._models: dict[Stages, RooflineCostModel | None] = {}
+        self._layers: LayerRooflines = {}
+        """Predictions of a layer by device, which pipelines share."""
+        self._decode_works: dict[int, StageWork] = {}
+        """Decode steps by their number of rows."""
         self._step = 0
 
     @cached_property
@@ -87,12 +100,7 @@ class RooflineCosts:
 
     def prefill_seconds(self, stages: Stages) -> list[float]:
         """Return the time of each stage; infinite for a layout that the model's sizes forbid."""
-        num_prompts = self.prompts_per_batch
-        prompt = round(self._lengths.prompt)
-        chunks = ((0, prompt),) * num_prompts
-        return self._stage_seconds(
-            stages, StageWork(self._next_step(), num_prompts * prompt, chunks, 0, 0, num_prompts)
-        )
+        return self._stage_seconds(stages, self._prefill_work)
 
     def prefill_spread(self, num_stages: int) -> float:
         """Return the expected longest of as many prompts as stages, over the mean.
@@ -126,8 +134,10 @@ class RooflineCosts:
 
     def max_batch(self, stages: Stages) -> int:
         """Return the requests of mean length that the KV blocks beside the weights hold."""
+        hardware = self._pipeline(stages)
+        if hardware is None:
+            return 0
         try:
-            hardware = build_pipeline(self._cluster, self._shape, stages)
             blocks = min(hardware.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE))
         except ValueError:
             return 0
@@ -138,23 +148,42 @@ class RooflineCosts:
         layer_bytes = self._lengths.prompt * self._shape.kv_bytes
         return kv_transfer_seconds(prefill, decode, layer_bytes, self._cluster.link)
 
+    @cached_property
+    def _prefill_work(self) -> StageWork:
+        num_prompts = self.prompts_per_batch
+        prompt = round(self._lengths.prompt)
+        chunks = ((0, prompt),) * num_prompts
+        return StageWork(self._next_step(), num_prompts * prompt, chunks, 0, 0, num_prompts)
+
     def _decode_work(self, batch: float) -> StageWork:
         rows = max(1, round(batch))
-        context = self._lengths.prompt + self._lengths.output / 2
-        return StageWork(self._next_step(), rows, (), rows, round(rows * context), rows)
+        if rows not in self._decode_works:
+            context = self._lengths.prompt + self._lengths.output / 2
+            self._decode_works[rows] = StageWork(
+                self._next_step(), rows, (), rows, round(rows * context), rows
+            )
+        return self._decode_works[rows]
 
     def _next_step(self) -> int:
         # The roofline keeps predictions by step number.
         self._step += 1
         return self._step
 
+    def _pipeline(self, stages: Stages) -> PipelineSpec | None:
+        """Return the hardware of a layout; None if the model's sizes forbid it."""
+        if stages not in self._hardware:
+            try:
+                self._hardware[stages] = build_pipeline(self._cluster, self._shape, stages)
+            except ValueError:
+                self._hardware[stages] = None
+        return self._hardware[stages]
+
     def _model(self, stages: Stages) -> RooflineCostModel | None:
         if stages not in self._models:
-            try:
-                hardware = build_pipeline(self._cluster, self._shape, stages)
-                self._models[stages] = RooflineCostModel(hardware)
-            except ValueError:
-                self._models[stages] = None
+            self._models[stages] = None
+            if hardware := self._pipeline(stages):
+                with suppress(ValueError):
+                    self._models[stages] = RooflineCostModel(hardware, layers=self._layers)
         return self._models[stages]
 
     def _stage_seconds(self, stages: Stages, work: StageWork) -> list[float]:

@@ -55,11 +55,13 @@ def split_by_memory(
 
     The ranks of a stage hold equal shares, so the smallest memory among them counts for all.
     """
-    memory = [
-        len(devices) * min(cluster.machines[each].spec.memory for each in devices)
-        for devices in cut
-    ]
-    shares = [num_layers * each / sum(memory) for each in memory]
+    by_devices = {
+        devices: len(devices) * min(cluster.machines[each].spec.memory for each in set(devices))
+        for devices in set(cut)
+    }
+    memory = [by_devices[devices] for devices in cut]
+    total = sum(memory)
+    shares = [num_layers * each / total for each in memory]
     layers = [max(1, floor(share)) for share in shares]
     by_rest = sorted(range(len(cut)), key=lambda stage: layers[stage] - shares[stage])
     while (missing := num_layers - sum(layers)) != 0:

@@ -11,13 +11,14 @@ Fitted to the operators and whole steps of Vidur's tables (arXiv 2405.05465) and
 measurements (arXiv 2311.18677): `python -m scripts.roofline_error`, `python -m scripts.step_error`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import hypot
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, BaseCostModel, TransferCost
 from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
+from gllm.sim.hardware.devices import DeviceSpec
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.shapes import (
     BYTES_PER_ELEMENT,
@@ -96,9 +97,15 @@ class RooflineCostModel(BaseCostModel):
     Args:
         hardware: The stages, their devices and links.
         efficiency: Shares of the peak rates that are reached.
+        layers: Predictions of a layer that pipelines of one model and efficiency share.
     """
 
-    def __init__(self, hardware: PipelineSpec, efficiency: DeviceEfficiency | None = None) -> None:
+    def __init__(
+        self,
+        hardware: PipelineSpec,
+        efficiency: DeviceEfficiency | None = None,
+        layers: "LayerRooflines | None" = None,
+    ) -> None:
         self._hardware = hardware
         self._hidden = hardware.model.hidden
         self._efficiency = efficiency or DeviceEfficiency()
@@ -106,12 +113,12 @@ class RooflineCostModel(BaseCostModel):
         self._recent_plan = None, None, NO_TRANSFER
         """Last plan and link with their cost: stages behind equal links share it."""
         # Stages with equal devices share the prediction of a layer.
-        layers: dict[StageSpec, LayerRoofline] = {}
+        layers = {} if layers is None else layers
         self._stages = []
         for index, stage in enumerate(hardware.stages):
-            key = replace(stage, num_layers=1)
+            key = stage.device, stage.tp, stage.rank_link
             if key not in layers:
-                layers[key] = LayerRoofline(hardware.model, key, self._efficiency)
+                layers[key] = LayerRoofline(hardware.model, stage, self._efficiency)
             self._stages.append(_StageRoofline(hardware, index, layers[key]))
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
@@ -291,6 +298,10 @@ class LayerRoofline:
             FLOPS_PER_WEIGHT * rows * multiplied / self._flops,
             read * self._shard.bytes_per_weight / self._bandwidth,
         )
+
+
+LayerRooflines = dict[tuple[DeviceSpec, int, NetworkLink | None], LayerRoofline]
+"""Predictions of a layer by device, number of ranks and the link between them."""
 
 
 def _transfer(num_bytes: int, link: NetworkLink | None) -> TransferCost:

@@ -1,6 +1,7 @@
 """Shapes of decoders: numbers of weights, bytes of the KV cache and arithmetic of a micro-batch."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from gllm.scheduler.stage_work import StageWork
 
@@ -229,21 +230,7 @@ class ModelShape:
         Raises:
             ValueError: The sizes do not divide.
         """
-        few, many = sorted((self.kv_heads, ranks))
-        expert_mlp = self.experts.mlp if self.experts else 0
-        if self.heads % ranks or self.mlp % ranks or expert_mlp % ranks or many % few:
-            raise ValueError(
-                f"{self.heads} heads, {self.kv_heads} KV heads and an MLP of "
-                f"{expert_mlp or self.mlp} do not divide into {ranks} ranks: choose another --tp"
-            )
-        return replace(
-            self,
-            heads=self.heads // ranks,
-            kv_heads=max(1, self.kv_heads // ranks),
-            mlp=self.mlp // ranks,
-            vocabulary=-(-self.vocabulary // ranks),
-            experts=self.experts and replace(self.experts, mlp=expert_mlp // ranks),
-        )
+        return _shard(self, ranks)
 
     @property
     def _sparse_base_weights(self) -> int:
@@ -263,3 +250,23 @@ class ModelShape:
         if self.tied and is_first and is_last:
             num_tables = 1
         return num_tables * self.head_weights + is_first * self.positions * self.hidden
+
+
+@cache
+def _shard(shape: ModelShape, ranks: int) -> ModelShape:
+    """Compute `ModelShape.shard`; planners ask for the same few shapes thousands of times."""
+    few, many = sorted((shape.kv_heads, ranks))
+    expert_mlp = shape.experts.mlp if shape.experts else 0
+    if shape.heads % ranks or shape.mlp % ranks or expert_mlp % ranks or many % few:
+        raise ValueError(
+            f"{shape.heads} heads, {shape.kv_heads} KV heads and an MLP of "
+            f"{expert_mlp or shape.mlp} do not divide into {ranks} ranks: choose another --tp"
+        )
+    return replace(
+        shape,
+        heads=shape.heads // ranks,
+        kv_heads=max(1, shape.kv_heads // ranks),
+        mlp=shape.mlp // ranks,
+        vocabulary=-(-shape.vocabulary // ranks),
+        experts=shape.experts and replace(shape.experts, mlp=expert_mlp // ranks),
+    )
