@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ FILE = re.compile(rf"(?<![\w/.:<-])((?:[\w.-]+/)+[\w-]+\.(?:{SUFFIXES}))(?![\w/]
 MODULE = re.compile(r"(?<![\w/.-])gllm(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 MEMBER = re.compile(r"`(?:[\w.]+\.)?([A-Z]\w*)\.([a-z_]\w*)(?:\(\))?`")
 """A member of a class, in backticks."""
+CLASS = re.compile(r"^\s*class (\w+)", re.MULTILINE)
 PLACEHOLDER = re.compile(r"NAME|FOLDER|FILE|^out/")
 WRITTEN = {"docs/benchmarks/gpu.json"}
 """Files that a command writes."""
@@ -45,7 +47,12 @@ OTHER_NAMES = {
 
 def docstrings(source: str) -> Iterator[str]:
     """Yield every string that stands alone in a Python source."""
-    for node in ast.walk(ast.parse(source)):
+    # Statements stand in statements alone, so expressions are not searched.
+    pending: list[ast.AST] = [ast.parse(source)]
+    for node in pending:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                pending.append(child)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             value = node.value.value
             if isinstance(value, str):
@@ -91,14 +98,26 @@ def top_level_names(path: Path) -> set[str]:
     return names
 
 
-def class_members() -> dict[str, set[str]]:
-    """Return the members of each class of the project, with those of classes of the same name."""
-    members: dict[str, set[str]] = {}
+@cache
+def class_files() -> dict[str, set[Path]]:
+    """Return the files that may define each class of the project."""
+    files: dict[str, set[Path]] = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                members.setdefault(node.name, set()).update(members_of(node))
-    return members
+        for name in CLASS.findall(path.read_text(encoding="utf-8")):
+            files.setdefault(name, set()).add(path)
+    return files
+
+
+@cache
+def class_members(name: str) -> set[str] | None:
+    """Return the members of all classes with a name; None if the project has no such class."""
+    nodes = [
+        node
+        for path in class_files().get(name, ())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return set().union(*map(members_of, nodes)) if nodes else None
 
 
 def members_of(node: ast.ClassDef) -> set[str]:
@@ -116,9 +135,6 @@ def members_of(node: ast.ClassDef) -> set[str]:
     return names
 
 
-MEMBERS = class_members()
-
-
 def unknown_references(text: str, page: Path) -> set[str]:
     """Return the files, modules and members that a text names and that do not exist."""
     files = {
@@ -132,7 +148,7 @@ def unknown_references(text: str, page: Path) -> set[str]:
     members = {
         f"{owner}.{name}"
         for owner, name in MEMBER.findall(text)
-        if owner in MEMBERS and name not in MEMBERS[owner]
+        if (known := class_members(owner)) is not None and name not in known
     }
     return files | (modules - OTHER_NAMES) | members
 
