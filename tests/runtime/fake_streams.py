@@ -35,11 +35,15 @@ from tests.runtime.memory_uses import (
     Race,
     Seen,
     Use,
-    is_view,
     merge,
     poisoned,
-    tensors_in,
     uses_of,
+)
+from tests.runtime.operation_layouts import (
+    is_composite,
+    is_view,
+    result_layouts,
+    tensors_in,
     written_arguments,
 )
 from tests.runtime.turns import Turns
@@ -434,22 +438,15 @@ class FakeQueues:
 
     def _promised(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Memory for an operation's results, poisoned; a shape that depends on numbers raises."""
-
-        def on_meta(tensor: Tensor) -> Tensor:
-            shape, stride = tensor.shape, tensor.stride()
-            return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-
-        there = {"device": torch.device("meta")} if "device" in kwargs else {}
-        args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs | there))
         try:
-            shapes = func(*args, **kwargs)
+            layouts = result_layouts(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise HiddenSync(f"{func}: {error}") from error
 
-        def made(shape: Tensor) -> Tensor:
-            return self._made(poisoned(shape.shape, shape.dtype, shape.stride()), "device")
+        def made(layout: Tensor) -> Tensor:
+            return self._made(poisoned(layout.shape, layout.dtype, layout.stride()), "device")
 
-        return tree_map_only(Tensor, made, shapes)
+        return tree_map_only(Tensor, made, layouts)
 
     def _later(
         self, func: Any, run: Callable[[], None], reads: list[Tensor], writes: list[Tensor]
@@ -473,10 +470,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:
-            parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if self._queues.stream_now is None:
             return self._queues.on_host(func, args, kwargs)
         return self._queues.on_stream(func, args, kwargs)

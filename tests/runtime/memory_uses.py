@@ -1,7 +1,6 @@
 """Uses of memory on a device that tests make up: who reads and writes which bytes, and when.
 
-Owns what torch's operations say of that, and memory that nobody has written. Knows nothing of
-streams.
+Owns the bytes of tensors, and memory that nobody has written. Knows nothing of streams.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 POISON = 0xA5
 """Byte of memory that nobody has written: large, negative, and no token id."""
@@ -71,37 +69,18 @@ def uses_of(tensors: Sequence[Tensor], writes: bool) -> list[Use]:
     return found
 
 
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Arguments that an operation of torch writes, by its schema."""
-    found: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += tree_leaves(value)
-    return [value for value in found if isinstance(value, Tensor)]
-
-
-def is_view(func: Any) -> bool:
-    """Whether an operation only looks at memory in another way."""
-    infos = [result.alias_info for result in func._schema.returns]
-    return bool(infos) and all(info is not None and not info.is_write for info in infos)
-
-
 def poisoned(
     shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
 ) -> Tensor:
     """Memory that nobody has written."""
     with _disable_current_modes():
-        made = torch.empty(tuple(shape), dtype=dtype)
-        if stride is not None:
+        if stride is None:
+            made = torch.empty(tuple(shape), dtype=dtype)
+        else:
             made = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
         bytes_of: Any = made.untyped_storage()
         bytes_of.fill_(POISON)
         return made
-
-
-def tensors_in(*trees: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 
 def merge(into: Clock, other: Clock) -> None:
