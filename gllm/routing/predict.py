@@ -57,9 +57,9 @@ def predict_latency(
     """
     costs = engine.coefficients or DEFAULT_COEFFICIENTS
     num_tokens = request.num_prompt_tokens - num_cached_tokens
-    load = _load(engine, costs, engine.num_waiting_tokens + num_tokens)
+    ahead = engine.num_uncomputed_tokens
+    load = _load(engine, costs, ahead + num_tokens)
     tpot = _predict_tpot(request, engine, costs)
-    ahead = engine.num_waiting_tokens
     mean_pairs = (min(ahead, request.num_prompt_tokens) + 1) / 2
     queue = ahead * (load.base_seconds / load.chunk_tokens + costs.token + costs.pair * mean_pairs)
     wait = max(queue, _seat_seconds(request, engine, num_tokens, tpot))

@@ -47,6 +47,6 @@ class PrefixAwarePolicy(RoutingPolicy):
         def num_tokens(engine: EngineSnapshot) -> float:
             own = request.num_prompt_tokens - cached[engine.name]
             running = TOKENS_PER_REQUEST * engine.num_requests
-            return (engine.num_waiting_tokens + running + own) / engine.weight
+            return (engine.num_uncomputed_tokens + running + own) / engine.weight
 
         return choose_least(engines, num_tokens, self._rng)

@@ -72,14 +72,14 @@ class LeastRequestsPolicy(RoutingPolicy):
 class LeastTokensPolicy(RoutingPolicy):
     """The engine with the fewest tokens: those to prefill and those that decodes attend to.
 
-    A prompt counts neither here nor there while it is computed: see PendingTokensPolicy.
+    A prompt counts while it is computed: an engine that computes a long prompt is not idle.
     """
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine with the fewest tokens."""
 
         def weighted_tokens(engine: EngineSnapshot) -> float:
-            num_tokens = engine.num_waiting_tokens + engine.stats.decode_context_tokens
+            num_tokens = engine.num_uncomputed_tokens + engine.stats.decode_context_tokens
             return (num_tokens + request.num_prompt_tokens) / engine.weight
 
         return choose_least(engines, weighted_tokens, self._rng)

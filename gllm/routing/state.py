@@ -77,8 +77,13 @@ class EngineSnapshot(NamedTuple):
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of tokens to prefill, those on their way to the engine included."""
+        """Number of tokens to prefill that no micro-batch has, those on their way included."""
         return self.stats.waiting_tokens + self.num_sent_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Number of tokens to prefill, those in computation and on their way included."""
+        return self.num_waiting_tokens + self.stats.in_flight_prefill_tokens
 
     @property
     def num_kv_tokens(self) -> int:

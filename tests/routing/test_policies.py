@@ -100,6 +100,16 @@ def test_least_tokens_counts_tokens_not_requests() -> None:
     assert choose(policy, [many_short, one_long]) == "a"
 
 
+@pytest.mark.parametrize("name", ["least-tokens", "prefix-aware", "predict"])
+def test_a_prompt_counts_while_it_is_computed(name: str) -> None:
+    policy = make_policy(name, Random(0))
+    computes = engine("a", running=1, in_flight_prefill_tokens=2000)
+    waits = engine("b", running=1, waiting_tokens=1000)
+    assert choose(policy, [computes, waits]) == "b"
+    assert choose(policy, [computes, engine("c", running=1)]) == "c"
+    assert choose(policy, [engine("d", running=1, waiting_tokens=3000), computes]) == "a"
+
+
 def test_pending_tokens_count_a_prompt_until_its_first_token() -> None:
     policy = make_policy("pending-tokens", Random(0))
     computes = engine("a")._replace(ongoing=[OngoingRequest(2000)])
