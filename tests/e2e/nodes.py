@@ -18,6 +18,8 @@ HTTP_PORT, HEAD_PORT, DATA_PORT = 8000, 29600, 29601
 """Ports in namespaces, where nobody else uses them."""
 EXACT = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64MiB"]
 """Flags with which texts do not depend on the number of stages, nor on recoveries."""
+NODE_TIMEOUT = "5"
+"""Seconds of silence after which a machine is lost: more than a busy one may need."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -122,7 +124,7 @@ class Cluster:
         if rank and isinstance(self.rig, LoopbackRig):
             master = self.rig.reach(0, self.head_port, source=rank)
         place = ["--nnodes", str(self.num_nodes), "--node-rank", str(rank)]
-        place += ["--master-addr", master, "--node-timeout", "2"]
+        place += ["--master-addr", master, "--node-timeout", NODE_TIMEOUT]
         return self._run(
             rank, ["gllm.serve", model, *EXACT, *place], security, [*self.flags, *flags]
         )

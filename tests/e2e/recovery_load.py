@@ -225,3 +225,37 @@ class Load:
             return self._server.stream(path, body)
         status, answer = self._server.post(path, body)
         return [answer if status == 200 else {"error": answer}]
+
+
+class RepeatedLoad(Load):
+    """All kinds of requests, each sent again whenever its answer has ended, until `stop`."""
+
+    def __init__(self, server: Server, salt: str) -> None:
+        """Start the requests; no other load may use the same cache salt."""
+        self._all_answers: list[Answer] = []
+        self._should_stop = threading.Event()
+        super().__init__(server, salt)
+
+    @property
+    def num_events(self) -> int:
+        """Events that the clients have got so far."""
+        return sum(answer.num_events for answer in self._all_answers)
+
+    @property
+    def is_running(self) -> bool:
+        """True until `stop` is called and all answers have ended, or all with an error."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> list[Answer]:
+        """Wait for the end of the answers that run; return all of them."""
+        self._should_stop.set()
+        self.wait()
+        return self._all_answers
+
+    def _run(self, answer: Answer) -> None:
+        while True:
+            self._all_answers.append(answer)
+            super()._run(answer)
+            if answer.errors or self._should_stop.is_set():
+                return
+            answer = self.answers[answer.kind] = Answer(answer.kind)

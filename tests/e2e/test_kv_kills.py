@@ -54,6 +54,8 @@ class KilledEngines(KvRouter):
         self.engines: dict[str, EngineProcess] = {}
         self.on_state: Callable[[Moment], None] = lambda state: None
         """Called when a hand-off comes to a state, and with PUSH."""
+        self.unable: set[str] = set()
+        """Engines that took no hand-offs after a message since this set was cleared."""
         set_attribute = Handoff.__setattr__
 
         def watch(handoff: Handoff, name: str, value: Any) -> None:
@@ -65,7 +67,20 @@ class KilledEngines(KvRouter):
                     self.on_state(PUSH)
 
         monkeypatch.setattr(Handoff, "__setattr__", watch)
+        links = self.router._fleet._links
+        for handler in ("on_message", "on_lost"):
+            monkeypatch.setattr(links, handler, self._watch_engines(getattr(links, handler)))
         self.policy.prefill, self.policy.decode = "P", "D"
+
+    def _watch_engines(self, handler: Callable[..., None]) -> Callable[..., None]:
+        """Note who takes no hand-offs after each message: the state may be short."""
+
+        def handle(*arguments: Any) -> None:
+            handler(*arguments)
+            with self.errors.kept():
+                self.unable |= {"P", "D"} - self.able
+
+        return handle
 
     async def start_missing(self) -> None:
         """Start the engines that do not run; wait until both take hand-offs."""
@@ -77,6 +92,7 @@ class KilledEngines(KvRouter):
 
     def kill(self, name: str, victim: str) -> None:
         """Kill an engine with all of its processes, its mover or its worker."""
+        self.unable.clear()
         engine = self.engines[name]
         head = engine.process.pid
         if victim == "engine":
@@ -127,7 +143,7 @@ async def check_case(rig: KilledEngines, case: Case, expected: list[int]) -> Non
         if DELAYS[moment]:
             await asyncio.sleep(DELAYS[moment])
             rig.kill(name, victim)
-        await rig.until(lambda: name not in rig.able)
+        await rig.until(lambda: name in rig.unable)
 
     def on_state(present: Moment) -> None:
         if present is moment and not kills:

@@ -59,7 +59,7 @@ async def test_a_worker_whose_step_does_not_end_is_replaced(
 
     monkeypatch.setattr(CpuExecutor, "compute", compute_step)
     monkeypatch.setattr(LocalWorkers, "kill", kill_worker)
-    async with local_engine(2, freeze_timeout=0.1) as (engine, workers):
+    async with local_engine(2, freeze_timeout=0.3) as (engine, workers):
         expected = await generate(engine)
         stuck = engine._supervisor.senders[stage]
         may_block.set()
