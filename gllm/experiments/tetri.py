@@ -65,10 +65,10 @@ NOTES = """\
   the lognormal ones, where the aim was 40 %.
 - *Reserve-dynamic* admits if all fit until the first output ends, that of the waiting request
   included. With exact lengths it halves preemptions and more at every capacity. The aim of 5 % less
-  JCT is met with 16,384 tokens, with 8,192 by the mixed lengths only, with 4,096 by none: there the
-  engine holds about eight requests, a step takes as long for seven as for eight, and each place
-  that is kept free costs as much as the recomputation that it avoids. With noisy predictions it is
-  as good as greedy, which the paper found as well.
+  JCT is met with 16,384 tokens alone. With 4,096 it saves nothing: the engine holds about eight
+  requests, a step takes as long for seven as for eight, and each place that is kept free costs as
+  much as the recomputation that it avoids. With noisy predictions it is as good as greedy, which
+  the paper found as well.
 - *throttle, PP 2* beside *tetri, PP 2*, at the same costs: JCT is 1 to 16 % lower. On one stage at
   TP 2, *tetri* is faster than both wherever outputs are heavy."""
 
