@@ -38,18 +38,17 @@ test: lint
 	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 	$(MAKE) test-e2e
 
-# Tests in tests/e2e start servers, three at a time, as they wait for half of their time; those marked `alone` measure
-# their servers.
+# Tests in tests/e2e start servers, three at a time, as they wait for half of their time. tests/e2e/conftest.py has the
+# order of their files: the longest one first.
 test-e2e: $(STAMP)
-	$(BIN)/python -m pytest -q -rs -n 3 --dist loadscope -m "not long and not alone" tests/e2e
-	$(BIN)/python -m pytest -q -rs -m "alone and not long" tests/e2e
+	$(BIN)/python -m pytest -q -rs -n 3 --dist loadscope --no-loadscope-reorder tests/e2e
 
 # The tests of servers over HTTP with a router and two engines as the server. What they leave out looks at a pipeline's
 # own processes and profiles.
 ROUTER_TESTS := tests/clients/test_demo_server.py $(addprefix tests/e2e/test_,chat.py control.py doors.py operations.py sampling.py serving.py structured.py tools.py)
 test-router: $(STAMP)
-	GLLM_TEST_FLEET=2 $(BIN)/python -m pytest -q -rs -n 2 --dist loadscope -m "not long and not alone" $(ROUTER_TESTS) \
-		-k "not bubbles and not profile and not server_info and not top_and_json and not compiling_process and not kept_connections"
+	GLLM_TEST_FLEET=2 $(BIN)/python -m pytest -q -rs -n 2 --dist loadscope $(ROUTER_TESTS) \
+		-k "not bubbles and not idle_pipeline and not leave_nothing and not profile and not server_info and not top_and_json and not compiling_process and not kept_connections"
 
 # Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile.
 test-long: $(STAMP)

@@ -39,8 +39,7 @@ LIMITS: dict[str, dict[str, str]] = {
 
 TEST_RUNS = (
     ("-n", "auto", "--maxprocesses", "8", "tests", "--ignore", "tests/e2e"),
-    ("-n", "2", "--dist", "loadscope", "-m", "not long and not alone", "tests/e2e"),
-    ("-m", "alone and not long", "tests/e2e"),
+    ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "tests/e2e"),
 )
 """Arguments of pytest if none are given."""
 

@@ -1,6 +1,13 @@
-"""A model small enough to be served for real in tests, and what one machine answers."""
+"""A model small enough to be served for real in tests, and what one machine answers.
 
+Both are made once for all workers of pytest-xdist.
+"""
+
+import fcntl
+import os
+import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +18,29 @@ from tests.e2e.recovery_load import Answer, Load
 from tests.e2e.server import Server, serving
 from tests.text.tokenizers_for_tests import CHATML, byte_level, save
 
+FOLDER = Path(__file__).parent
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of four layers with a tokenizer, a chat template and room for 512 tokens."""
+
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a path of this run of the tests; the first process that needs it makes it."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / name
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            make(unfinished)
+            unfinished.rename(path)
+    return path
+
+
+def save_tiny_model(folder: Path) -> None:
+    """Write a random Qwen3 of four layers with a tokenizer, a chat template and a length of 512."""
     import torch
     import transformers
 
-    folder = tmp_path_factory.mktemp("tiny-model")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=402,
@@ -34,7 +56,51 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
-    return save(folder, byte_level(), chat_template=CHATML)
+    save(folder, byte_level(), chat_template=CHATML)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the model of `save_tiny_model`; nobody writes to it."""
+    return make_once(tmp_path_factory, "tiny-model", save_tiny_model)
+
+
+LONGEST = (
+    "test_lm_eval",
+    "test_engine",
+    "test_recovery",
+    "test_tensor_parallel",
+    "test_cluster",
+    "test_ray",
+    "test_structured",
+    "test_faults",
+    "test_nodes",
+    "test_serving",
+    "test_router",
+    "test_conversation",
+    "test_answers",
+    "test_sampling",
+    "test_step_log",
+    "test_bench",
+    "test_uneven",
+    "test_kv_kills",
+    "test_nodes_elastic",
+    "test_disaggregation",
+    "test_kv_pairs",
+    "test_survive",
+)
+"""Files in the order of their time, the longest one first, so that no worker ends much later than
+the others; all others follow."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests of this folder by LONGEST; `--no-loadscope-reorder` keeps this order."""
+    ranks = {f"{name}.py": rank for rank, name in enumerate(LONGEST)}
+    places = [at for at, item in enumerate(items) if FOLDER in item.path.parents]
+    tests = [items[at] for at in places]
+    tests.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    for at, item in zip(places, tests, strict=True):
+        items[at] = item
 
 
 class Undisturbed(NamedTuple):
@@ -63,11 +129,19 @@ def greedy_tokens(server: Server) -> list[list[int]]:
     return [choice["token_ids"] for choice in body["choices"]]
 
 
-@pytest.fixture(scope="session")
-def undisturbed() -> Undisturbed:
-    """Answers of one machine."""
+def save_undisturbed(path: Path) -> None:
+    """Write the answers of one machine."""
     with serving("demo", *EXACT) as server:
-        return Undisturbed(Load(server, "one machine").wait(), greedy_tokens(server))
+        answers = Undisturbed(Load(server, "one machine").wait(), greedy_tokens(server))
+    path.write_bytes(pickle.dumps(answers))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Answers of one machine."""
+    path = make_once(tmp_path_factory, "undisturbed", save_undisturbed)
+    answers: Undisturbed = pickle.loads(path.read_bytes())
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,8 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", self.module, model, "--port", str(self.port), *flags]
+        self.start_seconds = 0.0
+        """Time from the start to readiness: a measure for times on this machine at present."""
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests()
         )
@@ -161,7 +163,13 @@ FLEET_VARIABLE = "GLLM_TEST_FLEET"
 
 @contextmanager
 def serving(model: Path | str, *flags: str, certificate: str | None = None) -> Iterator[Server]:
-    """A server that is ready; killed at the end if it still runs."""
+    """A server that is ready; killed at the end if it still runs.
+
+    A worker has one thread unless the flags say otherwise: on busy cores, several threads spend
+    most of their time waiting for each other.
+    """
+    if "--threads" not in flags:
+        flags = (*flags, "--threads", "1")
     if num_engines := int(os.environ.get(FLEET_VARIABLE, 0)):
         from tests.e2e.fleet import serving_fleet
 
@@ -171,7 +179,9 @@ def serving(model: Path | str, *flags: str, certificate: str | None = None) -> I
         return
     server = Server(str(model), *flags, certificate=certificate)
     try:
-        wait_until(lambda: server.status("/ready") == 200 or server.process.poll() is not None)
+        server.start_seconds = wait_until(
+            lambda: server.status("/ready") == 200 or server.process.poll() is not None
+        )
         assert server.process.poll() is None, server.end()[1]
         yield server
     finally:

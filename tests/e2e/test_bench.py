@@ -54,21 +54,21 @@ def test_serve(
     assert result["max_concurrent_requests"] <= (4 if "--max-concurrency" in flags else 12)
 
 
-def test_ctrl_c_ends_the_load_with_a_report(tiny_model: Path) -> None:
+def test_ctrl_c_ends_the_load_with_a_report(two_stages: Server) -> None:
     code = "import sys; from gllm.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "bench", "serve", "--request-rate", "20"]
-    with serving(tiny_model) as server:
+    flags = ["--base-url", two_stages.url, "--workload", "fixed:5,2", "--no-progress"]
 
-        def served() -> bool:
-            with urllib.request.urlopen(server.url + "/metrics") as answer:
-                found = re.findall(rb"^gllm:request_success_total.* (\d+)", answer.read(), re.M)
-            return sum(map(int, found)) >= 4
+    def count_served() -> int:
+        with urllib.request.urlopen(two_stages.url + "/metrics") as answer:
+            found = re.findall(rb"^gllm:request_success_total.* (\d+)", answer.read(), re.M)
+        return sum(map(int, found))
 
-        flags = ["--base-url", server.url, "--workload", "fixed:5,2", "--no-progress"]
-        with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as process:
-            wait_until(served)
-            process.send_signal(signal.SIGINT)
-            report, _ = process.communicate(timeout=DEADLINE)
+    num_before = count_served()
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: count_served() >= num_before + 4)
+        process.send_signal(signal.SIGINT)
+        report, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130
     assert report.startswith("Interrupted")
     completed = re.search(r"Successful requests: +(\d+)", report)
@@ -110,7 +110,8 @@ def test_latency(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "result.json"
     batch = ["--input-len", "5", "--output-len", "3", "--batch-size", "2"]
     rounds = ["--num-iters-warmup", "1", "--num-iters", "4", "--output-json", str(file)]
-    assert main(["latency", "--model", str(tiny_model), *batch, *rounds]) == 0
+    model = ["--model", str(tiny_model), "--threads", "1"]
+    assert main(["latency", *model, *batch, *rounds]) == 0
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(file.read_text())
     assert lines[0] == f"Avg latency: {result['avg_latency']} seconds"

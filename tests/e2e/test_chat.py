@@ -16,7 +16,7 @@ def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]"
 
 
 def test_a_conversation(tiny_model: Path) -> None:
-    with serving(tiny_model, "--api-key", "sesame") as server:
+    with serving(tiny_model, "--api-key", "sesame", "--threads", "2") as server:
         locked = gllm("chat", "--url", server.url, typed="Hello\n")
         options = ["--url", server.url, "--api-key", "sesame", "--max-tokens", "9"]
         options += ["--temperature", "0"]

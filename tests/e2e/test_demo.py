@@ -14,7 +14,7 @@ from gllm.engine.llm import LLM
 from gllm.models.hub import DEMO
 from scripts.demo_model import grammar, metrics
 from scripts.demo_model.chat import Message, render_prompt
-from tests.e2e.server import serving
+from tests.e2e.server import Server, serving
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "demo_questions.jsonl"
 SHIPPED_BYTES = 8_000_000
@@ -86,28 +86,32 @@ def test_a_required_tool_call_and_its_result(llm: LLM) -> None:
     assert (answer.content, answer.tool_calls) == (answer.text, [])
 
 
-def test_the_name_demo_is_served() -> None:
-    with serving("demo", "--pp", "4") as server:
-        question = {"role": "user", "content": "Hello!"}
-        events = list(server.stream("/v1/chat/completions", {"messages": [question]}))
-        text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-        assert len(text.split()) >= 2
-        assert {event["model"] for event in events} == {"demo"}
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("demo", "--pp", "4") as started:
+        yield started
 
 
-def test_the_newer_apis_tell_what_chat_completions_tell() -> None:
+def test_the_name_demo_is_served(server: Server) -> None:
+    question = {"role": "user", "content": "Hello!"}
+    events = list(server.stream("/v1/chat/completions", {"messages": [question]}))
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert len(text.split()) >= 2
+    assert {event["model"] for event in events} == {"demo"}
+
+
+def test_the_newer_apis_tell_what_chat_completions_tell(server: Server) -> None:
     question = [{"role": "user", "content": "Tell me a story about Otto the fox."}]
     greedy = {"temperature": 0, "max_tokens": 30}
-    with serving("demo") as server:
-        _, chat = server.post("/v1/chat/completions", {"messages": question, **greedy})
-        text = chat["choices"][0]["message"]["content"]
-        asked = {"input": question, "temperature": 0, "max_output_tokens": 30}
-        *_, last = server.stream("/v1/responses", asked)
-        assert last["type"] == "response.incomplete"
-        assert last["response"]["output"][0]["content"][0]["text"] == text
-        body = {"messages": question, **greedy}
-        deltas = [event.get("delta", {}) for event in server.stream("/v1/messages", body)]
-        assert "".join(delta.get("text", "") for delta in deltas) == text
-        assert deltas[-2]["stop_reason"] == "max_tokens"
-        _, counted = server.post("/v1/messages/count_tokens", {"messages": question})
-        assert counted["input_tokens"] == chat["usage"]["prompt_tokens"]
+    _, chat = server.post("/v1/chat/completions", {"messages": question, **greedy})
+    text = chat["choices"][0]["message"]["content"]
+    asked = {"input": question, "temperature": 0, "max_output_tokens": 30}
+    *_, last = server.stream("/v1/responses", asked)
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["output"][0]["content"][0]["text"] == text
+    body = {"messages": question, **greedy}
+    deltas = [event.get("delta", {}) for event in server.stream("/v1/messages", body)]
+    assert "".join(delta.get("text", "") for delta in deltas) == text
+    assert deltas[-2]["stop_reason"] == "max_tokens"
+    _, counted = server.post("/v1/messages/count_tokens", {"messages": question})
+    assert counted["input_tokens"] == chat["usage"]["prompt_tokens"]

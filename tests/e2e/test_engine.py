@@ -49,6 +49,7 @@ def llm(request: pytest.FixtureRequest, poisoned: Path) -> Iterator[LLM]:
         progress=False,
         pipeline_parallel_size=request.param,
         kv_cache_memory=2**24,
+        threads=1,
     ) as made:
         yield made
 
@@ -73,7 +74,8 @@ async def test_embeddings_are_transformers_last_hidden_states(
 
     model = transformers.Qwen3ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     prompts = [[7], [7, 8, 9], list(range(5, 105))]
-    options = {"pipeline_parallel_size": stages, "dtype": "float32", "max_num_batched_tokens": 48}
+    options: dict[str, Any] = {"pipeline_parallel_size": stages, "dtype": "float32", "threads": 1}
+    options["max_num_batched_tokens"] = 48
     async with Engine(EngineConfig.from_options(str(tiny_model), **options)) as engine:
         made = await asyncio.gather(*(engine.embed(prompt) for prompt in [*prompts, *prompts]))
         with pytest.raises(FieldError):
@@ -84,18 +86,21 @@ async def test_embeddings_are_transformers_last_hidden_states(
         assert vector == pytest.approx(wanted, abs=1e-4)
 
 
-async def test_an_embedding_that_is_no_number_is_told(poisoned: Path) -> None:
-    async with Engine(EngineConfig.from_options(str(poisoned))) as engine:
-        with pytest.raises(EmbeddingError, match="finite"):
-            await engine.embed([7, POISON])
-        assert len(await engine.embed([7])) == 48
+def test_an_embedding_that_is_no_number_is_told(llm: LLM) -> None:
+    def embed(prompt: list[int]) -> list[float]:
+        embedding = llm._engine.embed(prompt)
+        return asyncio.run_coroutine_threadsafe(embedding, llm._loop).result()
+
+    with pytest.raises(EmbeddingError, match="finite"):
+        embed([7, POISON])
+    assert len(embed([7])) == 48
 
 
 def test_a_cache_in_fp8_is_half_as_large(tiny_model: Path) -> None:
     sizes = []
     for kept in ("auto", "fp8"):
-        options = {"dtype": "bfloat16", "device": "cpu", "kv_cache_dtype": kept}
-        with LLM(str(tiny_model), progress=False, max_num_seqs=4, **options) as made:
+        options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "kv_cache_dtype": kept}
+        with LLM(str(tiny_model), progress=False, max_num_seqs=4, threads=1, **options) as made:
             (output,) = made.generate([[7, 8]], GREEDY)
             assert len(output.outputs[0].token_ids) == 10
             sizes.append(
@@ -158,7 +163,7 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
 
 async def test_the_asynchronous_engine(tiny_model: Path) -> None:
     config = EngineConfig.from_options(
-        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24, max_restarts=0
+        str(tiny_model), pipeline_parallel_size=2, kv_cache_memory=2**24, max_restarts=0, threads=1
     )
     async with Engine(config) as engine:
         await abandon(engine)
@@ -225,6 +230,7 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(
         str(tiny_model),
         pipeline_parallel_size=2,
         kv_cache_memory=2**24,
+        threads=1,
         standby_workers=1,
         freeze_timeout=1.0,
         kv_events_config=KvEventsConfig(
@@ -263,7 +269,9 @@ async def abandon(engine: Engine) -> None:
 
 
 async def test_priority_runs_first_when_seats_are_few(tiny_model: Path) -> None:
-    config = EngineConfig.from_options(str(tiny_model), max_num_seqs=1, kv_cache_memory=2**24)
+    config = EngineConfig.from_options(
+        str(tiny_model), max_num_seqs=1, kv_cache_memory=2**24, threads=1
+    )
     async with Engine(config) as engine:
         done: list[int] = []
 

@@ -7,11 +7,13 @@ from statistics import median
 
 import pytest
 
+from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
 from tests.e2e.http_pair import BODIES, Pair, serving_pair
 
-pytestmark = pytest.mark.alone
-FLIP_SECONDS = 0.05
-MAX_AGE_SECONDS = 0.3
+FLIP_FACTOR = 30
+"""A change of a role takes less time than as many times the requests that it consists of."""
+MAX_AGE_REPORTS = 3
+"""A router's view is not older than as many intervals between reports, and the two requests."""
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +31,30 @@ def measure_flip(pair: Pair, name: str, role: str) -> float:
     return time.monotonic() - begin
 
 
+def measure_requests(pair: Pair) -> float:
+    """Return the seconds of two requests to the router that change nothing."""
+    begin = time.monotonic()
+    for _ in range(2):
+        pair.router.rows()
+    return time.monotonic() - begin
+
+
 def test_an_idle_engine_takes_another_role_at_once(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """T7: both ways, from the command to the router's view. The paper's takes 5 to 7 ms."""
-    seconds = [measure_flip(pair, "p", role) for role in ("decode", "prefill") * 10]
+    seconds, of_requests = [], []
+    for role in ("decode", "prefill") * 10:
+        of_requests.append(measure_requests(pair))
+        seconds.append(measure_flip(pair, "p", role))
     with capsys.disabled():
         print(
             f" [{len(seconds)} flips: median {1000 * median(seconds):.1f} ms, "
-            f"greatest {1000 * max(seconds):.1f} ms] ",
+            f"greatest {1000 * max(seconds):.1f} ms; "
+            f"requests alone {1000 * median(of_requests):.1f} ms] ",
             end="",
         )
-    assert median(seconds) < FLIP_SECONDS
+    assert median(seconds) < FLIP_FACTOR * median(of_requests)
 
 
 def test_a_routers_view_of_a_decode_engine_is_fresh(
@@ -55,18 +69,20 @@ def test_a_routers_view_of_a_decode_engine_is_fresh(
     thread = threading.Thread(target=pair.post, args=("d", "/v1/completions"), kwargs=body)
     counts: list[tuple[float, int]] = []
     ages: list[float] = []
+    requests: list[float] = []
     start = pair.shown_tokens("d")
     thread.start()
     while thread.is_alive():
         counts.append((time.monotonic(), pair.generated("d")))
         seen = pair.shown_tokens("d")
         now = time.monotonic()
+        requests.append(now - counts[-1][0])
         left = [at for at, count in counts if count > seen]
         if counts[-1][1] > counts[0][1]:
             ages.append(now - left[0] if left else 0.0)
     with capsys.disabled():
         print(f" [age of {len(ages)} views: median {median(ages):.3f} s, ", end="")
-        print(f"greatest {max(ages):.3f} s] ", end="")
+        print(f"greatest {max(ages):.3f} s, of requests {max(requests):.3f} s] ", end="")
     assert pair.shown_tokens("d") > start
     assert len(ages) > 10
-    assert max(ages) < MAX_AGE_SECONDS
+    assert max(ages) < MAX_AGE_REPORTS * LOAD_REPORT_SECONDS + max(requests)

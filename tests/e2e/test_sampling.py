@@ -175,6 +175,7 @@ def test_the_openai_client(server: Server) -> None:
 def llm() -> Iterator[LLM]:
     options: dict[str, Any] = {
         "dtype": "float32",
+        "threads": 1,
         "pipeline_parallel_size": 2,
         "kv_cache_memory": 2**26,
     }

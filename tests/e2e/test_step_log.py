@@ -60,6 +60,7 @@ async def test_everything_is_written(
         tensor_parallel_size=ranks,
         policy=policy,
         step_log=str(log),
+        threads=1,
     )
     bubbles = await serve(config, 5)
     events = list(read_step_log(log))

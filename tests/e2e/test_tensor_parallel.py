@@ -102,7 +102,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def of_one_rank() -> list[list[int]]:
     """Greedy tokens of PROMPTS computed by one process."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM("demo", progress=False, dtype="float32", kv_cache_memory=2**26) as llm:
+    with LLM("demo", progress=False, dtype="float32", kv_cache_memory=2**26, threads=1) as llm:
         return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
