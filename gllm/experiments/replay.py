@@ -5,7 +5,7 @@ from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedLimit, PaperClaim
 from gllm.experiments.real import serve_logged
 from gllm.sim.metrics.report import format_table
-from gllm.sim.replay import replay_calls, replay_latency_errors, replay_step_times
+from gllm.sim.replay import replay_calls, replay_step_times
 from gllm.sim.workloads.requests import make_workload
 
 RUNS = (
@@ -37,7 +37,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         least_calls = min(least_calls, calls.share)
         least_times = min(least_times, times.share)
         shown = [f"{each.num_equal} of {each.num_plans}" for each in (calls, times)]
-        latencies = replay_latency_errors(events)
+        latencies = times.latency_errors
         for metric, error in latencies.items():
             errors[metric].append(error)
         cells = [f"{100 * latencies[metric]:.2f} %" for metric in errors]

@@ -7,6 +7,7 @@ time of a step from its tokens, its prefill attention and its decode attention.
 """
 
 from collections.abc import Container, Iterable
+from operator import mul
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork, count_query_key_pairs
@@ -75,7 +76,7 @@ def solve_nonnegative(
     for _ in range(num_sweeps):
         for i, row in enumerate(matrix):
             if row[i] > 0:
-                product = sum(a * value for a, value in zip(row, x, strict=True))
+                product = sum(map(mul, row, x))
                 x[i] = max(0.0, x[i] + (right[i] - product) / row[i])
     return x
 

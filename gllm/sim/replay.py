@@ -43,6 +43,14 @@ class ReplayAgreement:
         return self.num_equal / self.num_plans if self.num_plans else 1.0
 
 
+@dataclass(frozen=True)
+class TimesAgreement(ReplayAgreement):
+    """Agreement of a run and its simulation with the recorded times."""
+
+    latency_errors: dict[str, float]
+    """Median over the last generation's requests of |simulated - real| / real, by metric."""
+
+
 def replay_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     """Call a new scheduler per generation as the log says, and compare all of each plan."""
     return _sum_agreements(map(_replay_generation_calls, split_generations(events)))
@@ -62,39 +70,39 @@ def _replay_generation_calls(events: list[StepLogEvent]) -> ReplayAgreement:
     return ReplayAgreement(equal, plans)
 
 
-def replay_step_times(events: list[StepLogEvent]) -> ReplayAgreement:
-    """Simulate with the log's arrivals and step times, and compare what each plan runs.
+def replay_step_times(events: list[StepLogEvent]) -> TimesAgreement:
+    """Simulate with the log's arrivals and step times; compare what each plan runs, and latencies.
 
     Each generation is simulated on its own. One that a recovery ended is compared as far as its
     log goes; without any complete step there is nothing to simulate it by, and it is left out.
     """
     *ended, last = split_generations(events)
-    agreements = [_replay_generation_times(generation, ended=True) for generation in ended]
-    agreements.append(_replay_generation_times(last, ended=False))
-    return _sum_agreements(agreements)
+    agreements = [_replay_ended_generation(generation) for generation in ended]
+    run = build_run_record(last, warm_ups=True)
+    simulated_run, simulated = _simulate_generation(last, run)
+    agreements.append(_compare_plans(_plans(last), _plans(simulated)))
+    total = _sum_agreements(agreements)
+    return TimesAgreement(
+        total.num_equal, total.num_plans, _median_latency_errors(run, simulated_run)
+    )
 
 
-def _replay_generation_times(events: list[StepLogEvent], ended: bool) -> ReplayAgreement:
+def _replay_ended_generation(events: list[StepLogEvent]) -> ReplayAgreement:
     run = build_run_record(events, warm_ups=True)
-    if ended and not any(measure_step_costs(run)):
+    if not any(measure_step_costs(run)):
         return ReplayAgreement(0, 0)
     _, simulated = _simulate_generation(events, run)
-    real, again = ([_content(plan) for plan in _plans(log)] for log in (events, simulated))
-    if ended:
-        del again[len(real) :]
-    equal = sum(one == other for one, other in zip(real, again, strict=False))
-    return ReplayAgreement(equal, max(len(real), len(again)))
+    plans = _plans(events)
+    return _compare_plans(plans, _plans(simulated)[: len(plans)])
 
 
-def replay_latency_errors(events: list[StepLogEvent]) -> dict[str, float]:
-    """Simulate as `replay_step_times`, and return the errors of the latencies by metric.
+def _compare_plans(real: list[StepPlan], simulated: list[StepPlan]) -> ReplayAgreement:
+    pairs = zip(map(_content, real), map(_content, simulated), strict=False)
+    equal = sum(one == other for one, other in pairs)
+    return ReplayAgreement(equal, max(len(real), len(simulated)))
 
-    The error of a metric is the median over the requests of |simulated - real| / real. Only the
-    last generation counts.
-    """
-    generation = split_generations(events)[-1]
-    run = build_run_record(generation, warm_ups=True)
-    simulated, _ = _simulate_generation(generation, run)
+
+def _median_latency_errors(run: RunRecord, simulated: RunRecord) -> dict[str, float]:
     errors: dict[str, list[float]] = {"ttft": [], "e2el": []}
     for seq, served in run.requests.items():
         real, again = served.line, simulated.requests[seq].line

@@ -32,7 +32,7 @@ from gllm.sim.costs.machine_speed import MachineSpeedCostModel, SpeedWindow
 from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import RunRecord, StageReport
-from gllm.sim.replay import main, replay_calls, replay_latency_errors, replay_step_times
+from gllm.sim.replay import main, replay_calls, replay_step_times
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 
 
@@ -74,7 +74,7 @@ def test_a_run_comes_again(policy: str, stages: int) -> None:
     assert calls.num_plans > 100
     assert calls.num_equal == calls.num_plans
     assert times.share == 1.0
-    assert replay_latency_errors(events) == {"ttft": 0.0, "e2el": 0.0}
+    assert times.latency_errors == {"ttft": 0.0, "e2el": 0.0}
 
 
 def test_requests_that_the_driver_receives_together_keep_their_arrivals() -> None:
