@@ -16,15 +16,32 @@ from benchmarks.gpu.section import SECTIONS, Task
 PAGE = f"# GPU\n\nBefore.\n\n{BEGIN}\nold figures\n{END}\n\nBehind.\n"
 
 
+FEW_WORKERS = """
+import runpy
+from benchmarks.gpu import stages
+stages.WORKERS = (2, 1), (2, 2)
+runpy.run_module("benchmarks.gpu.section", run_name="__main__")
+"""
+"""Section in which two stages, and two stages of two ranks, stand for all numbers of workers."""
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "only",
-    ["kernels,qwen2.5-7b,stages", pytest.param("", marks=pytest.mark.long)],
+    ("only", "section"),
+    [
+        ("kernels,qwen2.5-7b,stages", ("-c", FEW_WORKERS)),
+        pytest.param("", run.SECTION, marks=pytest.mark.long),
+    ],
     ids=["one model", "all"],
 )
 def test_a_dry_run_has_every_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, only: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    only: str,
+    section: tuple[str, str],
 ) -> None:
+    monkeypatch.setattr(run, "SECTION", section)
     # However busy the machine is.
     monkeypatch.setattr(run, "START_SECONDS", 900.0)
     monkeypatch.setattr(run, "ROW_SECONDS", 900.0)

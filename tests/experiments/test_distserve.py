@@ -20,6 +20,7 @@ from gllm.experiments.distserve_search import (
 )
 from gllm.experiments.distserve_study import WorkloadResult
 from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
+from gllm.plan.goodput import measurement
 from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
 from gllm.plan.goodput.measurement import PHASE_TARGET, GoodputTask, measure_goodput
 from gllm.plan.goodput.placement import PhaseGoodput
@@ -134,6 +135,8 @@ def test_goodputs_by_seed_are_those_of_searches_with_these_seeds(
 ) -> None:
     monkeypatch.setattr(distserve_seeds, "SYSTEMS", ("DistServe",))
     monkeypatch.setattr(distserve_seeds, "SEEDS", range(3))
+    # Overload shows in few requests already.
+    monkeypatch.setattr(measurement, "MAX_GROWTH", 2)
     workload = WORKLOADS[0]
     result = WorkloadResult(workload)
     result.add_goodput(workload.distserve, 1.0)

@@ -34,6 +34,7 @@ from gllm.observability.step_log import StepLogEvent
 from gllm.plan.hetero import simulation
 from gllm.plan.hetero.planner import PlanProblem
 from gllm.plan.hetero.search import RefinementBudget
+from gllm.profiling import parts
 from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
@@ -89,8 +90,10 @@ def test_loss_of_link_encodings(tmp_path: Path) -> None:
 
 def test_prediction_of_the_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A small profile: every kind of workload, but fewer requests and tokens of each.
-    for name, number in {"DECODE_TOKENS": 10, "REPEATS": 2, "BURST": 6}.items():
+    numbers = {"DECODE_TOKENS": 10, "REPEATS": 2, "BURST": 6, "BURSTS": 2, "SHARES": (0.3, 0.6)}
+    for name, number in numbers.items():
         monkeypatch.setattr(profile, name, number)
+    monkeypatch.setattr(parts, "REPEATS", 1)
     # How near it comes depends on what else the machine does; that it says so does not.
     assert main(["prediction", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "prediction.md").read_text()

@@ -1,6 +1,7 @@
 """Closed forms of one engine against simulations: bounds hold, estimates are near."""
 
 from dataclasses import replace
+from functools import cache
 from math import ceil
 from statistics import fmean
 
@@ -153,6 +154,7 @@ TILED = EngineDesign("H100", 2, 2, "sarathi", 512, 256)
 TILED_WORKLOAD = "uniform:400,900,100,300"
 
 
+@cache
 def saturate(
     design: EngineDesign, workload: str, model: str, requests: int
 ) -> tuple[list[float], EngineBounds]:
