@@ -9,6 +9,7 @@ from gllm.experiments.aladdin_cases import (
     EXAMPLE_MEMORY,
     KV_TOKENS,
     MAX_WORKERS,
+    QUICK_SECONDS,
     SLO,
     FleetRunTask,
     FleetSearchTask,
@@ -90,7 +91,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 
 def _tasks(quick: bool) -> list[FleetSearchTask]:
     if quick:
-        base = FleetSearchTask("sharegpt-like", 4.0, "aladdin", seconds=20.0)
+        base = FleetSearchTask("sharegpt-like", 4.0, "aladdin", seconds=QUICK_SECONDS)
         tasks = [replace(base, policy=policy) for policy in POLICIES]
         tasks += [replace(base, kind="decode", policy=policy) for policy in SPLIT_POLICIES]
         return [*tasks, replace(base, rate=6.0)]

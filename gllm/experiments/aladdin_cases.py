@@ -27,6 +27,8 @@ KV_TOKENS = 60_000
 TARGET = 0.99
 MAX_WORKERS = 64
 """Largest fleet that is tried."""
+QUICK_SECONDS = 20.0
+"""Arrivals of a simulation of a quick page."""
 
 
 @cache

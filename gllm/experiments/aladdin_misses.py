@@ -6,11 +6,11 @@ without a constraint: the paper computes all new prompts of a heartbeat in one s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from gllm.experiments.aladdin_cases import MAX_WORKERS, SLO, FleetSearchTask
+from gllm.experiments.aladdin_cases import MAX_WORKERS, QUICK_SECONDS, SLO, FleetSearchTask
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.parallel import map_parallel
 from gllm.plan.scaling.fleet_size import run_fleet_case
@@ -101,6 +101,8 @@ def format_misses(workloads: Mapping[str, float], options: ExperimentOptions) ->
     """
     workload = "sharegpt-like" if options.quick else "sharegpt"
     search = FleetSearchTask(workload, workloads[workload], "aladdin")
+    if options.quick:
+        search = replace(search, seconds=QUICK_SECONDS)
     tasks = [MissTask(search, count) for count in (16, MAX_WORKERS)]
     summaries = map_parallel(find_misses, tasks, options.jobs, options.progress)
     rows = [
