@@ -14,13 +14,14 @@ from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
 from tests.text import tokenizers_for_tests as some
 
-TEMPLATE = (
+TEMPLATE = ChatTemplate(
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
     "{% for call in m.tool_calls or [] %}{% set f = call.function %}<call>{{ f.name }}"
     "{% for key, value in f.arguments.items() %}\n{{ key }}={{ value }}{% endfor %}\n"
     "{{ f.arguments | tojson }}\n{{ '' + f.arguments }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    {},
 )
 
 
@@ -64,7 +65,7 @@ def rendered(tokenizer: Tokenizer, messages: Any, tools: Any = (), marks: bool =
     mark = new_mark() if marks else ""
     if marks:
         messages, tools = tokenizer.special_token_marker.mark_values([messages, list(tools)], mark)
-    return ChatTemplate(TEMPLATE, {}).render(messages, tools=tools), mark
+    return TEMPLATE.render(messages, tools=tools), mark
 
 
 def control(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
