@@ -73,8 +73,16 @@ def test_dynamic_reservation_avoids_preemptions(lengths: str) -> None:
     assert dynamic.jct <= 0.95 * greedy.jct
 
 
-@pytest.mark.parametrize("lengths", ["mixed", "sharegpt"])
-@pytest.mark.parametrize("capacity", [pytest.param(4096, marks=pytest.mark.long), 8192])
+@pytest.mark.parametrize(
+    ("lengths", "capacity"),
+    [
+        ("sharegpt", 8192),
+        *(
+            pytest.param(lengths, capacity, marks=pytest.mark.long)
+            for lengths, capacity in (("mixed", 8192), ("mixed", 4096), ("sharegpt", 4096))
+        ),
+    ],
+)
 def test_dynamic_reservation_halves_preemptions_of_small_caches(
     lengths: str, capacity: int
 ) -> None:
