@@ -1,7 +1,8 @@
-"""Confidence intervals of measured figures."""
+"""Spread of measured figures: confidence intervals and ranges."""
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -31,3 +32,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         rank += 1
     rank = max(rank, 1)
     return ordered[rank - 1], ordered[count - rank]
+
+
+def format_range(values: Sequence[float], digits: int = 3) -> str:
+    """Return the median of values, with the least and the greatest."""
+    figures = [f"{each:.{digits}f}" for each in (median(values), min(values), max(values))]
+    return "{} ({} to {})".format(*figures)

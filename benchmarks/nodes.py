@@ -22,6 +22,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.confidence import format_range
 from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.fleet_processes import open_session
 from benchmarks.node_engines import ROLES, NodeEngine, make_secret, running_engine
@@ -126,7 +127,7 @@ def _send_bytes(address: tuple[str, int]) -> None:
 def format_ratio(values: list[float], base: list[float]) -> str:
     """Return the median ratio of pairs of rounds, with its range."""
     ratios = [a / b for a, b in zip(values, base, strict=True)]
-    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    return format_range(ratios)
 
 
 def judge_encryption(engines: dict[str, Any]) -> str:

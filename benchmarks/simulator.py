@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
+from benchmarks.confidence import format_range
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import make_router
 from gllm.sim.deployment import roofline_deployment
@@ -143,10 +143,11 @@ def measure_pairs(num_engines: int, num_requests: int, router: str, num_rounds: 
     engines = measure_engines(num_engines, num_requests, router).engines
     pairs = []
     for index in range(num_rounds):
-        orders: list[Sequence[int]] = [(), engines] if index % 2 else [engines, ()]
-        costs = [measure_engines(num_engines, num_requests, router, each) for each in orders]
-        alone, together = costs[::-1] if index % 2 else costs
-        pairs.append(Pair(together, alone))
+        costs: dict[bool, ClusterCost] = {}
+        for is_alone in (True, False) if index % 2 else (False, True):
+            assigned = engines if is_alone else []
+            costs[is_alone] = measure_engines(num_engines, num_requests, router, assigned)
+        pairs.append(Pair(costs[False], costs[True]))
         figures = [f"{each.microseconds_per_row:.1f}" for each in pairs[-1]]
         print("measured", num_engines, "engines: together, alone", *figures, file=sys.stderr)
     return pairs
@@ -172,12 +173,6 @@ def format_commands(counts: Iterable[int]) -> str:
     return format_table(["requests", "CPU seconds, start to table", "peak memory, MB"], rows)
 
 
-def format_range(values: Iterable[float], digits: int) -> str:
-    """Return the median of values, with the least and the greatest."""
-    low, *_, high = ordered = sorted(values)
-    return f"{median(ordered):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
 def format_clusters(options: argparse.Namespace) -> str:
     """Measure each cluster and its engines alone; return the table of medians."""
     rows = []
@@ -189,9 +184,9 @@ def format_clusters(options: argparse.Namespace) -> str:
             [
                 str(num_engines),
                 str(num_engines * options.requests_per_engine),
-                format_range((each.together.microseconds_per_row for each in pairs), 1),
-                format_range((each.alone.microseconds_per_row for each in pairs), 1),
-                format_range((each.ratio for each in pairs), 2),
+                format_range([each.together.microseconds_per_row for each in pairs], 1),
+                format_range([each.alone.microseconds_per_row for each in pairs], 1),
+                format_range([each.ratio for each in pairs], 2),
                 f"{max(each.together.peak_megabytes for each in pairs):.0f}",
             ]
         )

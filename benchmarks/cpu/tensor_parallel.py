@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
+from benchmarks.confidence import format_range
 from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
 from gllm.config.engine import EngineConfig
 from gllm.config.sampling import SamplingParams
@@ -109,7 +110,7 @@ def format_page(rounds: list[dict[str, Figures]], foreign: float) -> str:
         for name in VARIANTS
     ]
     compared = [
-        [name, *(_format_ratio(ratios(rounds, name, cell)) for cell in cells)]
+        [name, *(format_range(ratios(rounds, name, cell)) for cell in cells)]
         for name in list(VARIANTS)[1:]
     ]
     return "\n\n".join(
@@ -122,10 +123,6 @@ def format_page(rounds: list[dict[str, Figures]], foreign: float) -> str:
             format_table(["ratio", *cells], compared),
         ]
     )
-
-
-def _format_ratio(values: list[float]) -> str:
-    return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 async def measure_rounds(

@@ -17,35 +17,13 @@ from gllm.fleet.ticket_deadlines import TicketDeadlines
 from gllm.messages.handoff import ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import Handoff, HandoffLimits, HandoffState, ReleaseHold, RenewHold
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
+from tests.runtime.kv_engines import FixedPair
 
 LIMITS = HandoffLimits(renew_seconds=5, read_seconds=1, hold_seconds=12)
 READY, TRANSFER = HandoffState.READY, HandoffState.TRANSFER
-
-
-class FixedPairs:
-    """Chooses P for the prefill and D for the decode."""
-
-    def accepting(self, names: frozenset[str]) -> frozenset[str]:
-        return names
-
-    def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
-        return EnginePair("P", "D")
-
-    def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
-        return "D"
-
-    def on_prefilled(self, stream: RequestStream) -> None:
-        pass
-
-    def on_ended(self, stream: RequestStream) -> None:
-        pass
-
-    def on_engine_lost(self, engine: str) -> None:
-        pass
 
 
 class Rig:
@@ -55,7 +33,7 @@ class Rig:
         self.now = 0.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(client_module, "time", clock)
-        self.client = FleetClient(lambda stream, names: min(names), pairs=FixedPairs())
+        self.client = FleetClient(lambda stream, names: min(names), pairs=FixedPair())
         self.handoffs = self.client.handoffs
         self.handoffs._limits = LIMITS
         self.commands: list[Any] = []
