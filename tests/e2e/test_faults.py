@@ -30,7 +30,8 @@ class Streaming:
         self._server = server
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        wait_until(lambda: self.events or not has_begun)
+        if has_begun:
+            wait_until(lambda: self.events)
 
     def _run(self) -> None:
         try:
