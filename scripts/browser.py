@@ -206,11 +206,15 @@ class Tab:
         return value
 
     async def click(self, selector: str) -> None:
-        """Press the mouse on an element, which has to be seen there. Raises BrowserError."""
+        """Press the mouse on an element, seen there and at rest. Raises BrowserError."""
         x, y = await self.until(f"""(() => {{
             const node = document.querySelector({selector!r});
             if (!node) return null;
             node.scrollIntoView({{ block: "nearest", behavior: "instant" }});
+            const moves = ({{ playState, effect }}) =>
+                playState == "running" && effect.getComputedTiming().endTime < Infinity
+                && effect.target.contains(node);
+            if (document.getAnimations().some(moves)) return null;
             const box = node.getBoundingClientRect();
             const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
             return node.contains(document.elementFromPoint(x, y)) ? [x, y] : null;
