@@ -113,6 +113,7 @@ class Tab:
         self._context = ""
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._navigated = asyncio.Event()
         self.errors: list[str] = []
         """Exceptions and messages of warning that the page brought about."""
         self.requests: list[str] = []
@@ -149,6 +150,8 @@ class Tab:
 
     def _note(self, method: str | None, params: dict[str, Any]) -> None:
         match method:
+            case "Page.frameNavigated":
+                self._navigated.set()
             case "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
                 thrown = details.get("exception", {}).get("description", details["text"])
@@ -180,6 +183,14 @@ class Tab:
         if "errorText" in told:
             raise BrowserError(f"{url}: {told['errorText']}")
         await self.until(f"location.href == {url!r} && document.readyState == 'complete'")
+
+    async def reload(self) -> None:
+        """Load the page again, to its end. Raises BrowserError."""
+        self._navigated.clear()
+        await self.call("Page.reload")
+        async with asyncio.timeout(DEADLINE):
+            await self._navigated.wait()
+        await self.until("document.readyState == 'complete'")
 
     async def evaluate(self, expression: str) -> Any:
         """Return a JavaScript expression's value, awaited if it is a promise.

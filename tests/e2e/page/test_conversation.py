@@ -41,7 +41,7 @@ async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
     assert "of 1,024 tokens" in await user.text("#context")
     before = await user.messages()
     assert (len(before), before[1]) == (4, story)
-    await tab.call("Page.reload")
+    await tab.reload()
     await tab.until("document.querySelectorAll('.message').length == 4")
     assert await user.messages() == before
     assert await user.text("#conversations .title") == "Tell me a story about Otto the fox."
@@ -254,7 +254,7 @@ async def test_branches(user: User, engine: GatedEngine) -> None:
     assert [text in prompt for text in ("Q1", "A1", "Q2", "A2", "A3", "B1")] == [True] * 4 + [
         False
     ] * 2
-    await user.tab.call("Page.reload")
+    await user.tab.reload()
     await user.tab.until("document.querySelectorAll('.message').length == 6")
     assert await user.messages() == ["Q1", "A1", "Q2", "A2", "Q3", "A4"]
     await turn(".message:nth-child(1) .next", "B1")

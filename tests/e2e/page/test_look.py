@@ -55,7 +55,7 @@ async def test_light_and_dark(user: User) -> None:
         assert low <= await brightness() <= high
     await user.tab.click("#theme label:has([value=light])")
     assert await brightness() >= 200
-    await user.tab.call("Page.reload")
+    await user.tab.reload()
     await user.tab.until("document.querySelector('#theme [value=light]')?.checked")
     assert await brightness() >= 200
     await user.tab.click("#theme label:has([value=system])")
