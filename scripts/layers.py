@@ -22,6 +22,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.pacing": "gllm.scheduler",
             "gllm.observability": "",
             "gllm.observability.bubbles": "gllm.scheduler",
+            "gllm.observability.progress": "tqdm",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
             "gllm.observability.logged_scheduler": ("gllm.observability.step_log gllm.scheduler"),
             "gllm.link.encodings": "",
@@ -149,13 +150,13 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.config gllm.kv_transfer.transfer_mode gllm.observability.bubbles "
                 "gllm.observability gllm.observability.logged_scheduler "
                 "gllm.observability.step_log gllm.pacing gllm.routing gllm.scheduler matplotlib "
-                "msgspec numpy sklearn tqdm"
+                "msgspec numpy sklearn"
             ),
             "gllm.plan.serving_plan": "msgspec",
             "gllm.plan": (
                 "gllm.config gllm.observability gllm.observability.step_log "
                 "gllm.plan.serving_plan gllm.routing gllm.scheduler gllm.sim msgspec networkx "
-                "numpy scipy sklearn tqdm"
+                "numpy scipy sklearn"
             ),
             "gllm.launch": (
                 "aiohttp gllm.config gllm.launch.child_process gllm.plan gllm.plan.serving_plan "
@@ -167,8 +168,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.experiments": (
                 "gllm.config gllm.engine gllm.kv_transfer.transfer_mode gllm.link.encodings "
-                "gllm.models gllm.observability gllm.plan gllm.plan.serving_plan gllm.profiling "
-                "gllm.observability.step_log gllm.routing gllm.scheduler gllm.sim msgspec tqdm"
+                "gllm.models gllm.observability gllm.observability.progress "
+                "gllm.observability.step_log gllm.plan gllm.plan.serving_plan gllm.profiling "
+                "gllm.routing gllm.scheduler gllm.sim msgspec"
             ),
             "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
             "gllm.commands.doctor": (
@@ -183,9 +185,9 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             ),
             "gllm.commands": (
                 "aiohttp gllm.config gllm.engine gllm.experiments gllm.node_process "
-                "gllm.observability gllm.observability.step_log gllm.plan gllm.plan.serving_plan "
-                "gllm.runtime.security gllm.scheduler gllm.sim matplotlib msgspec "
-                "prometheus_client tqdm uvloop"
+                "gllm.observability gllm.observability.progress gllm.observability.step_log "
+                "gllm.plan gllm.plan.serving_plan gllm.runtime.security gllm.scheduler gllm.sim "
+                "matplotlib msgspec prometheus_client uvloop"
             ),
             "gllm.__main__": "gllm",
         }.items()

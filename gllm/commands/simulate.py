@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tqdm import tqdm
 
 from gllm.config.flags import (
     FlagParser,
@@ -20,6 +19,7 @@ from gllm.config.flags import (
     output_file,
     output_folder,
 )
+from gllm.observability.progress import show_progress
 from gllm.sim.capacity import CAPACITY_RULES, Capacity, find_capacity
 from gllm.sim.compare import compare_with_profile, comparison_table
 from gllm.sim.configured import (
@@ -111,8 +111,7 @@ def _search_capacity(config: SimulationConfig, jobs: int, output: str | None) ->
     first = simulation.at_rate(config.rate)
     print(*describe_simulation(first, *build_simulation(first)), sep="\n", end="\n\n", flush=True)
     rule = CAPACITY_RULES[config.capacity or "sustained"]
-    # None: no bar where the output is no terminal.
-    with tqdm(unit="simulation", desc="capacity", leave=False, disable=None) as bar:
+    with show_progress("simulation", name="capacity", stays=False) as bar:
         capacity = find_capacity(simulation, config.rate, rule, jobs, lambda *_: bar.update())
     rows = [
         [

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
@@ -23,6 +23,7 @@ from gllm.engine.engine import Engine, EngineError
 from gllm.engine.fleet_engine import FleetEngine
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.kv_transfer.transfer_mode import TransferMode
+from gllm.observability.progress import show_progress
 from gllm.sim.metrics.report import format_table
 
 MODEL = "demo"
@@ -78,9 +79,17 @@ def find_threshold(
 
 def run(options: ExperimentOptions) -> ExperimentResult:
     """Measure all rates on this machine."""
-    if options.quick:
-        return make_result(measure_fleet, QUICK_RATES, QUICK_LENGTHS, QUICK_REPEATS)
-    return make_result(measure_fleet, RATES, LENGTHS, REPEATS)
+    rates: Sequence[float] = QUICK_RATES if options.quick else RATES
+    lengths: Sequence[int] = QUICK_LENGTHS if options.quick else LENGTHS
+    repeats = QUICK_REPEATS if options.quick else REPEATS
+    with show_progress("link", 2 * len(rates), is_shown=options.progress) as bar:
+
+        def measure(*setting: Any) -> dict[int, TokenTimes]:
+            times = measure_fleet(*setting)
+            bar.update()
+            return times
+
+        return make_result(measure, rates, lengths, repeats)
 
 
 def make_result(

@@ -4,11 +4,21 @@ Compares stages with encoded activations with the same stages without. Source of
 of a paper; an encoding may raise the perplexity by 0.5 %.
 """
 
+from functools import partial
+from itertools import product
+from pathlib import Path
+
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedLimit, PaperClaim
+from gllm.experiments.parallel import map_parallel
 from gllm.link.encodings import LINK_ENCODINGS, PLAIN
 from gllm.models.hub import resolve_model
-from gllm.profiling.encoding_loss import DEFAULT_SIZES, TextSizes, measure_encoding_loss
+from gllm.profiling.encoding_loss import (
+    DEFAULT_SIZES,
+    EncodingLoss,
+    TextSizes,
+    measure_encoding_loss,
+)
 from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
@@ -24,18 +34,26 @@ MAX_BYTE_RATIO = 0.53
 QUICK_SIZES = TextSizes(4, 64, 8, 16)
 
 
+def _measure(folder: Path, sizes: TextSizes, cell: tuple[str, str, int]) -> EncodingLoss:
+    """Return the loss of an encoding, for activations of a dtype and a number of stages."""
+    encoding, dtype, num_stages = cell
+    return measure_encoding_loss(folder, num_stages, encoding, dtype, sizes)
+
+
 def run(options: ExperimentOptions) -> ExperimentResult:
     """Measure every encoding in every format."""
     folder = resolve_model(MODEL)
     sizes = QUICK_SIZES if options.quick else DEFAULT_SIZES
     dtypes, stage_counts = (DTYPES[:1], STAGES[-1:]) if options.quick else (DTYPES, STAGES)
+    encodings = [each for each in LINK_ENCODINGS if each != PLAIN]
+    cells = list(product(encodings, dtypes, stage_counts))
+    measure = partial(_measure, folder, sizes)
+    losses = dict(zip(cells, map_parallel(measure, cells, 1, options.progress), strict=True))
     rows, claims, bars = [], [], {}
-    for encoding in LINK_ENCODINGS:
-        if encoding == PLAIN:
-            continue
+    for encoding in encodings:
         for dtype in dtypes:
             for stages in stage_counts:
-                loss = measure_encoding_loss(folder, stages, encoding, dtype, sizes)
+                loss = losses[encoding, dtype, stages]
                 rows.append(
                     [
                         encoding,

@@ -1,11 +1,11 @@
 """Independent runs spread over the cores of this machine, with a progress bar."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from tqdm import tqdm
+from gllm.observability.progress import ProgressBar, show_progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,13 +29,20 @@ def map_parallel(
         function: A function of a module, which other processes can import.
         items: Arguments, one per call.
         jobs: Number of processes; 1 computes everything in this one.
-        progress: Show a progress bar if the output is a terminal.
+        progress: Show the progress on standard error.
         unit: Name of one call in the progress bar.
     """
-    # None: no bar where the output is no terminal.
-    disable = None if progress else True
-    bar = {"total": len(items), "unit": unit, "disable": disable}
-    if jobs == 1 or len(items) < 2:
-        return [function(item) for item in tqdm(items, **bar)]
-    with ProcessPoolExecutor(min(jobs, len(items))) as pool:
-        return list(tqdm(pool.map(function, items), **bar))
+    with show_progress(unit, len(items), is_shown=progress) as bar:
+        if jobs == 1 or len(items) < 2:
+            return _count_results(map(function, items), bar)
+        with ProcessPoolExecutor(min(jobs, len(items))) as pool:
+            return _count_results(pool.map(function, items), bar)
+
+
+def _count_results(results: Iterator[Result], bar: ProgressBar) -> list[Result]:
+    """Return the results, counted as they arrive."""
+    counted = []
+    for result in results:
+        counted.append(result)
+        bar.update()
+    return counted

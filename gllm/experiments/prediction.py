@@ -80,7 +80,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
         threads = 1 if options.quick else None
         config = EngineConfig.from_options("demo", pipeline_parallel_size=number, threads=threads)
         most = capacity(config, count)
-        profile, runs = asyncio.run(_in_turns(config, loads, count, rounds, most))
+        profile, runs = asyncio.run(_in_turns(config, loads, count, rounds, most, options.progress))
         for (name, share, _), events in zip(loads, runs, strict=True):
             title = f"{number} stage{'s' * (number > 1)}, {name}"
             if share <= MAX_CLAIMED_SHARE:
@@ -103,7 +103,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 
 
 async def _in_turns(
-    config: EngineConfig, loads: Loads, count: int, rounds: int, most: float
+    config: EngineConfig, loads: Loads, count: int, rounds: int, most: float, progress: bool
 ) -> tuple[CostProfile, list[list[StepLogEvent]]]:
     """Measure the profile and serve each load in turns; return them, loads as step logs."""
     turns = RoundRobinLock(len(loads) + 2)
@@ -116,7 +116,7 @@ async def _in_turns(
         return await run_logged(config, lambda engine: serve_round_robin(engine, parts, turns))
 
     served = asyncio.gather(*(serve_load(share, arrivals) for _, share, arrivals in loads))
-    return await asyncio.gather(measure_profile(config, False, turns, rounds), served)
+    return await asyncio.gather(measure_profile(config, progress, turns, rounds), served)
 
 
 def _text(

@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
 from gllm.config.flags import (
@@ -37,8 +36,9 @@ from gllm.experiments.real import RoundRobinLock, run_logged, serve_workload
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.hub import resolve_model
+from gllm.observability.progress import show_progress
 from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
-from gllm.profiling.parts import measure_samplers, measure_spans
+from gllm.profiling.parts import count_span_steps, measure_samplers, measure_spans
 from gllm.sim.costs.profile import (
     DEBUG_STEP_SECONDS,
     CostProfile,
@@ -130,13 +130,16 @@ async def measure_profile(
     turns: RoundRobinLock | None = None,
     rounds: int = 1,
 ) -> CostProfile:
-    """Serve sweeps with whole prompts and mixtures as configured, `rounds` times.
+    """Serve sweeps with whole prompts and mixtures as configured.
 
-    `turns`: have both engines at once and take turns with them; else one after the other.
+    Args:
+        config: Of the engine.
+        progress: Show the progress on standard error.
+        turns: Have both engines at once and take turns with them; None: one after the other.
+        rounds: Times that the sweeps and mixtures are served.
     """
     stages = config.pipeline_parallel_size
-    # None: no bar where the output is no terminal.
-    bar = tqdm(unit="request", desc="profile", disable=None if progress else True)
+    bar = show_progress("request", name="profile", is_shown=progress)
 
     async def sweep(engine: Engine) -> None:
         scheduler = config.scheduler.resolve(stages, 2**30, engine.model.max_model_len)
@@ -178,10 +181,10 @@ async def measure_profile(
     profile = build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
     # The other engines wait: they would slow the parts down, and the parts them.
     async with turns or nullcontext():
-        return await asyncio.to_thread(_add_spans, profile, config)
+        return await asyncio.to_thread(_add_spans, profile, config, progress)
 
 
-def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
+def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> CostProfile:
     """Return a profile with the steps of parts of the model."""
     degrees = set(profile.degrees or [1])
     if len(degrees) > 1:
@@ -189,12 +192,12 @@ def _add_spans(profile: CostProfile, config: EngineConfig) -> CostProfile:
     folder = resolve_model(config.model)
     config = replace(config, max_model_len=profile.scheduler.max_model_len)
     longest, num_ranks = min(profile.scheduler.max_model_len - 1, MAX_CONTEXT), degrees.pop()
-    spans = [
-        raise_span(span, config.debug_step_seconds)
-        for span in measure_spans(config, folder, profile.layers, longest, num_ranks)
-    ]
-    samplers = measure_samplers(config, folder, num_ranks)
     model = read_config(folder).model
+    total = count_span_steps(model.num_layers, profile.layers, longest)
+    with show_progress("step", total, "parts of the model", is_shown=progress) as bar:
+        measured = measure_spans(config, folder, profile.layers, longest, num_ranks, bar.update)
+    spans = [raise_span(span, config.debug_step_seconds) for span in measured]
+    samplers = measure_samplers(config, folder, num_ranks)
     return msgspec.structs.replace(
         profile,
         spans=spans,
@@ -322,7 +325,7 @@ def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder:
     )
     degrees = sorted(set(values.operator_tp))
     total = count_points(points, degrees)
-    with tqdm(total=total, unit="row", desc="operators", disable=None) as bar:
+    with show_progress("row", total, "operators") as bar:
         profiler = OperatorProfiler(
             config, resolve_model(config.model), _machine(config)["device"], points, bar.update
         )

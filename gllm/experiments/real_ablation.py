@@ -17,6 +17,7 @@ from gllm.experiments.ablation import (
 )
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.real import serve_logged
+from gllm.observability.progress import ProgressBar, show_progress
 from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
@@ -31,16 +32,9 @@ LENGTH_SCALE = 0.2
 def run(options: ExperimentOptions) -> ExperimentResult:
     """Every policy on the same jobs, round by round, medians over the rounds."""
     stages, count, rounds = (STAGES[:1], 12, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
-    for number in stages:
-        most = len(_jobs(count, 1.0)) / _seconds(_figures(number, "throttle", _static(count)))
-        jobs = _jobs(count, SATURATED * most)
-        found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
-        for turn in range(rounds):
-            for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
-                found[policy].append(_figures(number, policy, jobs))
-        name = f"demo at --pp {number}, {SATURATED * most:.1f}/s"
-        groups[name] = {policy: median_figures(figures) for policy, figures in found.items()}
+    total = len(stages) * (1 + rounds * len(POLICIES))
+    with show_progress("run", total, is_shown=options.progress) as bar:
+        groups = dict(_measure_policies(number, count, rounds, bar) for number in stages)
     text = (
         f"The demo model on this machine, {count} requests of azure-conv's lengths x "
         f"{LENGTH_SCALE}, Poisson arrivals at what throttle serves with all requests there at "
@@ -54,6 +48,22 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     return ExperimentResult(
         "Ablation of token throttling, real engine", text, ablation_claims(groups), plots
     )
+
+
+def _measure_policies(
+    num_stages: int, count: int, rounds: int, bar: ProgressBar
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the setting of a number of stages, and the figures of each policy."""
+    most = len(_jobs(count, 1.0)) / _seconds(_figures(num_stages, "throttle", _static(count)))
+    bar.update()
+    jobs = _jobs(count, SATURATED * most)
+    found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    for turn in range(rounds):
+        for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
+            found[policy].append(_figures(num_stages, policy, jobs))
+            bar.update()
+    name = f"demo at --pp {num_stages}, {SATURATED * most:.1f}/s"
+    return name, {policy: median_figures(figures) for policy, figures in found.items()}
 
 
 def median_figures(figures: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,13 @@ def list_spans(num_layers: int, most: int) -> list[range]:
     return list(dict.fromkeys(spans))
 
 
+def count_span_steps(num_layers: int, layers: Sequence[int], longest: int) -> int:
+    """Return the number of steps that `measure_spans` times, for layers of a model."""
+    spans = list_spans(num_layers, max(layers))
+    num_last = sum(span.stop == num_layers for span in spans)
+    return (len(spans) + num_last) * len(list_steps(longest))
+
+
 def measure_spans(
     config: EngineConfig,
     folder: Path,

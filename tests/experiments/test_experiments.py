@@ -30,6 +30,7 @@ from gllm.experiments.latency_vs_rate import slope, turning_point
 from gllm.experiments.real_ablation import median_figures
 from gllm.experiments.slo import coverage, interpolate_rate
 from gllm.experiments.trials import SimulationTrial
+from gllm.observability import progress
 from gllm.observability.step_log import StepLogEvent
 from gllm.plan.hetero import simulation
 from gllm.plan.hetero.planner import PlanProblem
@@ -88,18 +89,25 @@ def test_loss_of_link_encodings(tmp_path: Path) -> None:
     assert "aim: <= 0.530 x" in page
 
 
-def test_prediction_of_the_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_of_the_real_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # A small profile: every kind of workload, but fewer requests and tokens of each.
     numbers = {"DECODE_TOKENS": 10, "REPEATS": 2, "BURST": 6, "BURSTS": 2, "SHARES": (0.3, 0.6)}
     for name, number in numbers.items():
         monkeypatch.setattr(profile, name, number)
     monkeypatch.setattr(parts, "REPEATS", 1)
+    monkeypatch.setattr(progress, "MAX_SECONDS", 0.0)
     # How near it comes depends on what else the machine does; that it says so does not.
     assert main(["prediction", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "prediction.md").read_text()
     for metric in ("TTFT", "TPOT", "E2EL"):
         assert f"median {metric}, ms" in page
     assert "SLO attainment at speed" in page
+    lines = re.findall(r"^(.+): (\d+) of (\d+), \d+ s$", capsys.readouterr().err, re.MULTILINE)
+    ends = {name: (done, total) for name, done, total in lines}
+    assert sorted(ends) == ["parts of the model", "profile"]
+    assert all(done == total for done, total in ends.values())
 
 
 def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[StepLogEvent]:

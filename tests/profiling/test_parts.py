@@ -14,7 +14,13 @@ from gllm.experiments.real import RoundRobinLock, run_logged, serve_round_robin
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.profiling import parts
-from gllm.profiling.parts import list_spans, list_steps, measure_samplers, measure_spans
+from gllm.profiling.parts import (
+    count_span_steps,
+    list_spans,
+    list_steps,
+    measure_samplers,
+    measure_spans,
+)
 from gllm.profiling.span import TimedSpan, count_blocks
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.fitted import FittedCostModel
@@ -77,7 +83,14 @@ def test_the_demo_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "REPEATS", 1)
     monkeypatch.setattr(parts, "CONTEXT_SHARES", (0.1,))
     monkeypatch.setattr(parts, "CHUNKS", (32,))
-    samples = measure_spans(config(), Path(DEMO), [6], 200)
+    num_steps = 0
+
+    def count() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    samples = measure_spans(config(), Path(DEMO), [6], 200, on_step=count)
+    assert num_steps == len(samples) == count_span_steps(6, [6], 200)
     kinds = {(each.layers, each.is_first, each.is_last) for each in samples}
     assert kinds == {(6, True, True), (3, True, False), (3, False, True), (1, False, False)}
     assert {each.step.samples > 0 for each in samples if each.is_last} == {True, False}

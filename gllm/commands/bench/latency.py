@@ -9,7 +9,6 @@ from statistics import fmean
 
 import msgspec
 import uvloop
-from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
 from gllm.config.field_types import convert_fields
@@ -18,6 +17,7 @@ from gllm.config.options import INT32_MAX, option
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import serve_workload
 from gllm.observability.latency import percentile
+from gllm.observability.progress import show_progress
 from gllm.sim.workloads.requests import WorkloadRequest
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
@@ -83,9 +83,11 @@ async def _measure(config: EngineConfig, batch: LatencyConfig) -> list[float]:
     jobs = [WorkloadRequest(0.0, batch.input_len, batch.output_len)] * batch.batch_size
     seconds = []
     async with Engine(config, progress=True) as engine:
-        rounds = range(batch.num_iters_warmup + batch.num_iters)
-        for seed in tqdm(rounds, desc="batches"):
-            begin = time.monotonic()
-            await serve_workload(engine, jobs, seed)
-            seconds.append(time.monotonic() - begin)
+        num_rounds = batch.num_iters_warmup + batch.num_iters
+        with show_progress("batch", num_rounds) as bar:
+            for seed in range(num_rounds):
+                begin = time.monotonic()
+                await serve_workload(engine, jobs, seed)
+                seconds.append(time.monotonic() - begin)
+                bar.update()
     return seconds[batch.num_iters_warmup :]

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from tqdm import tqdm
-
 from gllm.commands.bench.client import RequestResult
+from gllm.observability.progress import show_progress
 
 Send = Callable[[int], Awaitable[RequestResult]]
 """Coroutine function that sends the request with an index in the load."""
@@ -43,7 +42,7 @@ async def run_load(
     """
     result = LoadResult(time.monotonic())
     limit = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
-    with tqdm(total=len(arrivals), desc="requests", disable=not progress) as bar:
+    with show_progress("request", len(arrivals), is_shown=progress) as bar:
 
         async def send_one(index: int) -> None:
             async with limit:

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-from tqdm import tqdm
 
 from gllm.commands.bench.load import jobs_of
 from gllm.commands.bench.options import LoadConfig
@@ -16,6 +15,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import serve_workload
+from gllm.observability.progress import show_progress
 from gllm.sim.workloads.requests import WorkloadRequest
 
 
@@ -82,7 +82,7 @@ def throughput_metrics(jobs: list[WorkloadRequest], seconds: float) -> dict[str,
 async def _measure_seconds(config: EngineConfig, jobs: list[WorkloadRequest], seed: int) -> float:
     """Return the seconds from submitting the first request to receiving the last token."""
     async with Engine(config, progress=True) as engine:
-        with tqdm(total=len(jobs), desc="requests") as bar:
+        with show_progress("request", len(jobs)) as bar:
             begin = time.monotonic()
             await serve_workload(engine, jobs, seed, bar.update)
             return time.monotonic() - begin

@@ -8,8 +8,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from gllm.commands.plan.flags import add_budget_flag
 from gllm.config.flags import (
     FlagParser,
@@ -19,6 +17,7 @@ from gllm.config.flags import (
     number_type,
     output_file,
 )
+from gllm.observability.progress import show_progress
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
@@ -106,8 +105,7 @@ def main(argv: list[str]) -> int:
         bounds = EngineBounds(deployment, measure_workload(jobs))
         start = _start_rate(config, bounds, limits)
         rule = extend_rule(PLAN_RULES[values.rule], bounds.request_seconds(limits))
-        # None: no bar where the output is no terminal.
-        with tqdm(unit="simulation", desc="capacity", leave=False, disable=None) as bar:
+        with show_progress("simulation", name="capacity", stays=False) as bar:
             capacity = measure_capacity(
                 config,
                 start,

@@ -5,11 +5,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from tqdm import tqdm
-
 from gllm.commands.plan.flags import add_budget_flag
 from gllm.config.flags import FlagParser, FlagType, number_type, output_file
 from gllm.config.options import MAX_TIMEOUT_SECONDS
+from gllm.observability.progress import show_progress
 from gllm.plan.budget import SearchBudget
 from gllm.plan.latency_limits import parse_limits
 from gllm.plan.prices import DEFAULT_PRICES, parse_prices
@@ -90,8 +89,8 @@ def main(argv: list[str]) -> int:
             values.model, values.device, values.trace, values.rate, limits, values.rank_link,
             values.gpus, values.seconds, values.seed,
         )  # fmt: skip
-        with tqdm(unit="simulation", desc="scale", leave=False, disable=None) as bar:
-            result = plan_scale(task, lambda: bar.update() and None, SearchBudget(values.budget))
+        with show_progress("simulation", name="scale", stays=False) as bar:
+            result = plan_scale(task, bar.update, SearchBudget(values.budget))
         most = affordable_workers(price, result.worker.num_gpus, values.max_dollars)
         print(_format(task, result, price))
         count = result.num_workers(task.rate)

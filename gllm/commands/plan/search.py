@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from gllm.commands.plan.capacity import add_limit_flags, engine_flags
 from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
 from gllm.config.flags import (
@@ -23,6 +21,7 @@ from gllm.config.flags import (
     output_file,
     parse_counts,
 )
+from gllm.observability.progress import show_progress
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
 from gllm.plan.design_problem import MAKESPAN, AssessedDesign, DesignProblem, check_problem
@@ -194,8 +193,7 @@ def _search(values: argparse.Namespace, command: str) -> int:
     usual = NUM_SIMULATED_LOCAL if space.devices == (CORE,) else NUM_SIMULATED
     limit = None if values.closed_form or values.exhaustive else values.simulate or usual
     budget = SearchBudget(values.budget, limit)
-    # None: no bar where the output is no terminal.
-    with tqdm(unit="design", desc="simulated", leave=False, disable=None) as bar:
+    with show_progress("design", name="simulated", stays=False) as bar:
         outcome = planner.search(
             designs,
             budget,

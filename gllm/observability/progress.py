@@ -1,0 +1,99 @@
+"""Progress of a long command on standard error: a bar in a terminal, a few lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+from tqdm import tqdm
+
+MIN_SECONDS = 10.0
+"""Least time between two lines: a command that takes no longer prints none."""
+MAX_SECONDS = 60.0
+"""Time after which the next unit prints a line, however little was done."""
+LINE_SHARE = 0.1
+"""Share of the work between two lines otherwise."""
+
+
+class ProgressBar(Protocol):
+    """Progress of a command; a context manager."""
+
+    total: int | None
+    """Number of units, if known. It may be set later."""
+
+    def update(self, count: int = 1, /) -> None:
+        """Count finished units."""
+
+    def __enter__(self) -> Self:
+        """Return the bar."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> object:
+        """End the bar."""
+
+
+class ProgressLines:
+    """Progress as lines such as `profile: 320 of 900, 41 s`, for logs and pipes.
+
+    Args:
+        name: Name of the work.
+        total: Number of units; None if it is not known.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self, name: str, total: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.total = total
+        self._name = name
+        self._clock = clock
+        self._begin = self._last_time = clock()
+        self._num_done = self._last_done = 0
+
+    def update(self, count: int = 1, /) -> None:
+        """See ProgressBar."""
+        self._num_done += count
+        now = self._clock()
+        elapsed, done = now - self._last_time, self._num_done - self._last_done
+        is_much = self.total is not None and done >= LINE_SHARE * self.total
+        if elapsed >= (MIN_SECONDS if is_much else MAX_SECONDS):
+            self._last_time, self._last_done = now, self._num_done
+            of_total = "" if self.total is None else f" of {self.total}"
+            line = f"{self._name}: {self._num_done}{of_total}, {now - self._begin:.0f} s"
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        """See ProgressBar."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """See ProgressBar."""
+
+
+def show_progress(
+    unit: str,
+    total: int | None = None,
+    name: str = "",
+    *,
+    stays: bool = True,
+    is_shown: bool = True,
+) -> ProgressBar:
+    """Return the progress of a command, at 0.
+
+    Args:
+        unit: Name of one unit.
+        total: Number of units; None if it is not known yet.
+        name: Name of the work; default: that of the unit.
+        stays: Leave a finished bar in the terminal.
+        is_shown: False shows nothing.
+    """
+    if is_shown and not sys.stderr.isatty():
+        return ProgressLines(name or unit, total)
+    bar = tqdm(total=total, desc=name or None, unit=unit, leave=stays, disable=not is_shown)
+    return cast(ProgressBar, bar)
