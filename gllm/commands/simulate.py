@@ -37,6 +37,14 @@ from gllm.sim.metrics.report import (
     summarize_run,
 )
 from gllm.sim.options import SimulationConfig
+from gllm.sim.profiled import measured_path
+
+
+class _ProfileRecord(msgspec.Struct):
+    """Part of a metrics.json that names its profile."""
+
+    configuration: dict[str, Any] = {}
+    profile_sha256: str = ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,6 +80,8 @@ def main(argv: list[str]) -> int:
     values = make_parser().parse_args(argv)
     try:
         config = config_from_flags(SimulationConfig, values)
+        if values.config:
+            _warn_of_changed_profile(config, values.config)
         if values.compare:
             _compare(config, values.compare, values.output)
         elif config.capacity:
@@ -138,12 +148,41 @@ def _capacity_document(capacity: Capacity) -> dict[str, Any]:
 def _configuration(config: SimulationConfig) -> dict[str, Any]:
     """Return the part of metrics.json from which the same simulation can be run again."""
     flags = flags_of_config(config)
-    profile = Path(config.profile) if config.profile else None
-    if profile is None or not profile.is_file():
+    path = measured_path(config.profile) if config.profile else None
+    if path is None:
         return {"configuration": flags}
-    flags["profile"] = str(profile.absolute())
-    digest = hashlib.sha256(profile.read_bytes()).hexdigest()
-    return {"configuration": flags, "profile_sha256": digest}
+    flags["profile"] = str(path.absolute())
+    return {"configuration": flags, "profile_sha256": _hash_profile(path)}
+
+
+def _hash_profile(path: Path) -> str:
+    """Return the SHA-256 of a profile's file, or of the tables of its folder by name."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.csv")) if path.is_dir() else [path]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _warn_of_changed_profile(config: SimulationConfig, source: str) -> None:
+    """Print a warning if the profile is not the one from which a metrics.json was computed.
+
+    Args:
+        config: The options.
+        source: The file of `--config`; one without the SHA-256 of a profile is not compared.
+    """
+    path = measured_path(config.profile) if config.profile else None
+    try:
+        earlier = msgspec.json.decode(Path(source).read_bytes(), type=_ProfileRecord)
+    except msgspec.MsgspecError:
+        return  # YAML of flags.
+    if path is None or not path.exists() or not earlier.profile_sha256:
+        return
+    is_same_path = str(path) == earlier.configuration.get("profile")
+    if is_same_path and _hash_profile(path) != earlier.profile_sha256:
+        print(
+            f"gllm simulate: {path} has changed since {source} was written: figures will differ",
+            file=sys.stderr,
+        )
 
 
 def write_outputs(result: SimulationResult, folder: Path, configuration: dict[str, Any]) -> None:

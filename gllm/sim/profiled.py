@@ -54,10 +54,16 @@ class ProfileOptions:
     """A name of DEVICES, for profiles of several devices."""
 
 
+def measured_path(profile: str) -> Path | None:
+    """Return the file or folder of a profile of `gllm profile`; None for a published one."""
+    is_published = profile == VIDUR or profile.startswith((VIDUR_MODEL, DISTSERVE))
+    return None if is_published else Path(profile)
+
+
 def is_measured_here(profile: str) -> bool:
     """Return True if a profile is a file of `gllm profile`."""
-    is_published = profile == VIDUR or profile.startswith((VIDUR_MODEL, DISTSERVE))
-    return not is_published and not Path(profile).is_dir()
+    path = measured_path(profile)
+    return path is not None and not path.is_dir()
 
 
 def profiled_deployment(profile: str, options: ProfileOptions) -> Deployment:

@@ -1,5 +1,7 @@
 """Operator profiles: their points and tables, and steps that forests predict from them."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from gllm.config.engine import EngineConfig
 from gllm.experiments.profile import main as profile
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
+from gllm.observability import progress
 from gllm.profiling.collectives import time_all_reduce, time_send
 from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
 from gllm.profiling.span import StepRows, TimedSpan
@@ -99,14 +102,26 @@ def test_a_forest_reads_the_folder(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_forests")
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "operators"
+def test_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "MAX_SECONDS", 0.0)
+    for name in ("plots.plot_latencies", "plots.plot_tokens", "plots.plot_gantt"):
+        monkeypatch.setattr(f"gllm.sim.metrics.{name}", lambda run, path: None)
+    output = Path("operators")
     flags = ["--operators", "--operator-tp", "2", "--operator-tokens", "96", "--operator-batch"]
     small = [*flags, "4", "--operator-stride", "16", "--operator-repeats", "1"]
     assert profile(["demo", *small, "--threads", "1", "--output", str(output)]) == 0
+    lines = re.findall(r"operators: (\d+) of (\d+), \d+ s", capsys.readouterr().err)
+    assert len(lines) > 10
+    assert lines[-1][0] == lines[-1][1]
     load = ["--workload", "fixed:60,20", "--requests", "8", "--max-num-batched-tokens", "90"]
-    assert simulate(["--profile", str(output), "--tp", "2", *load]) == 0
+    assert simulate(["--profile", str(output), "--tp", "2", *load, "--output", "first"]) == 0
     assert "requests/s" in capsys.readouterr().out
+    metrics = json.loads(Path("first", "metrics.json").read_text())
+    assert metrics["configuration"]["profile"] == str(output.absolute())
+    assert len(metrics["profile_sha256"]) == 64
     assert simulate(["--profile", str(output), *load]) == 2
     assert "was not profiled" in capsys.readouterr().err
     assert simulate(["--profile", str(tmp_path), *load]) == 2

@@ -190,6 +190,29 @@ def test_several_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (tmp_path / "second" / "metrics.json").read_bytes() == content
 
 
+@pytest.mark.usefixtures("no_plots")
+def test_metrics_json_names_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment = roofline_deployment("qwen2.5-14b", "A100-40G", 2, 4096)
+    run = simulate(deployment, make_workload("fixed:200,20", 8, 4.0))
+    monkeypatch.chdir(tmp_path)
+    write_profile(build_profile([run], {}), "profile.json")
+    load = ["--workload", "fixed:100,10", "--requests", "4"]
+    assert main(["--profile", "profile.json", *load, "--output", "first"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = ["--config", str(tmp_path / "first" / "metrics.json"), "--output", "second"]
+    assert main(again) == 0
+    first = (tmp_path / "first" / "metrics.json").read_bytes()
+    assert Path("second", "metrics.json").read_bytes() == first
+    assert "has changed" not in capsys.readouterr().err
+    write_profile(build_profile([run, run], {}), str(tmp_path / "profile.json"))
+    assert main(again) == 0
+    assert "profile.json has changed since" in capsys.readouterr().err
+    assert Path("second", "metrics.json").read_bytes() != first
+
+
 PREFILLS = ["--model", "qwen2.5-14b", "--pp", "1", "--workload", "fixed:2000,1", "--rate", "1.2"]
 """Prompts of one micro-batch each: at most about 1.5 per second."""
 
