@@ -42,6 +42,8 @@ class RateTrial(NamedTuple):
     @property
     def growth(self) -> float:
         """Mean delay of the second half over that of the first one; 1 where both are 0."""
+        if self.second_half_delay_seconds == inf:
+            return inf
         if not self.first_half_delay_seconds:
             return inf if self.second_half_delay_seconds else 1.0
         return self.second_half_delay_seconds / self.first_half_delay_seconds
@@ -67,7 +69,7 @@ def make_rate_trial(delays: Sequence[float | None]) -> RateTrial:
 
 def stopped_trial(num_requests: int) -> RateTrial:
     """Return the figures of a run that ended early because its delays were too long."""
-    return RateTrial(num_requests, inf, 0.0, inf)
+    return RateTrial(num_requests, inf, inf, inf)
 
 
 @dataclass(frozen=True)
@@ -192,44 +194,37 @@ def find_capacity(
     """
     if not 0 < start_rate < inf:
         raise ValueError(f"start_rate is {start_rate}, but must be above 0 requests per second")
-    if rule.is_bisection:
-        return _bisect_as_vidur(run, start_rate, rule, on_trial, refusal)
     with ExitStack() as stack:
         executor = stack.enter_context(ProcessPoolExecutor(jobs)) if jobs > 1 else None
-        trials = _RateTrials(run, start_rate, executor, on_trial, refusal)
+        trials = _RateTrials(run, executor, rule, on_trial, refusal)
         stack.callback(trials.cancel)
-        search = _SustainedRateSearch(trials, rule)
+        if rule.is_bisection:
+            return _bisect_as_vidur(trials, start_rate, rule)
+        search = _SustainedRateSearch(trials, start_rate, rule)
         try:
             best = search.descend(search.highest_bounded())
             num_before = len(trials.trials)
-            best, note = search.confirm(best), ""
+            rate, note = search.rate(search.confirm(best)), ""
         except SearchEndedError as error:
-            best, num_before, note = search.best_so_far(str(error)), len(trials.trials), str(error)
-        rates = tuple((trials.rate(index), trial) for index, trial in trials.trials.items())
-        return Capacity(trials.rate(best), rates, len(trials.trials) - num_before, note)
+            rate, num_before, note = search.best_so_far(str(error)), len(trials.trials), str(error)
+        num_confirmations = len(trials.trials) - num_before
+        return Capacity(rate, tuple(trials.trials.items()), num_confirmations, note)
 
 
-def _bisect_as_vidur(
-    run: RunAtRate,
-    start_rate: float,
-    rule: CapacityRule,
-    on_trial: TrialObserver,
-    refusal: Refusal,
-) -> Capacity:
+def _bisect_as_vidur(trials: "_RateTrials", start_rate: float, rule: CapacityRule) -> Capacity:
     """Return the capacity by the bisection of Vidur's capacity_search.py."""
     low, high, best, least_failed = 0.0, 2 * start_rate, 0.0, inf
-    trials: list[tuple[float, RateTrial]] = []
-    limit, note = rule.max_p99_delay_seconds, ""
-    while len(trials) < rule.max_trials:
+    last_rate, limit, note = 0.0, rule.max_p99_delay_seconds, ""
+    while len(trials.trials) < rule.max_trials:
         rate = (low + high) / 2
-        if trials and abs(high - low) < (rule.rate_step - 1) * trials[-1][0]:
+        if abs(high - low) < (rule.rate_step - 1) * last_rate:
             break
-        if note := refusal():
+        try:
+            trial = trials.get(rate, (low + rate) / 2, (rate + high) / 2)
+        except SearchEndedError as error:
+            note = str(error)
             break
-        trial = run(rate)
-        rule.check_length(trial)
-        trials.append((rate, trial))
-        on_trial(rate, trial)
+        last_rate = rate
         if rule.is_sustained(trial):
             best = low = rate
             # The shorter the delays, the farther away is the capacity.
@@ -244,12 +239,12 @@ def _bisect_as_vidur(
     if note and not best:
         raise ValueError(note)
     if not best:
-        raise ValueError(f"no rate from {trials[-1][0]:.3g} requests per second up is sustained")
-    return Capacity(best, tuple(trials), note=note)
+        raise ValueError(f"no rate from {last_rate:.3g} requests per second up is sustained")
+    return Capacity(best, tuple(trials.trials.items()), note=note)
 
 
 class _RateTrials:
-    """Trials on the rates start_rate x 1.025 ** index, each simulated once.
+    """Trials by request rate, each simulated once.
 
     With an executor, rates that the search may need next are simulated at the same time. Only
     trials that it looks at count, so the result does not depend on the number of processes.
@@ -258,43 +253,44 @@ class _RateTrials:
     def __init__(
         self,
         run: RunAtRate,
-        start_rate: float,
         executor: Executor | None,
+        rule: CapacityRule,
         on_trial: TrialObserver,
         refusal: Refusal,
     ) -> None:
         self._run = run
+        self._rule = rule
         self._refusal = refusal
         self._on_trial = on_trial
-        self._start_rate = start_rate
         self._executor = executor
-        self._futures: dict[int, Future[RateTrial]] = {}
-        self.trials: dict[int, RateTrial] = {}
+        self._futures: dict[float, Future[RateTrial]] = {}
+        self.trials: dict[float, RateTrial] = {}
 
-    def rate(self, index: int) -> float:
-        """Return a rate in requests per second."""
-        return self._start_rate * RATE_STEP**index
-
-    def get(self, index: int, *next_indices: int) -> RateTrial:
+    def get(self, rate: float, *next_rates: float) -> RateTrial:
         """Return the trial of a rate.
 
         Args:
-            index: The rate.
-            next_indices: Rates that may be needed after it.
+            rate: Requests per second.
+            next_rates: Rates that may be needed after it.
+
+        Raises:
+            SearchEndedError: No other rate may be simulated.
+            ValueError: The run has too few requests to show overload.
         """
-        if index not in self.trials:
+        if rate not in self.trials:
             if reason := self._refusal():
                 raise SearchEndedError(reason)
             if self._executor is None:
-                self.trials[index] = self._run(self.rate(index))
+                trial = self._run(rate)
             else:
-                for each in (index, *next_indices):
+                for each in (rate, *next_rates):
                     if each not in self._futures:
-                        future = self._executor.submit(self._run, self.rate(each))
-                        self._futures[each] = future
-                self.trials[index] = self._futures[index].result()
-            self._on_trial(self.rate(index), self.trials[index])
-        return self.trials[index]
+                        self._futures[each] = self._executor.submit(self._run, each)
+                trial = self._futures[rate].result()
+            self._rule.check_length(trial)
+            self.trials[rate] = trial
+            self._on_trial(rate, trial)
+        return self.trials[rate]
 
     def cancel(self) -> None:
         """Cancel simulations that have not begun."""
@@ -307,22 +303,28 @@ class _SustainedRateSearch:
 
     The 99th percentile separates the rates into low and high ones but for anomalies, so a bisection
     finds where that is. Growth of the delays depends on chance as well, so from there down the
-    rates are tried one by one.
+    rates are tried one by one. An index is a rate: start_rate x 1.025 ** index.
     """
 
-    def __init__(self, trials: _RateTrials, rule: CapacityRule) -> None:
+    def __init__(self, trials: _RateTrials, start_rate: float, rule: CapacityRule) -> None:
         self._trials = trials
+        self._start_rate = start_rate
         self._rule = rule
 
+    def rate(self, index: int) -> float:
+        """Return the rate of an index in requests per second."""
+        return self._start_rate * RATE_STEP**index
+
+    def _get_trial(self, index: int, *next_indices: int) -> RateTrial:
+        return self._trials.get(self.rate(index), *map(self.rate, next_indices))
+
     def _is_bounded(self, index: int, *next_indices: int) -> bool:
-        trial = self._trials.get(index, *next_indices)
-        self._rule.check_length(trial)
-        return self._rule.is_bounded(trial)
+        return self._rule.is_bounded(self._get_trial(index, *next_indices))
 
     def _is_sustained(self, index: int, *next_indices: int) -> bool:
-        return self._rule.is_sustained(self._trials.get(index, *next_indices))
+        return self._rule.is_sustained(self._get_trial(index, *next_indices))
 
-    def best_so_far(self, reason: str) -> int:
+    def best_so_far(self, reason: str) -> float:
         """Return the highest rate that is known to be sustained; ValueError(reason) if none is."""
         known = self._trials.trials
         best = max((each for each in known if self._rule.is_sustained(known[each])), default=None)
@@ -385,5 +387,5 @@ class _SustainedRateSearch:
         if len(self._trials.trials) + num_reserved > self._rule.max_trials:
             raise ValueError(
                 f"{len(self._trials.trials)} simulations found no capacity near "
-                f"{self._trials.rate(index):.3g} requests per second: start at another rate"
+                f"{self.rate(index):.3g} requests per second: start at another rate"
             )

@@ -1,10 +1,12 @@
 """Capacity searches on queues whose capacity a fine grid of rates shows."""
 
+import os
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import inf
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from gllm.sim.capacity import (
     RateTrial,
     find_capacity,
     make_rate_trial,
+    stopped_trial,
 )
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.metrics.delays import measure_rate_trial
@@ -133,8 +136,21 @@ def test_confirmations_move_the_capacity_over_a_failed_rate() -> None:
     assert find_capacity(run, 10.0).rate == pytest.approx(10.0 * RATE_STEP**3)
 
 
-def test_processes_do_not_change_the_result() -> None:
-    assert find_capacity(run_slow_queue, 4.0, jobs=2) == find_capacity(run_slow_queue, 4.0)
+def log_process(folder: Path, rate: float) -> RateTrial:
+    """Run a queue of 1,000 requests; leave a file per process and rate."""
+    (folder / f"{os.getpid()}-{rate}").touch()
+    return run_slow_queue(rate)
+
+
+@pytest.mark.parametrize("rule", [SUSTAINED, VIDUR])
+def test_processes_do_not_change_the_result(rule: CapacityRule, tmp_path: Path) -> None:
+    run = partial(log_process, tmp_path)
+    capacity = find_capacity(run, 4.0, rule, jobs=2)
+    names = [path.name.partition("-") for path in tmp_path.iterdir()]
+    assert capacity == find_capacity(run_slow_queue, 4.0, rule)
+    assert str(os.getpid()) not in {name[0] for name in names}
+    rates = {float(name[2]) for name in names}
+    assert rates > {rate for rate, _ in capacity.trials}, "no rate was simulated in advance"
 
 
 @pytest.mark.parametrize("rule", [SUSTAINED, VIDUR])
@@ -163,6 +179,8 @@ def test_figures_of_delays() -> None:
     assert make_rate_trial([0.0, 0.0]).growth == 1.0
     assert make_rate_trial([0.0, 0.1]).growth == inf
     assert make_rate_trial([0.0, None]).p99_delay_seconds == inf
+    assert stopped_trial(5) == (5, inf, inf, inf)
+    assert stopped_trial(5).growth == inf
 
 
 @pytest.mark.parametrize("rule", [SUSTAINED, VIDUR])
