@@ -37,7 +37,8 @@ COMMANDS = {
 def help_text() -> str:
     """Return the help text."""
     lines = [f"  {name:12}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines])
+    end = "`gllm COMMAND --help` lists the arguments of a command."
+    return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines, "", end])
 
 
 def main(argv: list[str] | None = None) -> int:

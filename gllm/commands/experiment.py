@@ -70,13 +70,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         default="docs/experiments",
         type=FlagType(output_folder),
-        help="folder for the page and its plots",
+        help="folder for the page and its plots (default docs/experiments)",
     )
     parser.add_argument(
         "--requests",
         type=number_type(int, ge=8, le=INT32_MAX),
         default=ExperimentOptions.requests,
-        help="requests per simulation",
+        help=f"requests per simulation (default {ExperimentOptions.requests})",
     )
     parser.add_argument(
         "--jobs",

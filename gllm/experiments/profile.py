@@ -267,7 +267,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--operator-tp",
         type=FlagType(parse_counts),
         default=(1,),
-        help="tensor parallel sizes whose shards are timed on one device, such as 1,2 (1)",
+        help="tensor parallel sizes whose shards are timed on one device, such as 1,2 (default 1)",
     )
     count = number_type(int, ge=1, le=INT32_MAX)
     for name, text in (
@@ -278,7 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         default = OPERATOR_DEFAULTS[name]
         parser.add_argument(
-            f"--operator-{name}", type=count, default=default, help=f"{text} ({default})"
+            f"--operator-{name}", type=count, default=default, help=f"{text} (default {default})"
         )
     parser.add_config_flag()
     add_flags(parser, EngineConfig)

@@ -31,13 +31,17 @@ PARSERS = {
     "node": ("gllm.commands.node", "make_parser"),
     "doctor": ("gllm.commands.doctor", "make_parser"),
 }
+PLANNERS = {
+    f"plan {name}": (f"gllm.commands.plan.{name}", "make_parser")
+    for name in ("goodput", "pools", "capacity", "search", "scale", "hetero")
+}
 NAMES = {"experiment": ["slo"], "node": ["--join", "head"]}
 """Positional arguments that a command needs."""
 
 
 @functools.cache
 def make_parser(command: str) -> argparse.ArgumentParser:
-    module, function = PARSERS[command]
+    module, function = {**PARSERS, **PLANNERS}[command]
     made: Callable[[], argparse.ArgumentParser] = getattr(importlib.import_module(module), function)
     return made()
 
@@ -117,6 +121,17 @@ def test_the_command_line_says_which_flag(command: str) -> None:
         assert rule in error
         for bound in (flag.range.ge, flag.range.le):
             assert bound is None or error_of(command, f"{name}={bound}") == ""
+
+
+@pytest.mark.parametrize("command", [*PARSERS, *PLANNERS])
+def test_help_states_defaults(command: str) -> None:
+    parser = make_parser(command)
+    for action in parser._actions:
+        text = parser._get_formatter()._expand_help(action) if action.help else ""
+        name = action.option_strings or action.dest
+        assert text, f"{name} has no help"
+        if action.default not in (None, True, False, "", (), [], argparse.SUPPRESS):
+            assert "default" in text or str(action.default) in text, name
 
 
 def test_there_are_such_flags() -> None:

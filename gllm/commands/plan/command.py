@@ -20,7 +20,8 @@ REPORTS = {"diff": "compare what a plan expects with the step logs of its engine
 def usage() -> str:
     """Return the help text."""
     lines = [f"  {name:12}{text}" for name, text in {**PLANNERS, **REPORTS}.items()]
-    return "\n".join(["usage: gllm plan NAME [ARGUMENTS]", "", *lines])
+    end = "`gllm plan NAME --help` lists the arguments of a planner."
+    return "\n".join(["usage: gllm plan NAME [ARGUMENTS]", "", *lines, "", end])
 
 
 def main(argv: list[str]) -> int:

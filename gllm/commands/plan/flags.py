@@ -31,7 +31,7 @@ def add_plan_flags(parser: argparse.ArgumentParser, num_requests: int) -> None:
         "--requests",
         type=number_type(int, ge=8, le=10**6),
         default=num_requests,
-        help="requests of a simulation at least",
+        help="least number of requests of a simulation (default %(default)s)",
     )
     parser.add_argument(
         "--seed",

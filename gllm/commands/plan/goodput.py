@@ -81,7 +81,9 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
         help=f"device of every node: {', '.join(DEVICES)}",
     )
     parser.add_argument("--nodes", type=count, default=1, help="number of nodes")
-    parser.add_argument("--gpus-per-node", type=count, default=8, help="devices of each node")
+    parser.add_argument(
+        "--gpus-per-node", type=count, default=8, help="devices of each node (default 8)"
+    )
     parser.add_argument(
         "--placement",
         default=PLACEMENTS[0],
@@ -93,26 +95,26 @@ def _add_problem_flags(parser: argparse.ArgumentParser) -> None:
         "--network",
         default="nvlink",
         choices=tuple(LINKS),
-        help="link from prefill to decode engines",
+        help="link from prefill to decode engines (default %(default)s)",
     )
     parser.add_argument("--workload", default="sharegpt", help=WORKLOAD_HELP)
     parser.add_argument(
         "--max-model-len",
         type=number_type(int, ge=1, le=10**7),
         default=MAX_MODEL_LEN,
-        help="longest prompt + output",
+        help="longest prompt + output (default %(default)s)",
     )
     parser.add_argument(
         "--slo",
         default="ttft=0.2,tpot=0.1",
         metavar="LIMITS",
-        help="limits of every request in seconds: ttft and tpot",
+        help="limits of every request in seconds: ttft and tpot (default %(default)s)",
     )
     parser.add_argument(
         "--attainment",
         type=number_type(float, gt=0, le=1),
         default=TARGET_ATTAINMENT,
-        help="share of requests that keep both limits",
+        help="share of requests that keep both limits (default %(default)s)",
     )
 
 

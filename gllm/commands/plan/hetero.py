@@ -76,7 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", type=number_type(float, gt=0), help="seconds of the search; default: no limit"
     )
-    parser.add_argument("--seed", type=number_type(int, ge=0, le=INT32_MAX), default=0)
+    parser.add_argument(
+        "--seed", type=number_type(int, ge=0, le=INT32_MAX), default=0,
+        help="seed of the search and of simulations (default 0)",
+    )  # fmt: skip
     parser.add_argument("--simulate", action="store_true", help="simulate the plan's throughput")
     parser.add_argument("--output", type=FlagType(output_file), help="file for the plan, as YAML")
     parser.add_argument(

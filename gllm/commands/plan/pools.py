@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         default=MODEL,
         choices=tuple(PROFILES),
-        help="model that Splitwise measured, at TP 8 on every machine",
+        help="model that Splitwise measured, at TP 8 on every machine (default %(default)s)",
     )
     parser.add_argument(
         "--designs",
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--workload",
         default="conversation",
         choices=tuple(WORKLOADS),
-        help="lengths of Azure's traces",
+        help="lengths of Azure's traces (default %(default)s)",
     )
     parser.add_argument(
         "--objective",
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--seconds",
         type=number_type(float, ge=0, le=1e6),
         default=MIN_SECONDS,
-        help="time in which the requests of a simulation arrive at least",
+        help="least time in which the requests of a simulation arrive (default %(default)g)",
     )
     add_plan_flags(parser, num_requests=150)
     return parser

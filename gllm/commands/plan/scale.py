@@ -48,7 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--device", default="A100-80G", choices=tuple(DEVICES), help="(default A100-80G)"
     )
     parser.add_argument(
-        "--rank-link", default="nvlink", choices=tuple(LINKS), help="between the GPUs of an engine"
+        "--rank-link",
+        default="nvlink",
+        choices=tuple(LINKS),
+        help="between the GPUs of an engine (default %(default)s)",
     )
     parser.add_argument(
         "--gpus", type=number_type(int, ge=1, le=64),
@@ -63,7 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="most dollars per hour; more engines are refused",
     )  # fmt: skip
     add_budget_flag(parser, "until all rates are searched")
-    parser.add_argument("--prices", default=DEFAULT_PRICES, help="table or DEVICE=DOLLARS_PER_HOUR")
+    parser.add_argument(
+        "--prices",
+        default=DEFAULT_PRICES,
+        help="table or DEVICE=DOLLARS_PER_HOUR (default %(default)s)",
+    )
     parser.add_argument(
         "--startup-seconds", type=number_type(float, gt=0, le=MAX_TIMEOUT_SECONDS),
         help="measured time from the start of an engine until it serves, for the plan",
@@ -71,7 +78,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=positive, default=120.0, help="length of a simulation (default 120)"
     )
-    parser.add_argument("--seed", type=number_type(int, ge=0, le=2**31), default=0)
+    parser.add_argument(
+        "--seed", type=number_type(int, ge=0, le=2**31), default=0,
+        help="seed of lengths and arrivals (default 0)",
+    )  # fmt: skip
     parser.add_argument("--checkpoint", metavar="MODEL", help="model in the plan")
     parser.add_argument(
         "--output", metavar="FILE", type=FlagType(output_file), help="write a plan for `gllm up`"
