@@ -235,6 +235,15 @@ class Tab:
         await self.call("Input.dispatchMouseEvent", type="mousePressed", **mouse)
         await self.call("Input.dispatchMouseEvent", type="mouseReleased", **mouse)
 
+    async def scroll(self, selector: str, pixels: float) -> None:
+        """Turn the mouse wheel over an element, down where the number is positive."""
+        x, y = await self.evaluate(f"""(() => {{
+            const box = document.querySelector({selector!r}).getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2];
+        }})()""")
+        wheel = {"x": x, "y": y, "deltaX": 0, "deltaY": pixels}
+        await self.call("Input.dispatchMouseEvent", type="mouseWheel", **wheel)
+
     async def type(self, text: str) -> None:
         """Write a text where the focus is."""
         await self.call("Input.insertText", text=text)

@@ -249,7 +249,8 @@ async function learnModel() {
   $("welcome-model").textContent = model.name;
   const room = model.length ? `Its context holds ${count(model.length)} tokens. ` : "";
   $("welcome-text").textContent = `${room}Conversations stay in this browser.`;
-  showConversation();
+  showAll();
+  thread.refresh();
 }
 
 const isBusy = () => runs.size > 0;

@@ -5,11 +5,13 @@
 import { AnswerView, userMessage } from "./message.js";
 
 const LIMIT_NEAR = 40; // pixels from the end that still count as the end
+const EXACT = 1; // pixels that fractions of a pixel add up to
 
 /** The list of messages, and the scrolling around it. */
 export class Thread {
   #views = new Map();
   #follows = true;
+  #lastTop = 0; // of the scroller, at the last scroll event or jump
   #list;
   #scroller;
   #toEnd;
@@ -30,7 +32,7 @@ export class Thread {
     // Mathematics and fonts that arrive later change heights; who reads the end stays there.
     const observer = new ResizeObserver(() => (this.#follows ? this.toEnd() : this.#showWay()));
     for (const node of [scroller, list]) observer.observe(node);
-    // What the user folds and unfolds stays where it is.
+    // What the user folds and unfolds stays where it is; see update().
     list.addEventListener("click", () => (this.#follows = false), { capture: true });
     toEnd.addEventListener("click", () => this.toEnd("smooth"));
   }
@@ -65,9 +67,15 @@ export class Thread {
     this.#list.replaceChildren(...messages.map((message) => this.#node(message)));
   }
 
+  /** Show all messages anew, for what is around them has changed; each keeps its place. */
+  refresh() {
+    for (const view of this.#views.values()) view.update();
+  }
+
   /** Show a message that has changed; who reads the end goes on reading it. */
   update(message) {
-    this.#follows = this.#atEnd();
+    // After a click that changed no heights, the end is still where it was.
+    this.#follows ||= this.#atEnd(EXACT);
     this.#views.get(message)?.update();
     if (this.#follows) this.toEnd();
     else this.#showWay();
@@ -77,6 +85,7 @@ export class Thread {
   toEnd(behavior = "instant") {
     this.#follows = true;
     this.#scroller.scrollTo({ top: this.#scroller.scrollHeight, behavior });
+    this.#lastTop = this.#scroller.scrollTop;
     this.#showWay();
   }
 
@@ -87,13 +96,18 @@ export class Thread {
     return view.node;
   }
 
-  #atEnd() {
+  #atEnd(limit = LIMIT_NEAR) {
     const { scrollTop, clientHeight, scrollHeight } = this.#scroller;
-    return scrollTop + clientHeight >= scrollHeight - LIMIT_NEAR;
+    return scrollTop + clientHeight >= scrollHeight - limit;
   }
 
   #onScroll() {
-    this.#follows = this.#atEnd();
+    const top = this.#scroller.scrollTop;
+    // Only the user leaves the end upwards, be it by a few pixels. A position above the end on the
+    // way down may be one of a smooth scroll, which an answer that grows must not interrupt.
+    if (top < this.#lastTop) this.#follows = this.#atEnd(EXACT);
+    else this.#follows ||= this.#atEnd();
+    this.#lastTop = top;
     this.#showWay();
   }
 

@@ -38,4 +38,4 @@ async def user(engine: GatedEngine, tab: browser.Tab) -> AsyncIterator[User]:
     async with using(make_app(engine, CONFIG), tab) as made:
         await made.visit()
         yield made
-        assert tab.errors == []
+        assert made.unexpected_errors() == []

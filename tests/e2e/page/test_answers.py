@@ -31,7 +31,7 @@ async def test_html_stays_text(user: User, engine: GatedEngine) -> None:
     for tag in ("img", "script", "b", "i", "u", "h3", ".prose svg:not(.icon)", "a[href^=java]"):
         assert await user.count(f"#thread {tag}") == 0, tag
     assert await user.count("#thread a[rel~=noopener]") == 1  # the image's address
-    await user.tab.reload()
+    await user.reload()
     await user.tab.until("document.querySelectorAll('.message').length == 2")
     assert (await user.messages())[1] == text
     assert not any("invalid" in url or url.endswith("/x") for url in user.tab.requests)

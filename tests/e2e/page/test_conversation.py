@@ -41,7 +41,7 @@ async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
     assert "of 1,024 tokens" in await user.text("#context")
     before = await user.messages()
     assert (len(before), before[1]) == (4, story)
-    await tab.reload()
+    await user.reload()
     await tab.until("document.querySelectorAll('.message').length == 4")
     assert await user.messages() == before
     assert await user.text("#conversations .title") == "Tell me a story about Otto the fox."
@@ -84,28 +84,39 @@ AT_END = "scroller.scrollTop + scroller.clientHeight > scroller.scrollHeight - 8
 
 
 async def test_an_answer_grows_and_is_followed(user: User, engine: GatedEngine) -> None:
-    engine.gate, engine.reply = asyncio.Semaphore(0), "Hello world\n\n" * 40
+    gate = engine.gate = asyncio.Semaphore(0)
+    engine.reply = "Hello world\n\n" * 40
     await user.say("Hi")
     assert await user.count(".waiting") == 1
     seen = ""
-    for _ in range(4):
+
+    async def grow() -> None:
+        nonlocal seen
         for _ in range(30):
-            engine.gate.release()
+            gate.release()
         shown = "document.querySelector('.prose').innerText.length"
         await user.tab.until(f"{shown} > {len(seen)}")
         text = await user.last(".prose")
         assert text.startswith(seen.rstrip())
         seen = text
+
+    for _ in range(4):
+        await grow()
     # A text that fits into the window ends where it begins, so nobody can leave its end.
-    await user.tab.until(f"scroller.scrollTop > 100 && {AT_END}")
+    end = await user.tab.until(f"scroller.scrollTop > 100 && {AT_END} && scroller.scrollTop")
+    await user.tab.scroll("#scroller", -20)
+    stays = f"Math.abs(scroller.scrollTop - {end - 20}) < 2"
+    await user.tab.until(stays)
+    await grow()
+    assert await user.tab.evaluate(stays)
+    # The end moves on while the page scrolls to where it was.
     await user.tab.evaluate("scroller.scrollTo(0, 0)")
-    for _ in range(1000):
-        engine.gate.release()
-    assert (await user.answered()).count("Hello world") == 40
-    assert await user.tab.evaluate("scroller.scrollTop") == 0
     await user.tab.click("#to-end")
+    for _ in range(1000):
+        gate.release()
+    assert (await user.answered()).count("Hello world") == 40
     await user.tab.until(AT_END)
-    assert not await user.tab.evaluate("document.querySelector('#to-end').checkVisibility()")
+    await user.tab.until("!document.querySelector('#to-end').checkVisibility()")
 
 
 async def test_the_answer_to_a_long_first_message_is_shown(user: User, engine: GatedEngine) -> None:
@@ -141,6 +152,7 @@ async def test_keys(user: User, engine: GatedEngine) -> None:
 
 
 async def test_a_conversation_that_does_not_fit(user: User, engine: GatedEngine) -> None:
+    user.refusals.add(400)
     engine.max_model_len = 60
     await user.visit()
     await user.say("A message that is far longer than what this model can hold in its context")
@@ -154,7 +166,6 @@ async def test_a_conversation_that_does_not_fit(user: User, engine: GatedEngine)
     await user.tab.press("Enter")
     assert await user.answered() == engine.reply
     assert await user.messages() == ["Hi", engine.reply]
-    user.tab.errors.clear()  # the browser tells of the 400
 
 
 async def test_errors_are_told_in_the_servers_words(user: User, engine: GatedEngine) -> None:
@@ -167,25 +178,34 @@ async def test_errors_are_told_in_the_servers_words(user: User, engine: GatedEng
     await user.tab.click(".choices button")
     await user.tab.until("!document.querySelector('.notice').checkVisibility()")
     assert await user.answered() == engine.reply
+    user.refusals.add(503)
     engine.state = "draining"
     await user.say("Again")
     await user.answered()
     assert "shutting down" in await user.last(".notice")
     await user.tab.until("document.querySelector('#state').dataset.state == 'draining'")
-    user.tab.errors.clear()  # the browser tells of the 503
 
 
 async def test_a_recovery_is_shown_while_an_answer_pauses(user: User, engine: GatedEngine) -> None:
-    await user.say("Hi")
+    """And what is read meanwhile stays where it is when the server is ready again."""
+    user.refusals.add(503)
+    await user.tab.size(1200, 420)
+    await user.say("A message.\n" * 12)
     assert await user.answered() == engine.reply
     engine.state = "recovering"
     await user.say("Again")
     await user.tab.until("document.querySelector('#state').dataset.state == 'recovering'")
     assert await user.text("#state-text") == "recovering"
+    await user.tab.until(f"scroller.scrollTop > 0 && {AT_END}")
+    await user.tab.evaluate("scroller.scrollTo(0, 0), (first = document.querySelector('.bubble'))")
     engine.state = "ready"
     assert await user.answered() == engine.reply
     await user.tab.until("document.querySelector('#state').dataset.state == 'ready'")
-    user.tab.errors.clear()  # the browser tells of the 503
+    async with asyncio.timeout(browser.DEADLINE):
+        while sum(url.endswith("/v1/models") for url in user.tab.requests) < 2:
+            await asyncio.sleep(0.01)
+    assert await user.tab.evaluate("scroller.scrollTop") == 0
+    assert await user.tab.evaluate("first === document.querySelector('.bubble')")
 
 
 async def test_answer_again_and_edit(user: User, engine: GatedEngine) -> None:
@@ -254,7 +274,7 @@ async def test_branches(user: User, engine: GatedEngine) -> None:
     assert [text in prompt for text in ("Q1", "A1", "Q2", "A2", "A3", "B1")] == [True] * 4 + [
         False
     ] * 2
-    await user.tab.reload()
+    await user.reload()
     await user.tab.until("document.querySelectorAll('.message').length == 6")
     assert await user.messages() == ["Q1", "A1", "Q2", "A2", "Q3", "A4"]
     await turn(".message:nth-child(1) .next", "B1")
@@ -263,6 +283,7 @@ async def test_branches(user: User, engine: GatedEngine) -> None:
 
 
 async def test_a_failure_leaves_no_version(user: User, engine: GatedEngine) -> None:
+    user.refusals.add(503)
     engine.state = "draining"
     await user.say("Hi")
     await user.answered()
@@ -271,7 +292,6 @@ async def test_a_failure_leaves_no_version(user: User, engine: GatedEngine) -> N
     await user.tab.until("!document.querySelector('.notice').checkVisibility()")
     assert await user.answered() == engine.reply
     assert await user.count(".versions") == 0
-    user.tab.errors.clear()  # the browser tells of the 503
 
 
 async def test_versions_hold_still_while_an_answer_grows(user: User, engine: GatedEngine) -> None:

@@ -25,6 +25,9 @@ async def test_nothing_is_wider_than_a_phone(user: User, engine: GatedEngine, wi
     engine.max_model_len = 4096
     engine.reply = "w" * 60 + "\n\n```\n" + "c" * 90 + "\n```\n\n|a|b|\n|-|-|\n|" + "t" * 50 + "|b|"
     engine.reply += "\n\n$$\n" + "x+" * 60 + "x\n$$\n"
+    await user.tab.until(
+        f"scroller.clientWidth == {width} && matchMedia('(pointer: coarse)').matches"
+    )
     await user.tab.click("#input")
     await user.tab.press("Enter")
     assert await user.tab.evaluate("input.value") == "\n"  # touch keyboards have no Shift Enter
@@ -36,12 +39,12 @@ async def test_nothing_is_wider_than_a_phone(user: User, engine: GatedEngine, wi
     await user.tab.until("document.querySelector('.versions')")
     await user.answered()
     widest = "Math.max(document.documentElement.scrollWidth, scroller.scrollWidth)"
-    assert await user.tab.evaluate(widest) == width
+    await user.tab.until(f"{widest} == {width}")
     await user.tab.click("#open-sidebar")
     await user.tab.click("#conversations .title")
     await user.tab.click("#open-settings")
-    assert await user.tab.evaluate("fields.scrollWidth == fields.clientWidth")
-    assert await user.tab.evaluate(widest) == width
+    await user.tab.until("fields.scrollWidth == fields.clientWidth")
+    await user.tab.until(f"{widest} == {width}")
 
 
 async def test_light_and_dark(user: User) -> None:
@@ -55,7 +58,7 @@ async def test_light_and_dark(user: User) -> None:
         assert low <= await brightness() <= high
     await user.tab.click("#theme label:has([value=light])")
     assert await brightness() >= 200
-    await user.tab.reload()
+    await user.reload()
     await user.tab.until("document.querySelector('#theme [value=light]')?.checked")
     assert await brightness() >= 200
     await user.tab.click("#theme label:has([value=system])")

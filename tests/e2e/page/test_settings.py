@@ -32,7 +32,7 @@ async def test_settings_arrive_in_the_request(user: User, engine: GatedEngine) -
         assert getattr(plain.params, name) == getattr(defaults, name)
     prompts = [engine.tokenizer.decode(call.prompt) for call in engine.calls]
     assert ["Be brief." in prompt for prompt in prompts] == [False, True]
-    await user.tab.reload()
+    await user.reload()
     await user.tab.until("document.querySelector('#setting-top_k')?.value == '7'")
     await user.tab.click("#open-settings")
     await user.tab.click("#reset-settings")
@@ -48,7 +48,7 @@ async def test_top_k_can_be_off(user: User, engine: GatedEngine) -> None:
     await user.tab.click("#setting-top_k-off")
     assert await user.tab.evaluate("document.querySelector('#setting-top_k').matches(':disabled')")
     assert await user.text("#settings-count") == "1"
-    await user.tab.reload()
+    await user.reload()
     await user.tab.until("document.querySelector('#setting-top_k-off')?.checked")
     assert await user.tab.evaluate("document.querySelector('#setting-top_k').placeholder") == "off"
     await user.say("Hi")

@@ -21,11 +21,26 @@ class User:
     def __init__(self, tab: Tab, url: str) -> None:
         self.tab = tab
         self.url = url
+        self.refusals: set[int] = set()
+        """Statuses that requests of the page end with; the browser logs each of them."""
 
     async def visit(self) -> None:
         """Open the page and wait until it knows its server."""
         await self.tab.go(self.url)
+        await self._know_server()
+
+    async def reload(self) -> None:
+        """Load the page again and wait until it knows its server."""
+        await self.tab.reload()
+        await self._know_server()
+
+    async def _know_server(self) -> None:
         await self.tab.until("document.querySelector('#welcome-model').textContent != 'the model'")
+
+    def unexpected_errors(self) -> list[str]:
+        """Errors of the page that are not `refusals`."""
+        expected = [f"responded with a status of {status} " for status in self.refusals]
+        return [told for told in self.tab.errors if not any(text in told for text in expected)]
 
     async def say(self, text: str) -> None:
         """Write and send."""
