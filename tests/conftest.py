@@ -11,7 +11,7 @@ from collections.abc import Generator
 from zlib import crc32
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
 from tests.examples import LONG_PROFILE
@@ -21,6 +21,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 if BUILD_VARIABLE not in os.environ and select_build().name != OFF:
     os.environ[BUILD_VARIABLE] = select_build().name
 
+# On a busy machine an example may take any time, and so may its generation.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(LONG_PROFILE)
 
 

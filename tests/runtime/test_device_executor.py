@@ -197,7 +197,7 @@ def test_example_steps_before_the_first_leave_nothing_behind(
     max_examples=12,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     name=st.sampled_from(sorted(SPECIALS)),
