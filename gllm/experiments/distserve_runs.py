@@ -20,7 +20,7 @@ from gllm.sim.data_tables import TableRow, read_table
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.stages import split_layers_evenly
-from gllm.sim.metrics.plots import plot_bars
+from gllm.sim.metrics.bar_plot import plot_bars
 from gllm.sim.metrics.report import format_table
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest

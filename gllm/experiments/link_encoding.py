@@ -19,7 +19,7 @@ from gllm.profiling.encoding_loss import (
     TextSizes,
     measure_encoding_loss,
 )
-from gllm.sim.metrics.plots import plot_bars
+from gllm.sim.metrics.bar_plot import plot_bars
 from gllm.sim.metrics.report import format_table
 
 MODEL = "demo"

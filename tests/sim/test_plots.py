@@ -14,6 +14,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.deployment import roofline_deployment, simulate
+from gllm.sim.metrics.bar_plot import lay_out_labels, plot_bars
 from gllm.sim.metrics.intervals import (
     BubbleInterval,
     TokenInterval,
@@ -28,7 +29,6 @@ from gllm.sim.metrics.intervals import (
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.plots import (
     ChartPanel,
-    plot_bars,
     plot_gantt,
     plot_grid,
     plot_latencies,
@@ -199,6 +199,20 @@ def test_bubbles_add_up_to_the_stages_use(run: RunRecord) -> None:
         bars = [bar for bar in micro_batch_intervals(run) if bar.stage == stage]
         for bubble in [bubble for bubble in bubbles if bubble.stage == stage][::20]:
             assert all(bar.end <= bubble.start or bar.start >= bubble.end for bar in bars)
+
+
+def test_labels_of_bars_do_not_overlap() -> None:
+    short = lay_out_labels(["LPLD", "LPHD"])
+    assert short == (["LPLD", "LPHD"], 0, 0.0)
+    loads = [
+        f"{stages} stages, bursts of {size} requests" for stages in (1, 2) for size in range(5)
+    ]
+    wrapped = lay_out_labels(loads)
+    assert wrapped.texts[0].splitlines() == ["1 stages,", "bursts of", "0 requests"]
+    assert (wrapped.rotation, wrapped.extra_inches > 0) == (0, True)
+    upright = lay_out_labels(3 * loads)
+    assert (upright.texts, upright.rotation) == (3 * loads, 90)
+    assert upright.extra_inches > 2
 
 
 def test_bubbles_of_a_run_by_hand() -> None:

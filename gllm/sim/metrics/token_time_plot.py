@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 
-from gllm.sim.metrics.plots import plot_bars
+from gllm.sim.metrics.bar_plot import plot_bars
 
 
 def plot_token_time(seconds_by_tokens: Mapping[str, float], path: str | Path) -> None:
