@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from gllm.experiments import (
     hexgen2_claims,
     hexgen2_simulated,
     hexgen2_tables,
+    parallel,
     profile,
     real,
     real_ablation,
@@ -59,6 +61,8 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
     ]
 }
 """Sizes of simulations and searches that `--requests` does not set."""
+CLOSED_FORMS = ("interference",)
+"""Experiments that simulate nothing."""
 
 
 @pytest.mark.parametrize("name", SIMULATED)
@@ -68,7 +72,16 @@ def test_simulated(
 ) -> None:
     for module, constant, value in SMALL.get(name, []):
         monkeypatch.setattr(module, constant, value)
-    assert main([name, "--quick", "--requests", requests, "--output", str(tmp_path)]) == 0
+    pools = []
+
+    def open_pool(num_processes: int) -> ProcessPoolExecutor:
+        pools.append(num_processes)
+        return ProcessPoolExecutor(num_processes)
+
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", open_pool)
+    flags = ["--requests", requests, "--jobs", "2", "--output", str(tmp_path)]
+    assert main([name, "--quick", *flags]) == 0
+    assert set(pools) == (set() if name in CLOSED_FORMS else {2})
     page = (tmp_path / f"{name}.md").read_text()
     assert f"`gllm experiment {name} --requests {requests} --quick`" in page
     assert "simulated" in page.lower()

@@ -1,18 +1,21 @@
 """`gllm simulate` from its flags to its files."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gllm.commands import simulate as simulate_command
 from gllm.commands.simulate import main
 from gllm.observability.step_log import AddEvent, StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.capacity import RateTrial
+from gllm.sim.capacity import Capacity, RateTrial
 from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
 from gllm.sim.description import describe_load
@@ -243,6 +246,19 @@ def test_the_capacity_of_a_deployment(
     assert delays[metrics["capacity"]] <= 5.0
     # Runs beyond the limit end early, without a figure.
     assert None in [delays[rate] for rate in delays if rate > metrics["capacity"]]
+
+
+def test_jobs_of_a_capacity_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+
+    def find(*arguments: Any) -> Capacity:
+        received.append(arguments[3])
+        return Capacity(1.0, ())
+
+    monkeypatch.setattr(simulate_command, "find_capacity", find)
+    for flags in (["--jobs", "3"], []):
+        assert main([*PREFILLS, "--capacity", "vidur", *flags]) == 0
+    assert received == [3, len(os.sched_getaffinity(0))]
 
 
 def test_a_profile_predicts_and_is_compared(

@@ -31,6 +31,16 @@ def test_events_of_one_time_go_by_rank_then_in_order() -> None:
         loop.push(0.5, 0, say, "before")
 
 
+def test_rounding_errors_do_not_order_events() -> None:
+    loop = EventLoop()
+    said: list[str] = []
+    loop.push(0.3, 1, lambda now, word: said.append(word), "second")
+    loop.push(0.1 + 0.2, 0, lambda now, word: said.append(word), "first")
+    loop.run()
+    assert said == ["first", "second"]
+    assert loop.now == 0.3 != 0.1 + 0.2
+
+
 def test_a_stream_of_events_is_read_one_ahead() -> None:
     loop = EventLoop()
     num_read = 0
