@@ -111,8 +111,7 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
             f"{path} was measured at --tp {format_degrees(profile.degrees)}: measure it at "
             f"--tp {format_degrees(options.degrees)}, or leave --tp out"
         )
-    # "pcie,network" names a link for each edge, which measured links make void.
-    link = look_up("link", options.link.split(",")[0], LINKS)
+    link = _link_between_stages(profile, options.link)
     modified = Path(path).stat().st_mtime_ns
     cost = _fit_profile(path, modified, tuple(layers), link).with_own_counts()
     scheduler = options.scheduler.resolve(
@@ -123,6 +122,18 @@ def _build_measured(path: str, profile: CostProfile, options: ProfileOptions) ->
     return Deployment(
         profile.model, layers, cost, scheduler, degrees=degrees if max(degrees) > 1 else []
     )
+
+
+def _link_between_stages(profile: CostProfile, names: str) -> NetworkLink:
+    """Return the link between stages, which holds where the profile measured none.
+
+    Raises:
+        ValueError: A name is unknown, or the links are unlike, and a profile has one for all.
+    """
+    links = [look_up("link", name.strip(), LINKS) for name in names.split(",")]
+    if len(set(links)) > 1 and not profile.links:
+        raise ValueError(f"--link {names}: a profile has equal links between stages: name one")
+    return links[0]
 
 
 @lru_cache(maxsize=16)
@@ -174,8 +185,9 @@ def _build_vidur_model(model: str, options: ProfileOptions) -> Deployment:
     if len(set(degrees)) > 1:
         raise ValueError(f"--tp {format_degrees(degrees)}: Vidur's stages have equal ranks")
     # scikit-learn and its forests take seconds: only where asked for.
-    from gllm.sim.costs.token_forest import TokenForestCostModel
+    from gllm.sim.costs.token_forest import TokenForestCostModel, check_profiled
 
+    check_profiled(model, options.device)
     config, length = options.scheduler, options.max_model_len or options.longest
     fitting = roofline_deployment(
         model, options.device, stages, length, "nvlink", config, degrees=degrees,

@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,13 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, write_profile
+from gllm.sim.costs.profile import (
+    CostProfile,
+    SpanSample,
+    StepSample,
+    read_profile,
+    write_profile,
+)
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.profiled import ProfileOptions, profiled_deployment
 
@@ -75,6 +82,40 @@ def profile(cut: list[int], slowdown: float = 1.0) -> CostProfile:
     config = SchedulerConfig().resolve(len(cut), 1000, 1024)
     return CostProfile("made-up", cut, config, {}, steps, [], [], [], [], spans=spans,
                        activation_bytes=1000)  # fmt: skip
+
+
+STEP: list[Any] = [1, 0, 0, 1, 9, 1, 9.0, [0.1]]
+"""A step of one token on one stage, as in a file."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": []}, r"length >= 1 - at `\$\.layers`"),
+        ({"layers": [LAYERS, 0]}, r">= 1 - at `\$\.layers"),
+        ({"layers": [4, 4]}, "layers has 2 stages, but stages in steps 1: measure it again"),
+        ({"degrees": [1, 1]}, "layers has 1 stages, but degrees 2"),
+        ({"degrees": [-1]}, r"at `\$\.degrees"),
+        ({"steps": [[*STEP[:-1], []]]}, r"at `\$\.steps"),
+        ({"steps": [[*STEP[:-1], [-0.1]]]}, r"at `\$\.steps"),
+        ({"steps": [[-1, *STEP[1:]]]}, r"at `\$\.steps"),
+        ({"steps": [[*STEP, [1, 2]]]}, "but arrivals in steps 2"),
+        ({"steps": [["1", *STEP[1:]]]}, r"at `\$\.steps"),
+        ({"spans": [[-1, True, True, STEP]]}, r"at `\$\.spans"),
+        ({"activation_bytes": -8}, r"at `\$\.activation_bytes"),
+    ],
+)
+def test_a_damaged_profile_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    whole = profile([LAYERS])
+    write_profile(whole, path)
+    assert read_profile(path) == whole
+    path.write_bytes(msgspec.json.encode(msgspec.to_builtins(whole) | change))
+    with pytest.raises(ValueError, match=rf"profile\.json is not a profile.*{message}"):
+        read_profile(path)
+    path.write_bytes(msgspec.json.encode(whole)[:-9])
+    with pytest.raises(ValueError, match=r"profile\.json is not a profile.*truncated"):
+        read_profile(path)
 
 
 @pytest.mark.parametrize("measured", [[LAYERS], [5, 3]])
@@ -175,6 +216,21 @@ def test_another_cut_needs_parts_of_the_model() -> None:
     for layers in ((4, 3), (8, 0), ()):
         with pytest.raises(ValueError, match="have to add up to the model's 8"):
             FittedCostModel(profile([LAYERS]), layers)
+
+
+def test_links_of_a_profile_are_known_and_equal(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    write_profile(profile([LAYERS]), path)
+    options = ProfileOptions(SchedulerConfig(), longest=32, stages=4)
+    for link, message in (
+        ("pcie,rope,pcie", "link 'rope' is none of pcie"),
+        ("pcie,network,pcie", "equal links between stages: name one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            profiled_deployment(str(path), replace(options, link=link))
+    write_profile(msgspec.structs.replace(profile([4, 4]), links=[(1, 1e-3)]), path)
+    measured = profiled_deployment(str(path), replace(options, stages=2, link="pcie,network"))
+    assert measured.cost.activation_transfer(0, decode(1, 1)).num_bytes == 0
 
 
 def test_a_profile_is_fitted_again_when_its_file_has_changed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from gllm.sim.costs import operators
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.forest import ForestCostModel, aggregate, combine_chunks
 from gllm.sim.costs.forest_cache import predict_cached
+from gllm.sim.costs.operator_tables import OperatorTables
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = operators.ATTENTION
@@ -259,6 +260,22 @@ def test_what_was_not_profiled_is_named() -> None:
         operators.token_samples("a100", "gpt-5", 2)
     with pytest.raises(ValueError, match=r"choose from .*a40_pairwise_nvlink, send_recv"):
         operators.collective_samples("a40_pairwise_nvlink", "all_reduce", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tp,is_prefill,prefill_chunk\n1,1,8\n1,1\n", r"attention\.csv: row 2 has None as prefill"),
+        ("tp,is_prefill,prefill_chunk\n1,1,eight\n", "row 1 has 'eight' as prefill_chunk"),
+        ("tp,is_prefill,prefill_chunk\n1,1,nan\n", "row 1 has 'nan' as prefill_chunk"),
+        ("tp,is_prefill,prefill_chunk\n1,1,8,9\n", r"row 1 has \['9'\] as None"),
+        ("tp,is_prefill,prefill_chunk\n", "no measurements of attn_reshape: measure it again"),
+    ],
+)
+def test_damaged_tables_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "attention.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        operators.reshape_samples(OperatorTables(tmp_path), tp=1)
 
 
 @pytest.mark.parametrize(("stages", "layers"), [(0, None), (81, None), (2, (40, 41)), (2, (80,))])

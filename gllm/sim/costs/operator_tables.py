@@ -1,6 +1,7 @@
 """Tables of operator profiles: Vidur's, which ship with gllm, or a folder of `gllm profile`."""
 
 import csv
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,10 @@ VIDUR_FILES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Shipped file of each table."""
+TEXT_COLUMNS = frozenset(
+    {"device", "model", "node", "collective", "is_prefill", "use_gated_mlp", "post_attn_norm"}
+)
+"""Columns of names and truth values; all others have numbers, or nothing."""
 
 
 class OperatorTables:
@@ -46,7 +51,7 @@ class OperatorTables:
         """Return the rows of a table.
 
         Raises:
-            ValueError: The folder lacks the table.
+            ValueError: The folder lacks the table, or the file is damaged.
         """
         if self._folder is None:
             return read_table(VIDUR_FILES[name])
@@ -57,11 +62,29 @@ class OperatorTables:
     def _read_file(self, name: str) -> list[TableRow]:
         try:
             with open(self.file_name(name), encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file))
+                rows = list(csv.DictReader(file))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{self._folder} is no folder of `gllm profile --operators`: {error}"
             ) from None
+        for number, row in enumerate(rows, start=1):
+            for column, text in row.items():
+                if column is None or not _is_valid(column, text):
+                    raise ValueError(
+                        f"{self.file_name(name)}: row {number} has {text!r} as {column}: measure "
+                        "it again with `gllm profile --operators`"
+                    )
+        return rows
+
+
+def _is_valid(column: str, text: str | None) -> bool:
+    """Return True for a cell that a column may have; None is one that the row lacks."""
+    if text is None or column in TEXT_COLUMNS or not text:
+        return text is not None
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 VIDUR_TABLES = OperatorTables()

@@ -242,10 +242,15 @@ def _samples(
     measured: Iterable[tuple[tuple[float, ...], float]],
     measures: Mapping[str, Callable[[Array], Array]],
 ) -> OperatorSamples:
-    """Repeats of a key averaged, keys in order."""
+    """Repeats of a key averaged, keys in order. Raises ValueError without measurements."""
     by_key: dict[tuple[float, ...], list[float]] = defaultdict(list)
     for key, time in measured:
         by_key[key].append(time)
+    if not by_key:
+        raise ValueError(
+            f"the operator profile has no measurements of {operator}: measure it again with "
+            "`gllm profile --operators`"
+        )
     keys = sorted(by_key)
     times = np.array([np.mean(by_key[key]) for key in keys])
     return OperatorSamples(operator, np.array(keys), times, measures)

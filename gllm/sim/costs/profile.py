@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,22 +17,26 @@ SECONDS_DECIMALS = 7
 DEBUG_STEP_SECONDS = "debug_step_seconds"
 """Key of a profile's `machine` that has the least seconds of a step, where there is one."""
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
     """Work of a step, as in `gllm.scheduler.stage_work`, and its seconds."""
 
-    tokens: int
-    chunks: int
-    pairs: float
-    decodes: int
-    decode_context: int
-    samples: int
-    context: float
+    tokens: Count
+    chunks: Count
+    pairs: NonNegative
+    decodes: Count
+    decode_context: Count
+    samples: Count
+    context: NonNegative
     """Tokens of the longest sequence at the end of its prefill chunk, or the mean context of the
     decodes, if that is longer."""
-    stages: list[float]
+    stages: Annotated[list[NonNegative], msgspec.Meta(min_length=1)]
     """Seconds of each stage."""
-    arrivals: list[int] = []
+    arrivals: list[Count] = []
     """Requests that arrived in the time of each stage; empty: none."""
 
     @classmethod
@@ -48,7 +52,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
             work.num_decode_context_tokens,
             work.num_sampled_rows,
             measure_context(work),
-            [round(value, SECONDS_DECIMALS) for value in seconds],
+            [round(max(0.0, value), SECONDS_DECIMALS) for value in seconds],
             list(arrivals) if any(arrivals) else [],
         )
 
@@ -56,7 +60,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 class SpanSample(msgspec.Struct, frozen=True, array_like=True):
     """A step of consecutive layers that were loaded alone, outside of the pipeline."""
 
-    layers: int
+    layers: PositiveCount
     """Number of layers."""
     is_first: bool
     """True if the embedding is in front of them."""
@@ -70,30 +74,30 @@ class CostProfile(msgspec.Struct, frozen=True):
     """Measured step times of a pipeline, and the machine and configuration of the measurement."""
 
     model: str
-    layers: list[int]
+    layers: Annotated[list[PositiveCount], msgspec.Meta(min_length=1)]
     """Number of layers of each stage."""
     scheduler: SchedulerConfig
     """Resolved; the policy under which it was measured."""
     machine: dict[str, str]
     """Device, threads, dtype, versions, and the options of a slow device for tests."""
     steps: list[StepSample]
-    links: list[tuple[int, float]]
+    links: list[tuple[Count, float]]
     """(tokens, seconds) from the end of a stage to the start of the next, where that was idle."""
-    plans: list[tuple[int, float]]
+    plans: list[tuple[Count, float]]
     """(rows, seconds) from the news that led to a plan to the first stage's start, where that was
     idle."""
-    sampling: list[tuple[int, float]]
+    sampling: list[tuple[Count, float]]
     """(rows, seconds) from the stage's end to the next one's start where that waited for its
     tokens; one stage only."""
-    returns: list[tuple[int, float]]
+    returns: list[tuple[Count, float]]
     """(samples, seconds) from the last stage's end to the commit."""
-    degrees: list[int] = []
+    degrees: list[PositiveCount] = []
     """Number of tensor-parallel ranks of each stage; empty: one each."""
     spans: list[SpanSample] = []
     """Steps of parts of the model, from which other cuts into stages are priced; empty: none."""
-    samplers: list[tuple[int, float]] = []
+    samplers: list[tuple[Count, float]] = []
     """(rows, seconds) of the sampler alone, measured outside of the pipeline."""
-    activation_bytes: int = 0
+    activation_bytes: Count = 0
     """Bytes that one token takes on a link between stages; 0: unknown."""
     format: int = FORMAT_VERSION
 
@@ -196,7 +200,22 @@ def read_profile(path: str | Path) -> CostProfile:
         raise ValueError(f"{path} is not a profile written by `gllm profile`: {error}") from None
     if not profile.steps:
         raise ValueError(f"{path} has no steps: measure it again with `gllm profile`")
+    _check_stages(profile, path)
     return profile
+
+
+def _check_stages(profile: CostProfile, path: str | Path) -> None:
+    """Raise ValueError unless ranks and steps are of as many stages as the profile has."""
+    stages = len(profile.layers)
+    lengths = {"degrees": {len(profile.degrees)} - {0}}
+    lengths["stages in steps"] = {len(step.stages) for step in profile.steps}
+    lengths["arrivals in steps"] = {len(step.arrivals) for step in profile.steps} - {0}
+    for field, found in lengths.items():
+        if found - {stages}:
+            raise ValueError(
+                f"{path} is not a profile written by `gllm profile`: layers has {stages} stages, "
+                f"but {field} {min(found - {stages})}: measure it again"
+            )
 
 
 class _FormatOnly(msgspec.Struct):

@@ -43,6 +43,19 @@ PROFILED_DEVICES = {
 """Device and node of collectives in Vidur's tables by name of the device."""
 
 
+def check_profiled(model: str, device: str) -> None:
+    """Raise ValueError, with the known names, unless Vidur profiled the model and the device."""
+    tables: tuple[tuple[str, str, Mapping[str, object]], ...] = (
+        ("model", model, PROFILED_MODELS),
+        ("device", device, PROFILED_DEVICES),
+    )
+    for kind, name, table in tables:
+        if name not in table:
+            raise ValueError(
+                f"{kind} {name!r} is not in Vidur's tables: choose from {', '.join(table)}"
+            )
+
+
 class TokenForestCostModel(MeasuredCostModel):
     """Cost of equal devices, each stage of `tp` of them.
 
@@ -57,14 +70,7 @@ class TokenForestCostModel(MeasuredCostModel):
     """
 
     def __init__(self, model: str, device: str, hardware: PipelineSpec) -> None:
-        for kind, name, table in (
-            ("model", model, PROFILED_MODELS),
-            ("device", device, PROFILED_DEVICES),
-        ):
-            if name not in table:
-                raise ValueError(
-                    f"{kind} {name!r} is not in Vidur's tables: choose from {', '.join(table)}"
-                )
+        check_profiled(model, device)
         profiled_device, node = PROFILED_DEVICES[device]
         self._stages = hardware.stages
         tp = hardware.stages[0].tp
