@@ -82,6 +82,9 @@ def main(argv: list[str]) -> int:
         config = config_from_flags(SimulationConfig, values)
         if values.config:
             _warn_of_changed_profile(config, values.config)
+        if values.step_log and (values.compare or config.capacity):
+            flag = "compare" if values.compare else "capacity"
+            raise ValueError(f"--{flag} writes no step log: leave --step-log out")
         if values.compare:
             _compare(config, values.compare, values.output)
         elif config.capacity:

@@ -10,6 +10,7 @@ import math
 import platform
 import random
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from gllm.config.engine import EngineConfig
+from gllm.config.engine import MAX_RANKS, EngineConfig
 from gllm.config.flags import (
     FlagParser,
     FlagType,
@@ -28,9 +29,10 @@ from gllm.config.flags import (
     config_from_flags,
     number_type,
     output_file,
+    output_folder,
     parse_counts,
 )
-from gllm.config.options import INT32_MAX
+from gllm.config.options import INT32_MAX, Range
 from gllm.engine.engine import Engine, EngineError
 from gllm.experiments.real import RoundRobinLock, run_logged, serve_workload
 from gllm.models.config import read_config
@@ -255,7 +257,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
     parser.add_argument(
         "--output",
-        type=FlagType(output_file),
         help="file to write (profile.json); with --operators a folder (operators)",
     )
     parser.add_argument(
@@ -265,7 +266,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--operator-tp",
-        type=FlagType(parse_counts),
+        type=FlagType(parse_counts, int, Range(ge=1, le=MAX_RANKS)),
         default=(1,),
         help="tensor parallel sizes whose shards are timed on one device, such as 1,2 (default 1)",
     )
@@ -292,6 +293,7 @@ def main(argv: list[str]) -> int:
     output = values.output or ("operators" if values.operators else "profile.json")
     try:
         config = config_from_flags(EngineConfig, values)
+        _check_output(output, output_folder if values.operators else output_file)
         if values.operators:
             _profile_operators(config, values, Path(output))
         else:
@@ -301,6 +303,14 @@ def main(argv: list[str]) -> int:
         return 2
     print(f"wrote {output}; next: gllm simulate --profile {output}")
     return 0
+
+
+def _check_output(output: str, check: Callable[[str], str]) -> None:
+    """Raise ValueError if the file or folder cannot be written, before minutes of measurement."""
+    try:
+        check(output)
+    except ValueError as error:
+        raise ValueError(f"--output {output}: cannot be used: {error}") from None
 
 
 def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder: Path) -> None:
@@ -316,6 +326,11 @@ def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder:
         raise ValueError(
             f"--operators times shards on one device, so --tp {ranks} has no meaning: name the "
             f"tensor parallel sizes with --operator-tp {ranks}, and leave --tp out"
+        )
+    if config.pipeline_parallel_size != 1:
+        raise ValueError(
+            "--operators times the operators of a layer, which price any number of stages: leave "
+            "--pp out"
         )
     points = OperatorPoints(
         values.operator_tokens,

@@ -15,7 +15,12 @@ from gllm.sim.depth_control import AUTO_DEPTH
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS
 from gllm.sim.hardware.models import MODELS
-from gllm.sim.profiled import VIDUR_MODEL, ProfileOptions, profiled_deployment
+from gllm.sim.profiled import (
+    VIDUR_MODEL,
+    ProfileOptions,
+    is_measured_here,
+    profiled_deployment,
+)
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
 from gllm.sim.workloads.length_predictions import predict_lengths
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
@@ -167,6 +172,11 @@ def build_workload(config: SimulationConfig) -> list[WorkloadRequest]:
         ValueError: The workload, the arrivals or the length prediction are unknown, or shares of
             classes are invalid.
     """
+    if config.time_scale != SimulationConfig.time_scale and config.arrivals != "replay":
+        raise ValueError(
+            f"--time-scale {config.time_scale:g} stretches the times of a replay, and --arrivals "
+            f"is {config.arrivals}: choose replay, or another --rate"
+        )
     requests = make_workload(
         config.workload,
         config.requests,
@@ -243,13 +253,7 @@ def _build_deployment(config: SimulationConfig, longest: int) -> Deployment:
         )
     if config.bytes_per_weight is not None:
         raise ValueError("--bytes-per-weight changes a model of the table: leave --profile out")
-    has_device = config.profile.startswith(VIDUR_MODEL)
-    for name, default in (("device", SimulationConfig.device), ("model", SimulationConfig.model)):
-        if getattr(config, name) != default and not (name == "device" and has_device):
-            raise ValueError(
-                f"--{name} chooses a {name} of the table, and --profile {config.profile} has its "
-                "own: leave one of them out"
-            )
+    _check_profile_flags(config, config.profile)
     options = ProfileOptions(
         config.scheduler,
         longest,
@@ -261,3 +265,18 @@ def _build_deployment(config: SimulationConfig, longest: int) -> Deployment:
         config.device,
     )
     return profiled_deployment(config.profile, options)
+
+
+def _check_profile_flags(config: SimulationConfig, profile: str) -> None:
+    """Raise ValueError for a flag that chooses what the profile contains."""
+    names = [] if profile.startswith(VIDUR_MODEL) else ["device"]
+    names += ["model", "tensor_parallel_link"]
+    if not is_measured_here(profile):
+        names.append("link")
+    for name in names:
+        if getattr(config, name) != getattr(SimulationConfig, name):
+            kind = name.rpartition("_")[2]
+            raise ValueError(
+                f"--{name.replace('_', '-')} chooses a {kind} of the table, and --profile "
+                f"{profile} has its own: leave one of them out"
+            )

@@ -112,6 +112,7 @@ def test_the_commands(
     output = Path("operators")
     flags = ["--operators", "--operator-tp", "2", "--operator-tokens", "96", "--operator-batch"]
     small = [*flags, "4", "--operator-stride", "16", "--operator-repeats", "1"]
+    output.mkdir()  # As a profile that is measured again.
     assert profile(["demo", *small, "--threads", "1", "--output", str(output)]) == 0
     lines = re.findall(r"operators: (\d+) of (\d+), \d+ s", capsys.readouterr().err)
     assert len(lines) > 10
@@ -130,6 +131,28 @@ def test_the_commands(
     capsys.readouterr()
     assert profile(["demo", "--operators", "--pp", "2", "--tp", "1,2"]) == 2
     assert "--tp 1,2 has no meaning: name the tensor parallel sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--operators", "--operator-tp", "0"], "argument --operator-tp: '0' has to be an integer"),
+        (["--operators", "--operator-tp", "2,x"], "--operator-tp: '2,x' has to be an integer in"),
+        (["--operators", "--pp", "2"], "price any number of stages: leave --pp out"),
+        (["--operators", "--output", __file__], "is not a folder"),
+        (["--output", "."], "--output .: cannot be used: it is a folder"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_is_measured(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status: str | int | None
+    try:
+        status = profile(["demo", *flags])
+    except SystemExit as end:  # argparse's own way out
+        status = end.code
+    assert status == 2
+    assert words in capsys.readouterr().err
 
 
 def test_sums_and_transfers_are_timed() -> None:

@@ -341,6 +341,18 @@ def test_schedulers_and_routers_read_predicted_lengths(
         (["--length-prediction", "noisy:x"], "accuracy has to be a number in [0, 1]"),
         (["--length-prediction", "oracle"], "would change nothing: choose --kv-admission"),
         (["--config", "/nowhere.json"], "cannot be read"),
+        (["--workload", "file:/nowhere.csv"], "workload file:/nowhere.csv: cannot be read: No"),
+        (["--pp", "65"], "choose 1 to 48 (pipeline_parallel_size)"),
+        (["--time-scale", "2"], "--time-scale 2 stretches the times of a replay"),
+        (["--capacity", "vidur", "--step-log", os.devnull], "--capacity writes no step log"),
+        (["--compare", "x", "--step-log", os.devnull], "--compare writes no step log"),
+        ([*TABLE, "--profile", "vidur", "--link", "rope"], "--link chooses a link of the table"),
+        ([*TABLE, "--profile", "distserve:opt-13b", "--link", "network"], "--link chooses a link"),
+        (
+            [*TABLE, "--profile", "vidur", "--tp-link", "pcie"],
+            "--tensor-parallel-link chooses a link",
+        ),
+        ([*TABLE, "--profile", "vidur", "--pp", "81"], "80 layers cannot be cut into 81 stages"),
     ],
 )
 def test_bad_flags_are_told_with_the_fix(

@@ -232,7 +232,7 @@ def test_a_profile_knows_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--tp", "two"], "--tp"),
         (["--tp", "2,1,1"], "tensor_parallel_size (2, 1, 1) has to be one number"),
         (["--tp", "3"], "do not divide into 3 ranks"),
-        (["--tp-link", "rope"], "link 'rope' is none of pcie"),
+        (["--tp-link", "rope"], "tensor_parallel_link 'rope' is none of pcie"),
         ([*TABLE, "--profile", "vidur", "--tp", "4"], "of --tp 2"),
     ],
 )

@@ -54,7 +54,8 @@ def test_work_beyond_the_tables_is_refused() -> None:
     [
         ("vidur:opt-13b", "H100", "model 'opt-13b' is not in Vidur's tables"),
         ("vidur:llama-2-7b", "L20", "device 'L20' is not in Vidur's tables"),
-        ("vidur:unknown", "H100", "model 'unknown' is none of"),
+        ("vidur:llama-2-70b", "L20", "device 'L20' is not in Vidur's tables"),
+        ("vidur:unknown", "H100", "model 'unknown' is not in Vidur's tables: choose from llama-2"),
     ],
 )
 def test_what_was_not_profiled_is_named(profile: str, device: str, message: str) -> None:

@@ -314,5 +314,5 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="give the columns prompt_tokens and output_tokens"):
             sample_lengths(workload, 3, 0)
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
         sample_lengths(f"file:{tmp_path}/none.csv", 3, 0)

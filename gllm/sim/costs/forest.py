@@ -294,11 +294,15 @@ def _find_profile(
 
 def _split(total: int, stages: int, layers: Sequence[int] | None) -> list[int]:
     """Layers of each stage. ValueError unless each has one and they add up."""
-    if layers is None and 1 <= stages <= total:
+    if layers is None:
+        if not 1 <= stages <= total:
+            raise ValueError(
+                f"{total} layers cannot be cut into {stages} stages: every stage needs a layer"
+            )
         layers = [total // stages + (stage < total % stages) for stage in range(stages)]
-    if layers is None or len(layers) != stages or sum(layers) != total or min(layers) < 1:
+    if len(layers) != stages or sum(layers) != total or min(layers) < 1:
         raise ValueError(
-            f"stages is {stages} and layers {layers}: every stage needs a layer, and they have to "
-            f"add up to the model's {total}"
+            f"layers {','.join(map(str, layers))} on {stages} stages: every stage needs a layer, "
+            f"and they have to add up to the model's {total}"
         )
     return list(layers)

@@ -21,7 +21,10 @@ def split_layers_evenly(layers: int, stages: int) -> list[int]:
     Raises ValueError for more stages than layers.
     """
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
+        raise ValueError(
+            f"{layers} layers cannot be cut into {stages} stages: choose 1 to {layers} "
+            "(pipeline_parallel_size)"
+        )
     share, rest = divmod(layers, stages)
     order = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0, stage))
     return [share + (stage in order[:rest]) for stage in range(stages)]

@@ -37,7 +37,7 @@ def build_hardware(
         )
     devices = _names("device", device, DEVICES, stages)
     links = [LINKS[name] for name in _names("link", link, LINKS, stages - 1)]
-    rank_links = _names("link", rank_link or link.split(",")[0], LINKS, stages)
+    rank_links = _names("tensor_parallel_link", rank_link or link.split(",")[0], LINKS, stages)
     specs = [
         StageSpec(count, DEVICES[name], tp, rank_link_for(name, between))
         for count, name, tp, between in zip(layers, devices, ranks, rank_links, strict=True)

@@ -72,15 +72,17 @@ def sample_lengths(workload: str, count: int, seed: int) -> Lengths:
         seed: Seed of the random numbers.
 
     Raises:
-        ValueError: The workload is unknown.
-        OSError: The file of a workload cannot be read.
+        ValueError: The workload is unknown, or its file cannot be read.
     """
     rng = random.Random(seed)
     if workload in NAMED_WORKLOADS:
         return NAMED_WORKLOADS[workload](rng, count)
     kind, _, text = workload.partition(":")
     if kind == FILE:
-        return _sample_rows(read_lengths(text), rng, count)
+        try:
+            return _sample_rows(read_lengths(text), rng, count)
+        except OSError as error:
+            raise ValueError(f"workload {workload}: cannot be read: {error.strerror}") from None
     if kind not in LENGTH_DISTRIBUTIONS:
         kinds = [
             *NAMED_WORKLOADS,
