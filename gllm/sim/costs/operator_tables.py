@@ -62,7 +62,7 @@ class OperatorTables:
     def _read_file(self, name: str) -> list[TableRow]:
         try:
             with open(self.file_name(name), encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+                rows: list[TableRow] = list(csv.DictReader(file))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{self._folder} is no folder of `gllm profile --operators`: {error}"
