@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,13 +16,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, add_flags
 from gllm.router import build_parser
 from tests.e2e.server import Server, end_with_the_tests, wait_until
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.ports import free_port
 
 
 def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:

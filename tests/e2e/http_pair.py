@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
-from tests.e2e.fleet import Router, free_port, serving_fleet
+from tests.e2e.fleet import Router, serving_fleet
 from tests.e2e.server import DEADLINE, wait_until
 from tests.e2e.test_router import EXACT
+from tests.ports import free_port
 
 KEY = "a-key-of-the-fleet"
 PROMPT = " ".join(f"{number} owls and {number + 1} foxes." for number in range(20))

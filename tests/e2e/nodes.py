@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import Any
 from benchmarks.net.rig import LoopbackRig, NamespaceRig, Rig
 from gllm.runtime.security import create_secret_file
 from tests.e2e.server import DEADLINE, Server, alive, children, places, wait_until
+from tests.ports import free_port
 
 HTTP_PORT, HEAD_PORT, DATA_PORT = 8000, 29600, 29601
 """Ports in namespaces, where nobody else uses them."""
@@ -99,7 +99,7 @@ class Cluster:
         self.servers: dict[int, NodeServer] = {}
         self._all: list[NodeServer] = []
         is_isolated = isinstance(rig, NamespaceRig)
-        self.head_port = HEAD_PORT if is_isolated else self._free_port(0)
+        self.head_port = HEAD_PORT if is_isolated else free_port()
         self.security: list[str] = []
         if has_secret:
             self.security = ["--node-secret-file", str(self.make_secret("secret"))]
@@ -152,7 +152,7 @@ class Cluster:
     ) -> NodeServer:
         is_isolated = isinstance(self.rig, NamespaceRig)
         port = self._http_port()
-        data_port = DATA_PORT if is_isolated else self._free_port(machine)
+        data_port = DATA_PORT if is_isolated else free_port()
         own = ["--port", str(port), "--node-name", f"machine-{machine}"]
         if "--data-port" not in flags:
             own += ["--data-port", str(data_port)]
@@ -194,13 +194,7 @@ class Cluster:
             server.process.wait()
 
     def _http_port(self) -> int:
-        return HTTP_PORT if isinstance(self.rig, NamespaceRig) else self._free_port(None)
-
-    def _free_port(self, machine: int | None) -> int:
-        host = "127.0.0.1" if machine is None else self.rig.addresses[machine]
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
+        return HTTP_PORT if isinstance(self.rig, NamespaceRig) else free_port()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -11,14 +10,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gllm.runtime.parent_death import die_with_parent
+from tests.ports import free_port
 
-DEADLINE = 90.0
+DEADLINE = 240.0
 """Seconds for anything that should happen at once, on a machine however busy."""
 
 
@@ -64,17 +64,23 @@ def owned_bytes(pids: list[int]) -> int:
 
 def children(pid: int) -> list[int]:
     """Ids of the processes that a process has started, those of its threads included."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+    started: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may end before its file is read.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            started += map(int, (task / "children").read_text().split())
+    return sorted(started)
 
 
 def places(pid: int) -> dict[str, int]:
     """Process ids of the workers that a process has started: by stage, or by stage.rank."""
     found = {}
     for child in children(pid):
-        title = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode()
-        if title.startswith("gllm-stage-"):
-            found[title.removeprefix("gllm-stage-")] = child
+        # A process may end meanwhile, too.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            title = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode()
+            if title.startswith("gllm-stage-"):
+                found[title.removeprefix("gllm-stage-")] = child
     return found
 
 
@@ -97,12 +103,8 @@ class Server:
     module = "gllm.serve"
 
     def __init__(self, model: str, *flags: str, certificate: str | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", self.module, model, "--port", str(self.port), *flags]
-        self.start_seconds = 0.0
-        """Time from the start to readiness: a measure for times on this machine at present."""
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests()
         )
@@ -179,14 +181,14 @@ def serving(model: Path | str, *flags: str, certificate: str | None = None) -> I
         return
     server = Server(str(model), *flags, certificate=certificate)
     try:
-        server.start_seconds = wait_until(
-            lambda: server.status("/ready") == 200 or server.process.poll() is not None
-        )
+        wait_until(lambda: server.status("/ready") == 200 or server.process.poll() is not None)
         assert server.process.poll() is None, server.end()[1]
         yield server
     finally:
         if server.process.poll() is None:
-            for pid in server.workers():
-                os.kill(pid, signal.SIGCONT)
+            # Processes that the test has killed may end at any time.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for pid in server.workers():
+                    os.kill(pid, signal.SIGCONT)
             server.process.kill()
         server.process.communicate()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,25 +18,10 @@ from benchmarks.net.rig import LoopbackRig
 from gllm.runtime.security import create_secret_file
 from tests.e2e.nodes import NodeServer, descendants
 from tests.e2e.server import DEADLINE, alive, wait_until
+from tests.ports import free_port_row
 
 KEY = "key-of-the-cluster"
 PARAMETERS = {"max_model_len": 128, "kv_cache_memory": 2**24, "dtype": "float32"}
-
-
-def free_ports(number: int) -> list[int]:
-    """Return a row of ports at which nothing listens, below those of outgoing connections."""
-    for first in range(20000 + os.getpid() % 100 * 100, 32000, number):
-        probes = [socket.socket() for _ in range(number)]
-        try:
-            for i, probe in enumerate(probes):
-                probe.bind(("127.0.0.1", first + i))
-            return list(range(first, first + number))
-        except OSError:
-            continue
-        finally:
-            for probe in probes:
-                probe.close()
-    raise AssertionError("there are no free ports")
 
 
 class ClusterProcesses:
@@ -47,7 +31,7 @@ class ClusterProcesses:
         create_secret_file(folder / "secret")
         (folder / "keys").write_text(KEY)
         self._folder = folder
-        self._ports = iter(free_ports(12))
+        self._ports = iter(free_port_row(12))
         self.hub, http = next(self._ports), next(self._ports)
         self._security = ["--node-secret-file", str(folder / "secret")]
         self.master = self._start(

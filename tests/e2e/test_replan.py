@@ -24,7 +24,7 @@ from gllm.plan.serving_plan import (
 from gllm.sim.costs.profile import StepSample, write_profile
 from tests.e2e.plans import running_up
 from tests.e2e.test_up import FLAGS, free_block
-from tests.ray.raylets import free_ports
+from tests.ports import free_ports
 from tests.sim.test_fitted import profile as make_profile
 
 RATE = 6.0

@@ -19,22 +19,14 @@ from gllm.plan.serving_plan import (
 )
 from tests.e2e.plans import UpProcess, complete, running_up
 from tests.e2e.server import alive, wait_until
-from tests.ray.raylets import free_ports
+from tests.ports import free_port_row, free_ports
 
 FLAGS = {"threads": 1, "kv-cache-memory": "64MiB", "dtype": "float32"}
 
 
 def free_block(num_nodes: int = 1) -> int:
     """The first of as many ports as an engine of some nodes has that nobody listens at."""
-    while True:
-        first = free_ports("first")["first"]
-        try:
-            for number in range(NUM_ENGINE_PORTS * num_nodes):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", first + number))
-        except (OSError, OverflowError):
-            continue
-        return first
+    return free_port_row(NUM_ENGINE_PORTS * num_nodes)[0]
 
 
 def local_plan(*engines: str) -> ServingPlan:
@@ -50,7 +42,6 @@ def local_plan(*engines: str) -> ServingPlan:
     )
 
 
-@pytest.mark.timeout(300)
 def test_two_engines_and_a_router_serve_and_end_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +66,6 @@ def test_two_engines_and_a_router_serve_and_end_in_order(
     assert figures["TTFT median, ms"] > 0
 
 
-@pytest.mark.timeout(300)
 def test_a_port_in_use_is_the_named_cause(tmp_path: Path) -> None:
     plan = local_plan("a")
     assert plan.router is not None
@@ -91,7 +81,6 @@ def test_a_port_in_use_is_the_named_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_the_machines_of_an_engine_run_the_same_line(tmp_path: Path) -> None:
     """The second machine ends by itself when the first one has."""
     plan = ServingPlan(

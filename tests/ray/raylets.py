@@ -7,7 +7,6 @@ process that does nothing has its place.
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from tests.e2e.server import children
+from tests.ports import free_ports
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -114,20 +114,6 @@ def start_raylets(num_raylets: int) -> Iterator[Raylets]:
         finally:
             raylets.close()
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_ports(*names: str) -> dict[str, int]:
-    """Return a port that nothing listens at for each name."""
-    listeners = [socket.socket() for _ in names]
-    try:
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return {
-            name: listener.getsockname()[1] for name, listener in zip(names, listeners, strict=True)
-        }
-    finally:
-        for listener in listeners:
-            listener.close()
 
 
 def find_processes(ancestor: int, title: str) -> list[int]:
