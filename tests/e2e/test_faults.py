@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from gllm.config.engine import EngineConfig
 from tests.e2e.server import DEADLINE, Server, alive, serving, wait_until
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True}
 """About 500 steps: it is still running when a test acts."""
 SLOW = ["--pp", "2", "--debug-step-seconds", "0.01"]
 """Two stages, whose LONG takes five seconds or longer on any machine."""
-NOTICE_SHARE = 0.2
-"""A death is noticed at once: sooner than after this share of the time that the start has taken."""
+PATIENT = ["--health-timeout", "600", "--freeze-timeout", "600"]
+"""Time-outs longer than a test: what is noticed is a death itself, not the silence after it."""
 
 
 class Streaming:
@@ -78,19 +77,16 @@ def leftovers(before: set[Path]) -> set[Path]:
 @pytest.mark.parametrize("victim", [0, 1], ids=["driver", "last stage"])
 def test_a_killed_worker_ends_the_server_with_its_cause(tiny_model: Path, victim: int) -> None:
     before = places()
-    with serving(tiny_model, *SLOW, "--max-restarts", "0") as server:
+    with serving(tiny_model, *SLOW, *PATIENT, "--max-restarts", "0") as server:
         request = Streaming(server)
         workers = server.workers()
         killed = time.monotonic()
         os.kill(workers[victim], signal.SIGKILL)
         wait_until(lambda: server.status("/health") == 503)
-        noticed = time.monotonic() - killed
         last = request.join()
         assert server.post("/v1/completions", LONG)[0] == 503
         code, errors = server.end()
         lived = time.monotonic() - killed
-    assert noticed < NOTICE_SHARE * server.start_seconds
-    assert request.ended - killed < NOTICE_SHARE * server.start_seconds
     assert f"stage {victim}" in last["error"]["message"]
     assert "SIGKILL" in last["error"]["message"]
     assert lived > 4.5, "it answers 503 for five seconds"
@@ -105,18 +101,17 @@ def test_a_killed_worker_ends_the_server_with_its_cause(tiny_model: Path, victim
 
 def test_workers_die_with_their_parent(tiny_model: Path) -> None:
     before = places()
-    with serving(tiny_model, *SLOW) as server:
+    with serving(tiny_model, *SLOW, *PATIENT) as server:
         Streaming(server)
         workers = server.workers()
         server.process.kill()
-        gone = wait_until(lambda: not any(alive(pid) for pid in workers))
-    assert gone < NOTICE_SHARE * server.start_seconds
+        wait_until(lambda: not any(alive(pid) for pid in workers))
     assert not leftovers(before)
 
 
 def test_a_stopped_worker_makes_the_server_unhealthy(tiny_model: Path) -> None:
     timeout = 1.0
-    flags = ["--health-timeout", str(timeout), "--freeze-timeout", "300"]
+    flags = [*PATIENT, "--health-timeout", str(timeout)]
     with serving(tiny_model, "--pp", "2", *flags) as server:
         worker = server.workers()[1]
         request = Streaming(server)
@@ -129,7 +124,7 @@ def test_a_stopped_worker_makes_the_server_unhealthy(tiny_model: Path) -> None:
         begin = time.monotonic()
         request = Streaming(server, has_begun=False)
         wait_until(lambda: server.status("/health") == 503)
-        assert timeout <= time.monotonic() - begin < EngineConfig.health_timeout
+        assert time.monotonic() - begin >= timeout
         os.kill(worker, signal.SIGCONT)
         assert request.join()["choices"][0]["finish_reason"] == "length"
 

@@ -106,7 +106,7 @@ def samples(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return answers
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_loglikelihoods_are_those_of_transformers(samples: dict[str, list[Any]]) -> None:
     import transformers
 
@@ -128,7 +128,7 @@ def test_loglikelihoods_are_those_of_transformers(samples: dict[str, list[Any]])
             assert abs(float(answered) - wanted) < 1e-3
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_answers_of_chats_are_the_demo_models(
     server: Server, samples: dict[str, list[Any]]
 ) -> None:

@@ -25,6 +25,8 @@ EXACT = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64MiB"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
 FREEZE_TIMEOUT = "2"
 """Seconds for which a stopped worker is left alone."""
+RECOVERY = ["--freeze-timeout", FREEZE_TIMEOUT, "--recovery-timeout", "300"]
+"""Flags with which requests wait for a restarted worker, however long its start takes here."""
 
 
 def faults() -> list[Any]:
@@ -86,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         path = [str(Path(__file__).parent / "poison"), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         before = leftovers()
-        with serving("demo", "--pp", "3", "--freeze-timeout", FREEZE_TIMEOUT, *EXACT) as started:
+        with serving("demo", "--pp", "3", *RECOVERY, *EXACT) as started:
             yield started
             workers = started.workers()
             started.process.terminate()

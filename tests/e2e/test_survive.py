@@ -38,7 +38,7 @@ def test_llm_generate_survives_kills() -> None:
     params = SamplingParams(
         temperature=1, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
     )
-    with LLM("demo", progress=False, pipeline_parallel_size=2) as llm:
+    with LLM("demo", progress=False, pipeline_parallel_size=2, recovery_timeout=300.0) as llm:
         undisturbed = llm.generate(PROMPTS, params)
         engine = llm._engine
 

@@ -15,7 +15,7 @@ from tests.e2e.recovery_load import COMPLETIONS, Answer, Load
 from tests.e2e.server import Server, alive, places, serving, wait_until
 from tests.e2e.test_recovery import (
     EXACT,
-    FREEZE_TIMEOUT,
+    RECOVERY,
     compare,
     leaks,
     leftovers,
@@ -77,7 +77,7 @@ class Servers:
 @contextmanager
 def running(degrees: str) -> Iterator[Server]:
     """A server of two stages, whose processes are gone at the end."""
-    flags = ["--pp", "2", "--tp", degrees, "--freeze-timeout", FREEZE_TIMEOUT, *EXACT]
+    flags = ["--pp", "2", "--tp", degrees, *RECOVERY, *EXACT]
     with serving("demo", *flags) as server:
         yield server
         workers = server.workers()
