@@ -200,6 +200,9 @@ def test_pages_name_valid_commands(page: Path) -> None:
     (name,) = values.names
     assert shlex.split(format_command(name, values)) == words
     assert page.stem == name + ("-real" if values.real else "")
+    assert re.search(
+        r"^Made by .* Run time: \d+ s with --jobs \d+ on", page.read_text(), re.MULTILINE
+    )
 
 
 def test_made_by_line_repeats_the_page(tmp_path: Path) -> None:

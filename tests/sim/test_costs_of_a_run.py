@@ -18,9 +18,9 @@ from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
 
-MAX_CALLS_PER_ROW = 26
+MAX_CALLS_PER_ROW = 25
 """Python functions called per output token, with the events of its share of a micro-batch."""
-MAX_EVENTS_PER_BATCH = 16
+MAX_EVENTS_PER_BATCH = 15
 """Events per micro-batch on four stages."""
 MAX_SNAPSHOTS_PER_ARRIVAL = 2.5
 """Snapshots made per arrival at eight engines: of the one that got the last request, and of those
