@@ -7,7 +7,7 @@ STAMP := .venv/.ready
 # much CPU time as the rest of its start; setup leaves them uncompiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup serve lint test test-e2e test-long test-router test-installed test-cpus test-triton-3.6 mutants format browser
+.PHONY: setup serve lint test test-e2e test-long test-long-others test-long-e2e test-router test-installed test-cpus test-triton-3.6 mutants format browser
 
 setup: $(STAMP)
 
@@ -40,8 +40,9 @@ test: lint
 
 # Tests in tests/e2e start servers, three at a time, as they wait for half of their time. tests/e2e/conftest.py has the
 # order of their files: the longest one first.
+E2E := $(BIN)/python -m pytest -q -rs -n 3 --dist loadscope --no-loadscope-reorder tests/e2e
 test-e2e: $(STAMP)
-	$(BIN)/python -m pytest -q -rs -n 3 --dist loadscope --no-loadscope-reorder tests/e2e
+	$(E2E)
 
 # The tests of servers over HTTP with a router and two engines as the server. What they leave out looks at a pipeline's
 # own processes and profiles.
@@ -50,9 +51,17 @@ test-router: $(STAMP)
 	GLLM_TEST_FLEET=2 $(BIN)/python -m pytest -q -rs -n 2 --dist loadscope $(ROUTER_TESTS) \
 		-k "not bubbles and not idle_pipeline and not leave_nothing and not profile and not server_info and not top_and_json and not compiling_process and not kept_connections"
 
-# Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile.
-test-long: $(STAMP)
-	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --hypothesis-profile long -m "long or hypothesis" $(ARGS)
+# Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile. Tests of servers
+# run as in test-e2e, also after a failure of the others. ARGS: further options of pytest for both.
+LONG := --timeout 1800 $(ARGS)
+test-long:
+	$(MAKE) --keep-going test-long-others test-long-e2e
+
+test-long-others: $(STAMP)
+	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e --hypothesis-profile long -m "long or hypothesis" $(LONG)
+
+test-long-e2e: $(STAMP)
+	$(E2E) -m long $(LONG)
 
 # PyTorch 2.11, the oldest supported on GPUs, requires this Triton: the kernels must compile with it too.
 OLD_TRITON := 3.6.0

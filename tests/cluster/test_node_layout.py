@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.cluster.node_layout import NodeShape, distribute_stages, recut_layers
 from gllm.models.partition import StageCosts, slowest_cost
+from tests.examples import num_examples
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_without_the_first_stage_nothing_is_left() -> None:
     assert recut([], {}) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200, 3000), deadline=None)
 @given(
     owners=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     lost=st.integers(1, 3),

@@ -17,6 +17,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagType, number_type, parse_bytes
 from gllm.config.options import INT32_MAX, Range, describe_range
 from gllm.config.server import ServerConfig
+from tests.examples import num_examples
 
 PARSERS = {
     "serve": ("gllm.serve", "build_parser"),
@@ -100,7 +101,7 @@ def checked(action: argparse.Action) -> tuple[FlagType, str]:
 
 
 @pytest.mark.parametrize("command", PARSERS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=num_examples(8, 60), deadline=None)
 @given(data=st.data())
 def test_values_out_of_range_are_refused(command: str, data: st.DataObject) -> None:
     for action in numeric(command):

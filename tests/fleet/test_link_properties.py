@@ -16,6 +16,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.fleet import EngineReport, GreetEngine, NoticeToEngine, RefuseEngine
 from gllm.messages.requests import EngineOutputs
 from gllm.scheduler.plan import SchedulerStats, StepOutput
+from tests.examples import num_examples
 from tests.fleet.links import announcement
 
 OUTPUTS = EngineOutputs(StepOutput([], [], [], []), SchedulerStats())
@@ -179,7 +180,9 @@ class LinkMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinkMachine.TestCase
-TestLinks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLinks.settings = settings(
+    max_examples=num_examples(60, 1000), stateful_step_count=40, deadline=None
+)
 
 
 def test_an_engine_that_got_its_name_back_may_begin_another_session() -> None:

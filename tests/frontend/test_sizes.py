@@ -12,6 +12,7 @@ from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields import json_size
 from gllm.frontend.fields.content_encoding import BodyTooLargeError, decompress
+from tests.examples import num_examples
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -135,7 +136,7 @@ def counted(value):
     return 1 + sum(one for one, _ in below), commas + sum(one for _, one in below)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200, 3000), deadline=None)
 @given(value=values, size=st.integers(2, 9))
 def test_values_are_counted_across_pieces(value, size):
     with pytest.MonkeyPatch.context() as patch:

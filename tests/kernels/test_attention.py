@@ -15,6 +15,7 @@ from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.native import attention as native_attention
 from gllm.kernels.native.library import DTYPES
+from tests.examples import num_examples
 
 PLAIN = AttentionScaling(0.25)
 
@@ -97,7 +98,7 @@ decode_rows = st.lists(st.tuples(st.integers(0, 40), st.just(1)), max_size=6)
 chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150, 1000), deadline=None)
 @given(
     decode_rows,
     chunk_rows,

@@ -15,6 +15,7 @@ from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import PagedBatch, build_device_tables, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
+from tests.examples import num_examples
 from tests.kernels import fake_flash_attention
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ decode_rows = st.lists(st.tuples(st.integers(0, 30), st.just(1)), max_size=4)
 chunk_rows = st.lists(st.tuples(st.integers(0, 20), st.integers(2, 15)), max_size=3)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(120, 1500), deadline=None, derandomize=True)
 @given(
     decode_rows,
     chunk_rows,

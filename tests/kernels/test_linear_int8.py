@@ -16,6 +16,7 @@ from gllm.kernels.linear_int8 import (
     row_magnitudes,
 )
 from gllm.kernels.native.library import DTYPES
+from tests.examples import num_examples
 
 TYPES = st.sampled_from([*DTYPES])
 SIZES = st.one_of(st.integers(1, 20), st.integers(60, 70), st.integers(120, 300))
@@ -53,7 +54,7 @@ def same_bits(actual: Tensor, expected: Tensor) -> None:
     assert torch.equal(actual, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(TYPES, st.integers(1, 9), SIZES, st.integers(0, 99))
 def test_rows_become_codes(way: str, dtype: torch.dtype, rows: int, size: int, seed: int) -> None:
     x = random(seed, dtype, rows, size)
@@ -65,7 +66,7 @@ def test_rows_become_codes(way: str, dtype: torch.dtype, rows: int, size: int, s
     assert np.array_equal(made.scales.numpy(), scales)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80, 1000), deadline=None)
 @given(TYPES, st.integers(1, 14), SIZES, SIZES, st.booleans(), st.integers(0, 99))
 def test_products_are_exact(
     way: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, biased: bool, seed: int
@@ -170,7 +171,7 @@ def test_a_matrix_takes_a_byte_for_a_weight() -> None:
     assert 640 * 320 <= matrix.nbytes <= 640 * 320 * 1.05
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(TYPES, st.integers(1, 9), SIZES, st.data())
 def test_parts_of_rows_have_the_codes_of_whole_rows(
     way: str, dtype: torch.dtype, rows: int, size: int, data: st.DataObject
@@ -186,7 +187,7 @@ def test_parts_of_rows_have_the_codes_of_whole_rows(
     assert all(torch.equal(part.scales, whole.scales) for part in made)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(TYPES, st.integers(1, 14), st.integers(2, 150), st.integers(1, 70), st.integers(0, 99))
 def test_products_of_parts_add_up(
     way: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, seed: int

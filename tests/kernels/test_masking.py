@@ -14,12 +14,13 @@ from gllm.kernels.masking import (
     apply_token_bitmask,
     build_token_bitmask,
 )
+from tests.examples import num_examples
 from tests.kernels.histories import laid_out
 
 SIZES = st.sampled_from([1, 31, 32, 33, 64, 100])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(60, 1000), deadline=None, derandomize=True)
 @given(SIZES, st.data())
 def test_a_mask_keeps_what_a_list_keeps(size: int, data: st.DataObject) -> None:
     """Other rows stay, ids out of the vocabulary are nobody's."""
@@ -59,7 +60,7 @@ def phrases_of(owners: list[int], given: list[list[int]], width: int) -> BadWord
     return BadWords(torch.tensor(owners), torch.tensor(lengths), before, last)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(200, 2000), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(tokens, tokens), min_size=2, max_size=2), st.data())
 def test_a_phrase_forbids_its_end_behind_its_beginning(
     texts: list[tuple[list[int], list[int]]], data: st.DataObject

@@ -19,6 +19,7 @@ from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import apply_rotary
+from tests.examples import num_examples
 
 TYPES = st.sampled_from([*DTYPES])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -40,7 +41,7 @@ def test_this_machine_has_builds() -> None:
         assert "portable" in find_compiled_builds()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(TYPES, st.booleans(), st.integers(1, 5), st.integers(1, 70), st.integers(0, 99))
 def test_norms(way: str, dtype: torch.dtype, wide: bool, rows: int, size: int, seed: int) -> None:
     hidden, delta = random(seed, dtype, rows, size), random(seed + 1, dtype, rows, size)
@@ -53,7 +54,7 @@ def test_norms(way: str, dtype: torch.dtype, wide: bool, rows: int, size: int, s
     close(hidden, summed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(
     TYPES,
     st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
@@ -78,7 +79,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 } | {"sigmoid": sigmoid}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(
     TYPES,
     st.sampled_from([*PLAIN]),
@@ -106,7 +107,7 @@ def test_activations_at_the_ends_of_their_range(way: str, kind: str) -> None:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80, 1000), deadline=None)
 @given(
     TYPES,
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 10, 32, 48])),

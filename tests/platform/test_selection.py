@@ -17,6 +17,7 @@ from gllm.platform.selection import (
     choose_head,
     select_nodes,
 )
+from tests.examples import num_examples
 
 NAMES = "abcdefg"
 
@@ -50,7 +51,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[NodeCandidate], NetworkView]:
     return candidates, NetworkView(trips, links)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 2000), deadline=None)
 @given(cluster=clusters(), data=st.data())
 def test_selections_meet_all_rules(
     cluster: tuple[list[NodeCandidate], NetworkView], data: st.DataObject
@@ -100,7 +101,7 @@ def test_selections_meet_all_rules(
     assert select_nodes(shuffled, requirements, network) == selection
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50, 2000), deadline=None)
 @given(cluster=clusters())
 def test_no_node_beats_the_head_in_both_cpu_and_network(
     cluster: tuple[list[NodeCandidate], NetworkView],

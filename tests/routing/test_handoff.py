@@ -20,6 +20,7 @@ from gllm.routing.handoff import (
     StartPrefetch,
     StartPrefill,
 )
+from tests.examples import num_examples
 
 LIMITS = HandoffLimits(renew_seconds=3, read_seconds=1, hold_seconds=10)
 LEASE_SECONDS = 7.0
@@ -353,4 +354,6 @@ class HandoffMachine(RuleBasedStateMachine):
 
 
 TestHandoffMachine = HandoffMachine.TestCase
-TestHandoffMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestHandoffMachine.settings = settings(
+    max_examples=num_examples(80, 1500), stateful_step_count=25, deadline=None
+)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
+from tests.examples import num_examples
 from tests.runtime.fake_driver import FakeDriver
 from tests.runtime.request_reader import RequestReader
 
@@ -247,5 +248,5 @@ class EngineLife(RuleBasedStateMachine):
 
 TestEngineLife = EngineLife.TestCase
 TestEngineLife.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=num_examples(100, 1000), stateful_step_count=50, deadline=None, derandomize=True
 )

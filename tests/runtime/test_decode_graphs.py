@@ -14,6 +14,7 @@ from gllm.models.stage import StageInputs
 from gllm.runtime.cuda.attention_plans import get_block_table, plan_table_attention
 from gllm.runtime.cuda.graphs import DecodeGraphs, find_graph_size, graph_sizes, pad_decodes
 from gllm.runtime.cuda.staging import ALIGNMENT, InputStaging, TreeLayout
+from tests.examples import num_examples
 from tests.runtime.fake_streams import FakeQueues
 
 
@@ -153,7 +154,7 @@ class Leafy:
 DTYPES = (torch.uint8, torch.int32, torch.float32, torch.int64, torch.bool)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(60, 2000), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 9)), min_size=3, max_size=8))
 def test_a_tree_survives_its_way_through_one_piece_of_memory(
     parts: list[tuple[torch.dtype, int]],

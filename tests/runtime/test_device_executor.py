@@ -23,6 +23,7 @@ from gllm.runtime.cuda import logit_edits, sampler
 from gllm.runtime.cuda.attention_plans import plan_table_attention
 from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
+from tests.examples import num_examples
 from tests.kernels import fake_flash_attention
 from tests.runtime.device import (
     BLOCK_SIZE,
@@ -194,7 +195,7 @@ def test_example_steps_before_the_first_leave_nothing_behind(
 # The tests of single settings below reach the same lines.
 @pytest.mark.no_cover
 @settings(
-    max_examples=12,
+    max_examples=num_examples(12, 60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
+from tests.examples import num_examples
 from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_properties import pipelines, random_request
 
@@ -131,7 +132,10 @@ def drive(pipeline: Pipeline, rng: Random, steps: int, nan_share: float) -> None
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=num_examples(40, 400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
 )
 @given(pipeline=pipelines(), seed=st.integers(0, 2**32), nan_share=st.sampled_from([0.0, 0.05]))
 def test_who_does_not_fail_gets_the_tokens_it_would_get_alone(

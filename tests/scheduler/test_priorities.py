@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
+from tests.examples import num_examples
 from tests.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 from tests.scheduler.test_traps import POLICIES, prompt
 
@@ -94,7 +95,7 @@ def test_nobody_gives_way_where_that_would_not_help() -> None:
     assert set(pipe.ended) == {0, 1, 2}
 
 
-@settings(max_examples=10, deadline=None, database=None)
+@settings(max_examples=num_examples(10, 150), deadline=None, database=None)
 @given(
     policy=st.sampled_from(URGENT_POLICIES),
     stages=st.integers(1, 4),

@@ -16,6 +16,7 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
+from tests.examples import num_examples
 
 STEP = 0.05
 """Seconds of a micro-batch on its only stage."""
@@ -179,7 +180,7 @@ def test_a_link_failure_has_times() -> None:
         )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40, 1000), deadline=None)
 @given(
     policy=st.sampled_from(sorted(PAIR_POLICIES)),
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=16),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
+from tests.examples import num_examples
 from tests.text import tokenizers_for_tests as some
 
 KINDS = {
@@ -31,7 +32,7 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150, 2000), deadline=None)
 @given(data=st.data())
 def test_random_ids(kind, data):
     tokenizer = KINDS[kind]
@@ -40,7 +41,7 @@ def test_random_ids(kind, data):
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100, 2000), deadline=None)
 @given(text=st.text(max_size=30))
 def test_texts_are_never_cut_inside_a_character(kind, text):
     tokenizer = KINDS[kind]
@@ -51,7 +52,7 @@ def test_texts_are_never_cut_inside_a_character(kind, text):
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100, 2000), deadline=None)
 @given(data=st.data())
 def test_cuts_do_not_matter(data):
     tokenizer = KINDS["byte-level"]
@@ -97,7 +98,7 @@ def test_unfinished_stop_string_is_shown_at_the_end():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(data=st.data())
 def test_special_tokens_are_shown_where_asked(kind, data):
     tokenizer = KINDS[kind]

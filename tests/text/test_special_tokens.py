@@ -12,6 +12,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
+from tests.examples import num_examples
 from tests.text import tokenizers_for_tests as some
 
 TEMPLATE = ChatTemplate(
@@ -77,7 +78,7 @@ def control(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
 harmless = st.text(st.sampled_from('aé <|imend_s>/[]{}"\\\n🎉好0'), max_size=12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50, 1000), deadline=None)
 @given(texts=st.lists(harmless, min_size=1, max_size=3))
 def test_texts_without_special_tokens_are_encoded_as_ever(tokenizer, texts):
     """Whether or not they take the way of marked text."""
@@ -127,7 +128,7 @@ def arguments(name: str, value: str, escaped: bool) -> str:
     return text.replace("<", "\\u003c") if escaped else text
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50, 1000), deadline=None)
 @given(st.lists(tricky, min_size=7, max_size=7), st.booleans())
 def test_no_text_of_a_request_makes_a_control_token(tokenizer, texts, escaped):
     function = {"name": "f", "arguments": arguments(texts[2], texts[3], escaped)}

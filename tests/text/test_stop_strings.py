@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.config.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gllm.text.stop_strings import StopMatcher, StopStrings
+from tests.examples import num_examples
 
 
 def plainly(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -20,7 +21,7 @@ def plainly(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=num_examples(600, 10000), deadline=None)
 @given(
     text=st.text("aab", max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
@@ -56,7 +57,7 @@ def test_first_to_be_complete_wins_and_releases_what_the_other_held():
     assert matcher.push("cd") == ("a", "bc")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200, 3000), deadline=None)
 @given(
     text=st.lists(st.sampled_from(["a", "aab", "b" * 9, "a" * 40, "ab" * 20]), max_size=12),
     stops=st.lists(st.text("ab", min_size=15, max_size=60), max_size=3),

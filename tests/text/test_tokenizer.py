@@ -11,6 +11,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from gllm.text.token_length import compute_max_token_characters
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
+from tests.examples import num_examples
 from tests.text import tokenizers_for_tests as some
 
 
@@ -107,7 +108,7 @@ def test_too_many_tokens():
     assert (raised.value.count, raised.value.is_exact) == (count, True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100, 1500), deadline=None)
 @given(st.text(st.sampled_from("aHelo world\n\t 你e\u0301🎉\u1f82\u1100\u1161\u11a8"), max_size=60))
 def test_no_text_has_fewer_tokens_than_its_length_tells(text):
     composing = some.byte_level()

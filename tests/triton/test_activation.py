@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gllm.kernels.activation import ACTIVATIONS
 from gllm.kernels.triton.activation import KINDS, act_and_mul
 from gllm.kernels.triton.tiles import choose_tiles
+from tests.examples import num_examples
 
 # What is beyond float32 is infinite, as meant; NumPy would have it said.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -25,7 +26,7 @@ def test_every_activation_has_a_kernel() -> None:
         act_and_mul("swish", torch.ones(1, 2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40, 600), deadline=None)
 @given(
     st.sampled_from([*STEP]),
     st.sampled_from(KINDS),

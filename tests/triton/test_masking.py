@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from gllm.kernels import masking as reference
 from gllm.kernels.masking import build_token_bitmask
 from gllm.kernels.triton import masking
+from tests.examples import num_examples
 from tests.kernels.histories import laid_out
 from tests.kernels.test_masking import phrases_of, tokens, words
 
@@ -21,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking, "PHRASE", 2)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(10, 150), deadline=None, derandomize=True)
 @given(st.sampled_from([1, 31, 64, 150]), st.integers(0, 99))
 def test_masks_keep_what_their_bits_say(size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +36,7 @@ def test_masks_keep_what_their_bits_say(size: int, seed: int) -> None:
     assert torch.equal(logits, expected)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(20, 200), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(tokens, tokens), min_size=2, max_size=2), st.data())
 def test_phrases(texts: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
     given_words = data.draw(st.lists(st.tuples(st.integers(0, 1), words), min_size=1, max_size=6))

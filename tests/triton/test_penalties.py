@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from gllm.kernels import penalties as reference
 from gllm.kernels.triton import penalties
+from tests.examples import num_examples
 from tests.kernels.histories import laid_out
 
 LARGEST = torch.finfo(torch.float32).max
@@ -30,7 +31,7 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penalties, "TILE", 4)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(10, 100), deadline=None, derandomize=True)
 @given(st.lists(row, min_size=1, max_size=3), st.integers(1, 5), st.integers(0, 99))
 def test_any_histories(rows: list[tuple], block_size: int, seed: int) -> None:
     """To the bit, on rows of a wider tensor; rows without a history stay as they are."""

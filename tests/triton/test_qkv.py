@@ -15,6 +15,7 @@ from gllm.kernels.qkv import rotate_and_store as operation
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles
 from gllm.kernels.triton.qkv import rotate_and_store
+from tests.examples import num_examples
 
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 STEP = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5}
@@ -55,7 +56,7 @@ def empty_cache(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     return keys, keys.clone()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40, 200), deadline=None)
 @given(
     TYPES,
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 10, 16, 24])),
@@ -107,7 +108,7 @@ def test_groups_of_heads_do_not_mix() -> None:
         close(actual, reference)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20, 100), deadline=None)
 @given(TYPES, st.booleans(), st.sampled_from([0, 4, 8]), st.integers(1, 3), st.integers(0, 99))
 def test_a_cache_in_fp8(
     dtype: torch.dtype, interleaved: bool, dim: int, kv_heads: int, seed: int

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.triton.rms_norm import LONGEST, add_rms_norm, rms_norm
+from tests.examples import num_examples
 
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 STEP = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -31,7 +32,7 @@ def close(actual: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(actual.to(torch.float64), exact, rtol=step, atol=step / 8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25, 300), deadline=None)
 @given(TYPES, st.booleans(), st.integers(0, 40), st.integers(1, 600), st.integers(0, 99))
 def test_norms(dtype: torch.dtype, wide: bool, rows: int, size: int, seed: int) -> None:
     x, weight = random(seed, dtype, rows, size), random(seed + 1, dtype, size)
@@ -45,7 +46,7 @@ def test_norms(dtype: torch.dtype, wide: bool, rows: int, size: int, seed: int) 
     assert torch.equal(x, before)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25, 300), deadline=None)
 @given(TYPES, st.booleans(), st.integers(0, 6), st.integers(1, 3000), st.integers(0, 99))
 def test_norms_behind_a_sum(
     dtype: torch.dtype, wide: bool, rows: int, size: int, seed: int

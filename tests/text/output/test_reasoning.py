@@ -8,6 +8,7 @@ from gllm.text.output.events import AssistantMessage
 from gllm.text.output.parser import OutputFormat, OutputParser
 from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTokenCounter
 from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
+from tests.examples import num_examples
 
 CASES = [
     ("<think>\nhm, yes\n</think>\n\nHello.\n", False, "hm, yes", "Hello.\n"),
@@ -45,7 +46,7 @@ def test_split(text, within, reasoning, content):
     assert read(other, within, "mistral") == (reasoning, shown)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200, 5000), deadline=None)
 @given(
     pieces=st.lists(st.sampled_from(["<think>", "</think>", "<", "think", ">", " ", "a"])),
     within=st.booleans(),
