@@ -215,6 +215,15 @@ def test_labels_of_bars_do_not_overlap() -> None:
     assert upright.extra_inches > 2
 
 
+def test_titles_of_panels_stay_within_their_panels(tmp_path: Path) -> None:
+    title = "llama-100b on 4 x A800-80G over the network, sharegpt-like"
+    panel = ChartPanel(title, "requests/s", "%", {"throttle": [(1.0, 1.0)]})
+    plot_grid([panel, panel], tmp_path / "two.svg")
+    assert title not in (tmp_path / "two.svg").read_text()
+    plot_grid([panel], tmp_path / "one.svg")
+    assert title in (tmp_path / "one.svg").read_text()
+
+
 def test_bubbles_of_a_run_by_hand() -> None:
     run = made(
         step(0, (10, 12), (12, 14)),

@@ -122,6 +122,8 @@ def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture
     events[index] = ScheduleEvent(event.time, forged, event.parallelism)
     agreement = replay_calls(events)
     assert agreement.num_equal == agreement.num_plans - 1
+    times = replay_step_times(events)
+    assert times.num_equal == times.num_plans - 1
     assert main([str(write(events, tmp_path / "log"))]) == 1
     assert (
         f"{agreement.num_equal} of {agreement.num_plans} plans bit-identical"

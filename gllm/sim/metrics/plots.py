@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
@@ -70,6 +71,8 @@ STYLE: dict[Any, Any] = {
 }
 WIDTH = 8.0
 """Inches."""
+TITLE_CHARACTERS = 100
+"""Characters of a title's size beside each other across a picture."""
 DPI = 150
 CURVE_POINTS = 400
 """A distribution of more values is drawn through this many of them."""
@@ -311,7 +314,8 @@ def plot_grid(panels: Sequence[ChartPanel], path: str | Path, columns: int = 2) 
         places = list(figure.subplots(rows, columns, squeeze=False).flat)
         handles: dict[str, Line2D] = {}
         for axes, panel in zip(places, panels, strict=False):
-            axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+            title = fill(panel.title, TITLE_CHARACTERS // columns)
+            axes.set(title=title, xlabel=panel.x_label, ylabel=panel.y_label)
             for name, points in panel.series.items():
                 look = _line_look(names.index(name))
                 x, y = zip(*sorted(points), strict=True) if points else ((), ())
