@@ -210,7 +210,14 @@ def _build_distserve(name: str, options: ProfileOptions) -> Deployment:
         )
     coefficients = read_coefficients(system or SYSTEMS[0], model, degrees[0])
     blocks = read_kv_capacity(model, degrees[0], stages) // options.scheduler.block_size
-    length = options.max_model_len or max(options.longest, OPT_MAX_MODEL_LEN)
+    most = max(options.longest, options.max_model_len or 0)
+    if most > OPT_MAX_MODEL_LEN:
+        raise ValueError(
+            f"--profile distserve:{name}: OPT models have a context of {OPT_MAX_MODEL_LEN} tokens, "
+            f"not {most}: cut the requests (--max-request-tokens {OPT_MAX_MODEL_LEN}), lower "
+            "--max-model-len or choose another workload"
+        )
+    length = options.max_model_len or OPT_MAX_MODEL_LEN
     layers = split_layers_evenly(look_up("model", model, MODELS).layers, stages)
     if options.layers not in (None, tuple(layers)):
         raise ValueError("--layers: DistServe's stages have equal numbers of layers: leave it out")

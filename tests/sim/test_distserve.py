@@ -125,10 +125,15 @@ def test_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for flags, words in (
         (["--profile", "distserve:opt-13b,orca"], "'orca' is none of distserve, vllm"),
+        (
+            ["--profile", "distserve:opt-175b", "--tp", "8", "--workload", "fixed:2047,2"],
+            "context of 2048 tokens, not 2049: cut the requests (--max-request-tokens 2048)",
+        ),
+        (["--profile", "distserve:opt-13b", "--max-model-len", "4096"], "2048 tokens, not 4096"),
         (["--profile", "distserve:opt-13b", "--tp", "5"], "published nothing for system distserve"),
         (["--profile", "distserve:gpt-5"], "model gpt-5"),
     ):
-        assert main([*flags, *load]) == 2
+        assert main([*load, *flags]) == 2
         assert words in capsys.readouterr().err
 
 
