@@ -249,6 +249,7 @@ def test_the_rate_changes_when_but_not_what() -> None:
         ({"arrivals": "replay"}, "'fixed:8,8' has no arrivals to replay: azure-conv has"),
         ({"arrivals": "replay", "workload": "arxiv-4k"}, "no arrivals to replay: azure-conv has"),
         ({"arrivals": "replay", "workload": "azure-code", "time_scale": 0}, "time_scale is 0"),
+        ({"arrivals": "replay", "workload": "azure-code", "count": 8820}, "has 8819 requests to"),
         ({"arrivals": "replay", "workload": "azure-code", "time_scale": -1}, "time_scale is -1"),
     ],
 )

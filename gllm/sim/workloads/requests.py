@@ -47,7 +47,7 @@ def make_workload(
     All other arrivals sample lengths, and times at `rate` requests per second.
 
     Raises:
-        ValueError: The workload or the arrivals are unknown.
+        ValueError: The workload or the arrivals are unknown, or the trace has fewer requests.
     """
     if arrivals == "replay":
         if not 0 < time_scale < math.inf:
@@ -55,6 +55,11 @@ def make_workload(
         trace = load_trace(TRACES[workload]) if workload in TRACES else WorkloadTrace([], [])
         if not trace.arrivals:
             raise ValueError(f"workload {workload!r} has no arrivals to replay: azure-conv has")
+        if count > len(trace.arrivals):
+            raise ValueError(
+                f"workload {workload!r} has {len(trace.arrivals)} requests to replay, not {count}: "
+                "choose fewer, or other arrivals"
+            )
         rows = zip(trace.arrivals[:count], trace.lengths[:count], strict=True)
         return [WorkloadRequest(arrival * time_scale, *lengths) for arrival, lengths in rows]
     times = sample_arrival_times(arrivals, count, rate, seed)
