@@ -103,8 +103,8 @@ def test_100_prompts_have_the_text_of_one_engine(pair: Pair) -> None:
 
 def test_token_1_is_streamed_once_and_at_once(pair: Pair) -> None:
     body = {**BODY, "return_token_ids": True}
-    whole = pair.router.post(COMPLETIONS, body)[1]
     fetched = pair.stats(DECODE)["fetched_tokens"]
+    whole = pair.router.post(COMPLETIONS, body)[1]
     chunks = list(pair.router.stream(COMPLETIONS, body))
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     parts = [choice["token_ids"] for choice in choices if choice.get("token_ids")]
@@ -112,7 +112,9 @@ def test_token_1_is_streamed_once_and_at_once(pair: Pair) -> None:
     assert len(parts[0]) == 1, "token 1 does not wait for the decode engine"
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     assert whole["usage"]["completion_tokens"] == BODY["max_tokens"]
-    wait_until(lambda: pair.stats(DECODE)["fetched_tokens"] > fetched)
+    # Of both requests: the next test counts from here.
+    fetched += 2 * whole["usage"]["prompt_tokens"]
+    wait_until(lambda: pair.stats(DECODE)["fetched_tokens"] == fetched)
 
 
 def test_the_text_of_token_1_ends_the_request(pair: Pair) -> None:

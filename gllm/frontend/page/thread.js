@@ -32,7 +32,7 @@ export class Thread {
     // Mathematics and fonts that arrive later change heights; who reads the end stays there.
     const observer = new ResizeObserver(() => (this.#follows ? this.toEnd() : this.#showWay()));
     for (const node of [scroller, list]) observer.observe(node);
-    // What the user folds and unfolds stays where it is; see update().
+    // What the user folds and unfolds stays where it is; see #readScroll().
     list.addEventListener("click", () => (this.#follows = false), { capture: true });
     toEnd.addEventListener("click", () => this.toEnd("smooth"));
   }
@@ -74,8 +74,7 @@ export class Thread {
 
   /** Show a message that has changed; who reads the end goes on reading it. */
   update(message) {
-    // After a click that changed no heights, the end is still where it was.
-    this.#follows ||= this.#atEnd(EXACT);
+    this.#readScroll(); // The event of a scroll comes with the next frame.
     this.#views.get(message)?.update();
     if (this.#follows) this.toEnd();
     else this.#showWay();
@@ -102,13 +101,19 @@ export class Thread {
   }
 
   #onScroll() {
+    this.#readScroll();
+    this.#showWay();
+  }
+
+  /** Decide by the position whether the end is followed. */
+  #readScroll() {
     const top = this.#scroller.scrollTop;
     // Only the user leaves the end upwards, be it by a few pixels. A position above the end on the
-    // way down may be one of a smooth scroll, which an answer that grows must not interrupt.
+    // way down may be one of a smooth scroll, which an answer that grows must not interrupt. After
+    // a click that changed no heights, the end is still where it was.
     if (top < this.#lastTop) this.#follows = this.#atEnd(EXACT);
-    else this.#follows ||= this.#atEnd();
+    else this.#follows ||= this.#atEnd(top > this.#lastTop ? LIMIT_NEAR : EXACT);
     this.#lastTop = top;
-    this.#showWay();
   }
 
   #showWay() {
