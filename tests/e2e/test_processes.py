@@ -1,4 +1,4 @@
-"""What tests find out about the processes of a server."""
+"""The search for the processes of a server, as tests use it."""
 
 import os
 import subprocess

@@ -79,7 +79,7 @@ class OperatorTables:
 
 def _is_valid(column: str, text: str | None) -> bool:
     """Return True for a cell that a column may have; None is one that the row lacks."""
-    if text is None or column in TEXT_COLUMNS or not text:
+    if not text or column in TEXT_COLUMNS:
         return text is not None
     try:
         return math.isfinite(float(text))
