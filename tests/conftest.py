@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
-from tests.examples import LONG_PROFILE
+from tests.support.examples import LONG_PROFILE
 
 os.environ["TRITON_INTERPRET"] = "1"
 # A named build computes everything, so that no test hangs on a short measurement.

@@ -25,7 +25,7 @@ MODULES = (
     "gllm.kernels.native.library",
     "gllm.kernels.weight_format",
     "gllm.transport.shared_memory",
-    "tests.tiny_models",
+    "tests.support.models.tiny_models",
     "typing",
 )
 """Modules whose names the snippets use without an import; guides name the file to copy instead."""

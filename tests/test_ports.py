@@ -2,7 +2,7 @@
 
 import socket
 
-from tests.ports import FIRST, NUM_PORTS, NUM_WORKERS, PortRange
+from tests.support.network.ports import FIRST, NUM_PORTS, NUM_WORKERS, PortRange
 
 
 def test_ports_are_handed_out_once() -> None:

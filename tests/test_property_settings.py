@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.examples import LONG_PROFILE
+from tests.support.examples import LONG_PROFILE
 
 
 @pytest.mark.parametrize("profile", ["default", LONG_PROFILE, "ci"])

@@ -3,7 +3,7 @@
 Work put into a *stream* runs later, in the order of the stream; streams are not ordered among each
 other. An *event* marks a position in a stream, for which other streams and the host can wait. A
 *graph* is work that was captured once, with fixed memory, and is launched as a whole. Tests use a
-simulated device (tests/runtime/fake_streams.py).
+simulated device (tests/support/gpu/fake_streams.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -88,7 +88,7 @@ def fake(*short: int) -> Peer:
     """A peer that is a fake server, whose outputs lack so many tokens."""
 
     def serve(work: Workplace, source: Path, port: int, slots: int) -> Server:
-        return Server((sys.executable, "-m", "tests.benchmarks.fake_peer", port, *short))
+        return Server((sys.executable, "-m", "tests.support.http.fake_peer", port, *short))
 
     return Peer("fake", OURS, "bf16", lambda work, weights: work.model, serve)
 

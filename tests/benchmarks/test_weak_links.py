@@ -28,7 +28,7 @@ from gllm.scheduler.stage_work import compute_stage_work
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import PIPELINE, EventLoop
-from tests.runtime.pipeline import Pipeline
+from tests.support.engines.pipeline import Pipeline
 
 LINK = WeakLink(100, 30)
 

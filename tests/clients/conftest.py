@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import openai
 import pytest_asyncio
 
-from tests.clients.scripted import scripted_server
 from tests.frontend.conftest import Server
+from tests.support.http.scripted_server import scripted_server
 
 shared = pytest_asyncio.fixture(scope="module", loop_scope="module")
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from examples import tool_call
-from tests.e2e.server import Server, serving
+from tests.support.servers.server import Server, serving
 
 QUESTION: Any = {"role": "user", "content": "How is the weather in Rome?"}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

@@ -9,8 +9,8 @@ import pydantic
 import pytest
 from openai.types import ReasoningEffort
 
-from tests.clients.probes import MODEL, say, user, write_json
-from tests.clients.scripted import DEFAULT
+from tests.support.http.client_probes import MODEL, say, user, write_json
+from tests.support.http.scripted_server import DEFAULT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -8,7 +8,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.clients.probes import (
+from tests.clients.test_openai_chat import STREAMS
+from tests.support.http.client_probes import (
     ARGUMENTS,
     MODEL,
     TIME,
@@ -18,8 +19,7 @@ from tests.clients.probes import (
     write_call,
     write_json,
 )
-from tests.clients.scripted import DEFAULT
-from tests.clients.test_openai_chat import STREAMS
+from tests.support.http.scripted_server import DEFAULT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOOLS = [{"type": "function", **WEATHER}, {"type": "function", **TIME}]

@@ -7,8 +7,8 @@ import openai
 import pydantic
 import pytest
 
-from tests.clients.probes import ARGUMENTS, MODEL, TOOLS, WEATHER, say, user, write_call
 from tests.clients.test_openai_chat import STREAMS, chat
+from tests.support.http.client_probes import ARGUMENTS, MODEL, TOOLS, WEATHER, say, user, write_call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CALL = write_call("get_weather", **ARGUMENTS)

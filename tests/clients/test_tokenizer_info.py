@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.clients.scripted import DEMO, scripted_server
+from tests.support.http.scripted_server import DEMO, scripted_server
 
 
 def used(url: str) -> tuple[object, ...]:

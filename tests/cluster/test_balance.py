@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.cluster.balance import BalanceLimits, BetterCut, Rebalancer
 from gllm.models.partition import StageCosts, StageMemory, cut_layers, slowest_cost
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 LIMITS = BalanceLimits()
 COSTS = StageCosts((1.0,) * 24, head=4.0)

@@ -13,7 +13,7 @@ from gllm.cluster.clock_offset import (
     TOLERANCE_SECONDS,
     ClockOffset,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 
 class Clocks:

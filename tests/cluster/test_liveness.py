@@ -15,7 +15,7 @@ from gllm.cluster.liveness import (
     FrozenDetector,
     ProcessSample,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 STEP_SECONDS = STEP_FREEZE_TIMES * FREEZE_SECONDS
 """Time after which a step without progress is a fault."""

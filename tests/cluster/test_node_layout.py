@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.cluster.node_layout import NodeShape, distribute_stages, recut_layers
 from gllm.models.partition import StageCosts, slowest_cost
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 
 @pytest.mark.parametrize(

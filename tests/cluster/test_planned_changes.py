@@ -16,11 +16,11 @@ from gllm.cluster.actions import (
 )
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.cluster.records import RecoveryLimits
-from tests.cluster.node_world import NodeWorld
 from tests.cluster.test_recovery import ready_world as ready_machine
 from tests.cluster.test_recovery import sender_of
 from tests.cluster.test_recovery_nodes import NODES, actions_of, senders, stage_nodes
-from tests.cluster.world import World
+from tests.support.recovery.node_world import NodeWorld
+from tests.support.recovery.world import World
 
 
 def ready_world(

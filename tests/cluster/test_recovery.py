@@ -25,8 +25,8 @@ from gllm.cluster.records import (
     RecoveryLimits,
     RecoveryState,
 )
-from tests.cluster.world import World
-from tests.examples import num_examples
+from tests.support.examples import num_examples
+from tests.support.recovery.world import World
 
 EVENTS = (
     "exit",

@@ -18,9 +18,9 @@ from gllm.cluster.actions import (
 )
 from gllm.cluster.placement import LOCAL_NODE
 from gllm.cluster.records import RecoveryLimits, RecoveryState
-from tests.cluster.node_world import NodeWorld
 from tests.cluster.test_recovery import EVENTS, happen
-from tests.examples import num_examples
+from tests.support.examples import num_examples
+from tests.support.recovery.node_world import NodeWorld
 
 NODE_EVENTS = (
     "silent",

@@ -14,7 +14,7 @@ from gllm.cluster.return_wait import (
     choose_return_seconds,
     predict_reload_seconds,
 )
-from tests.cluster.node_world import NodeWorld
+from tests.support.recovery.node_world import NodeWorld
 
 SECONDS = st.floats(0, 1000)
 

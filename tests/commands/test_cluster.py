@@ -16,7 +16,7 @@ from gllm.platform.master import Master
 from gllm.runtime.security import create_secret_file
 from tests.commands.test_node_join import SECONDS, get, node_process, read_until
 from tests.doctor.test_head_probe import make_facts
-from tests.runtime.agent_head import RunningAgent
+from tests.support.nodes.agent_head import RunningAgent
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from gllm.engine.request import build_sequence_params
 from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.config import SchedulerConfig
-from tests.engines import mark_ready
+from tests.support.engines.ready import mark_ready
 
 CONVERTED: list[tuple[str, Any, Any]] = [
     ("seed", np.int64(3), 3),

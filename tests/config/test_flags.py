@@ -17,7 +17,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagType, number_type, parse_bytes
 from gllm.config.options import INT32_MAX, Range, describe_range
 from gllm.config.server import ServerConfig
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 PARSERS = {
     "serve": ("gllm.serve", "build_parser"),

@@ -20,9 +20,9 @@ from gllm.runtime.security import SecretFile, create_secret_file
 from gllm.serve import build_parser
 from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard
-from tests.frontend.fake_engine import FakeEngine
 from tests.frontend.test_engines import ScriptedFleet
-from tests.text import tokenizers_for_tests as some
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.text import tokenizers as some
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 GETS = {one.path for one in ENDPOINTS if one.method == "GET"}

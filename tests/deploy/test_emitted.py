@@ -32,10 +32,10 @@ from gllm.plan.serving_plan import (
 )
 from gllm.runtime.local_node import STOP_SECONDS
 from gllm.runtime.security import SecretFile, create_secret_file
-from tests.deploy.compose_schema import COMPOSE
-from tests.deploy.ray_schema import RAY_JOB
 from tests.deploy.test_manifests import KUBERNETES, POD, check_schema, expand, pod_templates
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
+from tests.support.schemas.compose import COMPOSE
+from tests.support.schemas.ray import RAY_JOB
 
 OPTIONS = EmitOptions("example.com/gllm:1", "~/secrets/gllm")
 ALONE = ServingPlan(

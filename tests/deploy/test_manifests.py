@@ -17,7 +17,7 @@ from gllm.runtime.local_node import STOP_SECONDS
 from gllm.runtime.node_admission import node_hub_address
 from gllm.runtime.security import SecretFile, create_secret_file
 from gllm.serve import build_parser
-from tests.deploy.lws_schema import LEADER_WORKER_SET
+from tests.support.schemas.lws import LEADER_WORKER_SET
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = "1.37"

@@ -8,9 +8,9 @@ import kubernetes_validate
 import pytest
 
 from gllm.routing.scale_config import ScaleConfig
-from tests.deploy.keda_schema import SCALED_OBJECT
 from tests.deploy.test_deploy import families as metric_families  # noqa: F401
 from tests.deploy.test_manifests import DEPLOY, KUBERNETES, read_objects
+from tests.support.schemas.keda import SCALED_OBJECT
 
 
 def test_keda_follows_the_metric_of_the_leading_router(metric_families: Any) -> None:  # noqa: F811

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.e2e.nodes import EXACT
-from tests.e2e.recovery_load import Answer, Load
-from tests.e2e.server import Server, serving
-from tests.text.tokenizers_for_tests import CHATML, byte_level, save
+from tests.support.servers.nodes import EXACT
+from tests.support.servers.recovery_load import Answer, Load
+from tests.support.servers.server import Server, serving
+from tests.support.text.tokenizers import CHATML, byte_level, save
 
 FOLDER = Path(__file__).parent
 

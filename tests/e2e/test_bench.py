@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gllm.commands.bench.command import main
-from tests.e2e.server import DEADLINE, Server, serving, wait_until
+from tests.support.servers.server import DEADLINE, Server, serving, wait_until
 
 LOAD = ["--workload", "uniform:3,40,2,9", "--num-prompts", "12", "--no-progress"]
 

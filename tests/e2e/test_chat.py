@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.server import serving
+from tests.support.servers.server import serving
 
 
 def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]":

@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.net.rig import LoopbackRig
 from gllm.runtime.security import create_secret_file
-from tests.e2e.nodes import NodeServer, descendants
-from tests.e2e.server import DEADLINE, alive, wait_until
-from tests.ports import free_port_row
+from tests.support.network.ports import free_port_row
+from tests.support.servers.nodes import NodeServer, descendants
+from tests.support.servers.server import DEADLINE, alive, wait_until
 
 KEY = "key-of-the-cluster"
 PARAMETERS = {"max_model_len": 128, "kv_cache_memory": 2**24, "dtype": "float32"}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import conventions
-from tests.e2e.conventions import LONG, get
-from tests.e2e.server import Server, serving, wait_until
 from tests.e2e.test_serving import gauge
+from tests.support.servers import conventions
+from tests.support.servers.conventions import LONG, get
+from tests.support.servers.server import Server, serving, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from gllm.engine.llm import LLM
 from gllm.models.hub import DEMO
 from scripts.demo_model import grammar, metrics
 from scripts.demo_model.chat import Message, render_prompt
-from tests.e2e.server import Server, serving
+from tests.support.servers.server import Server, serving
 
 QUESTIONS = Path(__file__).parents[1] / "data" / "demo_questions.jsonl"
 SHIPPED_BYTES = 8_000_000

@@ -11,10 +11,10 @@ import pytest
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
-from tests.e2e.fleet import Router
-from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Load, RepeatedLoad
-from tests.e2e.server import children, serving, wait_until
 from tests.e2e.test_router import compare
+from tests.support.servers.fleet import Router
+from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Load, RepeatedLoad
+from tests.support.servers.server import children, serving, wait_until
 
 EXACT = ["--dtype", "float32", "--threads", "1"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""

@@ -14,9 +14,9 @@ import pytest
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from gllm.runtime.security import create_secret_file
-from tests.e2e.nodes import EXACT, NodeServer
-from tests.e2e.recovery_load import COMPLETIONS
-from tests.e2e.server import wait_until
+from tests.support.servers.nodes import EXACT, NodeServer
+from tests.support.servers.recovery_load import COMPLETIONS
+from tests.support.servers.server import wait_until
 
 pytestmark = [
     pytest.mark.long,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import make_certificate
-from tests.e2e.server import DEADLINE, Server, alive, serving, wait_until
 from tests.e2e.test_faults import LONG, Streaming
+from tests.support.network.certificates import make_certificate
+from tests.support.servers.server import DEADLINE, Server, alive, serving, wait_until
 
 SHOWN, FILED, HIDDEN = "key-of-the-command-line", "key-of-the-file", "key-of-the-environment"
 SHORT = json.dumps({"prompt": [5, 6], "max_tokens": 3}).encode()

@@ -19,8 +19,8 @@ from gllm.engine.interface import EmbeddingError, EngineUnavailableError, Output
 from gllm.engine.llm import LLM
 from gllm.runtime.kv_publisher import short_hash
 from gllm.runtime.local_node import LocalNode
-from tests.runtime.kv_driver import KvFollower
-from tests.runtime.kv_subscriber import Subscriber, request_replay
+from tests.support.engines.kv_driver import KvFollower
+from tests.support.engines.kv_subscriber import Subscriber, request_replay
 
 POISON = 300
 """A token whose embedding is not a number."""

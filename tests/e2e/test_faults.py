@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import DEADLINE, Server, alive, serving, wait_until
+from tests.support.servers.server import DEADLINE, Server, alive, serving, wait_until
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True}
 """About 500 steps: it is still running when a test acts."""

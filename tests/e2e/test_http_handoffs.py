@@ -10,11 +10,11 @@ import pytest
 
 from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
-from tests.e2e.fleet import Router
-from tests.e2e.http_pair import BODIES, Pair, serving_pair
-from tests.e2e.recovery_load import REQUESTS, Load
-from tests.e2e.server import wait_until
 from tests.e2e.test_router import compare
+from tests.support.servers.fleet import Router
+from tests.support.servers.http_pair import BODIES, Pair, serving_pair
+from tests.support.servers.recovery_load import REQUESTS, Load
+from tests.support.servers.server import wait_until
 
 pytestmark = pytest.mark.long
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from gllm.messages.kv_transfer import FetchKv, KvFetched
-from tests.e2e.kv_rig import KvWatch, generate, kv_rig, make_prompts
+from tests.support.servers.kv_rig import KvWatch, generate, kv_rig, make_prompts
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 20
 """Of the engine that decodes."""

@@ -15,9 +15,9 @@ import pytest
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from gllm.routing.handoff import Handoff, HandoffState
-from tests.e2e.fleet import EngineProcess
-from tests.e2e.kv_rig import KvRouter, generate
-from tests.e2e.server import children, places
+from tests.support.servers.fleet import EngineProcess
+from tests.support.servers.kv_rig import KvRouter, generate
+from tests.support.servers.server import children, places
 
 EXACT = ("--dtype", "float32", "--threads", "1", "--max-model-len", "256")
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""

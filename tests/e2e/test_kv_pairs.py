@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gllm.messages.kv_transfer import FetchKv, KvFetched
-from tests.e2e.kv_rig import KvRig, KvWatch, generate, kv_rig, make_prompts
+from tests.support.servers.kv_rig import KvRig, KvWatch, generate, kv_rig, make_prompts
 
 Cut = tuple[int, int]
 """Stages and ranks."""

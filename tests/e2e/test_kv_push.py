@@ -11,10 +11,10 @@ import pytest
 
 from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from tests.e2e.conftest import GREEDY
-from tests.e2e.fleet import Router
-from tests.e2e.recovery_load import COMPLETIONS
-from tests.e2e.server import wait_until
 from tests.e2e.test_disaggregation import DECODE, PREFILL, Pair
+from tests.support.servers.fleet import Router
+from tests.support.servers.recovery_load import COMPLETIONS
+from tests.support.servers.server import wait_until
 
 THETA = 100
 PROMPTS = GREEDY["prompt"][20:80]

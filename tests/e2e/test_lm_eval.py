@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.server import Server, serving
+from tests.support.servers.server import Server, serving
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "tests" / "data" / "demo_questions.jsonl"

@@ -15,10 +15,10 @@ from gllm.kernels.native.builds import select_build
 from gllm.link.mover import REPORT_SECONDS
 from gllm.models.hub import resolve_model
 from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
-from tests.e2e.nodes import Cluster, running_cluster
-from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
-from tests.e2e.server import Server, alive, wait_until
 from tests.e2e.test_recovery import scrape
+from tests.support.servers.nodes import Cluster, running_cluster
+from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
+from tests.support.servers.server import Server, alive, wait_until
 
 HAS_EXACT_TEXTS = select_build().path is not None
 """False if a BLAS decides the order of sums, so that texts may differ between stages."""

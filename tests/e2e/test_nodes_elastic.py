@@ -7,10 +7,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.net.rig import make_rig
 from gllm.__main__ import main
-from tests.e2e.nodes import Cluster, running_cluster
-from tests.e2e.recovery_load import Answer, Load
-from tests.e2e.server import alive, wait_until
 from tests.e2e.test_nodes import compare, load_during
+from tests.support.servers.nodes import Cluster, running_cluster
+from tests.support.servers.recovery_load import Answer, Load
+from tests.support.servers.server import alive, wait_until
 
 
 def planned(cluster: Cluster) -> dict[str, float]:

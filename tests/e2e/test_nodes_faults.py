@@ -13,11 +13,11 @@ import pytest
 from benchmarks.net import namespaces
 from benchmarks.net.proxy import TcpProxy
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
-from tests.e2e.nodes import DATA_PORT, EXACT, Cluster, running_cluster
-from tests.e2e.recovery_load import COMPLETIONS, Answer, Load
-from tests.e2e.server import alive, serving, wait_until
 from tests.e2e.test_nodes import compare, load_during
 from tests.e2e.test_recovery import scrape
+from tests.support.servers.nodes import DATA_PORT, EXACT, Cluster, running_cluster
+from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load
+from tests.support.servers.server import alive, serving, wait_until
 
 pytestmark = [
     pytest.mark.long,

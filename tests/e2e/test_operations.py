@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import DEADLINE, Server, serving, wait_until
+from tests.support.servers.server import DEADLINE, Server, serving, wait_until
 
 GLLM = [sys.executable, "-c", "import sys; from gllm.__main__ import main; sys.exit(main())"]
 TEXT: dict[str, Any] = {"prompt": "quite a secret", "max_tokens": 8, "ignore_eos": True}

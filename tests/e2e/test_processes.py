@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import children
+from tests.support.servers.server import children
 
 
 def test_children_are_found_while_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:

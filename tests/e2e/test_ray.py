@@ -14,9 +14,9 @@ import pytest
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
 from gllm.runtime.security import create_secret_file
-from tests.e2e.server import Server, alive, wait_until
-from tests.ports import free_ports
-from tests.ray.raylets import Raylets, find_processes, start_raylets
+from tests.support.network.ports import free_ports
+from tests.support.nodes.raylets import Raylets, find_processes, start_raylets
+from tests.support.servers.server import Server, alive, wait_until
 
 START_SECONDS = 280.0
 """Time for the raylets' agents and their workers to start, on a machine however busy."""

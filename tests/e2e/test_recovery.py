@@ -14,9 +14,10 @@ import pytest
 
 from gllm.commands.top.scrape import MetricsScrape, parse_metrics
 from gllm.kernels.native.builds import select_build
-from tests.e2e.poison.sitecustomize import POISON_TOKEN
-from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Answer, Load, Part
-from tests.e2e.server import Server, alive, serving, stages, wait_until
+from tests.support.servers.poison import sitecustomize
+from tests.support.servers.poison.sitecustomize import POISON_TOKEN
+from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load, Part
+from tests.support.servers.server import Server, alive, serving, stages, wait_until
 
 STAGES = {"driver": 0, "middle": 1, "last": 2}
 NUM_SEEDS = 20
@@ -85,7 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all faults; at its end nothing of it may be left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
-        path = [str(Path(__file__).parent / "poison"), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         before = leftovers()
         with serving("demo", "--pp", "3", *RECOVERY, *EXACT) as started:

@@ -22,10 +22,10 @@ from gllm.plan.serving_plan import (
     read_plan,
 )
 from gllm.sim.costs.profile import StepSample, write_profile
-from tests.e2e.plans import running_up
 from tests.e2e.test_up import FLAGS, free_block
-from tests.ports import free_ports
 from tests.sim.test_fitted import profile as make_profile
+from tests.support.network.ports import free_ports
+from tests.support.servers.plans import running_up
 
 RATE = 6.0
 """Requests per second; one engine is predicted to sustain 9.9 of LENGTHS and 4.3 of twice that."""

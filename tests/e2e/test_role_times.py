@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
-from tests.e2e.http_pair import BODIES, Pair, serving_pair
+from tests.support.servers.http_pair import BODIES, Pair, serving_pair
 
 FLIP_FACTOR = 30
 """A change of a role takes less time than as many times the requests that it consists of."""

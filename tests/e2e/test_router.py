@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import conventions
-from tests.e2e.fleet import Router, serving_fleet
-from tests.e2e.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
-from tests.e2e.server import wait_until
+from tests.support.servers import conventions
+from tests.support.servers.fleet import Router, serving_fleet
+from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
+from tests.support.servers.server import wait_until
 
 EXACT = ["--dtype", "float32", "--threads", "1"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""

@@ -11,7 +11,7 @@ import pytest
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
-from tests.e2e.server import Server, serving
+from tests.support.servers.server import Server, serving
 
 PATH = "/v1/completions"
 PROMPT = "The pipeline moves tokens from stage to stage"

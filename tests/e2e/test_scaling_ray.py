@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from gllm.plan.serving_plan import write_plan
-from tests.e2e.plans import UpProcess, complete
-from tests.e2e.server import DEADLINE, wait_until
 from tests.e2e.test_up import local_plan
 from tests.e2e.test_up_ray import START_SECONDS, RouterOfPlan, processes
-from tests.ray.raylets import start_raylets
+from tests.support.nodes.raylets import start_raylets
+from tests.support.servers.plans import UpProcess, complete
+from tests.support.servers.server import DEADLINE, wait_until
 
 PROMPT = "Once upon a time"
 

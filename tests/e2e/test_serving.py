@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.server import Server, cpu_seconds, owned_bytes, serving, wait_until
 from tests.frontend.test_errors import TABLE
 from tests.frontend.test_every_field import refused_bodies
+from tests.support.servers.server import Server, cpu_seconds, owned_bytes, serving, wait_until
 
 TEXT = {"prompt": "The pipeline moves", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 

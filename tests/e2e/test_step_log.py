@@ -14,7 +14,7 @@ from gllm.messages.reports import BubbleReport
 from gllm.observability.step_log import RestartEvent, read_step_log
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.replay import replay_calls
-from tests.e2e.server import stages
+from tests.support.servers.server import stages
 
 
 async def serve(config: EngineConfig, count: int) -> BubbleReport:

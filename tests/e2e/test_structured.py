@@ -15,8 +15,8 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.llm import LLM
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
-from tests.e2e.server import Server, alive, serving, wait_until
 from tests.grammar.test_compiler import HANGS
+from tests.support.servers.server import Server, alive, serving, wait_until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -13,7 +13,7 @@ from examples import survive
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
 from gllm.kernels.native.builds import select_build
-from tests.e2e.server import wait_until
+from tests.support.servers.server import wait_until
 
 PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
 STAGES = (0, 1)

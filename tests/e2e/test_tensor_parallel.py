@@ -11,8 +11,6 @@ import pytest
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
-from tests.e2e.recovery_load import COMPLETIONS, Answer, Load
-from tests.e2e.server import Server, alive, places, serving, wait_until
 from tests.e2e.test_recovery import (
     EXACT,
     RECOVERY,
@@ -24,6 +22,8 @@ from tests.e2e.test_recovery import (
     scrape,
     wait_until_ready,
 )
+from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load
+from tests.support.servers.server import Server, alive, places, serving, wait_until
 
 NUM_SEEDS = 20
 """Seeds of each fault; `make test` has the first one of some."""

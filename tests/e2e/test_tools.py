@@ -10,8 +10,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.server import Server, serving
-from tests.text.tokenizers_for_tests import CHATML, byte_level, save
+from tests.support.servers.server import Server, serving
+from tests.support.text.tokenizers import CHATML, byte_level, save
 
 SCHEMA = {
     "type": "object",

@@ -17,9 +17,9 @@ from gllm.plan.serving_plan import (
     StagePlan,
     write_plan,
 )
-from tests.e2e.plans import UpProcess, complete, running_up
-from tests.e2e.server import alive, wait_until
-from tests.ports import free_port_row, free_ports
+from tests.support.network.ports import free_port_row, free_ports
+from tests.support.servers.plans import UpProcess, complete, running_up
+from tests.support.servers.server import alive, wait_until
 
 FLAGS = {"threads": 1, "kv-cache-memory": "64MiB", "dtype": "float32"}
 

@@ -12,10 +12,10 @@ import pytest
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
 from gllm.plan.serving_plan import ServingPlan, write_plan
-from tests.e2e.plans import UpProcess
-from tests.e2e.server import DEADLINE, Server, alive, wait_until
 from tests.e2e.test_up import local_plan
-from tests.ray.raylets import Raylets, find_processes, start_raylets
+from tests.support.nodes.raylets import Raylets, find_processes, start_raylets
+from tests.support.servers.plans import UpProcess
+from tests.support.servers.server import DEADLINE, Server, alive, wait_until
 
 START_SECONDS = 280.0
 PROMPTS = [f"{name} said" for name in ("Otto", "The owl", "A fox", "Emma")]

@@ -15,9 +15,9 @@ from gllm.engine.llm import LLM, ChatCompletionOutput
 from gllm.engine.request_checks import PromptTooLongError
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
-from tests.frontend.fake_engine import Call, FakeEngine
-from tests.text import tokenizers_for_tests as some
-from tests.text.output.judge import Judge
+from tests.support.http.fake_engine import Call, FakeEngine
+from tests.support.text import tokenizers as some
+from tests.support.text.judge import Judge
 
 HERMES = '{% if tools %}{{ tools | tojson }}{# <tool_call> "arguments" #}{% endif %}' + some.CHATML
 THINKS = HERMES + "{# </think> {{ enable_thinking }} #}{% if enable_thinking %}think{% endif %}"

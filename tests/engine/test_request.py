@@ -12,7 +12,7 @@ from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailableError, PoisonRequestError
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
-from tests.engines import mark_ready
+from tests.support.engines.ready import mark_ready
 
 PARAMS = SamplingParams(temperature=0)
 CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.fleet.links import Links
+from tests.support.routing.links import Links
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from gllm.fleet.client import FleetClient
 from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.request_stream import RequestStream
-from tests.examples import num_examples
-from tests.fleet.fake_engine import FakeEngine
-from tests.runtime.request_reader import RequestReader
+from tests.support.engines.request_reader import RequestReader
+from tests.support.examples import num_examples
+from tests.support.routing.fake_engine import FakeEngine
 
 NAMES = ("a", "b", "c", "d")
 NUMERICS = ("x", "y")

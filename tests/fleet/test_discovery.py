@@ -14,7 +14,7 @@ from gllm.fleet.discovery.static import StaticDiscovery
 from gllm.fleet.link_config import format_host_port, parse_host_port, parse_hub_address
 from gllm.runtime.backoff import MAX_SECONDS, Backoff
 from gllm.runtime.host_names import resolve_host
-from tests.fleet.links import Links, announcement, until
+from tests.support.routing.links import Links, announcement, until
 
 
 class Names:

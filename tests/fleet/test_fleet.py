@@ -22,8 +22,8 @@ from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
-from tests.fleet.scripted_links import ANNOUNCE, ScriptedLink, ScriptedLinks
-from tests.runtime.kv_driver import TOKEN, KvDriver
+from tests.support.engines.kv_driver import TOKEN, KvDriver
+from tests.support.routing.scripted_links import ANNOUNCE, ScriptedLink, ScriptedLinks
 
 GREEDY = SequenceSamplingParams(temperature=0)
 AGES = 1e7

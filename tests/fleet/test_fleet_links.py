@@ -11,7 +11,7 @@ from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
 from gllm.runtime import backoff
 from gllm.runtime.security import create_secret_file
-from tests.fleet.links import FakeEngine, Links, announcement, request, until
+from tests.support.routing.links import FakeEngine, Links, announcement, request, until
 
 HUB = "127.0.0.1:0"
 

@@ -20,7 +20,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import Handoff, HandoffLimits, HandoffState, ReleaseHold, RenewHold
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
-from tests.runtime.kv_engines import FixedPair
+from tests.support.engines.kv_engines import FixedPair
 
 LIMITS = HandoffLimits(renew_seconds=5, read_seconds=1, hold_seconds=12)
 READY, TRANSFER = HandoffState.READY, HandoffState.TRANSFER

@@ -16,8 +16,8 @@ from gllm.messages.base import WireMessage
 from gllm.messages.fleet import EngineReport, GreetEngine, NoticeToEngine, RefuseEngine
 from gllm.messages.requests import EngineOutputs
 from gllm.scheduler.plan import SchedulerStats, StepOutput
-from tests.examples import num_examples
-from tests.fleet.links import announcement
+from tests.support.examples import num_examples
+from tests.support.routing.links import announcement
 
 OUTPUTS = EngineOutputs(StepOutput([], [], [], []), SchedulerStats())
 

@@ -28,9 +28,9 @@ from gllm.runtime.security import add_secret, create_secret_file, drop_secret
 from gllm.runtime.session import SessionError, SessionReceiver, SessionSender
 from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import SchedulerStats, StepOutput
-from tests.examples import num_examples
-from tests.fleet.links import FakeEngine, Links, announcement, request, until
-from tests.runtime.fake_driver import text_of
+from tests.support.engines.fake_driver import text_of
+from tests.support.examples import num_examples
+from tests.support.routing.links import FakeEngine, Links, announcement, request, until
 
 HUB = "127.0.0.1:0"
 TO_ROUTER = {

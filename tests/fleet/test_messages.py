@@ -11,7 +11,7 @@ from gllm.messages.handoff import MAX_TICKETS, KvSource, ReleaseKvHolds, RenewKv
 from gllm.messages.requests import EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from gllm.scheduler.step_cost import StepCostCoefficients
-from tests.fleet.links import announcement, request
+from tests.support.routing.links import announcement, request
 
 OUTPUTS = EngineOutputs(
     StepOutput([4], [7], [FirstToken(4, 2, 0.5)], [FinishedSequence(4, "error", error="x")]),

@@ -5,8 +5,8 @@ from random import Random
 
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
-from tests.fleet.links import Links, TestRouter, until
-from tests.runtime.kv_driver import BLOCK_SIZE, KvDriver
+from tests.support.engines.kv_driver import BLOCK_SIZE, KvDriver
+from tests.support.routing.links import Links, TestRouter, until
 
 
 class IndexedRouter:

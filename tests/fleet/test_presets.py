@@ -5,8 +5,8 @@ import pytest
 from gllm.fleet.engine_checks import preset_warning
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.scheduler.config import LOCAL_PRESETS, SchedulerConfig
-from tests.fleet.scripted_links import ANNOUNCE
 from tests.fleet.test_fleet import Rig
+from tests.support.routing.scripted_links import ANNOUNCE
 
 
 def test_the_router_and_its_engines_have_the_same_presets() -> None:

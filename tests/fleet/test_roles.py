@@ -20,10 +20,10 @@ from gllm.messages.requests import AbortSequences
 from gllm.routing.disaggregation.policy import RoleChange
 from gllm.routing.flip import FlipConfig
 from gllm.scheduler.plan import SchedulerStats
-from tests.fleet.links import FakeEngine, Links, TestRouter, announcement, request, until
-from tests.fleet.scripted_links import ScriptedLink
 from tests.fleet.test_fleet import Rig
-from tests.runtime.fake_driver import text_of
+from tests.support.engines.fake_driver import text_of
+from tests.support.routing.links import FakeEngine, Links, TestRouter, announcement, request, until
+from tests.support.routing.scripted_links import ScriptedLink
 
 
 async def two_routers(links: Links) -> tuple[TestRouter, TestRouter, FakeEngine, RouterAttachment]:

@@ -16,8 +16,8 @@ from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import AbortSequences, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.suspects import PoisonList
-from tests.fleet.links import Links, request, until
-from tests.runtime.fake_driver import STOP, logprob_of, text_of
+from tests.support.engines.fake_driver import STOP, logprob_of, text_of
+from tests.support.routing.links import Links, request, until
 
 
 async def test_tokens_arrive_once_and_in_order_under_the_routers_ids(links: Links) -> None:

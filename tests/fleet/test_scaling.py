@@ -13,9 +13,9 @@ from gllm.routing.engine_rate import RecentLengths, sustained_rate
 from gllm.routing.scale_config import ScaleConfig
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
-from tests.fleet.scripted_links import ScriptedLink
 from tests.fleet.test_fleet import Rig, read
-from tests.routing.fleet import engine
+from tests.support.routing.scripted_links import ScriptedLink
+from tests.support.routing.snapshots import engine
 
 COSTS = StepCostCoefficients(step=0.01, token=1e-4)
 

@@ -14,10 +14,10 @@ from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.connection import Connection, ConnectionRunner
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
-from tests.frontend.fake_engine import FakeEngine
-from tests.frontend.schema_check import SchemaCheck
-from tests.frontend.sse import events_of
-from tests.text import tokenizers_for_tests as some
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.http.schema_check import SchemaCheck
+from tests.support.http.sse import events_of
+from tests.support.text import tokenizers as some
 
 CONFIG = ServerConfig(
     max_choices=8,

@@ -17,8 +17,8 @@ from gllm.text.output.events import (
     ToolCallStart,
 )
 from gllm.text.tokenizer import Tokenizer
-from tests.frontend.sse import named_events_of
-from tests.text import tokenizers_for_tests as some
+from tests.support.http.sse import named_events_of
+from tests.support.text import tokenizers as some
 
 TEMPLATE = (
     '{% if tools %}{{ tools | tojson }} <tool_call>{"name": ..., "arguments": ...}</tool_call>'

@@ -14,8 +14,8 @@ import uvloop
 from gllm.frontend.connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_URL_BYTES
 from gllm.frontend.open_files import raise_open_files_limit
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
-from tests.frontend.raw import SECONDS, connected, post
 from tests.frontend.test_stream import BulkyTokenizer, until
+from tests.support.http.raw import SECONDS, connected, post
 
 MANY = "".join(f"x-{i}: y\r\n" for i in range(MAX_HEADERS + 1))
 NO_REQUESTS = {

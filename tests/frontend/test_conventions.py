@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gllm.frontend.metric_aliases import ALIASES, PREFIX, repeat_with_aliases
 from gllm.frontend.routes.registry import ENDPOINTS
-from tests.frontend.examples import EXAMPLES
 from tests.frontend.test_plain_routes import get
+from tests.support.http.endpoint_bodies import EXAMPLES
 
 PATHS = {
     "GET": ["/v1/models", "/health", "/health/ready", "/metrics", "/version", "/is_sleeping",

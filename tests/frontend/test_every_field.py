@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gllm.frontend.routes.registry import ENDPOINTS
-from tests.frontend.examples import EXAMPLES, NEED_ROUTERS
+from tests.support.http.endpoint_bodies import EXAMPLES, NEED_ROUTERS
 
 BODIES = [one for one in ENDPOINTS if one.request_schema is not None]
 DIFFERENT = list({one.request_schema: one for one in reversed(BODIES)}.values())

@@ -11,7 +11,7 @@ from benchmarks.gap_cases import CASES, LONG, MANY, Case, chat
 from benchmarks.loop_watch import LoopWatch
 from gllm.config.server import ServerConfig
 from tests.frontend.conftest import CHAT_PATH, serving
-from tests.frontend.raw import SECONDS
+from tests.support.http.raw import SECONDS
 
 PLAIN = Case("plain", CHAT_PATH, chat())
 TURNS = 150

@@ -25,7 +25,7 @@ from gllm.frontend.handoffs.rooms import RoomTable
 from gllm.messages.handoff import KvHandoff
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT, TEXT_PATH, Answer, Server, serving
-from tests.frontend.fake_engine import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 
 KEY = "control-key-of-the-fleet"
 ROUTER = {"X-Control-Key": KEY}

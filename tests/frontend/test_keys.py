@@ -9,7 +9,7 @@ from gllm.frontend.middleware.keys import ApiKeys, read_api_keys
 from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.server_command import pop_environment_keys
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
-from tests.frontend.raw import connected
+from tests.support.http.raw import connected
 
 KEY, OTHER = "sk-first-key", "sk-second-key"
 

@@ -6,7 +6,7 @@ import pytest
 
 from gllm.frontend.logprobs import token_text
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
-from tests.frontend.fake_engine import scored
+from tests.support.http.fake_engine import scored
 
 
 def entry_of(tokenizer, token: int, logprob: float) -> dict:

@@ -10,8 +10,8 @@ import pytest
 from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.messages import MessagesFields, convert_to_chat
 from gllm.frontend.fields.parsing import parse_fields
-from tests.frontend.sse import named_events_of
 from tests.frontend.test_stream import until
+from tests.support.http.sse import named_events_of
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "Hi"}

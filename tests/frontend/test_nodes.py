@@ -5,8 +5,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gllm.engine.interface import NodeDrainError, UnknownNodeError
 from gllm.messages.nodes import LinkState, NodeLoad
 from tests.frontend.conftest import serving
-from tests.frontend.fake_engine import node_report
 from tests.frontend.test_engines import ScriptedFleet
+from tests.support.http.fake_engine import node_report
 
 
 def lost_node():

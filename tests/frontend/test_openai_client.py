@@ -8,7 +8,7 @@ import pytest
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT, Server
-from tests.text import tokenizers_for_tests as some
+from tests.support.text import tokenizers as some
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.middleware.origin import host_check, host_name
 from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.frontend.tls import tls_context
-from tests.certificates import make_certificate
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
-from tests.frontend.examples import EXAMPLES
+from tests.support.http.endpoint_bodies import EXAMPLES
+from tests.support.network.certificates import make_certificate
 
 EVIL = "https://evil.example"
 FOREIGN = [EVIL, "http://127.0.0.1:1", "http://localhost.evil.example", "null", "", "file://"]

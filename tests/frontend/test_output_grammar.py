@@ -8,9 +8,9 @@ import pytest
 from gllm.text.output.reasoning import REASONING_TAGS
 from tests.frontend.conftest import CHAT, CHAT_PATH
 from tests.frontend.test_tools import CALLS, MARKS, NAMED, TOOLS, WITH_TOOLS, said, serve
-from tests.text import tokenizers_for_tests as some
-from tests.text.output.formats import FORMATS
-from tests.text.output.judge import Judge
+from tests.support.text import tokenizers as some
+from tests.support.text.judge import Judge
+from tests.support.text.tool_formats import FORMATS
 
 TAGS = [tag for one in REASONING_TAGS.values() for tag in (one.opening, one.closing)]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

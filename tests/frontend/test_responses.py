@@ -10,8 +10,8 @@ from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.parsing import parse_fields
 from gllm.frontend.fields.responses import ResponsesFields, convert_to_chat
 from tests.frontend.conftest import CHAT_PATH
-from tests.frontend.sse import named_events_of
 from tests.frontend.test_stream import until
+from tests.support.http.sse import named_events_of
 
 PATH = "/v1/responses"
 

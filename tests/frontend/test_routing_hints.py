@@ -5,8 +5,8 @@ import pytest
 from gllm.config.slo import Slo
 from gllm.engine.interface import EngineUnavailableError, OverloadedError
 from tests.frontend.conftest import serving
-from tests.frontend.examples import EXAMPLES
 from tests.frontend.test_conventions import scrape
+from tests.support.http.endpoint_bodies import EXAMPLES
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"

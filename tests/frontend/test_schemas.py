@@ -15,8 +15,8 @@ from gllm.frontend.fields.generation import HandoffFields, SamplingFields
 from gllm.frontend.routes import version
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, serving
-from tests.frontend.examples import EXAMPLES
-from tests.frontend.schema_check import complaint, document
+from tests.support.http.endpoint_bodies import EXAMPLES
+from tests.support.http.schema_check import complaint, document
 
 HANDOFF_FIELDS = {*HandoffFields.__struct_fields__} - {*SamplingFields.__struct_fields__}
 BODIES = [one for one in ENDPOINTS if one.request_schema is not None]

@@ -14,7 +14,7 @@ import pytest
 from gllm.frontend import server as server_module
 from gllm.frontend.server import Server
 from tests.frontend.conftest import CONFIG
-from tests.frontend.fake_engine import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields import json_size
 from gllm.frontend.fields.content_encoding import BodyTooLargeError, decompress
-from tests.examples import num_examples
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
+from tests.support.examples import num_examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 """aiohttp's client would rather send a file."""

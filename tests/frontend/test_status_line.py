@@ -14,7 +14,7 @@ from gllm.frontend.status_line import StatusLine
 from gllm.observability.logs import LOG_REQUEST_ID, JsonFormatter
 from gllm.scheduler.plan import SchedulerStats
 from tests.frontend.conftest import Server
-from tests.frontend.fake_engine import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 from gllm.engine.interface import EngineUnavailableError, OutputDelta
 from gllm.frontend import sse
 from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
-from tests.frontend.sse import events_of
+from tests.support.http.sse import events_of
 
 
 async def until(condition, seconds=5) -> None:

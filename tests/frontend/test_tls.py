@@ -11,8 +11,8 @@ from aiohttp import web
 from gllm.config.server import ServerConfig
 from gllm.frontend.app import make_app, make_runner
 from gllm.frontend.tls import tls_context
-from tests.certificates import make_certificate
 from tests.frontend.conftest import CHAT, CHAT_PATH
+from tests.support.network.certificates import make_certificate
 
 
 @pytest.fixture(scope="module")

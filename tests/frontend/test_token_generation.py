@@ -4,7 +4,7 @@ import pytest
 
 from gllm.config.sampling import StructuredOutput
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
-from tests.frontend.examples import EXAMPLES
+from tests.support.http.endpoint_bodies import EXAMPLES
 
 PATH = "/inference/v1/generate"
 BODY = {"token_ids": [72, 105], "sampling_params": {}}

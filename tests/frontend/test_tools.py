@@ -11,8 +11,8 @@ from gllm.frontend.context import CONTEXT
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import CHAT, CHAT_PATH
-from tests.text import tokenizers_for_tests as some
-from tests.text.output.formats import FORMATS
+from tests.support.text import tokenizers as some
+from tests.support.text.tool_formats import FORMATS
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},

@@ -21,7 +21,7 @@ from gllm.frontend.app import make_app
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT, CHAT_PATH, CONFIG, TEXT_PATH, Server
-from tests.frontend.fake_engine import FakeEngine
+from tests.support.http.fake_engine import FakeEngine
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -5,7 +5,7 @@ import pytest
 from gllm.config.sampling import StructuredOutput
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH, serving
-from tests.frontend.examples import EXAMPLES
+from tests.support.http.endpoint_bodies import EXAMPLES
 
 MISSING = [(method, one) for one in ENDPOINTS if one.unsupported_reason for method in one.methods]
 GBNF = 'root ::= "yes" | "no"'

@@ -12,8 +12,8 @@ from gllm.grammar import compiler as module
 from gllm.grammar import compiler_process
 from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler, GrammarError
 from gllm.grammar.sources.structured_output import GrammarSource
-from tests.grammar import dying_compiler
-from tests.grammar.writing import EOS, FOLDER, VOCABULARY
+from tests.support.text import dying_compiler
+from tests.support.text.grammar_writing import EOS, FOLDER, VOCABULARY
 
 GOOD = GrammarSource("regex", "[a-z]+")
 HANGS = "start: T\nT: /(.*a.{15}.*)/ & /(.*b.{15}.*)/ & ~/.*c.{13}.*/ & /(.*d.{17}.*)/"

@@ -9,8 +9,8 @@ import pytest
 
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.sources.json_schema import KEYWORDS
-from tests.grammar.schemas import schema
-from tests.grammar.writing import EOS, grammars, state_of, text_of, write
+from tests.support.text.grammar_writing import EOS, grammars, state_of, text_of, write
+from tests.support.text.random_schemas import schema
 
 LIMIT = 1500
 """Tokens of a text."""

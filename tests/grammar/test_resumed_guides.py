@@ -6,7 +6,7 @@ from gllm.config.sampling import StructuredOutput
 from gllm.grammar.guide import GrammarGuide, GrammarGuideError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.grammars import GuideFactory
-from tests.grammar.writing import EOS, compiled_grammar, grammars, state_of, write
+from tests.support.text.grammar_writing import EOS, compiled_grammar, grammars, state_of, write
 
 NESTED = {
     "type": "array",

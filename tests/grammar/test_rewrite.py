@@ -12,7 +12,7 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
 from gllm.grammar.sources.rewrite import MAX_ARRANGEMENTS, UnsupportedKeywordError, rewrite_schema
 from gllm.grammar.sources.structured_output import to_grammar_source
-from tests.grammar.writing import TOKENIZER, TOKENS, compiled_grammar
+from tests.support.text.grammar_writing import TOKENIZER, TOKENS, compiled_grammar
 
 LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PARTS = [{**LISTED, "required": ["a"]}, {"properties": {"b": {"type": "null"}}, "required": ["b"]}]

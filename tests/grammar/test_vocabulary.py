@@ -12,8 +12,8 @@ from gllm.grammar.compiler_process import compile_grammar
 from gllm.grammar.sources.structured_output import to_grammar_source
 from gllm.grammar.vocabulary import create_parser_limits, load_grammar_tokenizer
 from gllm.text.tokenizer import Tokenizer
-from tests.grammar.writing import EOS
-from tests.text.tokenizers_for_tests import byte_level, metaspace, save, sentencepiece, word_piece
+from tests.support.text.grammar_writing import EOS
+from tests.support.text.tokenizers import byte_level, metaspace, save, sentencepiece, word_piece
 
 SCHEMA = {
     "type": "object",

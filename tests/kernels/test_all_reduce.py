@@ -15,7 +15,7 @@ from gllm.kernels.native.library import DTYPES, current_library
 from gllm.kernels.native.program import RecordedProgram, record_kernels
 from gllm.transport.groups import open_groups
 from gllm.transport.region import RegionLayout, create_region
-from tests.thread_group import run_ranks
+from tests.support.models.thread_group import run_ranks
 
 LAYOUT = RegionLayout(max_tokens=300, hidden_size=900, vocab_rows=50)
 SHAPES = [(1, 1), (1, 896), (3, 7), (5, 130), (130, 900)]

@@ -15,7 +15,7 @@ from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.native import attention as native_attention
 from gllm.kernels.native.library import DTYPES
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 PLAIN = AttentionScaling(0.25)
 

@@ -19,7 +19,7 @@ from gllm.kernels.attention_backends import (
 from gllm.kernels.native import attention, library
 from gllm.kernels.native.builds import OFF, BuildSelection
 from gllm.kernels.native.library import KernelLibrary
-from tests.kernels import fake_flash_attention
+from tests.support.gpu import fake_flash_attention
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LATENT = HeadShape(576, 512, shared=True)

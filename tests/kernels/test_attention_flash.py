@@ -15,8 +15,8 @@ from gllm.kernels.alibi import compute_alibi_slopes
 from gllm.kernels.attention import paged_attention
 from gllm.kernels.attention_plan import PagedBatch, build_device_tables, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
-from tests.examples import num_examples
-from tests.kernels import fake_flash_attention
+from tests.support.examples import num_examples
+from tests.support.gpu import fake_flash_attention
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 4, 2, 8

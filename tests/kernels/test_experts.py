@@ -23,8 +23,8 @@ from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.kernels.gated_linear import prepare_gated
 from gllm.kernels.linear import prepare
 from gllm.kernels.linear_fp8 import dequantize
-from tests.examples import num_examples
 from tests.kernels.test_linear_fp8 import quantized
+from tests.support.examples import num_examples
 
 FIVE = range(5)
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gllm.kernels.head_linear import multiply_heads, prepare_heads
 from gllm.kernels.native.library import DTYPES
-from tests.examples import num_examples
 from tests.kernels.test_native import TOLERANCE, random
+from tests.support.examples import num_examples
 
 TYPES = st.sampled_from([*DTYPES])
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.sampled_from([1, 2, 7, 12, 32, 70]))

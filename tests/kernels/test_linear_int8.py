@@ -16,7 +16,7 @@ from gllm.kernels.linear_int8 import (
     row_magnitudes,
 )
 from gllm.kernels.native.library import DTYPES
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 TYPES = st.sampled_from([*DTYPES])
 SIZES = st.one_of(st.integers(1, 20), st.integers(60, 70), st.integers(120, 300))

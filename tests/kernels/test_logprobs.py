@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.kernels.logprobs import compute_logprobs, gather_logprobs, pack_logprobs, unpack_logprobs
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 
 @settings(max_examples=num_examples(200, 2000), deadline=None)

@@ -14,8 +14,8 @@ from gllm.kernels.masking import (
     apply_token_bitmask,
     build_token_bitmask,
 )
-from tests.examples import num_examples
-from tests.kernels.histories import laid_out
+from tests.support.examples import num_examples
+from tests.support.models.histories import laid_out
 
 SIZES = st.sampled_from([1, 31, 32, 33, 64, 100])
 

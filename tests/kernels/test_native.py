@@ -19,7 +19,7 @@ from gllm.kernels.qkv import rotate_and_store
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import apply_rotary
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 TYPES = st.sampled_from([*DTYPES])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

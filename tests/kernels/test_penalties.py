@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gllm.kernels.masking import add_token_bias, allow_only_tokens, ban_tokens
 from gllm.kernels.penalties import SeenTokens, apply_history_penalties, apply_penalties
-from tests.examples import num_examples
-from tests.kernels.histories import laid_out
+from tests.support.examples import num_examples
+from tests.support.models.histories import laid_out
 
 VOCABULARY = 9
 LARGEST = torch.finfo(torch.float32).max

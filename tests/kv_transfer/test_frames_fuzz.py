@@ -10,8 +10,8 @@ import pytest
 
 from gllm.kv_transfer.frames import KvConnection, KvFrameError, KvFrameKind, ReadPart, ReadRequest
 from gllm.messages.kv_transfer import FetchKv
-from tests.kv_transfer.engines import CachedEngine, dial_plain, make_contents
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
+from tests.support.engines.kv_layouts import cut_layouts
 
 BLOCKS = [2, 0, 3]
 

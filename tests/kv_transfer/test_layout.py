@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.kv_transfer.layout import KvLayoutError, count_move_bytes, find_moves
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_layouts import cut_layouts
 
 CUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 

@@ -34,7 +34,7 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.transport.descriptors import create_channels
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_layouts import cut_layouts
 
 GENERATION = 3
 BLOCKS = [2, 0, 3]

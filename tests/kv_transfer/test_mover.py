@@ -27,8 +27,8 @@ from gllm.messages.kv_transfer import (
     RevokeKv,
     ServeKv,
 )
-from tests.kv_transfer.engines import CachedEngine, dial_plain, make_contents
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
+from tests.support.engines.kv_layouts import cut_layouts
 
 BLOCKS = [2, 0, 3]
 

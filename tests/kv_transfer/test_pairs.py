@@ -7,8 +7,8 @@ import pytest
 
 from gllm.messages.kv_transfer import FetchKv
 from gllm.messages.tickets import make_ticket
-from tests.kv_transfer.engines import CachedEngine, dial_plain, make_contents
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
+from tests.support.engines.kv_layouts import cut_layouts
 
 CUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 NUM_TOKENS, FIRST = 37, 8

@@ -16,15 +16,15 @@ from gllm.kv_transfer.pages import Bytes
 from gllm.kv_transfer.part_gate import MAX_PART_SECONDS
 from gllm.kv_transfer.transfer_mode import TransferMode, TransferModePolicy
 from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, RevokeKv, ServeKv
-from tests.kv_transfer.engines import (
+from tests.kv_transfer.test_pairs import CUTS
+from tests.support.engines.kv_caches import (
     NUM_LAYERS,
     WAIT_SECONDS,
     CachedEngine,
     dial_plain,
     make_contents,
 )
-from tests.kv_transfer.layouts import cut_layouts
-from tests.kv_transfer.test_pairs import CUTS
+from tests.support.engines.kv_layouts import cut_layouts
 
 STEP, TICKET = 12, 7
 BLOCKS = [3, 9, 0, 5]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gllm.kv_transfer.frames import KvConnection, KvFrameError, KvFrameKind
 from gllm.kv_transfer.part_gate import OwnerGate, ReceiverGate
 from gllm.kv_transfer.progress import LayerProgress, open_progress
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_layouts import cut_layouts
 
 (LAYOUT,) = cut_layouts(1, 1)
 NUM_TOKENS = 20

@@ -16,8 +16,8 @@ from gllm.plan.processes import LaunchOptions
 from gllm.plan.serving_plan import PlanError, ServingPlan
 from gllm.ray.manager import LaunchError
 from tests.plan.test_processes import GPUS, LOCAL
-from tests.ray.fake_ray import FakeRay
 from tests.ray.test_manager import cluster
+from tests.support.nodes.fake_ray import FakeRay
 
 SERVING = ProcessStatus("http://127.0.0.1:8100", True, False, False)
 STARTING = ProcessStatus("http://127.0.0.1:8100", False, False, False)

@@ -15,10 +15,10 @@ from gllm.link.slots import SlotWriter, read_step
 from gllm.pacing.traffic import Chunk, LinkView, WaitingMessage
 from gllm.transport.base import EdgeLayout, StepFailedError
 from gllm.transport.ring import Ring
-from tests.examples import num_examples
-from tests.link.processes import Files, Mover, connect, write_step
-from tests.link.processes import read_step as receive_step
 from tests.link.test_frames import NAME, close, send
+from tests.support.examples import num_examples
+from tests.support.network.mover_processes import Files, Mover, connect, write_step
+from tests.support.network.mover_processes import read_step as receive_step
 
 HIDDEN = 96
 BFLOAT16 = EdgeLayout(slots=4, max_tokens=64, hidden_size=HIDDEN, itemsize=2, is_bfloat16=True)

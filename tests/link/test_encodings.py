@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from gllm.link.encoded_rows import EncodedRows, RowDecoder
 from gllm.link.encodings import LINK_ENCODINGS, LinkEncoding, RowFormat, make_encoding
 from gllm.link.int8_encoding import Int8Encoding
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 FORMATS = {torch.float32: (4, False), torch.bfloat16: (2, True), torch.float16: (2, False)}
 

@@ -5,9 +5,9 @@ from contextlib import closing
 
 import pytest
 
-from tests.link.processes import Mover, connect, read_step
-from tests.link.proxies import Proxy
-from tests.plaintext import runs_of
+from tests.support.network.mover_processes import Mover, connect, read_step
+from tests.support.network.plaintext import runs_of
+from tests.support.network.proxies import Proxy
 
 NUM_TOKENS, NUM_STEPS = 16, 8
 

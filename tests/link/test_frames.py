@@ -31,8 +31,8 @@ from gllm.pacing.policies.serial import SerialPolicy
 from gllm.pacing.traffic import LinkView
 from gllm.transport.base import EdgeLayout
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
-from tests.examples import num_examples
-from tests.link.processes import Files, payload_of, write_step
+from tests.support.examples import num_examples
+from tests.support.network.mover_processes import Files, payload_of, write_step
 
 LAYOUT = EdgeLayout(slots=3, max_tokens=4, hidden_size=6, itemsize=4)
 NAME = EdgeName(2**64 - 1, 2**32 - 1, 2**16 - 1)

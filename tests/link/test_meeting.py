@@ -13,7 +13,7 @@ from gllm.link.commands import LinkReport
 from gllm.transport.log_store import open_log_store
 from gllm.transport.nccl import NcclReceiver, NcclSender
 from gllm.transport.probed_nccl import NOT_TRUSTED, open_remote_end
-from tests.link.processes import LAYOUT, Files, Mover, connect
+from tests.support.network.mover_processes import LAYOUT, Files, Mover, connect
 from tests.transport.test_nccl import DirectQueues
 
 

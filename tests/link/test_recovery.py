@@ -12,7 +12,7 @@ import pytest
 
 from gllm.link.commands import LinkEdgeLost, LinkReport
 from gllm.transport.ring import Ring
-from tests.link.processes import (
+from tests.support.network.mover_processes import (
     LAYOUT,
     WAIT_SECONDS,
     Files,
@@ -22,7 +22,7 @@ from tests.link.processes import (
     read_step,
     write_step,
 )
-from tests.link.proxies import Proxy
+from tests.support.network.proxies import Proxy
 
 
 class Stream:

@@ -25,7 +25,15 @@ from gllm.link.frames import (
 )
 from gllm.runtime.certificates import create_certificate
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER
-from tests.link.processes import LAYOUT, RUN, Files, Mover, connect, read_step, write_step
+from tests.support.network.mover_processes import (
+    LAYOUT,
+    RUN,
+    Files,
+    Mover,
+    connect,
+    read_step,
+    write_step,
+)
 
 NAME = EdgeName(RUN, 1, 3)
 HELLO_BYTES = NAME.header(FrameClass.HELLO, b"")[:4]

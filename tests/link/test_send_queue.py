@@ -14,8 +14,8 @@ from gllm.pacing.policy_registry import LINK_POLICIES, make_link_policy
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 from gllm.transport.base import EdgeLayout
 from gllm.transport.ring import Ring
-from tests.examples import num_examples
-from tests.link.processes import Files, payload_of, write_step
+from tests.support.examples import num_examples
+from tests.support.network.mover_processes import Files, payload_of, write_step
 
 NAME = EdgeName(7, 1, 2)
 LAYOUTS = (

@@ -9,7 +9,14 @@ from gllm.link.mover import Outbox
 from gllm.transport.base import EdgeLayout, StepFailedError
 from gllm.transport.descriptors import create_channels
 from gllm.transport.ring import Ring
-from tests.link.processes import LAYOUT, Mover, connect, payload_of, read_step, write_step
+from tests.support.network.mover_processes import (
+    LAYOUT,
+    Mover,
+    connect,
+    payload_of,
+    read_step,
+    write_step,
+)
 
 
 def move_steps(source: Ring, target: Ring, first: int, count: int, seed: int) -> None:

@@ -13,7 +13,14 @@ from benchmarks.net.shaper import ShapedHop
 from gllm.messages.nodes import LinkState
 from gllm.transport.base import EdgeLayout
 from gllm.transport.ring import Ring
-from tests.link.processes import WAIT_SECONDS, Mover, connect, payload_of, read_step, write_step
+from tests.support.network.mover_processes import (
+    WAIT_SECONDS,
+    Mover,
+    connect,
+    payload_of,
+    read_step,
+    write_step,
+)
 
 pytestmark = pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason()))
 MBIT = 1e6 / 8

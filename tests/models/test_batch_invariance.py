@@ -21,7 +21,7 @@ from gllm.models.stage import ModelStage, StageInputs
 from gllm.runtime.device import set_num_threads
 from gllm.runtime.kv_cache import KVCache
 from tests.models.test_fp8 import save_both
-from tests.tiny_models import FAMILIES, save
+from tests.support.models.tiny_models import FAMILIES, save
 
 BLOCK, BLOCKS = 4, 48
 LENGTH, PROMPT, OTHERS = 41, 17, (3, 29, 1)

@@ -14,10 +14,10 @@ from gllm.kernels.rotary import compute_inverse_frequencies
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.spec import ModelSpec
-from tests.models.published import PUBLISHED, Config, read
 from tests.models.test_popular import POPULAR
-from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.published import PUBLISHED, Config, read
+from tests.support.models.tiny_models import save
 
 EVERY = {**PUBLISHED, **{name: row["config"] for name, row in POPULAR.items()}}
 BROKEN: tuple[Any, ...] = (

@@ -16,7 +16,7 @@ from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO
 from gllm.models.registry import ARCHITECTURES, spec_builder
 from gllm.models.spec import AttentionSpec, MLPSpec, ModelSpec, RopeSpec
-from tests.models.published import PUBLISHED, read
+from tests.support.models.published import PUBLISHED, read
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

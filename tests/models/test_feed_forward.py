@@ -10,7 +10,7 @@ from gllm.models import spec
 from gllm.models.config import read_config
 from gllm.models.feed_forward import Experts, expert_spec, read_stacked_experts
 from gllm.models.loader import Checkpoint, Weights
-from tests.tiny_models import save
+from tests.support.models.tiny_models import save
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "deepseek-v3"])

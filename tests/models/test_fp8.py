@@ -18,8 +18,8 @@ from gllm.models import loader, spec
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.feed_forward import Experts, expert_spec, read_stacked_experts
-from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import reference, save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.tiny_models import reference, save
 
 BLOCK = (16, 32)
 """Of 48 hidden elements and heads of 8: queries, keys and values end within blocks."""

@@ -18,9 +18,9 @@ from gllm.models.errors import ModelError
 from gllm.models.hub import DEMO, resolve_model
 from gllm.models.weight_files import find_weight_files
 from gllm.text.tokenizer import Tokenizer
-from tests.runtime.pipeline import Pipeline
-from tests.text.tokenizers_for_tests import byte_level
-from tests.tiny_models import save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.tiny_models import save
+from tests.support.text.tokenizers import byte_level
 
 
 def test_folders_and_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage, StageInputs
 from gllm.runtime.kv_cache import KVCache
-from tests.tiny_models import save
+from tests.support.models.tiny_models import save
 
 BLOCK = 4
 PROMPTS = (7, 3)

@@ -12,8 +12,8 @@ from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.runtime.cpu.executor import CpuExecutor
-from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import reference, save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.tiny_models import reference, save
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import transformers
 from gllm.models.config_reader import HARMLESS
 from gllm.models.errors import ModelError
 from gllm.models.spec import ModelSpec
-from tests.models.published import Config, read
-from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import FAMILIES, reference
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.published import Config, read
+from tests.support.models.tiny_models import FAMILIES, reference
 
 ROWS = (
     "llama-biased",
@@ -41,7 +41,7 @@ ROWS = (
     "falcon-11b",
     "falcon-rw",
 )
-"""Families of tests/tiny_models.py with every key that transformers has for the architectures."""
+"""Families of tests/support/models/tiny_models.py with every key that transformers has for them."""
 TOKENS = list(range(3, 40))
 
 

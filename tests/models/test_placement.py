@@ -18,7 +18,7 @@ from gllm.models.stage import StageInputs
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.cuda.attention_plans import plan_table_attention
 from gllm.runtime.cuda.staging import map_tensors
-from tests.tiny_models import save
+from tests.support.models.tiny_models import save
 
 META = torch.device("meta")
 FAMILIES = ("llama3", "qwen2", "qwen3-tied", "gemma2", "phi3", "gpt2", "bloom", "deepseek-v3")

@@ -10,7 +10,7 @@ import transformers
 
 from gllm.models.errors import ModelError
 from gllm.models.spec import ModelSpec
-from tests.models.published import PUBLISHED, Config, read
+from tests.support.models.published import PUBLISHED, Config, read
 
 POPULAR: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "popular_configs.json").read_text()

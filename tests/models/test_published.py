@@ -21,7 +21,7 @@ from gllm.models.spec import (
 )
 from gllm.models.split import layer_costs, split_layers
 from gllm.runtime.kv_cache import KVCache, block_bytes
-from tests.models.published import PUBLISHED, Config, read
+from tests.support.models.published import PUBLISHED, Config, read
 
 
 def grouped(model: ModelSpec) -> AttentionSpec:

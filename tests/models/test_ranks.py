@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gllm.models import stage as stage_module
 from gllm.models.ranks import Ranks
-from tests.models.ranked_model import RankedModel, joined, open_thread_groups
-from tests.thread_group import ThreadGroup
-from tests.tiny_models import FAMILIES, reference, save
+from tests.support.models.ranked_model import RankedModel, joined, open_thread_groups
+from tests.support.models.thread_group import ThreadGroup
+from tests.support.models.tiny_models import FAMILIES, reference, save
 
 CUTS = [(2,), (2, 2), (4,), (2, 1), (1, 2), (1, 1)]
 """Ranks of each stage."""

@@ -11,11 +11,11 @@ from torch import Tensor
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.models.attention import Attention, LatentAttention
 from gllm.models.shard import unsupported_reason
-from tests.models.ranked_model import RankedModel, joined
 from tests.models.test_fp8 import BLOCKS, TENSORS, compressed, quantize
 from tests.models.test_ranks import PROMPTS, largest_error
-from tests.thread_group import ThreadGroup
-from tests.tiny_models import save
+from tests.support.models.ranked_model import RankedModel, joined
+from tests.support.models.thread_group import ThreadGroup
+from tests.support.models.tiny_models import save
 
 INT8 = ["qwen2", "gpt2", "falcon-40b", "baichuan2-13b", "qwen2-moe", "deepseek-v2"]
 """Tied and untied heads, stored either way, with biases, experts, latent attention."""

@@ -12,10 +12,10 @@ from gllm.models import layers
 from gllm.models.spec import ModelSpec
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout, create_region
-from tests.models.ranked_model import RankedModel, joined, open_thread_groups
 from tests.models.test_layers import RECORDED
 from tests.models.test_ranks import PROMPTS
-from tests.tiny_models import FAMILIES, save
+from tests.support.models.ranked_model import RankedModel, joined, open_thread_groups
+from tests.support.models.tiny_models import FAMILIES, save
 
 MAX_TOKENS = sum(map(len, PROMPTS))
 

@@ -4,7 +4,7 @@ import pytest
 
 from gllm.models.errors import ModelError
 from gllm.models.rope import ROPE_KEYS
-from tests.models.published import PUBLISHED, Config, read
+from tests.support.models.published import PUBLISHED, Config, read
 
 REFUSED: list[tuple[str, Config, str]] = [
     ("llama-2-7b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),

@@ -20,7 +20,7 @@ from gllm.models.spec import (
     ModelSpec,
     QuantizationSpec,
 )
-from tests.models.published import PUBLISHED, read
+from tests.support.models.published import PUBLISHED, read
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 131,

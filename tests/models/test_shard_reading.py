@@ -35,7 +35,7 @@ from gllm.models.tensor_cuts import tensor_cuts
 from tests.models.test_fp8 import STYLES, quantize, save_both
 from tests.models.test_ranks_quantized import save_fp8
 from tests.models.test_stacked_experts import save_quantized
-from tests.tiny_models import FAMILIES, reference, save
+from tests.support.models.tiny_models import FAMILIES, reference, save
 
 WHOLE = (
     # Norms, but those with a scale for each head.

@@ -15,8 +15,8 @@ from gllm.kernels.experts import StackedExperts
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.models.errors import ModelError
 from tests.models.test_fp8 import load_experts
-from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import reference, save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.tiny_models import reference, save
 
 FAMILIES = ["qwen3-moe", "mixtral", "deepseek-v3"]
 TOKENS = [3, 4, 5, 60, 7]

@@ -15,8 +15,8 @@ from gllm.pacing.policies.molink_paper import MolinkPaperPolicy
 from gllm.pacing.policies.serial import SerialPolicy
 from gllm.pacing.policy_registry import LINK_POLICIES, make_link_policy
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass
-from tests.examples import num_examples
-from tests.pacing.messages import Message, Queue
+from tests.support.examples import num_examples
+from tests.support.scheduler.link_messages import Message, Queue
 
 DECODE, PREFILL, KV_CACHE = TrafficClass
 CLASSES = {"D": DECODE, "P": PREFILL, "K": KV_CACHE}

@@ -20,8 +20,13 @@ from gllm.pacing.depth import (
     choose_depth,
     solve_depth,
 )
-from tests.examples import num_examples
-from tests.pacing.linear_pipeline import MAX_DEPTH, control, make_case, measure_throughput
+from tests.support.examples import num_examples
+from tests.support.scheduler.linear_pipeline import (
+    MAX_DEPTH,
+    control,
+    make_case,
+    measure_throughput,
+)
 
 NUM_CASES = 30
 """Pipelines that are compared with the best depth of all."""

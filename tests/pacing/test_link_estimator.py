@@ -26,7 +26,7 @@ from gllm.pacing.send_rate import (
     UNSENT_SECONDS,
     SendRate,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 MBIT = 1e6 / 8
 TICK = 0.005

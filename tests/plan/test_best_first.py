@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.plan.best_first import DOMINATED, BestFirstOutcome, CandidateBound, search_best
 from gllm.plan.budget import SearchBudget
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 Pair = tuple[float, CandidateBound]
 

@@ -25,7 +25,7 @@ from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.delays import scheduling_delays
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 from gllm.sim.workloads.requests import WorkloadRequest
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 RULE = replace(PLAN_RULES["vidur"], min_seconds=2.0, rate_step=1.1, max_p99_delay_seconds=0.5)
 

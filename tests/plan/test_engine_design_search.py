@@ -25,7 +25,7 @@ from gllm.plan.objectives import OBJECTIVES, FleetFacts
 from gllm.plan.pareto import pareto_set
 from gllm.plan.prices import PRICE_TABLES
 from gllm.sim.options import SimulationConfig
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 SHORT_RULE = replace(
     PLAN_RULES["vidur"], min_seconds=8.0, rate_step=1.05, max_p99_delay_seconds=0.5

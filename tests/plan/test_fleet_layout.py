@@ -19,7 +19,7 @@ from gllm.plan.latency_limits import parse_limits
 from gllm.plan.serving_plan import ServingPlan, check_plan, read_plan, write_plan
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.hardware.stages import split_layers_evenly
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 LIMITS = parse_limits("ttft:p90=2,tpot=0.1")
 

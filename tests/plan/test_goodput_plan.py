@@ -29,7 +29,7 @@ from gllm.plan.serving_plan import StagePlan, read_plan
 from gllm.sim.costs.distserve import read_coefficients
 from gllm.sim.deployment import ModelFitError
 from gllm.sim.hardware.models import MODELS
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 CLUSTERS = st.builds(GpuCluster, st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 8)))
 SHAPES = st.sampled_from([(40, 40), (72, 64), (96, 96), (12, 24)])

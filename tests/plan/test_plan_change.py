@@ -30,7 +30,7 @@ from gllm.plan.serving_plan import (
     StagePlan,
     check_plan,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 NODES = {
     "x": NodePlan("127.0.0.1", ["H100"] * 3 + ["L20"] * 2),

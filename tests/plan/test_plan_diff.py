@@ -29,7 +29,7 @@ from gllm.plan.serving_plan import (
 )
 from gllm.sim.deployment import simulate
 from gllm.sim.workloads.requests import WorkloadRequest
-from tests.sim.cluster_parts import make_deployment
+from tests.support.sim.cluster_parts import make_deployment
 
 STEP = 0.05
 """Seconds of each step: all requests have this TTFT and TPOT while few run."""

@@ -24,7 +24,7 @@ from gllm.plan.pools.planner import (
 from gllm.plan.serving_plan import check_plan, read_plan
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
 from gllm.sim.metrics.slowdowns import SloMargin
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 NAMES = st.sampled_from(("AA", "HH", "HA", "HHcap"))
 H100_POWER = 40 * read_machines()["DGX-H100"].power

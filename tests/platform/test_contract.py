@@ -17,7 +17,7 @@ from gllm.messages.services import (
     ServiceProcessStarted,
     ServiceReading,
 )
-from tests.platform.scripted_cluster import SECONDS, ClusterUnderTest, running_cluster, until
+from tests.support.nodes.scripted_cluster import SECONDS, ClusterUnderTest, running_cluster, until
 
 
 @pytest.fixture

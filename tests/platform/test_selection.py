@@ -17,7 +17,7 @@ from gllm.platform.selection import (
     choose_head,
     select_nodes,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 NAMES = "abcdefg"
 

@@ -34,7 +34,7 @@ from gllm.platform.service_node import ServiceNode
 from gllm.platform.service_processes import ServiceProcesses
 from gllm.platform.service_request import ServiceRequest
 from gllm.runtime.agent_state import AgentConfig
-from tests.platform.scripted_cluster import until
+from tests.support.nodes.scripted_cluster import until
 
 MACHINE = ServiceMachine("a", "127.0.0.1", ports=(29710, 29719))
 START = StartServiceProcess(1, "chat", "demo", 0, [2, 1], "auto", {}, "", "sk-x", 30.0)

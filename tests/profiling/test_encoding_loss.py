@@ -6,7 +6,7 @@ import pytest
 
 from gllm.models.hub import resolve_model
 from gllm.profiling.encoding_loss import TextSizes, measure_encoding_loss
-from tests.tiny_models import save
+from tests.support.models.tiny_models import save
 
 SIZES = TextSizes(num_texts=6, num_tokens=40, prompt_tokens=8, greedy_tokens=12)
 

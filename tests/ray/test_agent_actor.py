@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gllm.commands.node import make_parser
 from gllm.ray.agent_actor import agent_command, free_port, run_agent
-from tests.e2e.server import alive, wait_until
+from tests.support.servers.server import alive, wait_until
 
 
 def test_the_command_line_is_one_of_gllm_node_with_free_ports() -> None:

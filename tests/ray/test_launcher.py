@@ -17,7 +17,7 @@ from gllm.observability.logs import LogConfig
 from gllm.ray import launcher as launcher_module
 from gllm.ray.launcher import RayLauncher, make_launch_spec
 
-FAKE = Path(__file__).with_name("fake_launcher.py")
+FAKE = Path(__file__).parents[1] / "support" / "nodes" / "fake_launcher.py"
 
 
 def wait_for(condition: Callable[[], Any]) -> None:

@@ -20,7 +20,7 @@ from gllm.ray.launcher import make_launch_spec
 ROOT = Path(__file__).parents[2]
 STAND_IN = {
     "ray/__init__.py": """
-from tests.ray.fake_ray import FakeRay
+from tests.support.nodes.fake_ray import FakeRay
 from tests.ray.test_manager import cluster
 
 print("ray writes to standard output")

@@ -17,7 +17,7 @@ from gllm.ray.agent_actor import AgentActor
 from gllm.ray.launch_spec import LaunchSpec
 from gllm.ray.launcher import make_launch_spec
 from gllm.ray.manager import GpuHolder, LaunchError, RayManager, import_ray
-from tests.ray.fake_ray import FakeRay
+from tests.support.nodes.fake_ray import FakeRay
 
 HEAD, *OTHERS = ("h" * 8, "a" * 8, "b" * 8, "c" * 8)
 

@@ -21,7 +21,7 @@ from gllm.routing.autoscaler import (
 )
 from gllm.routing.scale_config import ScaleConfig
 from gllm.sim.workloads.arrivals import sample_arrival_times
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 TICK = 0.5
 STARTUP = 20.0

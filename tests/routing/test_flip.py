@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gllm.routing.flip import FlipConfig, FlipPolicy, phase_load
 from gllm.routing.state import EngineSnapshot
-from tests.examples import num_examples
-from tests.routing.disaggregation.engines import engine
+from tests.support.examples import num_examples
+from tests.support.routing.pair_engines import engine
 
 BUSY_PREFILL: dict[str, Any] = {"waiting_tokens": 100, "running": 1}
 BUSY_DECODE: dict[str, Any] = {"running": 200, "kv_usage": 0.8}

@@ -20,7 +20,7 @@ from gllm.routing.handoff import (
     StartPrefetch,
     StartPrefill,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 LIMITS = HandoffLimits(renew_seconds=3, read_seconds=1, hold_seconds=10)
 LEASE_SECONDS = 7.0

@@ -9,7 +9,7 @@ from gllm.routing.predict import predict_latency
 from gllm.routing.retry_budget import MAX_RETRIES, RetryBudget
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
-from tests.routing.fleet import COSTS, REQUEST
+from tests.support.routing.snapshots import COSTS, REQUEST
 
 REPORT_SECONDS = 1.0
 RUNNING = 16

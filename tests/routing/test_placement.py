@@ -26,8 +26,8 @@ from gllm.routing.rebalancing import PredictionError, line_distance, rebalance
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
 from gllm.sim.workloads.traces import TRACES, load_trace
-from tests.examples import num_examples
-from tests.routing.fleet import REQUEST, engine
+from tests.support.examples import num_examples
+from tests.support.routing.snapshots import REQUEST, engine
 
 MODEL = LatencyModel(k1=0.3635e-3, c1=4e-3, k2=9.62e-8, c2=0.173e-3, c3=55.8e-3)
 """Llama-2-70B at TP 2 on A100, as planning by Vidur's tables fits it."""

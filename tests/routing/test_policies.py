@@ -11,7 +11,7 @@ from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.session_affinity import MAX_EXTRA_REQUESTS
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
-from tests.routing.fleet import COSTS, REQUEST, engine
+from tests.support.routing.snapshots import COSTS, REQUEST, engine
 
 POLICIES_BY_STATISTICS = sorted(
     set(POLICIES) - {"random", "round-robin", "aladdin", "pending-tokens"}

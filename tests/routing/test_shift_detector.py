@@ -15,7 +15,7 @@ from gllm.routing.shift_detector import (
     measure_means,
 )
 from gllm.sim.workloads.requests import make_workload
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 WORKLOADS = st.sampled_from(["sharegpt", "azure-conv", "azure-code", "longbench"])
 SEEDS = st.integers(0, 10**6)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from gllm.runtime.device import set_num_threads
-from tests.tiny_models import save
+from tests.support.models.tiny_models import save
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -41,7 +41,7 @@ from gllm.runtime import driver_relay
 from gllm.runtime.security import create_secret_file
 from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import StepPlan, StepTime
-from tests.runtime.agent_head import (
+from tests.support.nodes.agent_head import (
     FACTS,
     FakeHead,
     RunningAgent,

@@ -24,7 +24,7 @@ from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.runtime import agent_workers
 from gllm.runtime.local_node import LocalNode
-from tests.runtime.agent_head import (
+from tests.support.nodes.agent_head import (
     SECONDS,
     FakeHead,
     RunningAgent,

@@ -21,8 +21,8 @@ from gllm.runtime.assignment import (
     encode_parent_message,
 )
 from gllm.transport.edge import Edge
-from tests.examples import num_examples
-from tests.runtime.scripted_node import ScriptedNode
+from tests.support.examples import num_examples
+from tests.support.nodes.scripted_node import ScriptedNode
 
 
 class RecordingNode(ScriptedNode):

@@ -14,8 +14,8 @@ from gllm.kernels.attention_plan import PagedBatch
 from gllm.models.config import read_config
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.device import check_quantization
-from tests.kernels import fake_flash_attention
-from tests.tiny_models import save
+from tests.support.gpu import fake_flash_attention
+from tests.support.models.tiny_models import save
 
 
 class OnGpu:

@@ -22,7 +22,7 @@ from gllm.runtime.sampling_state import create_sampling_states
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence
 from gllm.scheduler.scheduler import Scheduler
-from tests.runtime.local_workers import local_engine
+from tests.support.engines.local_workers import local_engine
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {

@@ -28,7 +28,7 @@ from gllm.runtime.security import (
 )
 from gllm.runtime.session import HEADER, MAX_FRAME_BYTES
 from gllm.runtime.spoke import UNREACHABLE, Spoke
-from tests.plaintext import runs_of
+from tests.support.network.plaintext import runs_of
 
 MAX_GUESTS = 4
 

@@ -13,11 +13,11 @@ from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.sampling import collect_grammar_masks
 from gllm.scheduler.plan import ON_DEVICE
-from tests.grammar.writing import FOLDER, compiled_grammar
-from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.pipeline import GREEDY, Pipeline
-from tests.tiny_models import save
+from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.gpu.device_stage import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.models.tiny_models import save
+from tests.support.text.grammar_writing import FOLDER, compiled_grammar
 
 SLOW = 10_000.0
 """Seconds of the host's; a step has a few hundred operations of one second each."""

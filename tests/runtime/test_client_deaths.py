@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gllm.messages.requests import EngineOutputs, PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.client import EngineClient
-from tests.examples import num_examples
-from tests.runtime.fake_driver import FakeDriver
-from tests.runtime.request_reader import RequestReader
+from tests.support.engines.fake_driver import FakeDriver
+from tests.support.engines.request_reader import RequestReader
+from tests.support.examples import num_examples
 
 
 class EngineLife(RuleBasedStateMachine):

@@ -24,10 +24,10 @@ from gllm.messages.nodes import (
     WorkerSessionLost,
 )
 from gllm.runtime.supervisor import EngineError
-from tests.runtime.fake_agent import NODE_FACTS, until
-from tests.runtime.scripted_agent import ClusterUnderTest, ScriptedAgent, cluster_of
-from tests.runtime.scripted_node import token_of
 from tests.runtime.test_supervisor import generate
+from tests.support.nodes.fake_agent import NODE_FACTS, until
+from tests.support.nodes.scripted_agent import ClusterUnderTest, ScriptedAgent, cluster_of
+from tests.support.nodes.scripted_node import token_of
 
 PROMPT = [3, 5, 8]
 

@@ -6,7 +6,7 @@ import pytest
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineUnavailableError, ProfileError
-from tests.runtime.local_workers import local_engine
+from tests.support.engines.local_workers import local_engine
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -14,8 +14,8 @@ from gllm.models.stage import StageInputs
 from gllm.runtime.cuda.attention_plans import get_block_table, plan_table_attention
 from gllm.runtime.cuda.graphs import DecodeGraphs, find_graph_size, graph_sizes, pad_decodes
 from gllm.runtime.cuda.staging import ALIGNMENT, InputStaging, TreeLayout
-from tests.examples import num_examples
-from tests.runtime.fake_streams import FakeQueues
+from tests.support.examples import num_examples
+from tests.support.gpu.fake_streams import FakeQueues
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 40, 256])

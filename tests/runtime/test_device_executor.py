@@ -23,9 +23,10 @@ from gllm.runtime.cuda import logit_edits, sampler
 from gllm.runtime.cuda.attention_plans import plan_table_attention
 from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
-from tests.examples import num_examples
-from tests.kernels import fake_flash_attention
-from tests.runtime.device import (
+from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.examples import num_examples
+from tests.support.gpu import fake_flash_attention
+from tests.support.gpu.device_stage import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     Answer,
@@ -33,9 +34,8 @@ from tests.runtime.device import (
     executor_on,
     run_interleaved,
 )
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.memory_uses import HiddenSync, Race
-from tests.runtime.pipeline import GREEDY, Pipeline
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.gpu.memory_uses import HiddenSync, Race
 
 PROMPTS = {1: [5, 9, 3, 7], 2: [11, 4, 8, 2, 6, 17], 3: [21, 30, 12], 4: [40, 41, 42, 43, 44, 45]}
 DECODES = 5

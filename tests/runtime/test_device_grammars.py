@@ -12,11 +12,11 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import read_config
 from gllm.runtime.base_executor import BaseExecutor
 from gllm.runtime.grammars import GuideFactory
-from tests.runtime.device import as_on_a_device
-from tests.runtime.fake_streams import FakeQueues
 from tests.runtime.test_device_sampling import LOOKING, PROMPTS, OnDevice
 from tests.runtime.test_logprobs import Told
-from tests.tiny_models import save
+from tests.support.gpu.device_stage import as_on_a_device
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.models.tiny_models import save
 
 GRAMMAR = json.dumps({"grammars": [{"lark_grammar": 'start: ("abc" | "abd" | "wxyz" | /[0-4]/)+'}]})
 SPECS = [

@@ -13,10 +13,10 @@ from gllm.scheduler.plan import SampledToken
 from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
-from tests.runtime.device import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.pipeline import GREEDY, Pipeline
-from tests.tiny_models import save
+from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.gpu.device_stage import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.models.tiny_models import save
 
 PROMPTS = {1: [5, 9, 3, 7], 2: [11, 4, 8, 2, 6, 17], 3: [21, 30, 12]}
 GROUPS = ((1, 2), (3,))

@@ -17,7 +17,9 @@ from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.groups import StageGroups
 from gllm.transport.nccl_group import NcclRankGroup
 from gllm.transport.staged_group import StagedRankGroup
-from tests.runtime.device import (
+from tests.runtime.test_device_executor import SPECIALS, check, expected_of, plans_of, registered
+from tests.support.engines.pipeline import Pipeline
+from tests.support.gpu.device_stage import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     Answer,
@@ -25,14 +27,12 @@ from tests.runtime.device import (
     executor_on,
     run_interleaved,
 )
-from tests.runtime.fake_graphs import Unjoined
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.memory_uses import Race
-from tests.runtime.pipeline import Pipeline
-from tests.runtime.test_device_executor import SPECIALS, check, expected_of, plans_of, registered
-from tests.runtime.turns import Stuck, Turns
-from tests.tiny_models import save
-from tests.transport.fake_nccl import FakeCommunicator, Mismatched, fake_host_groups
+from tests.support.gpu.fake_graphs import Unjoined
+from tests.support.gpu.fake_nccl import FakeCommunicator, Mismatched, fake_host_groups
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.gpu.memory_uses import Race
+from tests.support.gpu.turns import Stuck, Turns
+from tests.support.models.tiny_models import save
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
-from tests.runtime.device import BLOCK_SIZE, LONGEST, NUM_BLOCKS, as_on_a_device, executor_on
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.generations import (
+from tests.runtime.test_device_grammars import GRAMMAR, with_grammars
+from tests.runtime.test_device_sampling import LOOKING
+from tests.support.engines.generations import (
     CHUNKED,
     ChoiceOutput,
     Generation,
@@ -18,9 +18,15 @@ from tests.runtime.generations import (
     Stages,
     run_undisturbed,
 )
-from tests.runtime.test_device_grammars import GRAMMAR, with_grammars
-from tests.runtime.test_device_sampling import LOOKING
-from tests.tiny_models import save
+from tests.support.gpu.device_stage import (
+    BLOCK_SIZE,
+    LONGEST,
+    NUM_BLOCKS,
+    as_on_a_device,
+    executor_on,
+)
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.models.tiny_models import save
 
 PROMPT = [5, 9, 3, 7, 7, 41, 42, 8, 9]
 REQUESTS = {

@@ -17,11 +17,17 @@ from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.sampling import ALL_TOKENS_BANNED, build_sampling_metadata
 from gllm.runtime.sampling_state import create_sampling_states
 from gllm.scheduler.scheduler import Scheduler
-from tests.runtime.device import BLOCK_SIZE, LONGEST, NUM_BLOCKS, as_on_a_device, executor_on
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.pipeline import GREEDY, Pipeline
 from tests.runtime.test_greedy import NEW_TOKENS
 from tests.runtime.test_logprobs import Told
+from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.gpu.device_stage import (
+    BLOCK_SIZE,
+    LONGEST,
+    NUM_BLOCKS,
+    as_on_a_device,
+    executor_on,
+)
+from tests.support.gpu.fake_streams import FakeQueues
 
 PROMPTS = [[5, 9, 3, 7, 7], [5, 9, 3, 7, 2, 6, 17, 8, 8], [21], [5, 9, 3, 7, 7, 41, 42]]
 LOOKING = SequenceSamplingParams(

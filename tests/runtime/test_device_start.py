@@ -15,10 +15,10 @@ from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.cuda.graphs import graph_sizes
 from gllm.transport.registry import open_edges
-from tests.runtime.device import BLOCK_SIZE, as_on_a_device, executor_on
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.local_workers import local_engine
-from tests.tiny_models import save
+from tests.support.engines.local_workers import local_engine
+from tests.support.gpu.device_stage import BLOCK_SIZE, as_on_a_device, executor_on
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.models.tiny_models import save
 
 SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

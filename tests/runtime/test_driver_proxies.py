@@ -14,7 +14,7 @@ from gllm.messages.nodes import StageFrame
 from gllm.messages.steps import GrammarReady, RegisterSequences
 from gllm.runtime.bus import Hub
 from gllm.runtime.driver_proxies import DriverProxies
-from tests.runtime.fake_agent import until
+from tests.support.nodes.fake_agent import until
 
 RUN = 5
 

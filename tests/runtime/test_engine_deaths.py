@@ -11,7 +11,7 @@ from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
-from tests.runtime.local_workers import LocalWorkers, local_engine
+from tests.support.engines.local_workers import LocalWorkers, local_engine
 
 PATIENCE = 240.0
 """Seconds after which something waits for what does not come."""

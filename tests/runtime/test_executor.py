@@ -8,8 +8,8 @@ import torch
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
-from tests.runtime.pipeline import GREEDY, Pipeline
-from tests.tiny_models import FAMILIES, SMALL, reference, save
+from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.models.tiny_models import FAMILIES, SMALL, reference, save
 
 TOLERANCE = 1e-4
 """On max|a - b| / max|b| of the logits, float32."""

@@ -12,7 +12,7 @@ from gllm.engine.engine import Engine
 from gllm.engine.interface import OutputDelta
 from gllm.grammar import guide
 from gllm.runtime.cpu.executor import CpuExecutor
-from tests.runtime.local_workers import failing, local_engine
+from tests.support.engines.local_workers import failing, local_engine
 
 PATIENCE = 60.0
 """Seconds: a request that takes longer waits for something that does not come."""

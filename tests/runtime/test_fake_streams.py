@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.memory_uses import HiddenSync, Race
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.gpu.memory_uses import HiddenSync, Race
 
 SEEDS = range(20)
 

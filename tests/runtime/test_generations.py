@@ -20,10 +20,10 @@ from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.grammars import GuideFactory
 from gllm.runtime.local_node import LocalNode
-from tests.e2e.server import owned_bytes
-from tests.runtime.device import as_on_a_device
-from tests.runtime.head import Head, head_of, num_mapped, num_open, num_threads
-from tests.runtime.local_workers import LocalWorkers
+from tests.support.engines.local_workers import LocalWorkers
+from tests.support.gpu.device_stage import as_on_a_device
+from tests.support.nodes.scripted_head import Head, head_of, num_mapped, num_open, num_threads
+from tests.support.servers.server import owned_bytes
 
 PROMPT = [5, 9, 3, 7]
 OF_DEVICE = {"_compute_steps", "_sample_steps", "host-staging"}

@@ -26,8 +26,8 @@ from gllm.scheduler.config import POLICY_NAMES
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.scheduler.pipeline import RESERVING_POLICIES
-from tests.tiny_models import FAMILIES, SMALL, reference, save
+from tests.support.models.tiny_models import FAMILIES, SMALL, reference, save
+from tests.support.scheduler.pipeline import RESERVING_POLICIES
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
 NEW_TOKENS = 12

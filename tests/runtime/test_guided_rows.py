@@ -18,8 +18,16 @@ from gllm.runtime import grammars as grammars_module
 from gllm.runtime.cpu.sampler import sample_rows
 from gllm.runtime.sampling import SampleOutput, build_sampling_metadata, fail_guides, to_sampled
 from gllm.runtime.sampling_state import SamplingState, create_sampling_states
-from tests.grammar.writing import EOS, TOKENIZER, VOCABULARY, grammars, state_of, step, text_of
-from tests.grammar.writing import write as write_all
+from tests.support.text.grammar_writing import (
+    EOS,
+    TOKENIZER,
+    VOCABULARY,
+    grammars,
+    state_of,
+    step,
+    text_of,
+)
+from tests.support.text.grammar_writing import write as write_all
 
 PERSON = StructuredOutput(
     json={

@@ -10,9 +10,9 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
-from tests.grammar.writing import FOLDER
-from tests.runtime.generations import Stages
-from tests.runtime.kv_engines import KvCluster, load_stages
+from tests.support.engines.generations import Stages
+from tests.support.engines.kv_engines import KvCluster, load_stages
+from tests.support.text.grammar_writing import FOLDER
 
 GREEDY = SequenceSamplingParams(temperature=0)
 SAMPLED = SequenceSamplingParams(temperature=1, seed=11)

@@ -10,9 +10,9 @@ from gllm.kernels.linear_int8 import Int8Matrix
 from gllm.kernels.linear_unquantized import UnquantizedMatrix
 from gllm.models.attention import Attention, LatentAttention
 from gllm.models.feed_forward import MLP, Experts
-from tests.runtime.pipeline import Pipeline
 from tests.runtime.test_greedy import SETTINGS, Scheduled, prompts
-from tests.tiny_models import save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.tiny_models import save
 
 FAMILIES = ("qwen2", "gemma3", "gpt2", "falcon-40b", "baichuan2-13b", "qwen2-moe", "deepseek-v2")
 """Tied and untied heads, stored either way, with biases, experts, latent attention."""

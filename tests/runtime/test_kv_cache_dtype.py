@@ -11,8 +11,8 @@ from gllm.config.field_types import FieldError
 from gllm.kernels import attention_torch
 from gllm.kernels.native.library import load_library
 from gllm.runtime.device import choose_cache_dtype
-from tests.runtime.pipeline import Pipeline
-from tests.tiny_models import save
+from tests.support.engines.pipeline import Pipeline
+from tests.support.models.tiny_models import save
 
 DENSE = ("llama3", "gemma2", "bloom", "baichuan2-13b")
 """Grouped queries, windows and softcap, ALiBi, both ways of slopes."""

@@ -7,7 +7,7 @@ import pytest
 from gllm.messages.kv_cache import KvCacheEvents
 from gllm.runtime.kv_events import KvEventSource
 from gllm.scheduler.cache_events import StoredBlocks
-from tests.runtime.kv_driver import BLOCK_SIZE, KvDriver, KvFollower
+from tests.support.engines.kv_driver import BLOCK_SIZE, KvDriver, KvFollower
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from gllm.messages.lifecycle import StageReady
 from gllm.runtime import stage_loader
 from gllm.runtime.kv_cache import map_zeros
 from gllm.runtime.report_handler import ReportHandler
-from tests.runtime.local_workers import LocalWorkers, local_engine
+from tests.support.engines.local_workers import LocalWorkers, local_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(5, 30))

@@ -25,7 +25,7 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.runtime.certificates import create_certificate
-from tests.runtime.kv_workers import BLOCKS, NUM_TOKENS, KvWorkers, until
+from tests.support.engines.kv_workers import BLOCKS, NUM_TOKENS, KvWorkers, until
 
 
 class Engines(NamedTuple):

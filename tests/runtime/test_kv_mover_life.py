@@ -28,7 +28,7 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.runtime.kv_mover import EngineKvMover
-from tests.kv_transfer.layouts import cut_layouts
+from tests.support.engines.kv_layouts import cut_layouts
 
 (LAYOUT,) = cut_layouts(1, 1)
 MACHINE = KvMachine("here", "socket", "", b"", [LAYOUT])

@@ -14,8 +14,8 @@ from gllm.config.kv_events import KvEventsConfig
 from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.kv_publisher import KvEventPublisher
 from gllm.scheduler.block_pool import chain_hash, root_hash
-from tests.runtime.kv_driver import BLOCK_SIZE, TOKEN, KvDriver
-from tests.runtime.kv_subscriber import Subscriber, request_replay
+from tests.support.engines.kv_driver import BLOCK_SIZE, TOKEN, KvDriver
+from tests.support.engines.kv_subscriber import Subscriber, request_replay
 
 TOPIC = "kv@127.0.0.1:8000@demo"
 

@@ -10,7 +10,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.tickets import make_ticket
 from gllm.runtime.stage_instance import StageInstance
 from gllm.scheduler import kv_holds
-from tests.runtime.local_workers import local_engine
+from tests.support.engines.local_workers import local_engine
 
 SECONDS = 60.0
 GREEDY = SequenceSamplingParams(temperature=0)

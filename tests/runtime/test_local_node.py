@@ -17,7 +17,7 @@ from gllm.runtime.assignment import WorkerIdentity
 from gllm.runtime.bus import Hub
 from gllm.runtime.local_node import LocalNode
 from gllm.runtime.threads import run_in_thread
-from tests.e2e.server import alive
+from tests.support.servers.server import alive
 
 SECONDS = 60.0
 """Limit for anything that should happen at once."""

@@ -17,7 +17,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import StepOutput, StepResult
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.runtime.test_greedy import NEW_TOKENS, Scheduled, prompts
-from tests.tiny_models import reference, save
+from tests.support.models.tiny_models import reference, save
 
 TOLERANCE = 2e-4
 """On log-probabilities, float32 sums in different orders."""

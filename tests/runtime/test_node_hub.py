@@ -32,7 +32,7 @@ from gllm.runtime.engine_error import EngineError
 from gllm.runtime.node_hub import NODE_RUN, NodeHub
 from gllm.runtime.security import SecretFile, add_secret, create_secret_file, drop_secret
 from gllm.runtime.session import HEADER
-from tests.runtime.fake_agent import (
+from tests.support.nodes.fake_agent import (
     CONFIG,
     HEAD_FACTS,
     NODE_FACTS,

@@ -6,7 +6,7 @@ from gllm.cluster.membership import NodeRecord, NodeStatus
 from gllm.messages.nodes import LinkState, NodeHeartbeat, NodeLoad
 from gllm.runtime.agent_session import AgentSession
 from gllm.runtime.node_reports import report_node
-from tests.runtime.fake_agent import make_join
+from tests.support.nodes.fake_agent import make_join
 
 
 def test_a_living_and_a_lost_node() -> None:

@@ -8,7 +8,7 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.observability.step_log import RestartEvent, read_step_log
 from gllm.sim.replay import replay_calls
-from tests.runtime.local_workers import LocalWorkers, local_engine
+from tests.support.engines.local_workers import LocalWorkers, local_engine
 
 
 def lengths_of(engine: Engine, workers: LocalWorkers) -> dict[int, list[int]]:

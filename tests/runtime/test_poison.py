@@ -12,7 +12,7 @@ from gllm.engine.engine import Engine
 from gllm.engine.interface import PoisonRequestError
 from gllm.runtime.batch import Batch
 from gllm.runtime.cpu.executor import CpuExecutor
-from tests.runtime.local_workers import LocalWorkers, local_engine
+from tests.support.engines.local_workers import LocalWorkers, local_engine
 
 POISON = 777
 """A token that nobody survives."""

@@ -20,7 +20,7 @@ from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.layer_probe import LayerProbe, StepSizes
 from gllm.runtime.probe import ProbeCancelledError, StageProbe, find_kinds
 from gllm.runtime.probe_cache import ProbeCache, create_key
-from tests.runtime.device import as_on_a_device
+from tests.support.gpu.device_stage import as_on_a_device
 
 
 def assign(stage: int, **options: Any) -> StageAssignment:

@@ -11,14 +11,14 @@ from gllm.messages.kv_transfer import FetchKv, ServeKv
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
 from gllm.runtime.request_stream import RequestStream
-from tests.grammar.writing import FOLDER
-from tests.runtime.moving_engines import (
+from tests.support.engines.moving_engines import (
     CHUNKED,
     WAIT_SECONDS,
     MappedStages,
     MovingCluster,
     closing,
 )
+from tests.support.text.grammar_writing import FOLDER
 
 GREEDY = SequenceSamplingParams(temperature=0)
 SAMPLED = SequenceSamplingParams(temperature=1, seed=11)

@@ -11,7 +11,7 @@ from gllm.engine.engine import Engine
 from gllm.runtime.batch import Batch
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import StepPlan
-from tests.runtime.local_workers import InjectedError, local_engine
+from tests.support.engines.local_workers import InjectedError, local_engine
 
 PATIENCE = 120.0
 """Seconds: a request that takes longer waits for something that does not come."""

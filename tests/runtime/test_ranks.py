@@ -15,10 +15,10 @@ from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.kv_cache import block_bytes
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.scheduler import Scheduler
-from tests.runtime.rank_stage import make_stages
 from tests.runtime.test_greedy import CHUNKED, check_greedy, prompts
 from tests.runtime.test_logprobs import PENALIZED, Told, check, drawn
-from tests.tiny_models import save
+from tests.support.engines.rank_stage import make_stages
+from tests.support.models.tiny_models import save
 
 DEGREES = [(2,), (2, 2), (2, 1), (1, 2)]
 """Ranks of each stage."""

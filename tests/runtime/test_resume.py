@@ -15,8 +15,7 @@ from gllm.config.sampling import StructuredOutput
 from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
 from gllm.messages.sampling import SequenceSamplingParams
-from tests.grammar.writing import FOLDER, TOKENIZER, compiled_grammar
-from tests.runtime.generations import (
+from tests.support.engines.generations import (
     CHUNKED,
     ChoiceOutput,
     Generation,
@@ -26,6 +25,7 @@ from tests.runtime.generations import (
     stages_on_cpu,
     tensor_tokens,
 )
+from tests.support.text.grammar_writing import FOLDER, TOKENIZER, compiled_grammar
 
 PROMPT = TOKENIZER.encode("Once upon a time there was a small engine that never", False)
 EOS_IDS = [0, 2]

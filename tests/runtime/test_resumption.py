@@ -19,7 +19,7 @@ from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
-from tests.runtime.fake_driver import STOP, text_of, token_at
+from tests.support.engines.fake_driver import STOP, text_of, token_at
 
 MAX_MODEL_LEN = 64
 

@@ -17,9 +17,9 @@ from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
 from gllm.routing.handoff import Handoff, HandoffState
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import SchedulerStats
-from tests.grammar.writing import FOLDER
-from tests.runtime.moving_engines import MappedStages, MovingCluster, closing
-from tests.runtime.routed_engines import RoutedCluster, routed
+from tests.support.engines.moving_engines import MappedStages, MovingCluster, closing
+from tests.support.engines.routed_engines import RoutedCluster, routed
+from tests.support.text.grammar_writing import FOLDER
 
 GREEDY = SequenceSamplingParams(temperature=0)
 MAX_TOKENS, CHUNK = 6, 32

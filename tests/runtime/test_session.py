@@ -17,7 +17,7 @@ from gllm.runtime.session import (
     SessionReceiver,
     SessionSender,
 )
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 RUN, OTHER_RUN = 5, 6
 PART_BYTES = 40

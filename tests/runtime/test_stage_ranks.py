@@ -12,7 +12,7 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
 from gllm.runtime.stage import StageRunner
 from gllm.transport.groups import StageGroups
 from tests.runtime.test_stage import FakeExecutor, FakeReceiver, FakeSender, plan
-from tests.thread_group import thread_groups
+from tests.support.models.thread_group import thread_groups
 
 NUM_RANKS = 3
 

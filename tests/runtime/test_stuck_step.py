@@ -15,7 +15,7 @@ from gllm.runtime import liveness_watch
 from gllm.runtime import worker as worker_module
 from gllm.runtime.batch import Batch
 from gllm.runtime.cpu.executor import CpuExecutor
-from tests.runtime.local_workers import LocalWorkers, local_engine
+from tests.support.engines.local_workers import LocalWorkers, local_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 

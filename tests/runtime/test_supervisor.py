@@ -23,8 +23,8 @@ from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.runtime import death_handler, liveness_watch
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.supervisor import EngineError, Supervisor
-from tests.runtime.kv_driver import KvFollower
-from tests.runtime.scripted_node import ScriptedNode, token_of
+from tests.support.engines.kv_driver import KvFollower
+from tests.support.nodes.scripted_node import ScriptedNode, token_of
 
 SEED = 11
 

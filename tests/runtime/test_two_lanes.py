@@ -15,8 +15,8 @@ from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
 from gllm.observability.step_log import CommitEvent, ScheduleEvent, read_step_log
 from gllm.sim.replay import replay_calls
-from tests.runtime.local_workers import LocalWorkers, local_engine
 from tests.runtime.test_engine_deaths import ChoiceResult, Readers
+from tests.support.engines.local_workers import LocalWorkers, local_engine
 
 PROMPTS = [
     [3 + seq * 7 + position * 11 % 90 for position in range(10 + 17 * seq)] for seq in range(8)

@@ -22,8 +22,8 @@ from gllm.models.config import read_config
 from gllm.runtime.cuda.attention_plans import plan_table_attention
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import ScheduledRow, StepPlan
-from tests.tiny_models import save
-from tests.triton.variants import recorded_variants
+from tests.support.gpu.variants import recorded_variants
+from tests.support.models.tiny_models import save
 
 LONGEST, BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 4096, 16, 1024, 512
 GREEDY = SequenceSamplingParams(temperature=0.0)

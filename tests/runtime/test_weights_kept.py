@@ -17,7 +17,7 @@ from gllm.runtime import stage_weights
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.executor import WeightMemoryError
 from gllm.scheduler.plan import ScheduledRow, StepPlan
-from tests.tiny_models import save
+from tests.support.models.tiny_models import save
 
 PROMPT = [5, 9, 3, 7]
 

@@ -6,8 +6,8 @@ from benchmarks.preemption import LOADS, run_load
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.scheduler.pipeline import Pipeline
 from tests.scheduler.test_traps import prompt
+from tests.support.scheduler.pipeline import Pipeline
 
 
 def pipeline(num_blocks: int, max_model_len: int, stages: int = 1, **options) -> Pipeline:

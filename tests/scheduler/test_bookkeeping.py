@@ -8,8 +8,8 @@ from gllm.scheduler.block_table_replica import BlockTableReplica
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
-from tests.scheduler.pipeline import Pipeline
 from tests.scheduler.test_traps import prompt
+from tests.support.scheduler.pipeline import Pipeline
 
 
 def pipeline(num_blocks: int = 50, stages: int = 1, **options) -> Pipeline:

@@ -11,9 +11,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline
 from tests.scheduler.test_properties import pipelines, random_request
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline
 
 
 class Index:

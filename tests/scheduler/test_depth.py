@@ -17,8 +17,8 @@ from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
 from tests.scheduler.test_policy import load, resolved
+from tests.support.examples import num_examples
 
 
 def make_config(stages: int = 2, **options: Any) -> SchedulerConfig:

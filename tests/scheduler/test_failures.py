@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_properties import pipelines, random_request
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 PROMPT = list(range(1, 65))
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.engine_pair import EnginePair
-from tests.scheduler.pipeline import generate
 from tests.scheduler.test_properties import configs, random_request
+from tests.support.examples import num_examples
+from tests.support.scheduler.engine_pair import EnginePair
+from tests.support.scheduler.pipeline import generate
 
 STEPS = 250
 

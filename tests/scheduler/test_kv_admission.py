@@ -12,10 +12,10 @@ from gllm.scheduler.config import KV_ADMISSION_NAMES, POLICY_NAMES, SchedulerCon
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_properties import check_outputs, drive, random_request
 from tests.scheduler.test_traps import prompt
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 NUM_BLOCKS = 100
 

@@ -6,8 +6,7 @@ from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-
-from .test_kv_holds import commit, make_scheduler, run
+from tests.scheduler.test_kv_holds import commit, make_scheduler, run
 
 
 def handed_off(

@@ -7,9 +7,8 @@ from gllm.observability.step_log import KvTransferEvent, ScheduleEvent, StepLogE
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-
-from .test_kv_fetches import handed_off
-from .test_kv_holds import make_scheduler, run, ticket_request
+from tests.scheduler.test_kv_fetches import handed_off
+from tests.scheduler.test_kv_holds import make_scheduler, run, ticket_request
 
 
 def test_logged_fetches_and_holds_make_the_same_plans_again() -> None:

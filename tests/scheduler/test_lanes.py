@@ -11,10 +11,10 @@ from gllm.scheduler.lanes import DECODE_LANE, MAX_OVERTAKES, PREFILL_LANE, LaneO
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.lane_pipeline import LanePipeline
-from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_properties import check_outputs, configs, drive
+from tests.support.examples import num_examples
+from tests.support.scheduler.lane_pipeline import LanePipeline
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 EXAMPLES = num_examples(25, 300)
 STEPS = 200

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_traps import prompt
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 
 def pipeline(order: str, group: int, num_blocks: int = 500, **options: Any) -> Pipeline:

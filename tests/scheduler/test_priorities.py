@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 from tests.scheduler.test_traps import POLICIES, prompt
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 
 
 def pipeline(num_blocks: int, max_model_len: int, stages: int = 1, **options) -> Pipeline:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import KV_ADMISSION_NAMES, POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline, generate
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 STEPS = 600
 EXAMPLES = num_examples(30, 200)

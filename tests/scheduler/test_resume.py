@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_properties import pipelines, random_request
 from tests.scheduler.test_traps import prompt
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 
 def resume(old: Pipeline, new: Pipeline, first_seq: int) -> dict[int, int]:

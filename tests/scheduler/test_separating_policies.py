@@ -11,9 +11,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.decode_ageing import MAX_PREEMPTIONS
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import Pipeline, generate
 from tests.scheduler.test_traps import prompt
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 LONGEST = 100
 

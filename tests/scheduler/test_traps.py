@@ -7,7 +7,7 @@ import pytest
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import StepResult
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.scheduler.pipeline import Pipeline, generate
+from tests.support.scheduler.pipeline import Pipeline, generate
 
 POLICIES = [name for name in POLICY_NAMES if name != "auto"]
 

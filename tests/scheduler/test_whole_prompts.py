@@ -15,9 +15,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.examples import num_examples
-from tests.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 from tests.scheduler.test_traps import prompt
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 
 WHOLE_PROMPT_POLICIES = ("vllm", "orca+", "lightllm", "fastertransformer")
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer as Backend
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import BYTE_LEVEL_ALPHABET, Tokenizer
 from scripts.convert_qwen_tokenizer import PATTERN, SPECIAL, main, merges, parse
-from tests.examples import num_examples
-from tests.text.tokenizers_for_tests import CORPUS
+from tests.support.examples import num_examples
+from tests.support.text.tokenizers import CORPUS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTS = [

@@ -25,8 +25,8 @@ from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.replay import replay_calls
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from gllm.sim.workloads.sessions import PromptPart
-from tests.examples import num_examples
-from tests.sim.cluster_parts import (
+from tests.support.examples import num_examples
+from tests.support.sim.cluster_parts import (
     CountingRouter,
     FirstEngineRouter,
     make_deployment,

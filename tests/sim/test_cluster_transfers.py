@@ -14,8 +14,8 @@ from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.link import make_link
 from gllm.sim.pipeline import PipelineLinks, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
-from tests.examples import num_examples
-from tests.sim.cluster_parts import FirstEngineRouter, make_deployment, token_times
+from tests.support.examples import num_examples
+from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment, token_times
 
 NETWORK = NetworkLink(1e6, 0.2)
 """1 MB/s, so that 300 kB take 0.3 s, and 0.2 s of latency."""

@@ -11,7 +11,7 @@ from gllm.sim.congestion_window import INITIAL_BYTES, SEGMENT_BYTES, CongestionW
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from gllm.sim.link import make_link
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 RATE, ROUND_TRIP = 12.5e6, 0.06
 """100 Mbit/s in bytes per second, and 30 ms each way."""

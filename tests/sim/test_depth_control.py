@@ -19,7 +19,7 @@ from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.options import SimulationConfig, build_deployment
 from gllm.sim.replay import replay_calls, replay_step_times
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
-from tests.pacing.linear_pipeline import LinearCost
+from tests.support.scheduler.linear_pipeline import LinearCost
 
 LATENCY = 0.06
 TIMES = PipelineSeconds(

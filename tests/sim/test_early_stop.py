@@ -14,7 +14,7 @@ from gllm.sim.configured import build_simulation, simulate_requests, simulate_tr
 from gllm.sim.deployment import simulate
 from gllm.sim.metrics.delays import MAX_CHECKS, LongDelays, measure_rate_trial
 from gllm.sim.options import SimulationConfig
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 CONFIG = SimulationConfig(
     model="qwen2.5-14b",

@@ -22,9 +22,9 @@ from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
-from tests.examples import num_examples
-from tests.sim.cluster_parts import make_deployment
 from tests.sim.test_cluster_changes import clusters, failures
+from tests.support.examples import num_examples
+from tests.support.sim.cluster_parts import make_deployment
 
 NUM_ENGINES, NUM_REQUESTS = 4, 40
 

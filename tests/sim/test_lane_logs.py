@@ -17,10 +17,10 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.metrics.step_costs import measure_step_costs
 from gllm.sim.replay import replay_calls
-from tests.scheduler.lane_pipeline import LanePipeline
-from tests.scheduler.pipeline import Pipeline
 from tests.scheduler.test_properties import drive
 from tests.sim.test_run import add, chunk, commit, decode, start, times
+from tests.support.scheduler.lane_pipeline import LanePipeline
+from tests.support.scheduler.pipeline import Pipeline
 
 
 def record(path: Path, config: SchedulerConfig, seed: int) -> None:

@@ -18,8 +18,8 @@ from gllm.sim.event_loop import EventLoop
 from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
-from tests.examples import num_examples
-from tests.sim.observers import CommitTimes, RecordedStages, TokenCounts
+from tests.support.examples import num_examples
+from tests.support.sim.observers import CommitTimes, RecordedStages, TokenCounts
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""

@@ -16,7 +16,7 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 STEP = 0.05
 """Seconds of a micro-batch on its only stage."""

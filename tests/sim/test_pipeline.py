@@ -21,9 +21,9 @@ from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
-from tests.examples import num_examples
-from tests.scheduler.pipeline import RESERVING_POLICIES
-from tests.sim.pipeline_parts import LINK, LONGEST, STAGE, WiredCost, config
+from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import RESERVING_POLICIES
+from tests.support.sim.pipeline_parts import LINK, LONGEST, STAGE, WiredCost, config
 
 ROUNDING = 2e-9
 """Seconds: events happen at whole nanoseconds."""

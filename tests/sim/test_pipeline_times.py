@@ -9,7 +9,7 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
-from tests.sim.pipeline_parts import LINK, STAGE, HostCost, config, only, served
+from tests.support.sim.pipeline_parts import LINK, STAGE, HostCost, config, only, served
 
 # Theory.
 

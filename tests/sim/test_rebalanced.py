@@ -12,7 +12,7 @@ from gllm.sim.cluster.cluster import SimulatedCluster
 from gllm.sim.cluster.rebalanced import RebalancedRun, simulate_rebalanced
 from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
-from tests.sim.cluster_parts import FirstEngineRouter, make_deployment
+from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment
 
 MODEL = LatencyModel(k1=0.003, c1=0.0, k2=1e-6, c2=1e-3, c3=0.05)
 PREDICTED = 16

@@ -13,7 +13,7 @@ from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.request_pipelines import MAX_PROMPT_TOKENS, RequestPipelines
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""

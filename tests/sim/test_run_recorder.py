@@ -18,7 +18,7 @@ from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 LONGEST = 96
 """Tokens of a sequence at most."""

@@ -8,7 +8,7 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.costs.slowed import SlowedCostModel
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
-from tests.sim.observers import RecordedStages
+from tests.support.sim.observers import RecordedStages
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.virtual_engines import VirtualEngines
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
-from tests.sim.observers import CommitTimes, TokenCounts
+from tests.support.sim.observers import CommitTimes, TokenCounts
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""

@@ -21,7 +21,7 @@ from gllm.sim.link import SimulatedLink
 from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
-from tests.sim.observers import CommitTimes, RecordedStages
+from tests.support.sim.observers import CommitTimes, RecordedStages
 
 STAGE_SECONDS = 0.010
 RATE = 12.5e6

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import num_examples
-from tests.simulation.fleet_scenario import FleetLimits, FleetScenario
+from tests.support.examples import num_examples
+from tests.support.simulation.fleet_scenario import FleetLimits, FleetScenario
 
 SEEDS = st.integers(0, 2**32 - 1)
 

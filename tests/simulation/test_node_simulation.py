@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import num_examples
-from tests.simulation.node_scenario import NodeLimits, NodeScenario
+from tests.support.examples import num_examples
+from tests.support.simulation.node_scenario import NodeLimits, NodeScenario
 
 
 def play(seed: int = 3, **options: object) -> NodeScenario:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import num_examples
-from tests.simulation.scenario import Limits, Scenario
+from tests.support.examples import num_examples
+from tests.support.simulation.scenario import Limits, Scenario
 
 SEEDS = st.integers(0, 2**32 - 1)
 SLOW_STAGE = Limits(

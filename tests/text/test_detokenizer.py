@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
-from tests.examples import num_examples
-from tests.text import tokenizers_for_tests as some
+from tests.support.examples import num_examples
+from tests.support.text import tokenizers as some
 
 KINDS = {
     "byte-level": Tokenizer(some.byte_level()),

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.special_tokens import new_mark
 from gllm.text.tokenizer import Tokenizer
-from tests.examples import num_examples
-from tests.text import tokenizers_for_tests as some
+from tests.support.examples import num_examples
+from tests.support.text import tokenizers as some
 
 TEMPLATE = ChatTemplate(
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

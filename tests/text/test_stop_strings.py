@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gllm.config.limits import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from gllm.text.stop_strings import StopMatcher, StopStrings
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 
 def plainly(text: str, stops: list[str]) -> tuple[str, str | None]:

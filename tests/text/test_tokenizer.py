@@ -11,8 +11,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from gllm.text.token_length import compute_max_token_characters
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
-from tests.examples import num_examples
-from tests.text import tokenizers_for_tests as some
+from tests.support.examples import num_examples
+from tests.support.text import tokenizers as some
 
 
 def test_round_trip_and_special_ids(tmp_path):

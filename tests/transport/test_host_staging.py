@@ -12,7 +12,7 @@ import torch
 from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
-from tests.runtime.fake_streams import FakeQueues
+from tests.support.gpu.fake_streams import FakeQueues
 
 SHAPE = EdgeLayout(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
 STEPS = 9

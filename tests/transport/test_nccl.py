@@ -17,8 +17,8 @@ from gllm.transport import nccl
 from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.nccl import NcclReceiver, NcclSender
-from tests.runtime.fake_streams import FakeEvent, FakeQueues, FakeStream
-from tests.runtime.memory_uses import Race
+from tests.support.gpu.fake_streams import FakeEvent, FakeQueues, FakeStream
+from tests.support.gpu.memory_uses import Race
 
 SHAPE = EdgeLayout(slots=2, max_tokens=8, hidden_size=5, itemsize=4)
 STEPS = 9

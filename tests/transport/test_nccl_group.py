@@ -18,11 +18,11 @@ from gllm.transport.base import TransportError
 from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.nccl_group import NcclRankGroup
 from gllm.transport.staged_group import StagedRankGroup
-from tests.runtime.fake_graphs import Unjoined
-from tests.runtime.fake_streams import FakeQueues
-from tests.runtime.memory_uses import Race
-from tests.runtime.turns import Stuck, Turns
-from tests.transport.fake_nccl import FakeCommunicator, FakeHostGroup, fake_host_groups
+from tests.support.gpu.fake_graphs import Unjoined
+from tests.support.gpu.fake_nccl import FakeCommunicator, FakeHostGroup, fake_host_groups
+from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.gpu.memory_uses import Race
+from tests.support.gpu.turns import Stuck, Turns
 from tests.transport.test_nccl import DirectQueues
 
 RANKS, STEPS, ROWS = 3, 4, 2

@@ -17,7 +17,7 @@ def run_trials(kernels: str, **options: float) -> list[dict[str, int]]:
     if kernels != OFF and select_build().path is None:
         pytest.skip("no compiled kernels")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.transport.rank_processes", *arguments],
+        [sys.executable, "-m", "tests.support.network.rank_processes", *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

@@ -19,7 +19,7 @@ from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout, create_region
 from gllm.transport.region_memory import PARTS, CloseReason
 from gllm.transport.shared_region import MAX_ERROR_BYTES
-from tests.thread_group import run_ranks, thread_groups
+from tests.support.models.thread_group import run_ranks, thread_groups
 
 RANKS = 3
 LAYOUT = RegionLayout(max_tokens=40, hidden_size=64, vocab_rows=1_100_000)

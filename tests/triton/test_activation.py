@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gllm.kernels.activation import ACTIVATIONS
 from gllm.kernels.triton.activation import KINDS, act_and_mul
 from gllm.kernels.triton.tiles import choose_tiles
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 # What is beyond float32 is infinite, as meant; NumPy would have it said.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from gllm.kernels import masking as reference
 from gllm.kernels.masking import build_token_bitmask
 from gllm.kernels.triton import masking
-from tests.examples import num_examples
-from tests.kernels.histories import laid_out
 from tests.kernels.test_masking import phrases_of, tokens, words
+from tests.support.examples import num_examples
+from tests.support.models.histories import laid_out
 
 
 @pytest.fixture(autouse=True)

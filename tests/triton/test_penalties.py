@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from gllm.kernels import penalties as reference
 from gllm.kernels.triton import penalties
-from tests.examples import num_examples
-from tests.kernels.histories import laid_out
+from tests.support.examples import num_examples
+from tests.support.models.histories import laid_out
 
 LARGEST = torch.finfo(torch.float32).max
 VOCABULARY = 7

@@ -15,7 +15,7 @@ from gllm.kernels.qkv import rotate_and_store as operation
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles
 from gllm.kernels.triton.qkv import rotate_and_store
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 STEP = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gllm.kernels.triton.rms_norm import LONGEST, add_rms_norm, rms_norm
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 STEP = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}

@@ -14,7 +14,7 @@ from gllm.kernels.triton import experts, linear_fp8, masking, penalties, qkv, rm
 from gllm.kernels.triton.activation import act_and_mul
 from gllm.kernels.triton.sampling import sample
 from tests.kernels.test_sampling import plan_of
-from tests.triton.variants import recorded_variants
+from tests.support.gpu.variants import recorded_variants
 
 
 def _ints(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from gllm.commands.bench.client import RequestResult, open_session, request_body
 from gllm.commands.bench.events import EventReader, error_message
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import LoadConfig, ServeConfig
-from tests.commands.bench.fake_server import DONE, FakeServer, event, piece, running, usage
+from tests.support.http.fake_server import DONE, FakeServer, event, piece, running, usage
 
 CONFIG = ServeConfig()
 PLANNED = PlannedRequest(0.0, [1, 2, 3], 3, 4)

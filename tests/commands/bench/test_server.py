@@ -6,7 +6,7 @@ from gllm.commands.bench import server as module
 from gllm.commands.bench.client import open_session
 from gllm.commands.bench.options import ServeConfig
 from gllm.commands.bench.server import ServedModel, TargetServerError, wait_until_ready
-from tests.commands.bench.fake_server import FakeServer, running
+from tests.support.http.fake_server import FakeServer, running
 
 
 async def described(

@@ -16,8 +16,8 @@ from gllm.frontend.request_metrics import RequestMetrics
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
-from tests.frontend.fake_engine import FakeEngine, node_report
-from tests.text import tokenizers_for_tests as some
+from tests.support.http.fake_engine import FakeEngine, node_report
+from tests.support.text import tokenizers as some
 
 
 def scrape(time: float, output: float = 0.0, **more: float) -> MetricsScrape:

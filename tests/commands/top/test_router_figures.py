@@ -8,9 +8,9 @@ from gllm.commands.top.scrape import MetricsScrape, parse_metrics
 from gllm.frontend.metrics import Metrics
 from gllm.text.tokenizer import Tokenizer
 from tests.commands.top.test_render import FIGURES
-from tests.frontend.fake_engine import FakeEngine
 from tests.frontend.test_engines import ScriptedFleet
-from tests.text import tokenizers_for_tests as some
+from tests.support.http.fake_engine import FakeEngine
+from tests.support.text import tokenizers as some
 
 URL = "http://127.0.0.1:8000"
 MODEL = 'model_name="m"'

@@ -8,9 +8,9 @@ from gllm.frontend.app import make_app
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from scripts import browser
-from tests.e2e.page.user import GatedEngine, User, using
 from tests.frontend.conftest import CONFIG
-from tests.text import tokenizers_for_tests as some
+from tests.support.servers.page_user import GatedEngine, User, using
+from tests.support.text import tokenizers as some
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gllm.frontend.routes import page
 from scripts import browser
-from tests.e2e.page.user import GatedEngine, User, using
+from tests.support.servers.page_user import GatedEngine, User, using
 
 HOSTILE = (
     '<b>bold</b> <img src=x onerror="hit()"> <script>hit()</script>\n\n'

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import browser
-from tests.e2e.page.user import LAST, GatedEngine, User, idle
-from tests.e2e.server import Server, serving, wait_until
 from tests.e2e.test_serving import gauge
+from tests.support.servers.page_user import LAST, GatedEngine, User, idle
+from tests.support.servers.server import Server, serving, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.page.user import GatedEngine, User
+from tests.support.servers.page_user import GatedEngine, User
 
 TITLES = "[...document.querySelectorAll('#conversations .title')].map((n) => n.firstChild.data)"
 EXPORT = """(async () => {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.page.user import GatedEngine, User
+from tests.support.servers.page_user import GatedEngine, User
 
 
 async def test_controls_have_names(user: User) -> None:

@@ -5,8 +5,8 @@ from aiohttp import web
 from gllm.frontend.app import make_app
 from gllm.frontend.errors import Handler
 from scripts import browser
-from tests.e2e.page.user import GatedEngine, User, using
 from tests.frontend.conftest import CONFIG
+from tests.support.servers.page_user import GatedEngine, User, using
 
 
 async def test_settings_arrive_in_the_request(user: User, engine: GatedEngine) -> None:

@@ -22,7 +22,7 @@ from gllm.plan.hetero.roofline_costs import RooflineCosts
 from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
 from gllm.plan.hetero.workload import mean_lengths
 from gllm.sim.hardware.models import MODELS
-from tests.plan.hetero.oracle import all_partitions, best_flow
+from tests.support.sim.hetero_oracle import all_partitions, best_flow
 
 FIXTURES = [
     ({"h100": 4, "a100": 4}, "opt-30b", "HPHD"),

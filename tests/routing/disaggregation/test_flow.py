@@ -12,8 +12,8 @@ from gllm.config.router import RouterConfig
 from gllm.routing.disaggregation.flow import FlowPairPolicy, format_routes, parse_routes
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from tests.examples import num_examples
-from tests.routing.disaggregation.engines import engine, pair_request
+from tests.support.examples import num_examples
+from tests.support.routing.pair_engines import engine, pair_request
 
 ROUTES = {"p0": {"d0": 3.0, "d1": 1.0}, "p1": {"d1": 2.5}}
 ENGINES = [engine(name, "prefill") for name in ("p0", "p1")] + [

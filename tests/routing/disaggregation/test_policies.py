@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from gllm.routing.disaggregation.policy import DecodeChoice, EnginePair, PairPolicy
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES, make_pair_policy
 from gllm.routing.state import EngineSnapshot
-from tests.examples import num_examples
-from tests.routing.disaggregation.engines import engine, fleet, pair_request
+from tests.support.examples import num_examples
+from tests.support.routing.pair_engines import engine, fleet, pair_request
 
 ALL = pytest.mark.parametrize("name", PAIR_POLICIES)
 

@@ -10,8 +10,8 @@ from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.disaggregation.role_pools import REPURPOSE_SECONDS
 from gllm.routing.disaggregation.splitwise import MAX_PENDING_TOKENS, SplitwisePairPolicy
 from gllm.routing.state import EngineSnapshot
-from tests.examples import num_examples
-from tests.routing.disaggregation.engines import engine, fleet, pair_request
+from tests.support.examples import num_examples
+from tests.support.routing.pair_engines import engine, fleet, pair_request
 
 
 def mixed_pool(policy: SplitwisePairPolicy, engines: list[EngineSnapshot]) -> set[str]:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.routing.disaggregation.tetri import TetriPairPolicy
-from tests.examples import num_examples
-from tests.routing.disaggregation.engines import engine, fleet, pair_request
+from tests.support.examples import num_examples
+from tests.support.routing.pair_engines import engine, fleet, pair_request
 
 REQUESTS_PER_ENGINE = 32
 SEEDS = range(20)

@@ -11,7 +11,7 @@ from gllm.config.limits import MAX_MESSAGES
 from gllm.text.chat import template as template_module
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
-from tests.text import tokenizers_for_tests as some
+from tests.support.text import tokenizers as some
 
 INST = """{{ bos_token }}{% for m in messages %}
     {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}

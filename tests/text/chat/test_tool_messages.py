@@ -9,7 +9,7 @@ from gllm.config.field_types import FieldError
 from gllm.text.chat.messages import normalize_messages
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
-from tests.text import tokenizers_for_tests as some
+from tests.support.text import tokenizers as some
 
 AS_OBJECT = """{% if tools %}{% for t in tools %}{{ t | tojson }}
 {% endfor %}{% endif %}

@@ -14,8 +14,8 @@ from gllm.text.output.events import AssistantMessage, ToolCallStart, merge_event
 from gllm.text.output.parser import OutputFormat, OutputParser
 from gllm.text.output.reasoning import REASONING_TAGS
 from gllm.text.output.registry import TOOL_CALL_FORMATS
-from tests.examples import num_examples
-from tests.text.output.formats import BEFORE, FIRST_ONLY, FORMATS
+from tests.support.examples import num_examples
+from tests.support.text.tool_formats import BEFORE, FIRST_ONLY, FORMATS
 
 TOOLS = {
     "f": {"properties": {"a": {"type": "string"}, "n": {"type": ["integer", "null"]}}},

@@ -15,9 +15,9 @@ from gllm.text.output.reasoning import REASONING_TAGS
 from gllm.text.output.registry import TOOL_CALL_FORMATS
 from gllm.text.output.tool_calls import ToolCallFormat
 from gllm.text.tokenizer import Tokenizer
-from tests.text import tokenizers_for_tests as some
-from tests.text.output.formats import FIRST_ONLY, FORMATS
-from tests.text.output.judge import Judge
+from tests.support.text import tokenizers as some
+from tests.support.text.judge import Judge
+from tests.support.text.tool_formats import FIRST_ONLY, FORMATS
 
 SCHEMAS = {
     "get_weather": {

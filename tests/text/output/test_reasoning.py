@@ -8,7 +8,7 @@ from gllm.text.output.events import AssistantMessage
 from gllm.text.output.parser import OutputFormat, OutputParser
 from gllm.text.output.reasoning import REASONING_TAGS, ReasoningTokenCounter
 from gllm.text.output.registry import select_reasoning_tags, select_tool_call_format
-from tests.examples import num_examples
+from tests.support.examples import num_examples
 
 CASES = [
     ("<think>\nhm, yes\n</think>\n\nHello.\n", False, "hm, yes", "Hello.\n"),

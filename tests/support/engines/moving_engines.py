@@ -1,0 +1,187 @@
+"""Engines of one process whose KV moves as in production: mapped caches and real KV movers.
+
+Everything but the processes is real. Steps are computed on the caller's thread, transfers run on
+the threads of the movers meanwhile.
+"""
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gllm.fleet.client import FleetClient
+from gllm.kv_transfer.endpoint import KvEndpoint, encode_endpoint
+from gllm.kv_transfer.layout import KvLayout
+from gllm.kv_transfer.mover import KvMover
+from gllm.kv_transfer.progress import LayerProgress
+from gllm.messages.base import WireMessage
+from gllm.messages.handoff import KvPushStarted, PrefetchKv
+from gllm.messages.kv_transfer import (
+    CancelKvFetch,
+    FetchKv,
+    KvFetched,
+    KvReport,
+    KvRevoked,
+    RevokeKv,
+    ServeKv,
+)
+from gllm.runtime.request_stream import RequestStream
+from tests.support.engines.generations import Stages
+from tests.support.engines.kv_engines import KvCluster, KvEngine, load_stages
+
+WAIT_SECONDS = 20.0
+CHUNKED = {"max_prefill_tokens": 48, "max_num_batched_tokens": 48}
+"""Chunks that are large enough to be counted layer by layer."""
+
+
+class MappedStages(Stages):
+    """Stages whose KV caches are in files, with counters of the computed layers."""
+
+    def __init__(
+        self, folder: Path, num_stages: int = 1, block_size: int = 8, **options: object
+    ) -> None:
+        self.descriptors = [os.memfd_create("cache") for _ in range(num_stages)]
+        stages = load_stages(folder, num_stages, block_size, self.descriptors, **options)
+        super().__init__(stages.executors, stages.scheduler_config)
+        self.layouts: list[KvLayout] = []
+        self.progress: list[LayerProgress] = []
+        for executor, descriptor in zip(self.executors, self.descriptors, strict=True):
+            layout = executor.describe_kv_cache("model")
+            self.layouts.append(layout)
+            if self.scheduler_config.push_threshold is not None:
+                executor.count_layers(descriptor, layout)
+                assert executor._progress is not None
+                self.progress.append(executor._progress)
+
+
+class MovingEngine(KvEngine):
+    """Engine with a KV mover."""
+
+    def __init__(self, name: str, stages: MappedStages, cluster: "MovingCluster") -> None:
+        super().__init__(name, stages, cluster)
+        for progress in stages.progress:
+            # Steps are counted anew, as in the memory of a new generation.
+            progress.record(0, 0)
+        self.reports: queue.SimpleQueue[KvReport] = queue.SimpleQueue()
+        self.commands: list[WireMessage] = []
+        self.pushed: set[int] = set()
+        """Tickets of prompts that were served while they were computed."""
+        self.mover = KvMover(lambda generation, report: self.reports.put(report), cluster.backend)
+        caches = [
+            (layout, os.dup(descriptor))
+            for layout, descriptor in zip(stages.layouts, stages.descriptors, strict=True)
+        ]
+        self.mover.open_caches(1, caches)
+
+    def endpoint(self) -> bytes:
+        return encode_endpoint(KvEndpoint([self.mover.machine()]))
+
+    def receive(self, message: WireMessage) -> None:
+        super().receive(message)
+        if isinstance(message, PrefetchKv):
+            self.driver.run_turn()
+
+    def send(self, message: WireMessage) -> None:
+        match message:
+            case ServeKv(ticket):
+                self.served[ticket] = message
+                self.mover.handle(message)
+                if message.step and ticket not in self.pushed:
+                    self.pushed.add(ticket)
+                    self._cluster.on_message(self.name, KvPushStarted(ticket))
+            case RevokeKv() | FetchKv() | CancelKvFetch():
+                self.mover.handle(message)
+            case _:
+                super().send(message)
+        self.commands.append(message)
+
+    def handle_reports(self) -> bool:
+        """Pass the mover's reports to the driver; return False if there are none."""
+        has_reports = False
+        while not self.reports.empty():
+            report = self.reports.get()
+            match report:
+                case KvRevoked(ticket):
+                    self.served.pop(ticket, None)
+                case KvFetched():
+                    assert isinstance(self._cluster, MovingCluster)
+                    self._cluster.fetched.append(report)
+            self.receive(report)
+            has_reports = True
+        return has_reports
+
+    def count_fetched_bytes(self) -> int:
+        """Return the bytes of the fetches that run."""
+        return sum(fetch.num_bytes for fetch in list(self.mover._fetches.values()))
+
+    def read_cache(self, block_ids: list[int], num_tokens: int) -> bytes:
+        """Return the keys and values of tokens, by layer."""
+        pages = self.mover._state.caches.pages
+        return b"".join(
+            each.read(layer.layer, layer.heads, each.find_slots(block_ids, 0, num_tokens)).tobytes()
+            for each in pages
+            for layer in each.layout.layers
+        )
+
+
+class MovingCluster(KvCluster):
+    """A router's client over engines with movers."""
+
+    engines: dict[str, MovingEngine]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        engines: dict[str, MappedStages],
+        backend: str = "auto",
+        client: FleetClient | None = None,
+    ) -> None:
+        self.backend = backend
+        self.fetched: list[KvFetched] = []
+        """Ends of fetches, of all engines."""
+        super().__init__(dict(engines), client)
+
+    def create_engine(self, name: str, stages: Stages) -> MovingEngine:
+        assert isinstance(stages, MappedStages)
+        return MovingEngine(name, stages, self)
+
+    def kill(self, name: str) -> None:
+        self.engines[name].mover.close()
+        super().kill(name)
+
+    def step(self) -> None:
+        """Let every engine compute a step and handle its reports; wait if there is nothing."""
+        is_idle = True
+        for engine in list(self.engines.values()):
+            has_reports = engine.handle_reports()
+            is_idle = not (engine.step() or has_reports) and is_idle
+            engine.deliver()
+        if is_idle:
+            time.sleep(0.001)
+
+    def run(self, streams: list[RequestStream], until: Callable[[], bool] | None = None) -> None:
+        super().run(streams, until)
+
+    def check_empty(self) -> None:
+        """No engine keeps anything, as soon as the movers have answered."""
+        end = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < end:
+            self.step()
+            self.client.continue_handoffs()
+            if all(
+                engine.scheduler.kv_cache.free_share == 1 and not engine.served
+                for engine in self.engines.values()
+            ):
+                break
+        super().check_empty()
+
+
+@contextmanager
+def closing(cluster: MovingCluster) -> Iterator[MovingCluster]:
+    """Close the movers at the end."""
+    try:
+        yield cluster
+    finally:
+        for engine in cluster.engines.values():
+            engine.mover.close()
