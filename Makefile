@@ -1,29 +1,38 @@
-# The two commands of the README: `make serve` and `make test`. Both set up first.
+# The two commands of the README: `make serve` and `make test`. Each sets up what it needs first.
 PYTHON ?= python3
 BIN := .venv/bin
+SERVE_STAMP := .venv/.serves
 STAMP := .venv/.ready
 
 # Empty counts as unset. With it set, every process would compile the modules that it imports, which takes a worker as
 # much CPU time as the rest of its start; setup leaves them uncompiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup serve lint test test-e2e test-long test-long-others test-long-e2e test-router test-installed test-cpus test-triton-3.6 mutants format browser
+.PHONY: setup serve lint check test test-all test-long coverage test-router test-installed test-cpus test-triton-3.6 format browser
 
 setup: $(STAMP)
 
 NATIVE := $(wildcard gllm/kernels/native/*.cpp gllm/kernels/native/*.h)
-
 # --no-compile: pip would compile every file of every package, of which few are ever imported.
-$(STAMP): requirements.txt requirements-sim.txt requirements-plan.txt requirements-otel.txt requirements-ray.txt requirements-dev.txt setup.py $(NATIVE)
+INSTALL := $(BIN)/pip install -q --no-compile
+
+# What serving needs. GLLM_BUILDS: compile only the kernels that this processor can run.
+$(SERVE_STAMP): requirements.txt setup.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gllm needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --no-compile torch==2.13.0
-	$(BIN)/pip install -q --no-compile -r requirements.txt -r requirements-sim.txt -r requirements-plan.txt -r requirements-otel.txt -r requirements-ray.txt -r requirements-dev.txt
-	$(BIN)/pip install -q --no-deps -e .
-	touch $(STAMP)
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) -r requirements.txt
+	GLLM_BUILDS=usable $(INSTALL) --no-deps -e .
+	touch $@
 
-serve: $(STAMP)
+# What the checks, the simulator, the planners and the optional parts need besides.
+EXTRAS := $(addprefix requirements-,$(addsuffix .txt,sim plan otel ray dev))
+$(STAMP): $(SERVE_STAMP) $(EXTRAS)
+	$(INSTALL) $(addprefix -r ,$(EXTRAS))
+	touch $@
+
+serve: $(SERVE_STAMP)
 	$(BIN)/python -m gllm.serve demo $(ARGS)
 
 lint: $(STAMP)
@@ -31,18 +40,36 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# COVERAGE=1 prints the coverage of the tests outside tests/e2e and holds it to its floor; tracing makes Python code two
-# to three times as slow.
-COVERAGE ?=
-test: lint
-	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
-	$(MAKE) test-e2e
+# Lint, types and tests of parts of the project while working on them: make check FILES="gllm/scheduler tests/sim/test_link.py"
+check: $(STAMP)
+	$(BIN)/python -m scripts.check $(FILES)
 
-# Tests in tests/e2e start servers, three at a time, as they wait for half of their time. tests/e2e/conftest.py has the
-# order of their files: the longest one first.
-E2E := $(BIN)/python -m pytest -q -rs -n 3 --dist loadscope --no-loadscope-reorder tests/e2e
-test-e2e: $(STAMP)
-	$(E2E)
+PYTEST := $(BIN)/python -m pytest -q -rs
+# Tests outside tests/e2e use one core each. Those in tests/e2e start servers, three at a time, as they wait for half of
+# their time; tests that share a server run on one worker.
+UNIT := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e
+E2E := $(PYTEST) -n 3 --dist loadgroup tests/e2e
+
+test: lint
+	$(UNIT) -m "not full and not long"
+	$(E2E) -m "not full and not long"
+
+# Everything else but what runs for hours; also the package as users install it, and the oldest supported Triton.
+test-all: $(STAMP)
+	$(UNIT) -m "full and not long"
+	$(E2E) -m "full and not long"
+	$(MAKE) test-installed test-triton-3.6
+
+# Soaks, full products of parameters, many seeds: the tests marked `long`, and the property tests with their long profile.
+# ARGS: further options of pytest. Tests of servers run also after a failure of the others.
+LONG := --timeout 1800 $(ARGS)
+test-long: $(STAMP)
+	$(UNIT) --hypothesis-profile long -m "long or hypothesis" $(LONG); status=$$?; $(E2E) -m long $(LONG) && exit $$status
+
+# Lines and branches that the tests outside tests/e2e reach, held to a floor. Tracing makes Python code two to three times
+# as slow.
+coverage: $(STAMP)
+	$(UNIT) -m "not long" --cov --cov-report=term:skip-covered
 
 # The tests of servers over HTTP with a router and two engines as the server. What they leave out looks at a pipeline's
 # own processes and profiles.
@@ -50,18 +77,6 @@ ROUTER_TESTS := tests/clients/test_demo_server.py $(addprefix tests/e2e/test_,ch
 test-router: $(STAMP)
 	GLLM_TEST_FLEET=2 $(BIN)/python -m pytest -q -rs -n 2 --dist loadscope $(ROUTER_TESTS) \
 		-k "not bubbles and not idle_pipeline and not leave_nothing and not profile and not server_info and not top_and_json and not compiling_process and not kept_connections"
-
-# Soaks, full sizes, many seeds: the tests marked `long`, and the property tests with their long profile. Tests of servers
-# run as in test-e2e, also after a failure of the others. ARGS: further options of pytest for both.
-LONG := --timeout 1800 $(ARGS)
-test-long:
-	$(MAKE) --keep-going test-long-others test-long-e2e
-
-test-long-others: $(STAMP)
-	$(BIN)/python -m pytest -q -rs -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e --hypothesis-profile long -m "long or hypothesis" $(LONG)
-
-test-long-e2e: $(STAMP)
-	$(E2E) -m long $(LONG)
 
 # PyTorch 2.11, the oldest supported on GPUs, requires this Triton: the kernels must compile with it too.
 OLD_TRITON := 3.6.0
@@ -94,12 +109,6 @@ ifeq ($(CHROMIUM),)
 else
 	@echo "there is a browser: $(CHROMIUM)"
 endif
-
-# Takes long: docs/mutants.md. MINUTES limits it; a later run goes on where one was cut off.
-MINUTES ?= 25
-mutants: $(STAMP)
-	-timeout $(MINUTES)m $(BIN)/mutmut run
-	$(BIN)/mutmut results
 
 format: $(STAMP)
 	$(BIN)/ruff format .

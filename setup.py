@@ -3,6 +3,7 @@
 import copy
 import os
 import platform
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -12,13 +13,16 @@ ROOT = Path(__file__).parent
 NATIVE = Path("gllm/kernels/native")
 FLAVORS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    # As in gllm/kernels/native/builds.py, which knows what processors run each.
     FLAVORS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     FLAVORS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
     FLAVORS["avx512"] += ["-mprefer-vector-width=512"]
     FLAVORS["avx512_bf16"] = [*FLAVORS["avx512"], "-mavx512bf16", "-mavx512vnni"]
     FLAVORS["amx_bf16"] = [*FLAVORS["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
-
+if os.environ.get("GLLM_BUILDS") == "usable":
+    # A checkout runs where it is set up, so `make` leaves the builds for other processors out.
+    builds = runpy.run_path(str(ROOT / NATIVE / "builds.py"))
+    features = builds["processor_features"]()
+    FLAVORS = {name: FLAVORS[name] for name in FLAVORS if features >= builds["BUILDS"][name]}
 
 RANGES = {"aiohttp": "~=3.14.5"}
 """Dependencies of which gllm uses internals: other minor versions may differ."""

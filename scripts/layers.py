@@ -1,6 +1,6 @@
 """The layers of gllm: which packages each part may import.
 
-tests/test_architecture.py enforces the rule; docs/architecture.md shows it as a table.
+tests/project/test_architecture.py enforces the rule; docs/architecture.md shows it as a table.
 """
 
 from collections.abc import Mapping

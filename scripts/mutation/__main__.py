@@ -1,6 +1,6 @@
 """A sample of mutants and the tests that find them.
 
-    python -m scripts.mutation sample --number 120 --seed 43    # writes sample.json beside this file
+    python -m scripts.mutation sample --number 120 --seed 43    # writes sample.json
     python -m scripts.mutation run --suite "not full and not long" --verdicts quick.json
     python -m scripts.mutation table before.json quick.json
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_references import PAGES, ROOT
+from tests.support.sources import ROOT, name_of, pages, text_of
 
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 """The target of a Markdown link or image, or of an HTML attribute."""
@@ -45,23 +45,25 @@ def broken_links(text: str, page: Path) -> set[str]:
         if not path.exists():
             broken.add(target)
         elif anchor:
-            linked = text if path == page else path.read_text(encoding="utf-8")
+            linked = text if path == page else text_of(path)
             if anchor not in anchors_of(linked):
                 broken.add(target)
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_of_a_page_resolve(page: Path) -> None:
-    assert broken_links(page.read_text(encoding="utf-8"), page) == set()
+def test_links_of_pages_resolve() -> None:
+    broken = {
+        name_of(page): links for page in pages() if (links := broken_links(text_of(page), page))
+    }
+    assert broken == {}
 
 
-@pytest.mark.parametrize("folder", ["docs", "docs/benchmarks", "docs/experiments"])
-def test_an_index_links_every_page_of_its_folder(folder: str) -> None:
-    index = ROOT / folder / "README.md"
-    targets = {markdown.split("#")[0] for markdown, _ in LINK.findall(index.read_text())}
-    pages = {path.name for path in index.parent.glob("*.md")} - {"README.md"}
-    assert pages - targets == set()
+def test_an_index_links_every_page_of_its_folder() -> None:
+    for folder in ("docs", "docs/benchmarks", "docs/experiments"):
+        index = ROOT / folder / "README.md"
+        targets = {markdown.split("#")[0] for markdown, _ in LINK.findall(text_of(index))}
+        names = {path.name for path in index.parent.glob("*.md")} - {"README.md"}
+        assert names - targets == set(), folder
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ Thanks.<|im_end|>
 
 
 def test_the_shipped_template_renders_tools_calls_and_results() -> None:
-    folder = Path(__file__).parents[1] / "gllm" / "demo"
+    folder = Path(__file__).parents[2] / "gllm" / "demo"
     template = load_chat_template(folder)
     assert template is not None
     assert template.render(WITH_CALLS, tools=[TOOL], add_generation_prompt=False) == (

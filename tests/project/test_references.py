@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-CODE = ("gllm", "benchmarks", "examples", "scripts", "tests")
-SOURCES = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES += [*sorted((ROOT / "deploy").rglob("*.md")), ROOT / "gllm" / "demo" / "README.md"]
+from tests.support.sources import CODE_FOLDERS, ROOT, name_of, pages, sources, text_of, tree_of
+
+SOURCES = sources(*CODE_FOLDERS)
 SUFFIXES = "py|md|cpp|h|js|css|json|jsonl|csv|toml|yaml|txt"
 FILE = re.compile(rf"(?<![\w/.:<-])((?:[\w.-]+/)+[\w-]+\.(?:{SUFFIXES}))(?![\w/])")
 """A path with at least one folder."""
@@ -45,10 +43,10 @@ OTHER_NAMES = {
 """Attributes of spans, a unit of systemd, and modules that docs/extend.md creates as examples."""
 
 
-def docstrings(source: str) -> Iterator[str]:
+def docstrings(tree: ast.Module) -> Iterator[str]:
     """Yield every string that stands alone in a Python source."""
     # Statements stand in statements alone, so expressions are not searched.
-    pending: list[ast.AST] = [ast.parse(source)]
+    pending: list[ast.AST] = [tree]
     for node in pending:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
@@ -59,10 +57,9 @@ def docstrings(source: str) -> Iterator[str]:
                 yield value
 
 
-def text_of(path: Path) -> str:
+def prose_of(path: Path) -> str:
     """Return the prose of a page, or of a Python source."""
-    text = path.read_text(encoding="utf-8")
-    return "\n".join(docstrings(text)) if path.suffix == ".py" else text
+    return "\n".join(docstrings(tree_of(path))) if path.suffix == ".py" else text_of(path)
 
 
 def file_exists(name: str, page: Path) -> bool:
@@ -86,7 +83,7 @@ def module_exists(name: str) -> bool:
 def top_level_names(path: Path) -> set[str]:
     """Return the names that a module defines or imports."""
     names: set[Any] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -103,7 +100,7 @@ def class_files() -> dict[str, set[Path]]:
     """Return the files that may define each class of the project."""
     files: dict[str, set[Path]] = {}
     for path in SOURCES:
-        for name in CLASS.findall(path.read_text(encoding="utf-8")):
+        for name in CLASS.findall(text_of(path)):
             files.setdefault(name, set()).add(path)
     return files
 
@@ -114,7 +111,7 @@ def class_members(name: str) -> set[str] | None:
     nodes = [
         node
         for path in class_files().get(name, ())
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and node.name == name
     ]
     return set().union(*map(members_of, nodes)) if nodes else None
@@ -153,9 +150,13 @@ def unknown_references(text: str, page: Path) -> set[str]:
     return files | (modules - OTHER_NAMES) | members
 
 
-@pytest.mark.parametrize("page", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_text_names_exists(page: Path) -> None:
-    assert unknown_references(text_of(page), page) == set()
+def test_what_a_text_names_exists() -> None:
+    unknown = {
+        name_of(page): names
+        for page in (*pages(), *SOURCES)
+        if (names := unknown_references(prose_of(page), page))
+    }
+    assert unknown == {}
 
 
 @pytest.mark.parametrize(

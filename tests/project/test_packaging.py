@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUILD_ONLY = {".cpp", ".h", ".so", ".pyc"}
 """Suffixes of files that a wheel compiles or leaves out."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from gllm.models.registry import ARCHITECTURES
 from scripts import flags_page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_flags_page_is_current() -> None:

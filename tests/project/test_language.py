@@ -4,20 +4,15 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
+from tests.support.sources import name_of, sources, tree_of
 
-ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "gllm").rglob("*.py"))
-DOCUMENTED_SOURCES = [*SOURCES, *sorted((ROOT / "benchmarks").rglob("*.py"))]
 OPENINGS = re.compile(r"(What|Whether|How|As of|Where|Why|That|Who|Of|So that)\b")
 """First words that hide what an object is or does."""
 
 
-def docstrings(source: str) -> Iterator[tuple[str, str]]:
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield the name and the docstring of a module and of each class, function and constant."""
-    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if text := ast.get_docstring(node):
@@ -29,33 +24,32 @@ def docstrings(source: str) -> Iterator[tuple[str, str]]:
                         yield ast.unparse(target).split(" =")[0], value.value
 
 
-def bad_openings(source: str) -> list[str]:
+def bad_openings(tree: ast.Module) -> list[str]:
     """Return the names of objects whose docstring starts with a word of OPENINGS."""
-    return [name for name, text in docstrings(source) if OPENINGS.match(text)]
+    return [name for name, text in docstrings(tree) if OPENINGS.match(text)]
 
 
-@pytest.mark.parametrize("package", sorted({path.parent for path in DOCUMENTED_SOURCES}), ids=str)
-def test_docstrings_say_what_an_object_is(package: Path) -> None:
+def test_docstrings_say_what_an_object_is() -> None:
     bad = {
-        str(path.relative_to(ROOT)): names
-        for path in DOCUMENTED_SOURCES
-        if path.parent == package and (names := bad_openings(path.read_text(encoding="utf-8")))
+        name_of(path): names
+        for path in sources("gllm", "benchmarks")
+        if (names := bad_openings(tree_of(path)))
     }
     assert bad == {}
 
 
 def test_bad_opening_is_found() -> None:
     source = '"""Fine."""\nLIMIT = 1\n"""What is allowed."""\ndef f():\n    """Whether it is."""\n'
-    assert sorted(bad_openings(source)) == ["LIMIT", "f"]
+    assert sorted(bad_openings(ast.parse(source))) == ["LIMIT", "f"]
 
 
 def classes_by_name() -> dict[str, list[str]]:
     """Return the files of gllm that define each class name."""
     files: dict[str, list[str]] = defaultdict(list)
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in sources("gllm"):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                files[node.name].append(str(path.relative_to(ROOT)))
+                files[node.name].append(name_of(path))
     return files
 
 
