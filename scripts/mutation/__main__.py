@@ -31,8 +31,10 @@ from scripts.mutation.subjects import SUBJECTS, Subject
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).with_name("sample.json")
 MOST_PER_SUBJECT = 12
-LIMIT_SECONDS = 1500
-"""Time of the tests of one mutant; a mutant that takes longer counts as found."""
+LIMIT_SECONDS = 1800
+"""Time of the tests of one mutant; a mutant that takes longer has no verdict."""
+TEST_SECONDS = 240
+"""Time of one test; a test that takes longer has failed."""
 NO_TESTS = 5
 """Exit code of pytest when no test is selected."""
 BUILD = "avx2"
@@ -60,7 +62,7 @@ class Verdict:
 
     number: int
     outcome: str
-    """`found`, `survived`, `timeout` or `stale`: the changed lines are not in the file any more."""
+    """`found`, `survived`, `cut off`, or `stale`: the changed lines are not in the file now."""
     by: str
     """The test that failed first."""
     seconds: float
@@ -153,7 +155,7 @@ def run_tests(tree: Path, tests: list[str], suite: str, seconds: float) -> tuple
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", suite]
     environment = {**os.environ, "PYTHONPATH": str(tree), "GLLM_CPU_KERNELS": BUILD}
     process = subprocess.Popen(
-        [*command, "--timeout", "240", *tests],
+        [*command, "--timeout", str(TEST_SECONDS), *tests],
         cwd=tree,
         env=environment,
         stdout=subprocess.PIPE,
@@ -164,7 +166,7 @@ def run_tests(tree: Path, tests: list[str], suite: str, seconds: float) -> tuple
     try:
         output, _ = process.communicate(timeout=max(seconds, 1))
     except subprocess.TimeoutExpired:
-        return "timeout", ""
+        return "cut off", ""
     finally:
         subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
     if process.returncode in (0, NO_TESTS):
@@ -173,8 +175,8 @@ def run_tests(tree: Path, tests: list[str], suite: str, seconds: float) -> tuple
     return "found", failed[0] if failed else output.strip().splitlines()[-1][:200]
 
 
-def judge(root: Path, tree: Path, fault: Fault, suite: str, first: str) -> Verdict:
-    """Return what the tests say of one fault; the tree is clean again afterwards."""
+def judge(tree: Path, fault: Fault, suite: str, stages: list[list[str]], root: Path) -> Verdict:
+    """Run stages of tests on one fault until one fails; the tree is clean again afterwards."""
     begin = time.monotonic()
 
     def verdict(outcome: str, by: str = "") -> Verdict:
@@ -184,47 +186,67 @@ def judge(root: Path, tree: Path, fault: Fault, suite: str, first: str) -> Verdi
     if not change_file(path, fault):
         return verdict("stale")
     try:
-        is_compiled = path.suffix != ".py"
-        if is_compiled and (error := compile_kernels(tree)):
+        if path.suffix != ".py" and (error := compile_kernels(tree)):
             return verdict("found", error.splitlines()[0])
-        subject = SUBJECTS[fault.subject]
-        stages = [[first]] if first and (tree / first.split("::")[0]).exists() else []
-        stages += [[test for test in names if (tree / test).exists()] for names in subject[1:]]
         for tests in filter(None, stages):
             left = LIMIT_SECONDS - (time.monotonic() - begin)
             outcome, by = run_tests(tree, tests, suite, left)
-            # A test that is not there any more is no finding.
-            if outcome != "survived" and not by.startswith(("no tests", "ERROR: not found")):
+            if outcome != "survived":
                 return verdict(outcome, by)
         return verdict("survived")
     finally:
         shutil.copy2(root / fault.path, path)
+        if path.suffix != ".py":
+            for library in root.glob("gllm/kernels/native/*.so"):
+                shutil.copy2(library, tree / library.relative_to(root))
 
 
-def run(root: Path, output: Path, suite: str, jobs: int, hints: Path | None) -> None:
-    """Judge every fault of the sample that has no verdict in `output` yet."""
-    verdicts = [Verdict(**row) for row in json.loads(output.read_text())] if output.exists() else []
-    done = {verdict.number for verdict in verdicts}
-    first = {row["number"]: row["by"] for row in json.loads(hints.read_text())} if hints else {}
-    waiting: SimpleQueue[Fault] = SimpleQueue()
+def matching(root: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Return the tests that patterns name, each once."""
+    paths = (str(path.relative_to(root)) for each in patterns for path in sorted(root.glob(each)))
+    return list(dict.fromkeys(paths))
+
+
+def load_verdicts(path: Path | None) -> dict[int, Verdict]:
+    """Return recorded verdicts by the number of the fault."""
+    if path is None or not path.exists():
+        return {}
+    rows = (Verdict(**row) for row in json.loads(path.read_text(encoding="utf-8")))
+    return {verdict.number: verdict for verdict in rows}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Judge the faults that have no verdict yet; with `--further`, survivors again."""
+    root: Path = options.tree
+    verdicts, hints = load_verdicts(options.verdicts), load_verdicts(options.hints)
+    waiting: SimpleQueue[tuple[Fault, list[list[str]]]] = SimpleQueue()
     for fault in load_sample():
-        if fault.number not in done and not fault.equivalent:
-            waiting.put(fault)
+        known, subject = verdicts.get(fault.number), SUBJECTS[fault.subject]
+        if fault.equivalent or (known and not (options.further and known.outcome == "survived")):
+            continue
+        stages = [] if known else [matching(root, subject.tests)]
+        if options.further:
+            stages.append(matching(root, subject.further))
+        hint = hints[fault.number].by if fault.number in hints else ""
+        if not known and "::" in hint and (root / hint.split("::")[0]).exists():
+            # The file and not the test, which may have another name now.
+            stages.insert(0, [hint.split("::")[0]])
+        waiting.put((fault, stages))
     lock = Lock()
 
     def work() -> None:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             copy_tree(root, Path(folder))
             while not waiting.empty():
-                fault = waiting.get()
-                verdict = judge(root, Path(folder), fault, suite, first.get(fault.number, ""))
+                fault, stages = waiting.get()
+                verdict = judge(Path(folder), fault, options.suite, stages, root)
                 with lock:
-                    verdicts.append(verdict)
+                    verdicts[fault.number] = verdict
                     print(*asdict(verdict).values(), fault.subject, fault.path, flush=True)
-                    save_rows(output, sorted(verdicts, key=lambda row: row.number))
+                    save_rows(options.verdicts, [verdicts[n] for n in sorted(verdicts)])
 
-    with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(work) for _ in range(jobs)]:
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for future in [pool.submit(work) for _ in range(options.jobs)]:
             future.result()
 
 
@@ -237,7 +259,7 @@ def print_table(paths: list[Path]) -> None:
     counts = []
     for path in paths:
         outcomes = {row["number"]: row["outcome"] for row in json.loads(path.read_text())}
-        is_found = [fault for fault in faults if outcomes.get(fault.number) in ("found", "timeout")]
+        is_found = [fault for fault in faults if outcomes.get(fault.number) == "found"]
         counts.append(Counter(fault.subject for fault in is_found))
     for name, size in sizes.items():
         print(f"| {name} | {size} |", " | ".join(str(count[name]) for count in counts), "|")
@@ -256,6 +278,7 @@ def main(arguments: list[str]) -> None:
     tests.add_argument("--verdicts", type=Path, required=True, help="file of results")
     tests.add_argument("--tree", type=Path, default=ROOT, help="checkout whose tests run")
     tests.add_argument("--hints", type=Path, help="results of another suite: its tests run first")
+    tests.add_argument("--further", action="store_true", help="survivors: tests of neighbours too")
     tests.add_argument("--jobs", type=int, default=1, help="mutants side by side")
     table = commands.add_parser("table", help="print what each suite found")
     table.add_argument("verdicts", type=Path, nargs="+")
@@ -263,7 +286,7 @@ def main(arguments: list[str]) -> None:
     if options.command == "sample":
         save_rows(SAMPLE, draw_sample(ROOT, options.number, options.seed))
     elif options.command == "run":
-        run(options.tree, options.verdicts, options.suite, options.jobs, options.hints)
+        run(options)
     else:
         print_table(options.verdicts)
 

@@ -9,8 +9,9 @@ class Subject(NamedTuple):
     sources: tuple[str, ...]
     """Patterns of paths from the root."""
     tests: tuple[str, ...]
-    """The tests that run first, then those of `further`."""
+    """Patterns of the tests that run first."""
     further: tuple[str, ...] = ()
+    """Patterns of the tests that `run --further` adds."""
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -21,13 +22,13 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "recovery": Subject(
         ("gllm/cluster/*.py", "gllm/runtime/*death*.py", "gllm/runtime/recovery*.py"),
-        ("tests/cluster", "tests/runtime"),
-        ("tests/simulation", "tests/commands", "tests/e2e"),
+        ("tests/cluster", "tests/runtime/test_supervisor.py", "tests/simulation"),
+        ("tests/runtime", "tests/commands", "tests/e2e"),
     ),
     "driver": Subject(
         ("gllm/runtime/driver*.py",),
-        ("tests/runtime",),
-        ("tests/simulation", "tests/scheduler", "tests/sim", "tests/fleet", "tests/observability"),
+        ("tests/runtime/test_driver*.py", "tests/runtime/test_kv*.py", "tests/simulation"),
+        ("tests/runtime", "tests/scheduler", "tests/sim", "tests/fleet", "tests/observability"),
     ),
     "transport": Subject(
         ("gllm/transport/*.py",), ("tests/transport",), ("tests/runtime", "tests/models")
@@ -58,8 +59,8 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "engine": Subject(
         ("gllm/engine/*.py",),
-        ("tests/engine", "tests/frontend", "tests/runtime"),
-        ("tests/fleet", "tests/clients", "tests/commands", "tests/e2e"),
+        ("tests/engine", "tests/frontend"),
+        ("tests/fleet", "tests/clients", "tests/commands", "tests/runtime", "tests/e2e"),
     ),
     "router": Subject(
         ("gllm/fleet/**/*.py", "gllm/routing/**/*.py"),
