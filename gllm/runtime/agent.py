@@ -151,9 +151,7 @@ class Agent:
         self._finished = asyncio.get_running_loop().create_future()
         # One I/O thread, so that events of connections arrive in order.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._workers = AgentWorkers(
-            context, self._node, self._send, self._clock, self._config.engine_config
-        )
+        self._workers = AgentWorkers(context, self._node, self._send, self._clock, self._config)
         self._node.remote_edges = self._links
         self._is_running = True
         if self._end_cause:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gllm.messages.nodes import LinkState, NodeLoad
+from gllm.runtime.stage_sessions import LOST_SECONDS
 
 FindModel = Callable[[str, str], Path]
 """Returns the folder of a model on this machine, given its name and its hash; blocks. Raises
@@ -32,6 +33,11 @@ class AgentConfig:
     """File of the node secret; None without encryption, on loopback only."""
     join_timeout: float = 300.0
     """Seconds for which the agent tries to become a member."""
+    close_seconds: float = 10.0
+    """Seconds in which a worker closes its stage before it is killed."""
+    lost_seconds: float = LOST_SECONDS
+    """Seconds after the end of a stage's session with the driver in which the head may close the
+    stage; then the end is reported."""
 
 
 @dataclass(frozen=True)

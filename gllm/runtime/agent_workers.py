@@ -33,6 +33,7 @@ from gllm.messages.nodes import (
     WorkerStacks,
 )
 from gllm.observability.logs import LogConfig
+from gllm.runtime.agent_state import AgentConfig
 from gllm.runtime.assignment import NodeAssignment, WorkerIdentity, decode_node_assignment
 from gllm.runtime.bus import Hub
 from gllm.runtime.driver_relay import DriverRelay
@@ -43,8 +44,6 @@ from gllm.runtime.worker_channels import PROCESS_GENERATION
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0
-"""Time in which a worker closes its stage before it is killed."""
 REPORT_SECONDS = 0.05
 """Time after an exit in which the last messages of the process may still arrive."""
 DUMP_SECONDS = 0.15
@@ -62,7 +61,7 @@ class AgentWorkers:
         node: Node,
         send: Callable[[WireMessage], None],
         clock: Callable[[], ClockOffset | None],
-        own_config: bytes = b"",
+        config: AgentConfig,
     ) -> None:
         """Create the owner of a node without workers, on the running event loop.
 
@@ -71,7 +70,7 @@ class AgentWorkers:
             node: runs the workers.
             send: sends a message to the head; drops it without a session.
             clock: returns the offset of the head's clock; None without a session.
-            own_config: this machine's engine configuration as JSON, of which `OWN_FIELDS` apply.
+            config: of the agent.
         """
         self.run = 0
         """Number of the head's start that the workers belong to; 0 for none."""
@@ -83,7 +82,7 @@ class AgentWorkers:
         self._node = node
         self._send = send
         self._clock = clock
-        self._own_config = own_config
+        self._config = config
         self._hub: Hub | None = None
         self._socket: HeadSocket | None = None
         self._relay: DriverRelay | None = None
@@ -172,7 +171,8 @@ class AgentWorkers:
         """
         try:
             assignment = decode_node_assignment(command.assignment)
-            applied = apply_own_fields(msgspec.json.encode(assignment.config), self._own_config)
+            own_config = self._config.engine_config
+            applied = apply_own_fields(msgspec.json.encode(assignment.config), own_config)
             assignment = msgspec.structs.replace(
                 assignment, config=msgspec.json.decode(applied, type=EngineConfig)
             )
@@ -284,6 +284,7 @@ class AgentWorkers:
             self._send,
             self._clock,
             self._report_session_lost,
+            self._config.lost_seconds,
         )
 
     def _senders(self, placement: Placement) -> set[int]:
@@ -301,9 +302,9 @@ class AgentWorkers:
             self._node.remote_edges.close_edges(self.generation)
 
     async def _wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Wait until the workers have changed as needed; False after CLOSE_SECONDS."""
+        """Wait until the workers have changed as needed; False after `close_seconds`."""
         try:
-            async with asyncio.timeout(CLOSE_SECONDS):
+            async with asyncio.timeout(self._config.close_seconds):
                 while not condition():
                     self._has_changed.clear()
                     await self._has_changed.wait()

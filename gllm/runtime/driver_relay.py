@@ -16,7 +16,6 @@ from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import StageFrame
 from gllm.messages.reports import StageTimes
 from gllm.runtime.bus import Hub
-from gllm.runtime.stage_sessions import LOST_SECONDS
 from gllm.scheduler.plan import StepTime
 
 
@@ -33,6 +32,7 @@ class DriverRelay:
         send: Callable[[StageFrame], None],
         clock: Callable[[], ClockOffset | None],
         on_lost: Callable[[int, str], None],
+        lost_seconds: float,
     ) -> None:
         """Bind the address and wait for the stages, on the running event loop.
 
@@ -46,11 +46,13 @@ class DriverRelay:
             clock: returns the offset of the head's clock; None without a session.
             on_lost: called some time after the end of a worker's session, unless this is closed
                 before, with the worker and the cause.
+            lost_seconds: that time.
         """
         self.generation = generation
         self._send = send
         self._clock = clock
         self._on_lost = on_lost
+        self._lost_seconds = lost_seconds
         self._is_closed = False
         self._complete_until: dict[int, float] = {}
         """`complete_until` of the last StageTimes of each worker, by the head's clock."""
@@ -105,7 +107,7 @@ class DriverRelay:
 
     def _on_session_lost(self, sender: int, cause: str) -> None:
         """Report the end of a session later: a worker ends it when it closes its stage."""
-        asyncio.get_running_loop().call_later(LOST_SECONDS, self._report_lost, sender, cause)
+        asyncio.get_running_loop().call_later(self._lost_seconds, self._report_lost, sender, cause)
 
     def _report_lost(self, sender: int, cause: str) -> None:
         if not self._is_closed:

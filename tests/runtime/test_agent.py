@@ -37,7 +37,6 @@ from gllm.messages.nodes import (
 )
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, RunStep
-from gllm.runtime import driver_relay
 from gllm.runtime.security import create_secret_file
 from gllm.runtime.spoke import Spoke
 from gllm.scheduler.plan import StepPlan, StepTime
@@ -199,12 +198,14 @@ async def test_frames_of_other_generations_are_dropped_and_counted() -> None:
 async def test_a_probe_is_no_generation() -> None:
     async with head_and_agent() as (head, agent):
         await head.start_workers(2)
+        head.send(EngineState("ready", "", 0))
+        await until(lambda: agent.state == "spare")
         head.assign(two_stages(1), is_probe=True)
-        await until(lambda: agent.agent._workers.has_stages)
+        await until(lambda: agent.state == "member")
         assert not agent.node.driver_address
-        assert agent.agent._workers.generation == 0
         head.assign(two_stages(1))
         await until(lambda: agent.node.driver_address)
+        assert not head.of(AssignmentFailed)
 
 
 async def test_edges_are_lost_aloud() -> None:
@@ -215,9 +216,8 @@ async def test_edges_are_lost_aloud() -> None:
         assert lost == EdgeLost(4, 2, "no route")
 
 
-async def test_a_stage_session_that_ends_alone_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_relay, "LOST_SECONDS", 0.05)
-    async with head_and_agent() as (head, agent):
+async def test_a_stage_session_that_ends_alone_is_reported() -> None:
+    async with head_and_agent(lost_seconds=0.05) as (head, agent):
         await head.start_workers(2)
         head.assign(two_stages(1))
         await until(lambda: head.from_worker(2, StageLoaded))

@@ -22,7 +22,6 @@ from gllm.messages.lifecycle import (
 from gllm.messages.nodes import NodeLoad, StartWorker, WorkerExited
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
-from gllm.runtime import agent_workers
 from gllm.runtime.local_node import LocalNode
 from tests.support.nodes.agent_head import (
     SECONDS,
@@ -86,11 +85,8 @@ async def test_a_worker_that_dies_meanwhile_is_reported_after_the_welcome() -> N
         await until(lambda: head.from_worker(3, Hello))
 
 
-async def test_a_worker_that_does_not_close_its_stage_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(agent_workers, "CLOSE_SECONDS", 0.2)
-    async with head_and_agent() as (head, agent):
+async def test_a_worker_that_does_not_close_its_stage_is_killed() -> None:
+    async with head_and_agent(close_seconds=0.2) as (head, agent):
         await head.start_workers(2, 3)
         head.assign(two_stages(1))
         await until(lambda: head.from_worker(2, StageLoaded))
@@ -113,13 +109,12 @@ async def test_a_silent_head_is_lost() -> None:
 
 async def test_heartbeats_that_fail_end_the_session(caplog: pytest.LogCaptureFixture) -> None:
     async with head_and_agent() as (head, agent):
-        read_load = agent.agent._read_load
 
         def fail() -> NodeLoad:
-            agent.agent._read_load = read_load
+            agent.read_load = NodeLoad
             raise OSError("no sensor")
 
-        agent.agent._read_load = fail
+        agent.read_load = fail
         await until(lambda: len(head.joins) > 1)
         await until(lambda: agent.state == "member")
         assert "no sensor" in caplog.text
@@ -174,7 +169,7 @@ async def test_commands_wait_until_the_model_is_found() -> None:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result(SECONDS)
         return Path("folder")
 
-    agent.agent._find_model = find
+    agent.find_model = find
     await until(lambda: head.joins)
     head.send(StartWorker(2, "warning", "text"))
     head.assign(two_stages(1))
@@ -190,6 +185,7 @@ async def test_commands_wait_until_the_model_is_found() -> None:
     await head.close()
 
 
+@pytest.mark.full
 async def test_real_workers_keep_their_weights() -> None:
     head = FakeHead()
     node = LocalNode(1, node_name="b")

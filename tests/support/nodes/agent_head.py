@@ -21,12 +21,13 @@ from gllm.messages.nodes import (
     JoinCluster,
     NodeFacts,
     NodeHeartbeat,
+    NodeLoad,
     StageFrame,
     StartWorker,
     WelcomeNode,
     WorkerFrame,
 )
-from gllm.runtime.agent import Agent, AgentConfig
+from gllm.runtime.agent import Agent, AgentConfig, FindModel
 from gllm.runtime.assignment import NodeAssignment, encode_node_assignment
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
@@ -176,15 +177,24 @@ class RunningAgent:
         self.links = RecordingLinks()
         self.lookups: list[tuple[str, str]] = []
         self.find_error: Exception | None = None
+        self.find_model: FindModel = lambda name, digest: self.folder
+        self.read_load: Callable[[], NodeLoad] = NodeLoad
         options = {"head": fake.address, "name": "b", "rank": 1, "join_timeout": 20.0, **options}
-        self.agent = Agent(AgentConfig(**options), FACTS, self.node, self.links, self._find_model)
+        self.agent = Agent(
+            AgentConfig(**options),
+            FACTS,
+            self.node,
+            self.links,
+            self._find_model,
+            lambda: self.read_load(),
+        )
         self.task = asyncio.create_task(self.agent.run())
 
     def _find_model(self, name: str, digest: str) -> Path:
         self.lookups.append((name, digest))
         if self.find_error is not None:
             raise self.find_error
-        return self.folder
+        return self.find_model(name, digest)
 
     @property
     def state(self) -> str:
