@@ -4,7 +4,6 @@ While no driver is attached the running requests are parked; the next driver get
 the tokens that were delivered.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -29,8 +28,8 @@ _POISON_ERROR = (
 class EngineClient(RequestClient):
     """Running requests and the latest reports of the pipeline."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        super().__init__(clock)
         self.step_sizes: Counter[int] = Counter()
         """Number of micro-batches by their tokens, rounded up to a power of two."""
         self.coefficients: StepCostCoefficients | None = None
@@ -40,7 +39,7 @@ class EngineClient(RequestClient):
         """None while requests are parked."""
         self._choices: dict[int, SubmittedChoice] = {}
         """By wire id, of submitted requests."""
-        self._last_progress = time.monotonic()
+        self._last_progress = self._clock()
         """Time of the last finished step."""
         self._totals = ReportTotals()
         self._is_reporting = False
@@ -55,7 +54,7 @@ class EngineClient(RequestClient):
     @property
     def stalled_seconds(self) -> float:
         """Seconds since the last finished step, while a driver has requests; else 0."""
-        return time.monotonic() - self._last_progress if self._choices else 0.0
+        return self._clock() - self._last_progress if self._choices else 0.0
 
     @property
     def is_attached(self) -> bool:
@@ -149,7 +148,7 @@ class EngineClient(RequestClient):
         if poison is None:
             return False
         entry = poison.entry
-        self._poison.add(entry.prompt, entry.sampling, time.monotonic())
+        self._poison.add(entry.prompt, entry.sampling, self._clock())
         self._end(poison, poison.alive, "error", _POISON_ERROR, "poison")
         self._notify()
         return True
@@ -162,7 +161,7 @@ class EngineClient(RequestClient):
         """
         self._is_reporting = True
         greedy = SequenceSamplingParams(temperature=0)
-        entry = JournalEntry([0], greedy, 1, [], 1, 0, "", arrival=time.monotonic())
+        entry = JournalEntry([0], greedy, 1, [], 1, 0, "", arrival=self._clock())
         stream = RequestStream(entry, "", self._pending)
         self._submit_to_driver(stream, send)
         return stream
@@ -202,7 +201,7 @@ class EngineClient(RequestClient):
         was_idle = not self._choices
         self._submit(stream, send, self._choices)
         if was_idle:
-            self._last_progress = time.monotonic()
+            self._last_progress = self._clock()
 
     def _submit_parked(self) -> None:
         """Submit all parked requests."""
@@ -253,7 +252,7 @@ class EngineClient(RequestClient):
         """Deliver the output of a step and store the statistics."""
         tokens, stats = message.outcome.num_step_tokens, message.stats
         if tokens or message.outcome.finished:
-            self._last_progress = time.monotonic()
+            self._last_progress = self._clock()
         self._totals.on_stats(stats)
         if self._on_stats is not None:
             self._on_stats()

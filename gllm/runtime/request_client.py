@@ -33,7 +33,12 @@ def _ignore(entry: JournalEntry) -> None:
 class RequestClient(ABC):
     """Requests that were submitted and have not ended; subclasses choose who computes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """Create a client without requests.
+
+        clock: returns the time in seconds; None for time.monotonic.
+        """
+        self._clock = clock or time.monotonic
         self.num_resumed_requests = 0
         """Requests that were submitted again, each time counted."""
         self.on_submitted: Callable[[JournalEntry], None] = _ignore
@@ -87,7 +92,7 @@ class RequestClient(ABC):
             TypeError, ValueError, OverflowError: an argument cannot be encoded; nothing was sent.
             PoisonRequestError: equal requests have killed workers.
         """
-        arrival = time.monotonic()
+        arrival = self._clock()
         entry = JournalEntry(
             prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt, arrival, session, slo
         )
@@ -106,7 +111,7 @@ class RequestClient(ABC):
             TypeError, ValueError, OverflowError: the entry cannot be encoded; nothing was sent.
             PoisonRequestError: equal requests have killed workers.
         """
-        self._poison.check(entry.prompt, entry.sampling, time.monotonic())
+        self._poison.check(entry.prompt, entry.sampling, self._clock())
         stream = RequestStream(entry, request_id, self._pending)
         self._dispatch(stream)
         entry.pack_prompt()
@@ -182,7 +187,7 @@ class RequestClient(ABC):
         """
         entry, seq = stream.entry, self._next_seq
         # First, because encoding may raise.
-        send(entry.submission(seq, time.monotonic(), stream.request_id))
+        send(entry.submission(seq, self._clock(), stream.request_id))
         entry.on_submitted(seq)
         self._next_seq += len(entry.seqs)
         for choice, seq in entry.seqs.items():
@@ -197,7 +202,7 @@ class RequestClient(ABC):
         Raises:
             TypeError, ValueError, OverflowError: it cannot.
         """
-        encode(stream.entry.submission(self._next_seq, time.monotonic()))
+        encode(stream.entry.submission(self._next_seq, self._clock()))
 
     def _remove(self, stream: RequestStream, choices: Collection[int]) -> list[int]:
         """Remove choices that run; return their wire ids, none of a parked request."""

@@ -1,6 +1,7 @@
 """Requests under way, as the parent sees them."""
 
 import asyncio
+import time
 from typing import Any
 
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
@@ -9,8 +10,8 @@ from gllm.runtime.client import EngineClient
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 
-def connected():
-    client, sent = EngineClient(), list[Any]()
+def connected(clock=time.monotonic):
+    client, sent = EngineClient(clock), list[Any]()
     client.attach(sent.append)
     return client, sent
 
@@ -152,11 +153,10 @@ async def test_requests_end_by_their_id():
     assert len(sent) == 4, "what has ended is not aborted again"
 
 
-async def test_statistics_alone_are_no_progress(monkeypatch):
+async def test_statistics_alone_are_no_progress():
     """New requests must not hide that the stages have stopped."""
-    client, _ = connected()
     now = 100.0
-    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
+    client, _ = connected(lambda: now)
     client.submit([5], SequenceSamplingParams(), 8, [])
     now = 130.0
     client.on_report(EngineOutputs(StepOutput([], [], [], []), SchedulerStats(waiting=1)))
@@ -177,10 +177,9 @@ async def test_nothing_runs_or_waits_once_the_engine_is_gone():
     assert client.stats == SchedulerStats(steps=7, decode_tokens=9)
 
 
-async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none(monkeypatch):
+async def test_work_without_a_finished_step_is_a_stall_and_idle_time_is_none():
     clock = [100.0]
-    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: clock[0])
-    client, _ = connected()
+    client, _ = connected(lambda: clock[0])
     clock[0] += 1000
     assert client.stalled_seconds == 0
     stream = client.submit([5], SequenceSamplingParams(), 8, [])

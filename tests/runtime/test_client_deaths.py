@@ -248,5 +248,5 @@ class EngineLife(RuleBasedStateMachine):
 
 TestEngineLife = EngineLife.TestCase
 TestEngineLife.settings = settings(
-    max_examples=num_examples(100, 1000), stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=num_examples(30, 1000), stateful_step_count=50, deadline=None, derandomize=True
 )

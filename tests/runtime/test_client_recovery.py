@@ -26,7 +26,8 @@ class Rig:
     """A client and what it sends to its present driver."""
 
     def __init__(self) -> None:
-        self.client = EngineClient()
+        self.now = 100.0
+        self.client = EngineClient(lambda: self.now)
         self.sent: list[SubmitRequest | AbortSequences] = []
 
     def attach(self) -> list[SubmitRequest | AbortSequences]:
@@ -112,20 +113,16 @@ def test_a_request_without_output_goes_as_it_was(rig: Rig) -> None:
     assert stream.pop_deltas()[0].first == FirstToken(2, 3, 0.5)
 
 
-def test_requests_return_in_order_of_arrival_with_their_age(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
+def test_requests_return_in_order_of_arrival_with_their_age(rig: Rig) -> None:
     rig.submit(1)
-    now = 101.0
+    rig.now = 101.0
     ended = rig.submit(2)
     rig.submit(3)
     rig.report((1, 7), ends=(1,))
     rig.die(0, 1, 2)
-    now = 103.0
+    rig.now = 103.0
     rig.submit(4)
-    now = 104.5
+    rig.now = 104.5
     sent = rig.attach()
     assert rig.submitted() == [1, 3, 4]
     assert [each.age_seconds for each in sent if isinstance(each, SubmitRequest)] == [4.5, 3.5, 1.5]
@@ -184,18 +181,16 @@ def test_details_of_the_prompt_are_delivered_once(rig: Rig) -> None:
     assert (delta.prompt_logprobs, delta.embedding) == ([prompt], b"vector")
 
 
-def test_a_pause_is_no_stall(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("gllm.runtime.client.time.monotonic", lambda: now)
+def test_a_pause_is_no_stall(rig: Rig) -> None:
     rig.submit(1)
-    now = 105.0
+    rig.now = 105.0
     assert rig.client.stalled_seconds == 5
     rig.die(0)
-    now = 500.0
+    rig.now = 500.0
     assert rig.client.stalled_seconds == 0
     rig.attach()
     assert rig.client.stalled_seconds == 0
-    now = 507.0
+    rig.now = 507.0
     assert rig.client.stalled_seconds == 7
 
 
