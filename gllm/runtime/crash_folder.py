@@ -34,9 +34,16 @@ class CrashFolder:
     first crash on. Private folders of processes that were killed are removed.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, temporary: Path | None = None) -> None:
+        """Create a folder without evidence.
+
+        Args:
+            path: None for a private folder.
+            temporary: folder of private folders; None for the system's temporary folder.
+        """
+        self._temporary = temporary
         if path is None:
-            remove_abandoned_folders()
+            remove_abandoned_folders(temporary)
         self._is_private = path is None
         self._path = None if path is None else Path(path)
         self._lock: int | None = None
@@ -62,7 +69,7 @@ class CrashFolder:
                 text += f"\n{title}\n{'-' * len(title)}\n{section.rstrip()}\n"
         try:
             if self._path is None:
-                self._path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+                self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._temporary))
                 self._lock = _lock_folder(self._path)
             self._path.mkdir(parents=True, exist_ok=True)
             file = self._path / name
@@ -89,10 +96,13 @@ class CrashFolder:
         return self._path if self._files else None
 
 
-def remove_abandoned_folders() -> None:
-    """Remove the private folders of this user whose processes were killed."""
+def remove_abandoned_folders(temporary: Path | None = None) -> None:
+    """Remove the private folders of this user whose processes were killed.
+
+    temporary: folder that has them; None for the system's temporary folder.
+    """
     with suppress(OSError):
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        for folder in (temporary or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
             with suppress(OSError):
                 _remove_if_abandoned(folder)
 

@@ -1,7 +1,12 @@
 """Assignments of a generation: the files that its workers share, and nothing that is left."""
 
+import errno
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,6 @@ from hypothesis import strategies as st
 from gllm.cluster.placement import Placement, PlaceName, Slot, make_placement
 from gllm.config.engine import EngineConfig
 from gllm.link.commands import LinkPeer, OpenLinkEdge
-from gllm.runtime import node as node_module
 from gllm.runtime.assignment import (
     NodeAssignment,
     StageAssignment,
@@ -161,21 +165,49 @@ def test_each_worker_has_a_file_for_its_kv_cache_in_each_generation(degrees: lis
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_files_that_cannot_be_created_leave_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class CountingNode(ScriptedNode):
+    """Node that counts the workers that would receive an assignment."""
+
+    num_sent = 0
+
+    def _send(self, assignment: StageAssignment) -> None:
+        self.num_sent += 1
+
+
+@contextmanager
+def limit_of_descriptors(limit: int) -> Iterator[None]:
+    """Open no file whose descriptor is not below a limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_files_that_cannot_be_created_leave_nothing_behind() -> None:
+    """Whichever of them is the first that cannot be."""
     before = len(os.listdir("/proc/self/fd"))
-
-    def fail(name: str) -> None:
-        raise OSError(24, f"no descriptor for {name}")
-
-    monkeypatch.setattr(node_module, "create_region", fail)
-    node = RecordingNode()
+    node = CountingNode()
+    open_files = len(os.listdir("/proc/self/fd"))
     placement = make_placement(1, [(0, 1), (1, 2)], [Slot(1), Slot(2), Slot(3)], [1, 2])
-    with pytest.raises(OSError, match="region-1"):
-        node.assign(NodeAssignment(placement, EngineConfig()), Path("folder"))
-    assert not node.received, "no worker was told anything"
-    node.close()
+    assignment = NodeAssignment(placement, EngineConfig())
+    num_failures = 0
+    for limit in count(3):
+        try:
+            with limit_of_descriptors(limit):
+                node.assign(assignment, Path("folder"))
+            break
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            num_failures += 1
+        assert node.num_sent == 0, "no worker was told anything"
+        assert len(os.listdir("/proc/self/fd")) == open_files
+    assert node.num_sent == 3
+    assert num_failures > 5
+    node.on_generation_ready()
+    node.context.term()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -107,13 +106,14 @@ async def test_messages_arrive_in_order_both_ways(wires: Wires) -> None:
 
 
 async def test_workers_connect_to_a_head_whose_socket_has_no_name(
-    wires: Wires, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wires: Wires,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(tmp_path.iterdir())
     head = HeadSocket(wires.hub)
     addresses = {head.expect(sender) for sender in (1, 2)}
-    assert set(tmp_path.iterdir()) == before
+    (path,) = {Path(address.removeprefix("ipc://")) for address in addresses}
+    name = os.readlink(path).removesuffix(" (deleted)")
+    assert name.endswith("/hub")
+    assert not Path(name).parent.exists()
     (wires.address,) = addresses
     for sender in (1, 2):
         wires.spoke(sender)[0].send(StageReady(sender))
@@ -336,20 +336,26 @@ def talk(address: str, sender: int, limit: int) -> None:
         context: zmq.Context = zmq.Context()
         spoke = Spoke(context, RUN, sender, address, decode_for_worker)
         spoke.advance(1)
-        begin = asyncio.Event()
+        begin, end = asyncio.Event(), asyncio.Event()
+        lost: list[str] = []
 
         def on_messages(messages: list[AnyMessage]) -> None:
             begin.set()
             if any(type(message) is Shutdown for message in messages):
-                spoke.close()
-                context.term()
-                os._exit(0)
+                end.set()
 
-        spoke.start(on_messages, lambda cause: os._exit(3))
+        def on_lost(cause: str) -> None:
+            lost.append(cause)
+            end.set()
+
+        spoke.start(on_messages, on_lost)
         await begin.wait()
         for number in range(limit):
             spoke.send(StageReady(number))
-        await asyncio.Event().wait()
+        await end.wait()
+        spoke.close()
+        context.term()
+        assert not lost
 
     asyncio.run(run())
 

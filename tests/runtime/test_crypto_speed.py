@@ -1,6 +1,6 @@
 """Encryption that is slow or missing is refused at the start."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,27 +32,26 @@ def test_this_build_is_fast_with_a_margin() -> None:
     assert find_crypto_fault() == ""
 
 
-def test_slow_encryption_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def fail(key: bytes) -> bytes:
+    """As a build without encryption."""
+    raise zmq.ZMQError(zmq.ENOTSUP)
+
+
+@pytest.mark.parametrize(
+    ("multiply", "reason"), [(multiply_slowly, "without libsodium"), (fail, "no CURVE encryption")]
+)
+def test_encryption_that_is_slow_or_missing_is_refused_at_the_start(
+    multiply: Callable[[bytes], bytes],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "secret"
     create_secret_file(path)
-    monkeypatch.setattr(zmq, "curve_public", multiply_slowly)
-    with pytest.raises(SecretFileError, match="without libsodium"):
+    monkeypatch.setattr(zmq, "curve_public", multiply)
+    with pytest.raises(SecretFileError, match=reason):
         SecretFile(path)
     flags = ["--join", "127.0.0.1:1", "--node-secret-file", str(path)]
     assert main(["node", *flags]) == 2
-    assert "libsodium" in capsys.readouterr().err
-
-
-def test_missing_encryption_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(key: bytes) -> bytes:
-        raise zmq.ZMQError(zmq.ENOTSUP)
-
-    path = tmp_path / "secret"
-    create_secret_file(path)
-    monkeypatch.setattr(zmq, "curve_public", fail)
-    with pytest.raises(SecretFileError, match="no CURVE encryption"):
-        SecretFile(path)
+    assert reason in capsys.readouterr().err
