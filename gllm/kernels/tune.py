@@ -277,27 +277,40 @@ def tune(
     command: str,
     bench: BenchmarkFunction,
     is_trusted: TrustFunction,
+    every: Sequence["Workload"] | None = None,
+    now: Callable[[], float] = time.monotonic,
 ) -> int:
     """Tune row by row, write each row when it is done, and return the exit status.
 
     Starts rows until `options.minutes` have passed. Times in the journal are not measured again.
-    """
-    from gllm.kernels.triton.workloads import list_workloads
 
-    stop = time.monotonic() + 60 * options.minutes
+    Args:
+        options: Parsed arguments of the command.
+        gpu: GPU that the file is for.
+        command: The command, for the file.
+        bench: Times a workload.
+        is_trusted: Returns True for tile sizes that compile well.
+        every: Workloads that time the rows, by default all.
+        now: Clock, in seconds.
+    """
+    if every is None:
+        from gllm.kernels.triton.workloads import list_workloads
+
+        every = list_workloads()
+    stop = now() + 60 * options.minutes
     path = options.output / f"{tiles.tile_file_name(gpu.name)}.journal"
     journal = TuneJournal(path, {"device": gpu.name, "architecture": gpu.arch, **versions()})
     if len(journal):
         print(f"{len(journal)} times are in {path}")
     wrong, left = False, 0
-    for table, row, own in list_rows(options.tables or [*CANDIDATE_VALUES], list_workloads()):
-        if time.monotonic() > stop:
+    for table, row, own in list_rows(options.tables or [*CANDIDATE_VALUES], every):
+        if now() > stop:
             left += 1
             continue
         prepare = partial(_prepare, own)
         try:
             measure = JournaledMeasurement(journal, prepare, bench)
-            tuned = tune_row(table, row, measure, is_trusted, lambda: time.monotonic() > stop)
+            tuned = tune_row(table, row, measure, is_trusted, lambda: now() > stop)
         except ValueError as error:
             print(error, file=sys.stderr)
             wrong = True

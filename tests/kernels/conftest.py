@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gllm.kernels.native import library
-from gllm.kernels.native.builds import BUILD_VARIABLE, BUILDS, OFF, select_build
 from gllm.runtime.device import set_num_threads
+from tests.support.models.kernel_builds import usable_ways, using_build
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,15 +13,8 @@ def one_thread() -> None:
     set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=["torch", *BUILDS])
+@pytest.fixture(scope="module", params=usable_ways())
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Operations by torch, or by a build of the compiled kernels."""
-    name = request.param
-    try:
-        build = select_build({BUILD_VARIABLE: OFF if name == "torch" else name})
-    except ValueError as error:
-        pytest.skip(str(error))
-    chosen = None if build.path is None else library.KernelLibrary(build.path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "load_library", lambda: chosen)
-        yield name
+    """Operations by torch, or by a build of the compiled kernels that this processor supports."""
+    with using_build(request.param):
+        yield request.param

@@ -13,9 +13,9 @@ from gllm.kernels import attention_plan
 from gllm.kernels.attention import paged_attention, store_kv
 from gllm.kernels.attention_plan import PagedBatch, plan_attention
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.native import attention as native_attention
 from gllm.kernels.native.library import DTYPES
 from tests.support.examples import num_examples
+from tests.support.models.kernel_builds import covers_builds
 
 PLAIN = AttentionScaling(0.25)
 
@@ -70,10 +70,11 @@ def check(
         pair = [torch.randn(total, kv_heads, head_dim, generator=generator) for _ in "kv"]
         if cached is not None:
             pair = [tokens.to(cached).float() for tokens in pair]
+        before = torch.arange(total - new)
+        slots = torch.tensor(blocks)[before // block_size] * block_size + before % block_size
         for cache, tokens in zip(caches, pair, strict=True):
             cache[-1] = 0
-            for position in range(total - new):
-                cache[blocks[position // block_size], position % block_size] = tokens[position]
+            cache.flatten(0, 1)[slots] = tokens[: total - new]
         query = torch.randn(new, kv_heads * group, head_dim, generator=generator)
         keys.append(pair[0][-new:])
         values.append(pair[1][-new:])
@@ -98,7 +99,7 @@ decode_rows = st.lists(st.tuples(st.integers(0, 40), st.just(1)), max_size=6)
 chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_size=3)
 
 
-@settings(max_examples=num_examples(150, 1000), deadline=None)
+@settings(max_examples=num_examples(60, 1000), deadline=None)
 @given(
     decode_rows,
     chunk_rows,
@@ -139,8 +140,7 @@ def test_a_one_token_chunk_behind_a_longer_one(way: str) -> None:
     check([(4, 1), (0, 5), (7, 1), (0, 1)], 4, (1, 2, 8), seed=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "dim"), [(None, 24), (70, 80), (200, 24)])
+@covers_builds(dtype=[*DTYPES], window=[None, 70, 200], dim=[24, 80])
 def test_a_token_does_not_depend_on_its_chunk(
     way: str, dtype: torch.dtype, window: int | None, dim: int
 ) -> None:
@@ -174,27 +174,31 @@ def test_a_token_does_not_depend_on_its_chunk(
     assert torch.equal(run(*[1] * 5, 290, *[1] * 5), whole)
 
 
-def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "GATHERED_TOKENS", 64)
-    lengths = [3, 70, 1, 30, 31, 29, 2, 24, 70]
-    groups = [rows.tolist() for rows in attention_plan._group_decodes(np.array(lengths))]
+def test_decodes_are_grouped_by_length() -> None:
+    unit = attention_plan.GATHERED_TOKENS // 64
+    lengths = np.array([3, 70, 1, 30, 31, 29, 2, 24, 70]) * unit
+    blocks = -(-lengths.max() // 16)
+    table = np.zeros((len(lengths), blocks), dtype=np.int64)
+    rows = PagedBatch(table, np.arange(len(lengths) + 1), lengths, len(lengths), 16, blocks)
+    plan = plan_attention(rows, torch.float32, backend="torch")
+    assert plan.gathers is not None
+    groups = [group.rows.tolist() for group in plan.gathers.decodes]
     assert groups == [[1], [8], [4, 3], [5, 7], [0], [6], [2]]
-    check([(length - 1, 1) for length in lengths], 4, (2, 3, 8), seed=3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cached", [torch.float8_e4m3fn, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("at_once", [16, attention_plan.GATHERED_TOKENS])
-def test_caches_of_another_type(
-    way: str,
-    at_once: int,
-    cached: torch.dtype,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("window", [None, 9, 5000])
+@pytest.mark.parametrize("cached", [torch.float32, torch.float8_e4m3fn])
+def test_more_cached_tokens_than_are_gathered_at_once(
+    way: str, cached: torch.dtype, window: int | None
 ) -> None:
-    """Also if few of the tokens are converted at once, and with windows that skip whole blocks."""
-    for module in (attention_plan, native_attention):
-        monkeypatch.setattr(module, "GATHERED_TOKENS", at_once)
+    most = attention_plan.GATHERED_TOKENS
+    rows = [(most + 70, 1), (3, 1), (most // 2, 1), (most // 2 - 90, 1), (most - 40, 7), (9, 5)]
+    check(rows, 16, (1, 2, 4), 3, window=window, cached=cached)
+
+
+@covers_builds(dtype=[*DTYPES], cached=[torch.float8_e4m3fn, torch.float16, torch.bfloat16])
+def test_caches_of_another_type(way: str, cached: torch.dtype, dtype: torch.dtype) -> None:
+    """Also with windows that skip whole blocks."""
     rows = [(30, 1), (2, 1), (0, 1), (300, 1), (9, 7), (0, 5), (270, 3)]
     check(rows, 4, (2, 3, 16), 4, dtype=dtype, cached=cached)
     check(rows, 4, (2, 3, 16), 5, AttentionScaling(0.3, 2.0), 9, dtype, cached)

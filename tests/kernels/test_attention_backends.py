@@ -1,8 +1,9 @@
 """Which backend a stage takes, and what the ones it cannot take say."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,9 @@ from gllm.kernels.attention_backends import (
     backend_module,
     choose_backend,
 )
-from gllm.kernels.native import attention, library
-from gllm.kernels.native.builds import OFF, BuildSelection
-from gllm.kernels.native.library import KernelLibrary
+from gllm.kernels.native.library import KernelLibrary, using_library
 from tests.support.gpu import fake_flash_attention
+from tests.support.models.kernel_builds import using_build
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LATENT = HeadShape(576, 512, shared=True)
@@ -36,15 +36,18 @@ class _Everything(KernelLibrary):
         pass
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
+Install = Callable[[object], None]
 
 
 @pytest.fixture
-def missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What Python itself puts there for a module that is not to be imported.
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a module as flash_attn; None: as Python marks a module that is not to be imported."""
+    return lambda module: monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+@pytest.fixture
+def installed(install: Install) -> None:
+    install(fake_flash_attention)
 
 
 def test_the_choices_of_the_flag_are_the_backends() -> None:
@@ -58,21 +61,21 @@ def test_each_is_a_module_with_the_operation(name: str) -> None:
     assert callable(backend_module(name).paged_attention)
 
 
-def test_a_cpu_takes_compiled_kernels_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load_library", lambda: _Everything())
-    assert choose_backend("auto", ON_CPU).name == choose_backend("native", ON_CPU).name == "native"
-    for cached in (FP8, torch.float16):
-        kept = replace(ON_CPU, cache_dtype=cached)
-        assert choose_backend("auto", kept).name == choose_backend("native", kept).name == "native"
-    assert choose_backend("torch", ON_CPU).name == "torch"
+def test_a_cpu_takes_compiled_kernels_where_they_fit() -> None:
     half = replace(ON_CPU, dtype=torch.float16, cache_dtype=torch.float16)
-    assert choose_backend("auto", half).name == "native"
-    none = BuildSelection(OFF, None, "none was compiled; install a compiler", False)
-    monkeypatch.setattr(library, "load_library", lambda: None)
-    monkeypatch.setattr(attention, "select_build", lambda: none)
-    assert choose_backend("auto", ON_CPU).name == "torch"
-    with pytest.raises(ValueError, match="none was compiled; install"):
-        choose_backend("native", ON_CPU)
+    others = [replace(ON_CPU, cache_dtype=cached) for cached in (FP8, torch.float16)]
+    with using_library(_Everything()):
+        for wanted in (ON_CPU, half, *others):
+            assert choose_backend("auto", wanted).name == "native"
+            assert choose_backend("native", wanted).name == "native"
+        assert choose_backend("torch", ON_CPU).name == "torch"
+
+
+def test_a_cpu_without_compiled_kernels_takes_torch() -> None:
+    with using_build("torch"):
+        assert choose_backend("auto", ON_CPU).name == "torch"
+        with pytest.raises(ValueError, match=r"no compiled .* \(GLLM_CPU_KERNELS is off\), or"):
+            choose_backend("native", ON_CPU)
 
 
 @pytest.mark.parametrize("name", ["triton", "flash-attn"])
@@ -128,24 +131,24 @@ def test_what_flash_attention_does_not_take(
     assert choose_backend("auto", misfit).name == "triton"
 
 
-def test_flash_attention_has_to_be_installed(missing: None) -> None:
+def test_flash_attention_has_to_be_installed(install: Install) -> None:
+    install(None)
     with pytest.raises(ValueError, match=r"flash-attn: .*cannot be imported .*pip install flash-a"):
         choose_backend("flash-attn", ON_GPU)
 
 
-def test_another_package_of_that_name_is_not_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_of_that_name_is_not_it(install: Install) -> None:
     """As FlashAttention-4 alone, which shares the name but has none of the functions."""
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    install(ModuleType("flash_attn"))
     with pytest.raises(ValueError, match="flash-attn: cannot be imported"):
         choose_backend("flash-attn", ON_GPU)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("2.5.9", False), ("2.6.0", True), ("2.10", True)])
-def test_flash_attention_has_to_be_new_enough(
-    version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
-    monkeypatch.setattr(fake_flash_attention, "__version__", version)
+def test_flash_attention_has_to_be_new_enough(version: str, fits: bool, install: Install) -> None:
+    names = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
+    functions = {name: getattr(fake_flash_attention, name) for name in names}
+    install(SimpleNamespace(__version__=version, **functions))
     if fits:
         assert choose_backend("flash-attn", ON_GPU).name == "flash-attn"
     else:

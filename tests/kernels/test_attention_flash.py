@@ -75,7 +75,7 @@ decode_rows = st.lists(st.tuples(st.integers(0, 30), st.just(1)), max_size=4)
 chunk_rows = st.lists(st.tuples(st.integers(0, 20), st.integers(2, 15)), max_size=3)
 
 
-@settings(max_examples=num_examples(120, 1500), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(50, 1500), deadline=None, derandomize=True)
 @given(
     decode_rows,
     chunk_rows,

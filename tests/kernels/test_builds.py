@@ -12,8 +12,7 @@ from torch.nn import functional
 from gllm.kernels.attention_backends import AttentionRequirements, HeadShape, choose_backend
 from gllm.kernels.linear import linear, prepare
 from gllm.kernels.linear_unquantized import UnquantizedMatrix
-from gllm.kernels.native import builds, library
-from gllm.kernels.native import measure as measurement
+from gllm.kernels.native import library
 from gllm.kernels.native.builds import (
     AMX,
     BFLOAT16,
@@ -25,7 +24,13 @@ from gllm.kernels.native.builds import (
     processor_features,
     select_build,
 )
-from gllm.kernels.native.library import LinearArguments, MeasuredKernelLibrary, library_for
+from gllm.kernels.native.library import (
+    LinearArguments,
+    MeasuredKernelLibrary,
+    Operation,
+    library_for,
+    using_library,
+)
 from gllm.kernels.native.measure import measure_slowdowns
 
 EVERY = frozenset().union(*BUILDS.values())
@@ -80,14 +85,14 @@ def test_the_reason_tells_that_amx_is_not_permitted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_permitted", [True, False])
 def test_permission_is_requested_where_the_processor_has_amx(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_permitted: bool
+    tmp_path: Path, is_permitted: bool
 ) -> None:
-    monkeypatch.setattr(builds, "_permit_tiles", lambda: is_permitted)
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_tile\n")
-    assert (TILES_PERMITTED in processor_features(file)) == is_permitted
+    features = processor_features(file, lambda: is_permitted)
+    assert (TILES_PERMITTED in features) == is_permitted
     file.write_text("flags\t\t: fpu avx2\n")
-    assert TILES_PERMITTED not in processor_features(file)
+    assert TILES_PERMITTED not in processor_features(file, lambda: is_permitted)
 
 
 def test_without_builds_the_reason_is_told(tmp_path: Path) -> None:
@@ -155,12 +160,10 @@ def test_the_log_tells_the_build(
     build: BuildSelection,
     level: str,
     text: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(library, "select_build", lambda: build)
     with caplog.at_level(logging.INFO):
-        library.log_kernels()
+        library.log_kernels(build)
     (record,) = caplog.records
     assert record.levelname == level
     assert text in record.getMessage()
@@ -194,66 +197,54 @@ def test_no_build_is_many_times_slower_than_torch(way: str) -> None:
     assert max(ratios.values()) < 8, ratios
 
 
-def test_decodes_and_prefill_chunks_count_alike(
-    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decodes_and_prefill_chunks_count_alike(build: BuildSelection) -> None:
     """A build that needs half the time for decodes is kept although a chunk takes twice as long."""
     assert build.path is not None
     ratios = iter([0.5, 2.0, 0.5, 8.0, 1.0, 1.0, 3.0])
-    monkeypatch.setattr(measurement, "_ratio", lambda *arguments: next(ratios))
-    measured = measure_slowdowns(MeasuredKernelLibrary(build.path, build.name), torch.float32)
-    assert measured == {"linear": 1.0, "attention": 2.0, "norm": 1.0, "gate": 1.0, "rotate": 3.0}
-
-
-def use(kernels: MeasuredKernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load_library", lambda: kernels)
+    kernels = MeasuredKernelLibrary(build.path, build.name)
+    slowdowns = measure_slowdowns(kernels, torch.float32, lambda *arguments: next(ratios))
+    assert slowdowns == {"linear": 1.0, "attention": 2.0, "norm": 1.0, "gate": 1.0, "rotate": 3.0}
 
 
 def test_torch_computes_what_a_build_computes_slower(
-    build: BuildSelection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    build: BuildSelection, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build.path is not None
     kernels = SlowLinear(build.path, build.name)
-    use(kernels, monkeypatch)
     x, weight = torch.randn(5, 32), torch.randn(48, 32)
     threads = torch.get_num_threads()
-    matrix = prepare(weight)
-    assert isinstance(matrix, UnquantizedMatrix)
-    assert not matrix.is_packed
-    assert torch.get_num_threads() == threads
-    torch.testing.assert_close(linear(x, matrix, None), functional.linear(x, weight))
-    assert library_for(x, "linear") is None
-    # 8-bit products are in no way slower than the reference, which is all that torch has.
-    assert library_for(x, "linear_int8") is kernels
+    with using_library(kernels):
+        matrix = prepare(weight)
+        assert isinstance(matrix, UnquantizedMatrix)
+        assert not matrix.is_packed
+        assert torch.get_num_threads() == threads
+        torch.testing.assert_close(linear(x, matrix, None), functional.linear(x, weight))
+        assert library_for(x, "linear") is None
+        # 8-bit products are in no way slower than the reference, which is all that torch has.
+        assert library_for(x, "linear_int8") is kernels
     (record,) = caplog.records
     assert "torch computes linear" in record.getMessage()
 
 
-def test_what_is_fast_enough_is_computed_by_the_build(
-    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def measured(build: BuildSelection, *ratios: dict[Operation, float]) -> MeasuredKernelLibrary:
+    """The build, and the ratios that its measurements have, one after the other."""
     assert build.path is not None
-    kernels = MeasuredKernelLibrary(build.path, build.name)
-    monkeypatch.setattr(
-        "gllm.kernels.native.measure.measure_slowdowns",
-        lambda library, dtype: {"linear": 1.2, "norm": 1.3},
-    )
-    use(kernels, monkeypatch)
-    assert library_for(torch.empty(1), "linear") is kernels
-    assert library_for(torch.empty(1), "norm") is None
+    results = iter(ratios)
+    return MeasuredKernelLibrary(build.path, build.name, lambda library, dtype: next(results))
 
 
-def test_stages_share_what_one_of_them_measured(
-    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert build.path is not None
-    ratios = iter([{"linear": 9.0}, {"linear": 0.5}, {"linear": 0.1}])
-    monkeypatch.setattr(
-        "gllm.kernels.native.measure.measure_slowdowns", lambda library, dtype: next(ratios)
-    )
+def test_what_is_fast_enough_is_computed_by_the_build(build: BuildSelection) -> None:
+    kernels = measured(build, {"linear": 1.2, "norm": 1.3})
+    with using_library(kernels):
+        assert library_for(torch.empty(1), "linear") is kernels
+        assert library_for(torch.empty(1), "norm") is None
+
+
+def test_stages_share_what_one_of_them_measured(build: BuildSelection) -> None:
     file = os.memfd_create("ratios")
     try:
-        first, second = (MeasuredKernelLibrary(build.path, build.name) for _ in range(2))
+        first = measured(build, {"linear": 9.0})
+        second = measured(build, {"linear": 0.5})
         for each in (first, second):
             each.share(file)
         assert not first.is_preferred("linear", torch.float32)
@@ -266,17 +257,12 @@ def test_stages_share_what_one_of_them_measured(
     assert written == {"torch.float32": {"linear": 9.0}, "torch.bfloat16": {"linear": 0.5}}
 
 
-def test_auto_leaves_attention_to_torch_where_that_is_faster(
-    build: BuildSelection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert build.path is not None
-    kernels = MeasuredKernelLibrary(build.path, build.name)
-    monkeypatch.setattr(kernels, "_ratios", {torch.float32: {"attention": 5.0}})
-    monkeypatch.setattr(library, "load_library", lambda: kernels)
+def test_auto_leaves_attention_to_torch_where_that_is_faster(build: BuildSelection) -> None:
     wanted = AttentionRequirements(
         "cpu", (0, 0), torch.float32, torch.float32, 16, frozenset({HeadShape(64, 64)})
     )
-    choice = choose_backend("auto", wanted)
-    assert choice.name == "torch"
-    assert "native: takes more than" in choice.reason
-    assert choose_backend("native", wanted).name == "native"
+    with using_library(measured(build, {"attention": 5.0})):
+        choice = choose_backend("auto", wanted)
+        assert choice.name == "torch"
+        assert "native: takes more than" in choice.reason
+        assert choose_backend("native", wanted).name == "native"

@@ -72,7 +72,7 @@ def distinct_logits(tokens: int, seed: int) -> Tensor:
     return ranks * 0.37 - 3 + torch.rand(tokens, 1, generator=generator)
 
 
-@settings(max_examples=num_examples(150, 2000), deadline=None)
+@settings(max_examples=num_examples(70, 2000), deadline=None)
 @given(routings, st.integers(1, 5), st.booleans(), st.integers(0, 2**31))
 def test_routing_matches_a_token_at_a_time(
     routing: Routing, tokens: int, corrected: bool, seed: int
@@ -130,7 +130,7 @@ def made(seed: int, tokens: int) -> tuple[Tensor, ...]:
     return x, experts, weights, up, torch.randn(5, 6, 4, generator=generator)
 
 
-@settings(max_examples=num_examples(60, 600), deadline=None)
+@settings(max_examples=num_examples(30, 600), deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from(["silu", "gelu", "relu"]))
 def test_experts_match_a_token_at_a_time(seed: int, tokens: int, activation: str) -> None:
     x, experts, weights, up, down = made(seed, tokens)
@@ -143,7 +143,7 @@ def test_experts_match_a_token_at_a_time(seed: int, tokens: int, activation: str
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=num_examples(40, 600), deadline=None)
+@settings(max_examples=num_examples(20, 600), deadline=None)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 7), min_size=2, max_size=4))
 def test_tokens_do_not_change_each_other(seed: int, counts: list[int]) -> None:
     """Whole or in parts a batch gives the same, but for the rounding of products."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from gllm.kernels.activation import ACTIVATIONS
 from gllm.kernels.gated_linear import gated_linear, prepare_gated
 from gllm.kernels.native.library import DTYPES
+from tests.support.models.kernel_builds import covers_builds
 
 SHAPES = [
     (1, 2, 1),
@@ -28,22 +29,18 @@ def operands(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> tuple[
     return x.to(dtype), weight.to(dtype), torch.randn(2 * outputs, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_equals_float64(
-    way: str, shape: tuple[int, int, int], dtype: torch.dtype, biased: bool, activation: str
-) -> None:
-    x, weight, bias = operands(*shape, dtype)
-    sums = x.double() @ weight.double().t() + (bias.double() if biased else 0)
-    gate, up = sums.chunk(2, dim=1)
-    result = gated_linear(x, prepare_gated(weight, bias if biased else None, activation))
-    assert result.dtype == dtype
-    # Where gates are not fused they are rounded before they are activated, and once more after.
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
-    wanted = ACTIVATIONS[activation](gate) * up
-    torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
+@covers_builds(dtype=[*DTYPES], activation=["silu", "gelu_tanh", "gelu"], biased=[False, True])
+def test_equals_float64(way: str, dtype: torch.dtype, activation: str, biased: bool) -> None:
+    for shape in SHAPES:
+        x, weight, bias = operands(*shape, dtype)
+        sums = x.double() @ weight.double().t() + (bias.double() if biased else 0)
+        gate, up = sums.chunk(2, dim=1)
+        result = gated_linear(x, prepare_gated(weight, bias if biased else None, activation))
+        assert result.dtype == dtype
+        # Gates that are not fused are rounded before they are activated, and once more after.
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+        wanted = ACTIVATIONS[activation](gate) * up
+        torch.testing.assert_close(result.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.sampled_from([1, 2,
 """Heads, outputs, inputs."""
 
 
-@settings(max_examples=num_examples(60, 500), deadline=None)
+@settings(max_examples=num_examples(25, 500), deadline=None)
 @given(TYPES, SHAPES, st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
 def test_products_are_those_of_each_head(
     way: str,

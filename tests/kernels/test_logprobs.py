@@ -9,7 +9,7 @@ from gllm.kernels.logprobs import compute_logprobs, gather_logprobs, pack_logpro
 from tests.support.examples import num_examples
 
 
-@settings(max_examples=num_examples(200, 2000), deadline=None)
+@settings(max_examples=num_examples(80, 2000), deadline=None)
 @given(
     rows=st.integers(1, 5),
     vocabulary=st.integers(1, 40),

@@ -60,7 +60,7 @@ def phrases_of(owners: list[int], given: list[list[int]], width: int) -> BadWord
     return BadWords(torch.tensor(owners), torch.tensor(lengths), before, last)
 
 
-@settings(max_examples=num_examples(200, 2000), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(70, 2000), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(tokens, tokens), min_size=2, max_size=2), st.data())
 def test_a_phrase_forbids_its_end_behind_its_beginning(
     texts: list[tuple[list[int], list[int]]], data: st.DataObject

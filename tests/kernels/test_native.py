@@ -41,7 +41,7 @@ def test_this_machine_has_builds() -> None:
         assert "portable" in find_compiled_builds()
 
 
-@settings(max_examples=num_examples(60, 1000), deadline=None)
+@settings(max_examples=num_examples(30, 1000), deadline=None)
 @given(TYPES, st.booleans(), st.integers(1, 5), st.integers(1, 70), st.integers(0, 99))
 def test_norms(way: str, dtype: torch.dtype, wide: bool, rows: int, size: int, seed: int) -> None:
     hidden, delta = random(seed, dtype, rows, size), random(seed + 1, dtype, rows, size)
@@ -54,7 +54,7 @@ def test_norms(way: str, dtype: torch.dtype, wide: bool, rows: int, size: int, s
     close(hidden, summed)
 
 
-@settings(max_examples=num_examples(60, 1000), deadline=None)
+@settings(max_examples=num_examples(30, 1000), deadline=None)
 @given(
     TYPES,
     st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
@@ -79,7 +79,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 } | {"sigmoid": sigmoid}
 
 
-@settings(max_examples=num_examples(60, 1000), deadline=None)
+@settings(max_examples=num_examples(30, 1000), deadline=None)
 @given(
     TYPES,
     st.sampled_from([*PLAIN]),
@@ -98,16 +98,15 @@ def test_activations(
         assert torch.equal(torch.cat([PLAIN[kind](row[None]) for row in x]), actual)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_activations_at_the_ends_of_their_range(way: str, kind: str) -> None:
+def test_activations_at_the_ends_of_their_range(way: str) -> None:
     x = torch.tensor([[-1e4, -200.0, -88.5, -20.0, -6.0, -0.0, 0.0, 6.0, 20.0, 88.5, 200.0, 1e4]])
     formulas = ACTIVATIONS | {"sigmoid": torch.sigmoid}
-    torch.testing.assert_close(
-        PLAIN[kind](x), formulas[kind](x.double()).float(), rtol=2e-6, atol=2e-6
-    )
+    for kind, activate in PLAIN.items():
+        wanted = formulas[kind](x.double()).float()
+        torch.testing.assert_close(activate(x), wanted, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=num_examples(80, 1000), deadline=None)
+@settings(max_examples=num_examples(40, 1000), deadline=None)
 @given(
     TYPES,
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 10, 32, 48])),

@@ -47,7 +47,7 @@ row = st.tuples(
 )
 
 
-@settings(max_examples=num_examples(300, 3000), deadline=None)
+@settings(max_examples=num_examples(100, 3000), deadline=None)
 @given(st.lists(row, min_size=1, max_size=4))
 def test_penalties_follow_the_definition(rows) -> None:
     columns = (list(column) for column in zip(*rows, strict=True))

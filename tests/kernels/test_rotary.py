@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gllm.kernels.rotary import (
     SCALINGS,
@@ -32,6 +30,9 @@ SCALINGS_UNDER_TEST: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "parameters"), SCALINGS_UNDER_TEST, ids=str)
 def test_scalings_match_transformers(kind: str, parameters: dict[str, Any]) -> None:
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     theta = 500_000.0
     config = transformers.LlamaConfig(
         max_position_embeddings=32768,
@@ -67,6 +68,9 @@ LONG = {
 @pytest.mark.parametrize("longest", [100, 4096, 4097, 131072])
 def test_longrope_matches_transformers(longest: int, given_factor: dict[str, float]) -> None:
     """The longest text that is served picks the factors, where the library goes by each text."""
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = transformers.Phi3Config(
         hidden_size=1024,
         num_attention_heads=8,
@@ -89,6 +93,8 @@ def test_a_short_text_is_rotated_as_the_longest_is() -> None:
 
 
 def test_every_kind_is_held_against_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     assert {kind for kind, _ in SCALINGS_UNDER_TEST} | {"default", "longrope"} == set(SCALINGS)
     assert set(SCALINGS) - {"default"} <= set(ROPE_INIT_FUNCTIONS)
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,15 @@ def write(folder: Path, name: str, what: Any) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     """One that has the default alone."""
     (tmp_path / "default.json").write_text((tiles.FOLDER / "default.json").read_text())
-    monkeypatch.setattr(tiles, "FOLDER", tmp_path)
-    tiles.read_tile_file.cache_clear()
-    yield tmp_path
-    tiles.read_tile_file.cache_clear()
+    return tmp_path
 
 
 def test_a_gpu_has_its_file_or_that_of_its_architecture(folder: Path) -> None:
     default = tiles.read_tile_file(tiles.DEFAULT).tables
-    assert tiles.load_tables("NVIDIA H200", 90) == default
+    assert tiles.load_tables("NVIDIA H200", 90, folder) == default
     write(folder, "nvidia-h200", content())
     other = content()
     other["device"], other["tables"]["linear_fp8"][0]["warps"] = "NVIDIA H100", 8
@@ -60,7 +56,7 @@ def test_a_gpu_has_its_file_or_that_of_its_architecture(folder: Path) -> None:
         ("NVIDIA H20", 90, 8),
         ("NVIDIA L4", 89, default["linear_fp8"][0].use["warps"]),
     ):
-        found = tiles.load_tables(device, architecture)
+        found = tiles.load_tables(device, architecture, folder)
         assert found["linear_fp8"][0].use["warps"] == warps
         assert found["linear_fp8"][1:] == default["linear_fp8"][1:]
         assert found["prefill"] == default["prefill"]
@@ -126,14 +122,14 @@ def test_a_bad_file_is_named_with_its_field(
     inside[place[-1]] = copy.deepcopy(value)
     write(folder, "nvidia-h200", made)
     with pytest.raises(TilesError, match=re.escape(said)) as caught:
-        tiles.read_tile_file("nvidia-h200")
+        tiles.read_tile_file("nvidia-h200", folder)
     assert str(folder / "nvidia-h200.json") in str(caught.value)
 
 
 def test_what_is_no_json(folder: Path) -> None:
     (folder / "nvidia-h200.json").write_text("{")
     with pytest.raises(TilesError, match=r"nvidia-h200.json is no JSON"):
-        tiles.read_tile_file("nvidia-h200")
+        tiles.read_tile_file("nvidia-h200", folder)
     write(folder, "other", [])
     with pytest.raises(TilesError, match=r"other.json is no object"):
-        tiles.read_tile_file("other")
+        tiles.read_tile_file("other", folder)

@@ -2,15 +2,16 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gllm.kernels import tune
-from gllm.kernels.triton import tiles, workloads
+from gllm.kernels.triton import tiles
 from gllm.kernels.triton.tiles import TileRow, TilesError
+from gllm.kernels.triton.workloads import PreparedWorkload, Workload
 from gllm.kernels.tune import TileConfig
 from gllm.kernels.tune_journal import TuneJournal
 
@@ -20,48 +21,49 @@ TABLES = ["activation", "quantize"]
 ROW = TileRow({}, {"elements": 1024, "warps": 4})
 
 
-class Timed:
-    """Something that is right, and whose time a test tells."""
-
-    limit = 0.1
-
-    def error(self) -> float:
-        return 0.0
-
-
 class Clock:
     """Counts what is timed; the larger the tiles, the faster."""
 
     def __init__(self) -> None:
         self.seen: list[TileConfig] = []
+        self.workloads = [self.workload(table) for table in TABLES]
+        self.table = TABLES[0]
 
-    def __call__(self, prepared: object) -> float:
+    def workload(self, table: str) -> Workload:
+        """A workload that is right, and that says which table is timed."""
+        result = torch.ones(1)
+
+        def run() -> torch.Tensor:
+            self.table = table
+            return result
+
+        return Workload(table, {}, table, lambda device: PreparedWorkload(run, result, 0.1))
+
+    def __call__(self, prepared: PreparedWorkload) -> float:
+        prepared.run()
         use = tiles.choose_tiles(self.table)
         self.seen.append(use)
         return 1.0 / sum(use.values())
 
-    table = TABLES[0]
-
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-
-    def list_rows(tables: Sequence[str], every: object) -> object:
-        for table in tables:
-            made.table = table
-            for row in tiles.read_tile_file(tiles.DEFAULT).tables[table]:
-                yield table, row, []
-
-    monkeypatch.setattr(tune, "list_rows", list_rows)
-    monkeypatch.setattr(tune, "_prepare", lambda own: [Timed()])
-    monkeypatch.setattr(workloads, "list_workloads", list)
-    return made
+def clock() -> Clock:
+    return Clock()
 
 
-def run(folder: Path, clock: Clock, *arguments: str, tables: Sequence[str] = TABLES) -> int:
-    options = tune.parser().parse_args([*tables, "--output", str(folder), *arguments])
-    return tune.tune(options, GPU, "the command", clock, lambda table, row, use: True)
+def run(folder: Path, clock: Clock, *arguments: str, seconds: float = 0.0) -> int:
+    """The tuner's clock goes on by so many seconds at each look."""
+    options = tune.parser().parse_args([*TABLES, "--output", str(folder), *arguments])
+    times = itertools.count(0.0, seconds)
+    return tune.tune(
+        options,
+        GPU,
+        "the command",
+        clock,
+        lambda table, row, use: True,
+        clock.workloads,
+        lambda: next(times),
+    )
 
 
 def written(folder: Path) -> dict[str, list[TileRow]]:
@@ -72,26 +74,23 @@ def written(folder: Path) -> dict[str, list[TileRow]]:
     return {name: list(rows) for name, rows in found.tables.items()}
 
 
-def tick(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let the tuner's clock go on by so many seconds at each look."""
-    times = itertools.count(0.0, seconds)
-    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: next(times)))
-
-
 def test_each_row_is_written_as_it_is_done(tmp_path: Path, clock: Clock) -> None:
     class Stopped(BaseException):
         pass
 
-    def stopping(prepared: object) -> float:
-        if clock.table == TABLES[1] and len(clock.seen) > 14:
-            raise Stopped
-        return Clock.__call__(clock, prepared)
+    class Stopping(Clock):
+        def __call__(self, prepared: PreparedWorkload) -> float:
+            prepared.run()
+            if self.table == TABLES[1] and len(self.seen) > 14:
+                raise Stopped
+            return super().__call__(prepared)
 
-    options = tune.parser().parse_args([*TABLES, "--output", str(tmp_path)])
+    stopping = Stopping()
     with pytest.raises(Stopped):
-        tune.tune(options, GPU, "the command", stopping, lambda table, row, use: True)
+        run(tmp_path, stopping)
     assert {*written(tmp_path)} == {TABLES[0]}
-    before = [*clock.seen]
+    before = stopping.seen
+    clock.seen.extend(before)
     assert run(tmp_path, clock) == 0
     assert {*written(tmp_path)} == {*TABLES}
     # Nothing is timed twice, and nothing is left out.
@@ -102,17 +101,12 @@ def test_each_row_is_written_as_it_is_done(tmp_path: Path, clock: Clock) -> None
 
 
 def test_minutes_stop_the_tuner_between_two_tiles(
-    tmp_path: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tick(monkeypatch, 10.0)
-    assert run(tmp_path, clock, "--minutes", "1") == 0
+    assert run(tmp_path, clock, "--minutes", "1", seconds=10.0) == 0
     assert 1 < len(clock.seen) < 8
     assert [*written(tmp_path)] == TABLES[:1]
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 rows are left")
-    tick(monkeypatch, 0.0)
     assert run(tmp_path, clock, "--minutes", "1") == 0
     assert "left" not in capsys.readouterr().out
     count = sum(

@@ -26,7 +26,7 @@ def test_every_activation_has_a_kernel() -> None:
         act_and_mul("swish", torch.ones(1, 2))
 
 
-@settings(max_examples=num_examples(40, 600), deadline=None)
+@settings(max_examples=num_examples(20, 600), deadline=None)
 @given(
     st.sampled_from([*STEP]),
     st.sampled_from(KINDS),

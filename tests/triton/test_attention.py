@@ -4,7 +4,8 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton")
 
@@ -26,8 +28,10 @@ from gllm.kernels.attention_plan import (
     write_device_tables,
 )
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.native import library
-from gllm.kernels.triton import attention, attention_shapes, common, decode_attention, tiles
+from gllm.kernels.triton import attention, attention_shapes, decode_attention, tiles
+from gllm.kernels.triton.attention_shapes import SplitLimits
+from tests.support.examples import num_examples
+from tests.support.models.kernel_builds import using_build
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -43,18 +47,29 @@ Rows = list[tuple[int, int]]
 @pytest.fixture(autouse=True, scope="module")
 def plain_reference() -> Iterator[None]:
     """The reference by torch, also where kernels for CPUs are compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "load_library", lambda: None)
+    with using_build("torch"):
         yield
 
 
-@dataclass
-class Poison:
-    """Memory full of NaN, with more of it around."""
+class Poison(TorchFunctionMode):
+    """Memory full of NaN, with more of it around, for outputs and results of parts."""
 
-    given: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
 
-    def empty(self, *size: int, dtype: torch.dtype, device: object = None) -> Tensor:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.empty:
+            return self.empty(*args, dtype=options["dtype"])
+        # The interpreter itself makes empty ones, of one dimension.
+        if func is Tensor.new_empty and len(args) > 2:
+            return self.empty(*args[1:], dtype=args[0].dtype)
+        return func(*args, **options)
+
+    def empty(self, *size: int, dtype: torch.dtype) -> Tensor:
         around = torch.full((math.prod(size) + 2 * GUARD,), math.nan, dtype=dtype)
         self.given.append(around)
         return around[GUARD:-GUARD].view(size)
@@ -75,27 +90,14 @@ def launched(
 ) -> Tensor:
     """The kernels' output, written to poisoned memory; small: with tiles so small that tiny
     contexts have several."""
-    poison, new_empty = Poison(), Tensor.new_empty
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", poison.empty)
-        # The interpreter itself makes empty ones.
-        patch.setattr(
-            Tensor,
-            "new_empty",
-            lambda self, *size, **more: (
-                poison.empty(*size, dtype=self.dtype)
-                if len(size) > 1
-                else new_empty(self, *size, **more)
-            ),
-        )
-        patch.setattr(common, "count_processors", lambda device: processors)
-        tables = {}
-        if small:
-            patch.setattr(attention_shapes, "MIN_DECODE_SPLIT_TOKENS", 16)
-            patch.setattr(attention_shapes, "MIN_PREFILL_SPLIT_TOKENS", 16)
-            tables = dict.fromkeys(("prefill", "decode"), SMALL)
-        with tiles.override_tiles(tables):
-            output = attention.paged_attention(query, *caches, plan, scores)
+    poison, tables = Poison(), {}
+    limits = SplitLimits(processors=processors)
+    if small:
+        limits = SplitLimits(16, 16, processors)
+        tables = dict.fromkeys(("prefill", "decode"), SMALL)
+    with tiles.override_tiles(tables), poison:
+        output = attention.paged_attention(query, *caches, plan, scores, limits)
+    assert poison.given
     assert poison.intact()
     return output
 
@@ -181,7 +183,7 @@ decode_rows = st.lists(st.tuples(st.integers(0, 45), st.just(1)), max_size=3)
 chunk_rows = st.lists(st.tuples(st.integers(0, 25), st.integers(2, 12)), max_size=2)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(5, 30), deadline=None, derandomize=True)
 @given(
     decode_rows,
     chunk_rows,
@@ -231,14 +233,15 @@ def test_real_heads_in_real_tiles(
     case.check(AttentionScaling(key_dim**-0.5), small=False)
 
 
-@pytest.mark.parametrize("processors", [1, 20])
+@pytest.mark.parametrize("processors", [pytest.param(1, marks=pytest.mark.full), 20])
 def test_latents_are_read_once_as_keys_and_values(processors: int) -> None:
     case = Case([(40, 1), (3, 1), (20, 3)], 18, 1, 40, 24, True, dtype=torch.bfloat16)
     case.check(AttentionScaling(0.2), processors=processors)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "shared"), [(torch.bfloat16, False), (torch.float16, True)], ids=str
+)
 def test_a_cache_of_float8(dtype: torch.dtype, shared: bool) -> None:
     rows = [(40, 1), (3, 1), (20, 4)]
     case = Case(rows, 6, 2, 24, 16, shared, dtype=dtype, cached=torch.float8_e4m3fn)
@@ -252,7 +255,7 @@ def test_a_cache_of_another_16_bits(dtype: torch.dtype, cached: torch.dtype) -> 
     Case([(20, 1), (9, 4)], 2, 1, 24, 16, dtype=dtype, cached=cached).check(AttentionScaling(0.2))
 
 
-@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 45])
 def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | None) -> None:
     rows = [(97, 1), (0, 1), (32, 1)]
     case = Case(rows, 3, 1, 16, 16)
@@ -260,8 +263,17 @@ def test_long_contexts_are_split_and_short_ones_use_fewer_parts(window: int | No
         case.check(AttentionScaling(0.2), window, processors)
 
 
-@pytest.mark.parametrize("window", [None, 45])
-@pytest.mark.parametrize("processors", [4, 11, 1000])
+@pytest.mark.parametrize(
+    ("window", "processors"),
+    [
+        (None, 11),
+        (45, 1000),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((None, 4), (None, 1000), (45, 4), (45, 11))
+        ),
+    ],
+)
 def test_chunks_of_long_contexts_are_split(window: int | None, processors: int) -> None:
     """Also beside decodes, and where a part of a short one's context is empty."""
     case = Case([(9, 1), (97, 5), (0, 3), (64, 6)], 6, 2, 16, 16, dtype=torch.bfloat16)

@@ -57,7 +57,10 @@ def test_every_file_lists_what_is_compiled(name: str) -> None:
 
 @pytest.mark.parametrize(
     "architectures",
-    [(86, 90), pytest.param((*SHARED_MEMORY,), marks=pytest.mark.long)],
+    [
+        pytest.param((86, 90), marks=pytest.mark.full),
+        pytest.param((*SHARED_MEMORY,), marks=pytest.mark.long),
+    ],
     ids=["least memory and wgmma", "all"],
 )
 def test_the_first_of_each_kernel_is_well(architectures: tuple[int, ...]) -> None:
@@ -81,6 +84,7 @@ def test_another_version_of_triton_is_refused() -> None:
     assert done.stderr.strip() == f"Triton is {triton.__version__}, not 1.0"
 
 
+@pytest.mark.full
 def test_tiles_that_spill_do_not_fit() -> None:
     done = command("-c", TRY)
     assert done.stdout.split() == ["True", "False"], done.stderr

@@ -15,13 +15,6 @@ from tests.support.examples import num_examples
 from tests.support.models.histories import laid_out
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles, several parts of a phrase."""
-    monkeypatch.setattr(masking, "TILE", 64)
-    monkeypatch.setattr(masking, "PHRASE", 2)
-
-
 @settings(max_examples=num_examples(10, 150), deadline=None, derandomize=True)
 @given(st.sampled_from([1, 31, 64, 150]), st.integers(0, 99))
 def test_masks_keep_what_their_bits_say(size: int, seed: int) -> None:
@@ -32,11 +25,11 @@ def test_masks_keep_what_their_bits_say(size: int, seed: int) -> None:
     rows = torch.randperm(4, generator=generator)[:2]
     expected = logits.clone()
     reference.apply_token_bitmask(expected[:, :size], rows, masks)
-    masking.apply_token_bitmask(logits[:, :size], rows, masks)
+    masking.apply_token_bitmask(logits[:, :size], rows, masks, tile=64)
     assert torch.equal(logits, expected)
 
 
-@settings(max_examples=num_examples(20, 200), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(12, 200), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(tokens, tokens), min_size=2, max_size=2), st.data())
 def test_phrases(texts: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
     given_words = data.draw(st.lists(st.tuples(st.integers(0, 1), words), min_size=1, max_size=6))
@@ -47,5 +40,5 @@ def test_phrases(texts: list[tuple[list[int], list[int]]], data: st.DataObject) 
     logits = torch.randn(3, 3)
     expected = logits.clone()
     reference.apply_bad_words(expected, table, histories, phrases)
-    masking.apply_bad_words(logits, table, histories, phrases)
+    masking.apply_bad_words(logits, table, histories, phrases, phrase=2)
     assert torch.equal(logits, expected)

@@ -4,18 +4,20 @@ The interpreter cuts bfloat16 off where GPUs round, and loses the carry of numbe
 up to a power of two: FP8 is tested with numbers that it has, and those beyond its range.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gllm.kernels.native import library
 from gllm.kernels.qkv import rotate_and_store as operation
 from gllm.kernels.qkv_layout import QKVLayout
 from gllm.kernels.rotary import RotaryAngles
 from gllm.kernels.triton.qkv import rotate_and_store
 from tests.support.examples import num_examples
+from tests.support.models.kernel_builds import using_build
 
 TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 STEP = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5}
@@ -23,10 +25,11 @@ STEP = {torch.float32: 1e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5}
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def plain() -> Iterator[None]:
     """The reference is torch's, not the compiled one."""
-    monkeypatch.setattr(library, "load_library", lambda: None)
+    with using_build("torch"):
+        yield
 
 
 Cache = tuple[Tensor, Tensor]
@@ -56,7 +59,7 @@ def empty_cache(slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     return keys, keys.clone()
 
 
-@settings(max_examples=num_examples(40, 200), deadline=None)
+@settings(max_examples=num_examples(20, 200), deadline=None)
 @given(
     TYPES,
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 10, 16, 24])),
@@ -108,7 +111,7 @@ def test_groups_of_heads_do_not_mix() -> None:
         close(actual, reference)
 
 
-@settings(max_examples=num_examples(20, 100), deadline=None)
+@settings(max_examples=num_examples(8, 100), deadline=None)
 @given(TYPES, st.booleans(), st.sampled_from([0, 4, 8]), st.integers(1, 3), st.integers(0, 99))
 def test_a_cache_in_fp8(
     dtype: torch.dtype, interleaved: bool, dim: int, kv_heads: int, seed: int

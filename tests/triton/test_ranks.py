@@ -26,7 +26,8 @@ ROWS = [(20, 1), (9, 1), (6, 5)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks", "alibi"), [(8, 4, 2, False), (12, 2, 4, True)]
+    ("heads", "kv_heads", "ranks", "alibi"),
+    [pytest.param(8, 4, 2, False, marks=pytest.mark.full), (12, 2, 4, True)],
 )
 def test_heads_of_a_rank_are_those_of_all(
     heads: int, kv_heads: int, ranks: int, alibi: bool
@@ -86,6 +87,7 @@ def test_keys_of_a_rank_are_stored_as_those_of_all() -> None:
         assert values.equal(whole[2][:, :, rank : rank + 1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("inner", "ranks"), [(48, 4)])
 def test_experts_of_ranks_add_up(inner: int, ranks: int) -> None:
     """Each has some inner elements of every expert: gates, ups and columns of down."""

@@ -37,7 +37,14 @@ TINY: dict[str, Callable[[torch.device], PreparedWorkload]] = {
 }
 
 
-@pytest.mark.parametrize("name", TINY)
+QUICK = {"decode", "linear", "quantize"}
+"""Workloads of every `make test`; their kernels have tests of their own."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in TINY],
+)
 def test_results_are_right_again_and_again_and_wrong_ones_are_seen(name: str) -> None:
     prepared = TINY[name](CPU)
     assert prepared.run().shape == prepared.expected.shape

@@ -16,14 +16,13 @@ from gllm.kernels.attention_backends import AttentionRequirements
 from gllm.kernels.attention_plan import GATHERED_TOKENS, AttentionPlan, PagedBatch
 from gllm.kernels.attention_scaling import AttentionScaling
 from gllm.kernels.fp8_cache import select_converted
-from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
 from gllm.kernels.native.library import (
     DTYPES,
     MAX_SLOWDOWN,
     AttentionArguments,
+    current_library,
     data_pointer,
-    library_override,
 )
 
 KEYS_PER_BLOCK = 128
@@ -32,14 +31,14 @@ KEYS_PER_BLOCK = 128
 
 def unsupported_reason(requirements: AttentionRequirements) -> str | None:
     """Return why this backend cannot meet the requirements, as attention_backends."""
-    if library.load_library() is None:
+    if current_library() is None:
         return f"no compiled kernels are available ({select_build().reason}), or choose torch"
     return None
 
 
 def auto_skip_reason(requirements: AttentionRequirements) -> str | None:
     """Return the measured reason to prefer torch, as attention_backends."""
-    kernels = library.load_library()
+    kernels = current_library()
     if kernels is None or kernels.is_preferred("attention", requirements.dtype):
         return None
     return f"takes more than {MAX_SLOWDOWN} times as long as torch here"
@@ -67,7 +66,7 @@ def paged_attention(
         [tokens, heads, value_dim].
     """
     # A backend requested by name is used even if it was measured to be slower than torch.
-    kernels = library_override.get() or library.load_library()
+    kernels = current_library()
     assert kernels is not None, "no compiled kernels: the plan was made for another backend"
     output = kernels.empty((*query.shape[:2], value_cache.shape[3]), query.dtype)
     rows, window = plan.rows, plan.window

@@ -7,7 +7,7 @@ does not import torch: the parent process checks the variable before it starts t
 import ctypes
 import os
 import platform
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -94,17 +94,21 @@ def find_compiled_builds(folder: Path | None = None) -> dict[str, Path]:
     return libraries
 
 
-def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+def processor_features(
+    cpuinfo: Path = Path("/proc/cpuinfo"), permit_tiles: Callable[[], bool] | None = None
+) -> set[str]:
     """Return the processor flags of Linux, and TILES_PERMITTED if granted; empty if unknown.
 
     Requests the permission to use the AMX tile registers for all threads of this process.
+
+    permit_tiles: requests it and returns True if it is granted; by default from Linux.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return set()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    if "amx_tile" in flags and _permit_tiles():
+    if "amx_tile" in flags and (permit_tiles or _permit_tiles)():
         flags.add(TILES_PERMITTED)
     return flags
 

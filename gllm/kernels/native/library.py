@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from gllm.kernels.native.builds import BUILD_VARIABLE, BuildSelection, select_build
 from gllm.kernels.native.group_structures import (
     BarrierArguments,
     CancelArguments,
@@ -222,6 +223,10 @@ class KernelLibrary:
         check()
 
 
+MeasureFunction = Callable[[KernelLibrary, torch.dtype], Mapping[Operation, float]]
+"""Returns the ratio of a library's time to torch's for each operation in a dtype."""
+
+
 class MeasuredKernelLibrary(KernelLibrary):
     """Build that computes only the operations in which it is not slower than torch.
 
@@ -229,9 +234,11 @@ class MeasuredKernelLibrary(KernelLibrary):
     needs them. The stages share the results in a file, so that all stages use the same kernels.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, measure: MeasureFunction | None = None) -> None:
+        """Load a build; `measure` replaces measure_slowdowns of measure.py."""
         super().__init__(path)
         self._name = name
+        self._measure_slowdowns = measure
         self._ratios: dict[torch.dtype, Mapping[Operation, float]] = {}
         self._lock = threading.Lock()
         self._file: int | None = None
@@ -266,9 +273,11 @@ class MeasuredKernelLibrary(KernelLibrary):
         return ratios
 
     def _measure(self, dtype: torch.dtype) -> Mapping[Operation, float]:
-        # Imported late: measure.py runs the operations, which import this module.
-        module = importlib.import_module("gllm.kernels.native.measure")
-        ratios: Mapping[Operation, float] = module.measure_slowdowns(self, dtype)
+        if self._measure_slowdowns is None:
+            # Imported late: measure.py runs the operations, which import this module.
+            module = importlib.import_module("gllm.kernels.native.measure")
+            self._measure_slowdowns = module.measure_slowdowns
+        ratios = self._measure_slowdowns(self, dtype)
         slow = [f"{name} ({ratio:.1f} x)" for name, ratio in ratios.items() if ratio > MAX_SLOWDOWN]
         if slow:
             log.warning(
@@ -302,9 +311,9 @@ def load_library() -> KernelLibrary | None:
     )
 
 
-def log_kernels() -> None:
-    """Log the build that is used, or why there is none."""
-    build = select_build()
+def log_kernels(build: BuildSelection | None = None) -> None:
+    """Log the selected build, by default that of this process, or why there is none."""
+    build = select_build() if build is None else build
     is_missing = build.path is None and not build.is_named
     name = "none, torch computes" if build.path is None else f"build {build.name}"
     level = logging.WARNING if is_missing else logging.INFO
@@ -351,7 +360,17 @@ def library_for(tensor: Tensor, operation: Operation) -> KernelLibrary | None:
 
 
 library_override: ContextVar[KernelLibrary | None] = ContextVar("override", default=None)
-"""Replaces the library in a context, for example by a KernelRecorder (program.py)."""
+"""Replaces the library in a context; `using_library` sets it."""
+
+
+@contextmanager
+def using_library(library: KernelLibrary) -> Iterator[None]:
+    """Compute with another library in this context, for example a KernelRecorder (program.py)."""
+    token = library_override.set(library)
+    try:
+        yield
+    finally:
+        library_override.reset(token)
 
 
 def data_pointer(tensor: Tensor | None) -> int | None:

@@ -7,8 +7,7 @@ generators does not change.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from math import inf, prod
 from types import MappingProxyType
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gllm.kernels.native.library import MAX_SLOWDOWN, KernelLibrary, Operation, library_override
+from gllm.kernels.native.library import MAX_SLOWDOWN, KernelLibrary, Operation, using_library
 
 ROUNDS = 3
 """Minimum number of runs per implementation; the shortest one counts."""
@@ -36,6 +35,8 @@ DECODE_CONTEXT = 512
 
 Run = Callable[[], object]
 Workload = Callable[[torch.dtype], Run]
+CompareFunction = Callable[[KernelLibrary, KernelLibrary, Workload, torch.dtype], float]
+"""Returns the ratio of the times of a workload with two libraries."""
 
 
 class _AlwaysOrNever(KernelLibrary):
@@ -52,19 +53,24 @@ class _AlwaysOrNever(KernelLibrary):
         self._library(arguments)  # type: ignore[arg-type]
 
 
-def measure_slowdowns(library: KernelLibrary, dtype: torch.dtype) -> dict[Operation, float]:
+def measure_slowdowns(
+    library: KernelLibrary, dtype: torch.dtype, compare: CompareFunction | None = None
+) -> dict[Operation, float]:
     """Return the ratio of the library's time to torch's for each operation.
 
     Measures one thread by its CPU time, so that other processes do not count. For operations
     measured for decodes and for a prefill chunk, returns the geometric mean of both ratios.
+
+    compare: measures one workload, by default `measure_ratio`.
     """
+    compare = compare or measure_ratio
     compiled, by_torch = _AlwaysOrNever(library), _AlwaysOrNever(None)
     threads = torch.get_num_threads()
     # Several threads would wait for each other on a busy machine.
     torch.set_num_threads(1)
     try:
         return {
-            name: prod(_ratio(compiled, by_torch, workload, dtype) for workload in workloads)
+            name: prod(compare(compiled, by_torch, workload, dtype) for workload in workloads)
             ** (1 / len(workloads))
             for name, workloads in WORKLOADS.items()
         }
@@ -72,12 +78,13 @@ def measure_slowdowns(library: KernelLibrary, dtype: torch.dtype) -> dict[Operat
         torch.set_num_threads(threads)
 
 
-def _ratio(
+def measure_ratio(
     compiled: KernelLibrary, by_torch: KernelLibrary, workload: Workload, dtype: torch.dtype
 ) -> float:
+    """Return the ratio of the shortest run of a workload with one library to that with another."""
     runs = []
     for library in (compiled, by_torch):
-        with _using_library(library):
+        with using_library(library):
             run = workload(dtype)
             run()
         runs.append((library, run))
@@ -86,20 +93,11 @@ def _ratio(
     while rounds < ROUNDS or (best[0] > MAX_SLOWDOWN * best[1] and time.thread_time() < deadline):
         rounds += 1
         for i, (library, run) in enumerate(runs):
-            with _using_library(library):
+            with using_library(library):
                 begin = time.thread_time()
                 run()
                 best[i] = min(best[i], time.thread_time() - begin)
     return best[0] / best[1]
-
-
-@contextmanager
-def _using_library(library: KernelLibrary) -> Iterator[None]:
-    token = library_override.set(library)
-    try:
-        yield
-    finally:
-        library_override.reset(token)
 
 
 def _constant(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from gllm.kernels.native.library import (
     Operation,
     RotaryArguments,
     data_pointer,
-    library_override,
+    using_library,
 )
 from gllm.kernels.rotary import RotaryAngles
 
@@ -128,12 +128,8 @@ class KernelRecorder(KernelLibrary):
 def record_kernels(library: KernelLibrary, tokens: int, memory: Tensor) -> Iterator[KernelRecorder]:
     """Record the kernel calls of this thread. Raises NotRecordableError."""
     recorder = KernelRecorder(library, tokens, memory)
-    token = library_override.set(recorder)
-    try:
-        with _OnlyViews():
-            yield recorder
-    finally:
-        library_override.reset(token)
+    with using_library(recorder), _OnlyViews():
+        yield recorder
 
 
 class RecordedProgram:

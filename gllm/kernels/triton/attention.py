@@ -11,8 +11,12 @@ from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
 from gllm.kernels.attention_scaling import AttentionScaling
-from gllm.kernels.triton import attention_shapes, common
-from gllm.kernels.triton.attention_shapes import AttentionShape
+from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton.attention_shapes import (
+    DEFAULT_SPLIT_LIMITS,
+    AttentionShape,
+    SplitLimits,
+)
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.decode_attention import decode_attention
 from gllm.kernels.triton.split_attention import (
@@ -30,6 +34,7 @@ def paged_attention(
     value_cache: Tensor,
     plan: AttentionPlan,
     scaling: AttentionScaling,
+    limits: SplitLimits = DEFAULT_SPLIT_LIMITS,
 ) -> Tensor:
     """Compute gllm.kernels.attention.paged_attention with Triton kernels.
 
@@ -44,6 +49,7 @@ def paged_attention(
         value_cache: [blocks, block_size, kv_heads, value_dim], likewise.
         plan: `plan.tables` is read.
         scaling: scale, softcap and slopes of the scores.
+        limits: limits for splitting contexts.
 
     Returns:
         [tokens, heads, value_dim].
@@ -55,9 +61,9 @@ def paged_attention(
     tensors = (output, query, key_cache, value_cache, scaling.alibi_slopes)
     factors = _factors(scaling)
     if plan.rows.num_decodes:
-        decode_attention(*tensors, plan, shape, factors)
+        decode_attention(*tensors, plan, shape, factors, limits)
     if len(plan.rows.context_len) > plan.rows.num_decodes:
-        _prefill(*tensors, plan, shape, factors)
+        _prefill(*tensors, plan, shape, factors, limits)
     return output
 
 
@@ -80,6 +86,7 @@ def _prefill(
     plan: AttentionPlan,
     shape: AttentionShape,
     factors: tuple[float, float],
+    limits: SplitLimits,
 ) -> None:
     """Compute the prefill chunks' rows of output [tokens, heads, value_dim]."""
     tables, rows = plan.tables, plan.rows
@@ -91,8 +98,10 @@ def _prefill(
     longest = int(rows.context_len[rows.num_decodes :].max())
     if shape.window is not None:
         longest = min(longest, shape.window + packed.tokens)
-    busy = common.count_processors(query.device)
-    splits = attention_shapes.prefill_splits(len(listed) * programs, longest, busy)
+    busy = limits.num_processors(query.device)
+    splits = attention_shapes.prefill_splits(
+        len(listed) * programs, longest, busy, limits.min_prefill_tokens
+    )
     # Each decode is one token, and they come first.
     own = output[rows.num_decodes :]
     parts = allocate_split_results(len(own), splits, shape, query.device)
@@ -116,7 +125,7 @@ def _prefill(
         *factors,
         **attention_shapes.constants(tiles, shape),
         SPLIT=splits > 1,
-        LEAST=attention_shapes.MIN_PREFILL_SPLIT_TOKENS,
+        LEAST=limits.min_prefill_tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

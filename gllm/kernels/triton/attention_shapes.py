@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gllm.kernels.triton import common
 from gllm.kernels.triton.kernel_specs import KernelSpec, TunedConstants
 from gllm.kernels.triton.tiles import choose_tiles
 
@@ -45,6 +46,24 @@ MAX_DECODE_SPLIT_TOKENS = 8192
 slowly, so one long context would delay the whole step. 64 KB in flight (two tiles of 64 keys and
 values of 128 16-bit elements) and 0.8 us of latency are 80 GB/s, so 8192 tokens of a KV head take
 about 50 us."""
+
+
+@dataclass(frozen=True)
+class SplitLimits:
+    """Limits for splitting contexts into parts that several programs compute."""
+
+    min_decode_tokens: int = MIN_DECODE_SPLIT_TOKENS
+    min_prefill_tokens: int = MIN_PREFILL_SPLIT_TOKENS
+    processors: int | None = None
+    """Streaming multiprocessors to fill; None: those of the device."""
+
+    def num_processors(self, device: torch.device) -> int:
+        """Return the number of streaming multiprocessors to fill."""
+        return common.count_processors(device) if self.processors is None else self.processors
+
+
+DEFAULT_SPLIT_LIMITS = SplitLimits()
+"""Limits outside of tests."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +174,12 @@ def constants(tiles: TileSizes, shape: AttentionShape) -> dict[str, int | bool]:
     }
 
 
-def decode_splits(contexts: npt.NDArray[np.int64], programs: int, processors: int) -> int:
+def decode_splits(
+    contexts: npt.NDArray[np.int64],
+    programs: int,
+    processors: int,
+    min_tokens: int = MIN_DECODE_SPLIT_TOKENS,
+) -> int:
     """Return the number of parts that the context of each decode is split into.
 
     A part of the longest context is at most an equal share of all work for each of WAVES programs
@@ -167,21 +191,22 @@ def decode_splits(contexts: npt.NDArray[np.int64], programs: int, processors: in
             with other contexts: the longest that there may be.
         programs: per decode, without splits.
         processors: streaming multiprocessors of the device.
+        min_tokens: minimum tokens per part.
     """
     longest = int(contexts.max())
     share = -(-int(contexts.sum()) * programs // (PROGRAMS_PER_PROCESSOR * processors))
-    return _splits(
-        -(-longest // min(max(share, 1), MAX_DECODE_SPLIT_TOKENS)), longest, MIN_DECODE_SPLIT_TOKENS
-    )
+    return _splits(-(-longest // min(max(share, 1), MAX_DECODE_SPLIT_TOKENS)), longest, min_tokens)
 
 
-def prefill_splits(programs: int, longest: int, processors: int) -> int:
+def prefill_splits(
+    programs: int, longest: int, processors: int, min_tokens: int = MIN_PREFILL_SPLIT_TOKENS
+) -> int:
     """Return the number of splits for tiles of prefill chunks, which only fill idle processors."""
-    return _splits(processors // programs, longest, MIN_PREFILL_SPLIT_TOKENS)
+    return _splits(processors // programs, longest, min_tokens)
 
 
-def _splits(wanted: int, longest: int, min_arch: int) -> int:
-    return max(1, min(wanted, -(-longest // min_arch), SPLITS))
+def _splits(wanted: int, longest: int, min_tokens: int) -> int:
+    return max(1, min(wanted, -(-longest // min_tokens), SPLITS))
 
 
 def _padded(size: int) -> int:

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gllm.kernels.attention_plan import AttentionPlan
-from gllm.kernels.triton import attention_shapes, common
-from gllm.kernels.triton.attention_shapes import AttentionShape
+from gllm.kernels.triton import attention_shapes
+from gllm.kernels.triton.attention_shapes import AttentionShape, SplitLimits
 from gllm.kernels.triton.attention_tiles import LOWEST, attend, load_elements, load_slopes
 from gllm.kernels.triton.split_attention import (
     PARTIAL,
@@ -31,6 +31,7 @@ def decode_attention(
     plan: AttentionPlan,
     shape: AttentionShape,
     factors: tuple[float, float],
+    limits: SplitLimits,
 ) -> None:
     """Compute the decodes' rows of output [tokens, heads, value_dim].
 
@@ -45,6 +46,7 @@ def decode_attention(
         plan: `plan.tables` is read; `plan.rows` selects the number of splits.
         shape: Constants of the kernel.
         factors: `inner` and `outer` of attention_tiles.attend.
+        limits: limits for splitting contexts.
     """
     tables, rows = plan.tables, plan.rows.num_decodes
     assert tables is not None, "attention was not planned for a device"
@@ -53,8 +55,8 @@ def decode_attention(
     contexts = plan.rows.context_len[:rows]
     if shape.window is not None:
         contexts = np.minimum(contexts, shape.window)
-    busy = common.count_processors(query.device)
-    splits = attention_shapes.decode_splits(contexts, programs, busy)
+    busy = limits.num_processors(query.device)
+    splits = attention_shapes.decode_splits(contexts, programs, busy, limits.min_decode_tokens)
     parts = allocate_split_results(rows, splits, shape, query.device)
     decode_kernel[(programs, splits, rows)](
         output,
@@ -72,7 +74,7 @@ def decode_attention(
         *factors,
         **attention_shapes.constants(tiles, shape),
         SPLIT=splits > 1,
-        LEAST=attention_shapes.MIN_DECODE_SPLIT_TOKENS,
+        LEAST=limits.min_decode_tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -216,10 +216,12 @@ def linear_fp8(
     bias: Tensor | None,
     out: Tensor | None = None,
     fp8: bool | None = None,
+    num_parts: int | None = None,
 ) -> Tensor:
     """Compute gllm.kernels.linear_fp8.linear_fp8.
 
     fp8: quantize activations to FP8 too; None: if the GPU multiplies FP8.
+    num_parts: largest number of parts of the inputs; None: `parts_of`.
 
     Raises:
         ValueError: The width of blocks is not 32, 64, a multiple of 128 or the number of inputs.
@@ -238,7 +240,10 @@ def linear_fp8(
     use = choose_tiles("linear_fp8", tokens=tokens)
     grid = triton.cdiv(outputs, use["columns"]), triton.cdiv(tokens, use["rows"])
     groups = triton.cdiv(inputs, group)
-    part = triton.cdiv(groups, parts_of(tokens, inputs, groups, grid, use, x.device))
+    if num_parts is None:
+        processors = common.count_processors(x.device)
+        num_parts = parts_of(tokens, inputs, groups, grid, use, processors)
+    part = triton.cdiv(groups, num_parts)
     parts = triton.cdiv(groups, part)
     biased, to = bias is not None, out
     if parts > 1:
@@ -287,7 +292,7 @@ def parts_of(
     groups: int,
     grid: tuple[int, int],
     use: Mapping[str, int],
-    device: torch.device,
+    processors: int,
 ) -> int:
     """Return the number of parts of the inputs that keeps the memory busy.
 
@@ -296,7 +301,7 @@ def parts_of(
     """
     programs = grid[0] * grid[1]
     reading = max(use["stages"] - 1, 1) * use["columns"] * GROUP
-    wanted = -(-IN_FLIGHT * common.count_processors(device) // (reading * programs))
+    wanted = -(-IN_FLIGHT * processors // (reading * programs))
     return max(1, min(wanted, inputs // (16 * tokens), groups // LEAST))
 
 

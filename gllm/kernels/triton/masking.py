@@ -68,23 +68,28 @@ def _phrases_kernel(
             tl.store(at, float("-inf"))
 
 
-def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+def apply_token_bitmask(logits: Tensor, rows: Tensor, masks: Tensor, tile: int = TILE) -> None:
     """Apply gllm.kernels.masking.apply_token_bitmask on a GPU, without synchronization.
 
-    logits [rows, vocabulary] float32, rows [masks] int64, masks [masks, words] int32.
+    logits [rows, vocabulary] float32, rows [masks] int64, masks [masks, words] int32; tile: tokens
+    of the vocabulary per program.
     """
     size = logits.shape[1]
-    _mask_kernel[(len(rows), triton.cdiv(size, TILE))](
-        logits, rows, masks, size, logits.stride(0), masks.shape[1], TILE=TILE, num_warps=WARPS
+    _mask_kernel[(len(rows), triton.cdiv(size, tile))](
+        logits, rows, masks, size, logits.stride(0), masks.shape[1], TILE=tile, num_warps=WARPS
     )
 
 
 def apply_bad_words(
-    logits: Tensor, table: Tensor, histories: TokenHistories, bad_words: BadWords
+    logits: Tensor,
+    table: Tensor,
+    histories: TokenHistories,
+    bad_words: BadWords,
+    phrase: int = PHRASE,
 ) -> None:
     """Apply gllm.kernels.masking.apply_bad_words on a GPU, without synchronization.
 
-    logits [rows, vocabulary] float32, table [slots] int64.
+    logits [rows, vocabulary] float32, table [slots] int64; phrase: tokens compared per iteration.
     """
     blocks = histories.block_table
     _phrases_kernel[(len(bad_words.owners),)](
@@ -102,7 +107,7 @@ def apply_bad_words(
         blocks.stride(0),
         bad_words.before.shape[1],
         BLOCK_SIZE=histories.block_size,
-        PHRASE=PHRASE,
+        PHRASE=phrase,
         num_warps=1,
     )
 

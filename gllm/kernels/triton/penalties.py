@@ -97,17 +97,22 @@ def _penalize_kernel(
 
 
 def apply_history_penalties(
-    logits: Tensor, table: Tensor, histories: TokenHistories, settings: Tensor
+    logits: Tensor,
+    table: Tensor,
+    histories: TokenHistories,
+    settings: Tensor,
+    tile: int = TILE,
 ) -> None:
     """Apply gllm.kernels.penalties.apply_history_penalties without synchronization.
 
-    logits [rows, vocabulary] float32, table [slots] int64, settings [3, histories] float64.
+    logits [rows, vocabulary] float32, table [slots] int64, settings [3, histories] float64; tile:
+    tokens of a history per program.
     """
     count, size = len(histories.rows), logits.shape[1]
     counts = torch.zeros(count, size, dtype=torch.int32, device=logits.device)
     blocks, places = histories.block_table, (histories.lengths, histories.prompts)
-    grid = (count, triton.cdiv(histories.max_tokens, TILE))
-    constants = {"BLOCK_SIZE": histories.block_size, "TILE": TILE, "num_warps": WARPS}
+    grid = (count, triton.cdiv(histories.max_tokens, tile))
+    constants = {"BLOCK_SIZE": histories.block_size, "TILE": tile, "num_warps": WARPS}
     where = (table, blocks, *places, settings)
     _count_kernel[grid](counts, *where, size, blocks.stride(0), **constants)
     _penalize_kernel[grid](

@@ -125,11 +125,13 @@ def override_tiles(tables: Tables, onto: Tables | None = None) -> Iterator[None]
         _replaced[:] = before
 
 
-def load_tables(device: str, architecture: int) -> Tables:
+def load_tables(device: str, architecture: int, folder: Path = FOLDER) -> Tables:
     """Return all tables for a GPU by its name and architecture (90 for sm_90)."""
-    default = read_tile_file(DEFAULT)
+    default = read_tile_file(DEFAULT, folder)
     others = [
-        read_tile_file(path.stem) for path in sorted(FOLDER.glob("*.json")) if path.stem != DEFAULT
+        read_tile_file(path.stem, folder)
+        for path in sorted(folder.glob("*.json"))
+        if path.stem != DEFAULT
     ]
     same_architecture = [file for file in others if file.architecture == architecture]
     same_device = [file for file in same_architecture if file.device == device]
@@ -143,15 +145,15 @@ def tile_file_name(device: str) -> str:
 
 
 @cache
-def read_tile_file(name: str) -> TileFile:
-    """Read a file of FOLDER by its name without `.json`. Raises TilesError."""
-    path = FOLDER / f"{name}.json"
+def read_tile_file(name: str, folder: Path = FOLDER) -> TileFile:
+    """Read a file of a folder by its name without `.json`. Raises TilesError."""
+    path = folder / f"{name}.json"
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise TilesError(f"{path} is no JSON: {error}") from error
     return parse_tile_file(
-        str(path), content, None if name == DEFAULT else read_tile_file(DEFAULT).tables
+        str(path), content, None if name == DEFAULT else read_tile_file(DEFAULT, folder).tables
     )
 
 

@@ -47,6 +47,8 @@ class Rank:
 
     stage: ModelStage
     cache: KVCache
+    weight_bytes: int
+    """Bytes in memory of its weights."""
 
 
 class RankedModel:
@@ -88,7 +90,7 @@ class RankedModel:
             checkpoint.check_all_read()
         specs = model.layers[layers.start : layers.stop]
         cache = KVCache(specs, self.tables.size, BLOCK, self.dtype)
-        return Rank(stage, cache)
+        return Rank(stage, cache, checkpoint.weight_bytes)
 
     def join(self) -> None:
         """Open new groups, which all ranks join."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 import torch
@@ -104,14 +105,14 @@ class ThreadGroup:
         return [value for _, value in calls]
 
 
-def thread_groups(size: int) -> list[RankGroup]:
+def thread_groups(size: int, kind: type[ThreadGroup] = ThreadGroup) -> list[RankGroup]:
     """Return the ends of a new group of `size` threads, by rank."""
     shared = _Shared(size)
-    return [ThreadGroup(shared, rank) for rank in range(size)]
+    return [kind(shared, rank) for rank in range(size)]
 
 
 def run_ranks(groups: Sequence[RankGroup], function: Callable[[RankGroup], Result]) -> list[Result]:
-    """Run a function on a thread per rank; return the results by rank.
+    """Run a function on a thread per rank, in the caller's context; return the results by rank.
 
     The first exception cancels the group, so that the other ranks end too, and is raised.
     """
@@ -125,7 +126,10 @@ def run_ranks(groups: Sequence[RankGroup], function: Callable[[RankGroup], Resul
             errors.append(error)
             group.cancel()
 
-    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]
+    threads = [
+        threading.Thread(target=copy_context().run, args=(run, group), daemon=True)
+        for group in groups
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
