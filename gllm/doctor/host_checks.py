@@ -70,7 +70,9 @@ def check_descriptors(limits: tuple[int, int] | None = None) -> Finding:
     return good("open files", f"the hard limit is {text}")
 
 
-def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> Finding:
+def check_shared_memory(
+    num_gpus: int, folder: Path = Path("/dev/shm"), min_bytes: int = MIN_SHARED_BYTES
+) -> Finding:
     """Check /dev/shm, which NCCL needs between the GPUs of a machine, and gllm itself does not."""
     try:
         status = os.statvfs(folder)
@@ -79,7 +81,7 @@ def check_shared_memory(num_gpus: int, folder: Path = Path("/dev/shm")) -> Findi
     else:
         size = status.f_bavail * status.f_frsize
         text = f"{size / 2**20:.0f} MiB are free in {folder}"
-    if size >= MIN_SHARED_BYTES:
+    if size >= min_bytes:
         return good("shared memory", text)
     fix = "run the container with `--shm-size=1g`, or `mount -o remount,size=1g /dev/shm`"
     if num_gpus > 1:

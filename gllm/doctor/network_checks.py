@@ -2,6 +2,7 @@
 
 import errno
 import socket
+from collections.abc import Callable
 
 from gllm.config.addresses import format_host_port, is_loopback
 from gllm.doctor.finding import Finding, bad, good, note
@@ -31,10 +32,19 @@ def check_name(host: str, port: int) -> tuple[Finding, str]:
     return good("name of the head", f"{host} is {', '.join(addresses)}"), addresses[0]
 
 
-def check_route(address: str, port: int) -> tuple[Finding, str]:
-    """Check that there is a route to the head; return the own address on it too."""
+def check_route(
+    address: str, port: int, find_source: Callable[[str, int], str] = find_own_address
+) -> tuple[Finding, str]:
+    """Check that there is a route to the head; return the own address on it too.
+
+    Args:
+        address: of the head.
+        port: of the head.
+        find_source: returns the address from which this machine would reach another one, or raises
+            OSError.
+    """
     try:
-        own = find_own_address(address, port)
+        own = find_source(address, port)
     except OSError as error:
         fix = "connect this machine to the head's network or VPN; see `ip route get " + address
         return bad("route", f"none to {address}: {error.strerror}", fix + "`"), ""

@@ -22,16 +22,18 @@ MAX_CAUSE_CHARACTERS = 500
 class ChildProcess:
     """A process that dies with this one."""
 
-    def __init__(self, on_line: Callable[[str], None]) -> None:
+    def __init__(self, on_line: Callable[[str], None], kill_seconds: float = KILL_SECONDS) -> None:
         """Create a process that does not run.
 
         Args:
             on_line: receives each line that the process writes, without its line break.
+            kill_seconds: time beyond that for running requests after which the process is killed.
         """
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.end_signal: signal.Signals | None = None
         """Signal that ends the process; None while it shall run."""
         self._on_line = on_line
+        self._kill_seconds = kill_seconds
         self._process: Process | None = None
         self._killer: asyncio.TimerHandle | None = None
 
@@ -98,7 +100,7 @@ class ChildProcess:
         if self.end_signal is None:
             self.send(signal.SIGTERM)
             self._killer = asyncio.get_running_loop().call_later(
-                shutdown_seconds + KILL_SECONDS, self.send, signal.SIGKILL
+                shutdown_seconds + self._kill_seconds, self.send, signal.SIGKILL
             )
 
     def send(self, number: signal.Signals) -> None:

@@ -6,6 +6,7 @@ One engine at a time starts or ends. If one does not come, all of the change is 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,10 +33,22 @@ ATTACH_POLL_SECONDS = 0.2
 """Time between two looks at an engine that has to attach or to change its role."""
 ATTACH_SECONDS = 60.0
 """Time after which an engine that is ready, or was given a role, is not waited for any longer."""
-START_SECONDS, START_FACTOR = 900.0, 3.0
-"""An engine is ready in this time, or in this many times the plan's expected start-up time."""
+START_SECONDS = 900.0
+"""Time in which an engine has to be ready, if START_FACTOR gives no longer one."""
+START_FACTOR = 3.0
+"""Multiple of the plan's expected start-up time in which an engine has to be ready."""
 TIMEOUT_SECONDS = 10.0
 log = logging.getLogger("gllm")
+
+
+@dataclass(frozen=True)
+class FollowerTimes:
+    """Intervals and limits of a `PlanFollower`, in seconds."""
+
+    poll_seconds: float = POLL_SECONDS
+    attach_poll_seconds: float = ATTACH_POLL_SECONDS
+    attach_seconds: float = ATTACH_SECONDS
+    start_seconds: float = START_SECONDS
 
 
 class PlanSupervisor(Protocol):
@@ -74,6 +87,7 @@ class PlanFollower:
         node: Name of this node.
         make_specs: Returns this node's processes of a plan.
         search: Makes new plans.
+        times: Intervals and limits.
     """
 
     def __init__(
@@ -83,6 +97,7 @@ class PlanFollower:
         node: str,
         make_specs: Callable[[ServingPlan], Sequence[ProcessSpec]],
         search: PlanSearcher,
+        times: FollowerTimes = FollowerTimes(),
     ) -> None:
         self.plan = pin_ports(plan)
         """The plan that runs."""
@@ -91,6 +106,7 @@ class PlanFollower:
         self._node = node
         self._make_specs = make_specs
         self._search = search
+        self._times = times
         self._url = router_url(plan)
         self._num_handled = 0
         """Shifts after which was planned."""
@@ -108,7 +124,7 @@ class PlanFollower:
                     log.debug("the router at %s does not answer: %s", self._url, error)
                 except Exception:
                     log.exception("replanning failed; the running plan stays")
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(self._times.poll_seconds)
 
     async def _follow(self, session: aiohttp.ClientSession) -> None:
         workload = (await self._get_engines(session))["workload"]
@@ -198,7 +214,7 @@ class PlanFollower:
         """
         self._supervisor.set_specs(self._make_specs(plan))
         expected = plan.expected.startup_seconds if plan.expected else None
-        limit = max(START_SECONDS, START_FACTOR * (expected or 0.0))
+        limit = max(self._times.start_seconds, START_FACTOR * (expected or 0.0))
         for action in actions:
             match action:
                 case StartEngine(name):
@@ -223,13 +239,14 @@ class PlanFollower:
         self, session: aiohttp.ClientSession, name: str, field: str, value: str
     ) -> None:
         """Wait until the router shows a value for an engine. Raises TimeoutError."""
+        limit = self._times.attach_seconds
         try:
-            async with asyncio.timeout(ATTACH_SECONDS):
+            async with asyncio.timeout(limit):
                 while not await self._shows(session, name, field, value):
-                    await asyncio.sleep(ATTACH_POLL_SECONDS)
+                    await asyncio.sleep(self._times.attach_poll_seconds)
         except TimeoutError:
             raise TimeoutError(
-                f"the router does not show engine {name} as {value} after {ATTACH_SECONDS:g} s"
+                f"the router does not show engine {name} as {value} after {limit:g} s"
             ) from None
 
     async def _shows(

@@ -32,6 +32,7 @@ class PlanSearch:
         budget_seconds: Time of a search.
         on_line: Receives the name of the process and a line that it writes.
         make_command: Returns program and arguments by those of `gllm`; None for this Python.
+        limit_seconds: Time after which a search is ended; None for a multiple of its budget.
     """
 
     def __init__(
@@ -41,12 +42,17 @@ class PlanSearch:
         budget_seconds: float,
         on_line: Callable[[str, str], None],
         make_command: Callable[[list[str]], Sequence[str]] | None = None,
+        limit_seconds: float | None = None,
     ) -> None:
         self._plan = plan
         self._path = path
         self._budget_seconds = budget_seconds
         self._on_line = on_line
         self._make_command = make_command or nice_command
+        if limit_seconds is None:
+            limit_seconds = LIMIT_FACTOR * budget_seconds + LIMIT_SECONDS
+        self.limit_seconds = limit_seconds
+        """Time after which a search is ended."""
 
     async def run(self, lengths: str, rate: float) -> tuple[ServingPlan, Path]:
         """Return a plan for observed requests, and its file.
@@ -63,13 +69,12 @@ class PlanSearch:
         workload.write_text(lengths, encoding="utf-8")
         arguments = make_search_command(self._plan, workload, rate, output, self._budget_seconds)
         child = ChildProcess(lambda line: self._on_line(SEARCH_NAME, line))
-        limit = LIMIT_FACTOR * self._budget_seconds + LIMIT_SECONDS
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(self.limit_seconds):
                 await child.start(self._make_command(arguments), os.environ, has_own_group=True)
                 cause = await child.wait()
         except TimeoutError:
-            raise PlanSearchError(f"it has not ended after {limit:g} s") from None
+            raise PlanSearchError(f"it has not ended after {self.limit_seconds:g} s") from None
         finally:
             if child.is_started and child.status is None:
                 # Its simulations have processes of their own.

@@ -56,6 +56,11 @@ class RayPlan:
         should_stop: set to end the processes.
         is_scaled: begin with the router alone. Engines are started and ended by the caller, from
             any thread, and the failure of one ends no other process.
+        ray: the package; None to import it.
+        poll_seconds: interval of the checks of processes and resources.
+
+    Raises:
+        LaunchError: the package is not installed.
     """
 
     def __init__(
@@ -65,12 +70,15 @@ class RayPlan:
         address: str | None,
         should_stop: threading.Event,
         is_scaled: bool = False,
+        ray: Any = None,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self._plan = plan
         self._options = options
         self._address = address
         self._should_stop = should_stop
-        self._ray = import_ray("--on ray")
+        self._ray = import_ray("--on ray") if ray is None else ray
+        self._poll_seconds = poll_seconds
         self._is_scaled = is_scaled
         self._groups: dict[str, RayGroup] = {}
         self._tasks: dict[str, list[ProcessTask]] = {}
@@ -149,11 +157,11 @@ class RayPlan:
                 assert router is not None
                 on_ready(router.url)
                 return
-            self._should_stop.wait(POLL_SECONDS)
+            self._should_stop.wait(self._poll_seconds)
 
     def watch(self) -> None:
         """Wait until the processes shall end. Raises LaunchError for one that cannot run."""
-        while not self._should_stop.wait(POLL_SECONDS):
+        while not self._should_stop.wait(self._poll_seconds):
             self.poll()
 
     def poll(self) -> list[ProcessStatus | None]:
@@ -231,7 +239,7 @@ class RayPlan:
 
     def _wait_for_engine(self, placed: _PlacedGroup) -> None:
         """Wait until an engine is ready or all shall end. Raises LaunchError if it has ended."""
-        while not self._should_stop.wait(POLL_SECONDS):
+        while not self._should_stop.wait(self._poll_seconds):
             statuses = self._read_statuses(placed)
             if all(each is not None and each.is_ready for each in statuses):
                 return
@@ -250,7 +258,7 @@ class RayPlan:
             statuses = [status for each in ending for status in self._read_statuses(each)]
             if all(status is None or status.has_ended for status in statuses):
                 break
-            time.sleep(POLL_SECONDS / 5)
+            time.sleep(self._poll_seconds / 5)
 
     def _remove(self, name: str) -> None:
         """End the actors of a group and return its resources to Ray."""
@@ -264,7 +272,7 @@ class RayPlan:
     def _wait_for(self, placed: Any, bundles: Sequence[dict[str, float]]) -> None:
         """Wait until Ray has reserved the bundles of a group."""
         next_log = time.monotonic() + LOG_SECONDS
-        while not placed.wait(POLL_SECONDS):
+        while not placed.wait(self._poll_seconds):
             if self._should_stop.is_set():
                 raise LaunchError("interrupted while Ray was looking for machines")
             if time.monotonic() >= next_log:

@@ -8,12 +8,27 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from gllm.launch import scale_follower
 from gllm.launch.ray_plan import RayPlan
 from gllm.launch.scale_follower import ScaleFollower
 from gllm.plan.processes import LaunchOptions, router_headers, scaling_router_url
 from gllm.plan.serving_plan import ServingPlan
 from gllm.ray.manager import POLL_SECONDS
+
+
+@dataclass(frozen=True)
+class RayTimes:
+    """Intervals of the checks of a plan in Ray, in seconds."""
+
+    poll_seconds: float = POLL_SECONDS
+    """Interval of the checks of processes and resources."""
+    follow_seconds: float = scale_follower.POLL_SECONDS
+    """Interval at which the router's decision is read."""
+    retry_seconds: float = scale_follower.RETRY_SECONDS
+    """Time after which an engine that has failed is started again."""
 
 
 class RayEngineSupervisor:
@@ -41,6 +56,8 @@ def run_plan(
     options: LaunchOptions,
     address: str | None,
     on_ready: Callable[[str], None],
+    ray: Any = None,
+    times: RayTimes = RayTimes(),
 ) -> None:
     """Run a plan in a Ray cluster until SIGTERM or SIGINT.
 
@@ -49,6 +66,8 @@ def run_plan(
         options: files of every machine.
         address: of the Ray cluster; None for RAY_ADDRESS or the cluster of this machine.
         on_ready: receives the URL of the router once all processes are ready.
+        ray: the package; None to import it.
+        times: intervals of the checks.
 
     Raises:
         LaunchError: Ray cannot be used, or a process cannot run.
@@ -56,7 +75,7 @@ def run_plan(
     """
     should_stop = threading.Event()
     is_scaled = bool(scaling_router_url(plan))
-    ray_plan = RayPlan(plan, options, address, should_stop, is_scaled)
+    ray_plan = RayPlan(plan, options, address, should_stop, is_scaled, ray, times.poll_seconds)
     urls: list[str] = []
 
     def report(url: str) -> None:
@@ -70,7 +89,7 @@ def run_plan(
         _stop_on_signals(should_stop)
         ray_plan.wait_until_ready(report)
         if is_scaled and urls:
-            asyncio.run(follow_router(ray_plan, plan, urls[0], should_stop))
+            asyncio.run(follow_router(ray_plan, plan, urls[0], should_stop, times))
         else:
             ray_plan.watch()
         ray_plan.drain()
@@ -79,7 +98,11 @@ def run_plan(
 
 
 async def follow_router(
-    ray_plan: RayPlan, plan: ServingPlan, url: str, should_stop: threading.Event
+    ray_plan: RayPlan,
+    plan: ServingPlan,
+    url: str,
+    should_stop: threading.Event,
+    times: RayTimes = RayTimes(),
 ) -> None:
     """Start and drain the engines of a plan as its router decides, until they shall end.
 
@@ -88,17 +111,26 @@ async def follow_router(
         plan: The plan.
         url: URL of the router.
         should_stop: Set to end, and set at the end: no engine is waited for any longer.
+        times: Intervals of the checks.
 
     Raises:
         LaunchError: the router cannot run.
     """
     order = list(plan.engines)
     supervisor = RayEngineSupervisor(ray_plan)
-    follower = ScaleFollower(supervisor, url, order, order, router_headers(plan))
+    follower = ScaleFollower(
+        supervisor,
+        url,
+        order,
+        order,
+        router_headers(plan),
+        times.follow_seconds,
+        times.retry_seconds,
+    )
     following = asyncio.create_task(follower.run())
     try:
         while not should_stop.is_set():
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(times.poll_seconds)
             await asyncio.to_thread(ray_plan.poll)
     finally:
         should_stop.set()

@@ -85,6 +85,8 @@ class ScaleFollower:
         order: All engines of the plan, in its order.
         own: Those of this node.
         headers: Of each request to the router, such as its API key.
+        poll_seconds: Time between two looks at the router's decision.
+        retry_seconds: Time after which an engine that has failed is started again.
     """
 
     def __init__(
@@ -94,6 +96,8 @@ class ScaleFollower:
         order: Sequence[str],
         own: Collection[str],
         headers: Mapping[str, str] | None = None,
+        poll_seconds: float = POLL_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self.num_failures = 0
         """Engines that have failed at their start."""
@@ -102,6 +106,8 @@ class ScaleFollower:
         self._order = order
         self._own = own
         self._headers = dict(headers or {})
+        self._poll_seconds = poll_seconds
+        self._retry_seconds = retry_seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -114,11 +120,11 @@ class ScaleFollower:
                         await self._follow(session)
                     except aiohttp.ClientResponseError as error:
                         log.warning("the router refuses GET /engines: %s", error)
-                        await asyncio.sleep(RETRY_SECONDS)
+                        await asyncio.sleep(self._retry_seconds)
                     except (aiohttp.ClientError, TimeoutError, OSError, KeyError) as error:
                         # The router starts, or restarts; its engines go on.
                         log.debug("the router at %s does not answer: %s", self._url, error)
-                    await asyncio.sleep(POLL_SECONDS)
+                    await asyncio.sleep(self._poll_seconds)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -157,7 +163,7 @@ class ScaleFollower:
         except ValueError as error:
             self.num_failures += 1
             log.warning("%s; it is started again", error)
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._retry_seconds)
 
     async def _stop(self, name: str) -> None:
         log.info("engine %s ends: it has drained", name)

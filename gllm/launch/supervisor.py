@@ -48,6 +48,7 @@ class ProcessSupervisor:
         on_ready: Callable[[list[ProcessSpec]], None],
         make_command: Callable[[ProcessSpec], Sequence[str]] | None = None,
         is_scaled: bool = False,
+        probe_seconds: float = PROBE_SECONDS,
     ) -> None:
         """Create a node without processes.
 
@@ -58,6 +59,7 @@ class ProcessSupervisor:
             make_command: returns program and arguments of a process; None for this Python.
             is_scaled: begin with the router alone. Engines are started and ended by the caller, and
                 the failure of one ends no other process.
+            probe_seconds: interval of the probes of a process until it is ready.
         """
         self.cause = ""
         """First failure; empty without one."""
@@ -66,6 +68,7 @@ class ProcessSupervisor:
         self._on_ready = on_ready
         self._make_command = make_command or python_command
         self._is_scaled = is_scaled
+        self._probe_seconds = probe_seconds
         self._processes: dict[str, _ManagedProcess] = {}
         self._should_stop = asyncio.Event()
 
@@ -226,7 +229,7 @@ class ProcessSupervisor:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             for process in processes:
                 while not await _is_ready(session, process.spec.url):
-                    await asyncio.sleep(PROBE_SECONDS)
+                    await asyncio.sleep(self._probe_seconds)
 
     async def _shut_down(self) -> None:
         """End the router, then the engines; each may finish its requests."""

@@ -109,7 +109,7 @@ class Master:
             self._table.delete(name)
         self._send_commands()
         deadline = time.monotonic() + self._shutdown_seconds + STOP_SECONDS
-        while self._table.num_processes and self._hub.sessions and time.monotonic() < deadline:
+        while self._table.processes and self._hub.sessions and time.monotonic() < deadline:
             await asyncio.sleep(TICK_SECONDS / 5)
         if self._ticker is not None:
             self._ticker.cancel()

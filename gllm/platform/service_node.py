@@ -22,8 +22,8 @@ from gllm.messages.nodes import (
     WelcomeNode,
 )
 from gllm.messages.services import DrainServiceNode, EndServiceProcess, StartServiceProcess
-from gllm.platform.service_command import ServiceMachine
-from gllm.platform.service_processes import ServiceProcesses
+from gllm.platform.service_command import ServiceMachine, make_command
+from gllm.platform.service_processes import MakeCommand, ServiceProcesses
 from gllm.runtime.agent_state import AgentConfig, AgentStatus
 from gllm.runtime.head_dialer import HeadDialer
 from gllm.runtime.head_session import NodeReading
@@ -45,6 +45,7 @@ class ServiceNode:
         machine: ServiceMachine,
         read_load: Callable[[], NodeLoad] = NodeLoad,
         resolve: Resolve = resolve_host,
+        make_command: MakeCommand = make_command,
     ) -> None:
         """Create a node that has not started.
 
@@ -54,6 +55,7 @@ class ServiceNode:
             machine: properties that the processes of services share.
             read_load: reads the load of this machine.
             resolve: resolution of host names.
+            make_command: returns program and arguments of a process of a service.
 
         Raises:
             ValueError: the master's address or the secret file cannot be used.
@@ -76,7 +78,7 @@ class ServiceNode:
             lambda: NodeReading([], self._read(), []),
             decode_for_service_node,
         )
-        self._processes = ServiceProcesses(machine, self._send)
+        self._processes = ServiceProcesses(machine, self._send, make_command)
 
     def status(self) -> AgentStatus:
         """Return the present state."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gllm.config.addresses import format_host_port
-from gllm.launch.child_process import ChildProcess
+from gllm.launch.child_process import KILL_SECONDS, ChildProcess
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
     ServiceNodeKept,
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Interval of the readings of an engine."""
+MakeCommand = Callable[[ServiceMachine, StartServiceProcess, ServicePorts, str], list[str]]
+"""Returns program and arguments of a process; see `service_command.make_command`."""
 
 
 @dataclass
@@ -45,15 +47,25 @@ class _RunningProcess:
 class ServiceProcesses:
     """All processes of services on this node."""
 
-    def __init__(self, machine: ServiceMachine, send: Callable[[WireMessage], None]) -> None:
+    def __init__(
+        self,
+        machine: ServiceMachine,
+        send: Callable[[WireMessage], None],
+        make_command: MakeCommand = make_command,
+        kill_seconds: float = KILL_SECONDS,
+    ) -> None:
         """Create a node without processes.
 
         Args:
             machine: properties that the processes share.
             send: queues a message to the master; it is dropped without a session.
+            make_command: returns program and arguments of a process.
+            kill_seconds: time beyond that for running requests after which a process is killed.
         """
         self._machine = machine
         self._send = send
+        self._make_command = make_command
+        self._kill_seconds = kill_seconds
         self._processes: dict[int, _RunningProcess] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
@@ -65,7 +77,9 @@ class ServiceProcesses:
 
     def start(self, command: StartServiceProcess) -> None:
         """Start a process; its start and its end are reported."""
-        child = ChildProcess(lambda line: log.info("%s: %s", command.service, line))
+        child = ChildProcess(
+            lambda line: log.info("%s: %s", command.service, line), self._kill_seconds
+        )
         running = _RunningProcess(command, child)
         self._processes[command.process] = running
         self._tasks[command.process] = asyncio.create_task(self._run(running))
@@ -133,7 +147,7 @@ class ServiceProcesses:
         if is_head:
             running.ports = self._choose_ports(len(start.degrees) > 1)
         running.head = start.head or format_host_port(machine.address, running.ports.head or 1)
-        command = make_command(machine, start, running.ports, running.head)
+        command = self._make_command(machine, start, running.ports, running.head)
         await running.child.start(command, make_environment(start.api_key))
         log.info("a process of service %s starts (pid %d)", start.service, running.child.pid)
         self._report_start(running)

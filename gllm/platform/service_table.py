@@ -59,9 +59,9 @@ class ServiceTable:
         return None if process is None else process.node
 
     @property
-    def num_processes(self) -> int:
-        """Processes of all services that have not exited."""
-        return len(self._processes)
+    def processes(self) -> list[ServiceProcess]:
+        """Processes of all services that have not exited; for reading only."""
+        return list(self._processes.values())
 
     def deploy(
         self, request: ServiceRequest, selection: NodeSelection, api_key: str, now: float

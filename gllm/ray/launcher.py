@@ -42,6 +42,7 @@ class RayLauncher:
         node_secret_file: path of the secret file on every machine; None without one.
         logs: level and format of the log.
         command: command line of the launcher process.
+        min_restart_seconds: shortest time between the end of a launcher and the start of the next.
 
     Raises:
         ValueError: this machine has a rank other than 0.
@@ -54,6 +55,7 @@ class RayLauncher:
         node_secret_file: str | None = None,
         logs: LogConfig = DEFAULT_LOG_CONFIG,
         command: Sequence[str] = LAUNCHER,
+        min_restart_seconds: float = MIN_RESTART_SECONDS,
     ) -> None:
         if nodes.node_rank:
             raise ValueError(
@@ -62,6 +64,7 @@ class RayLauncher:
             )
         self._nodes = nodes
         self._command = command
+        self._min_restart_seconds = min_restart_seconds
         self._spec = make_launch_spec(engine, nodes, node_secret_file, logs)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = threading.Event()
@@ -150,7 +153,7 @@ class RayLauncher:
 
     def _watch(self) -> None:
         """Start a new launcher whenever one has ended; runs on a thread."""
-        delay = MIN_RESTART_SECONDS
+        delay = self._min_restart_seconds
         cause = ""
         while True:
             assert self._process is not None
@@ -170,7 +173,7 @@ class RayLauncher:
                 cause = self._start().error
             except OSError as error:
                 cause = str(error)
-            delay = min(2 * delay, MAX_RESTART_SECONDS) if cause else MIN_RESTART_SECONDS
+            delay = min(2 * delay, MAX_RESTART_SECONDS) if cause else self._min_restart_seconds
 
 
 def make_launch_spec(

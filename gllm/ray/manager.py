@@ -73,12 +73,27 @@ class RayManager:
     Args:
         spec: machines that the engine needs, and the command line of their agents.
         is_ended: set when the head wants no agents any more.
+        ray: the package; None to import it.
+        poll_seconds: interval of the checks for the bundles while Ray looks for machines.
+        log_seconds: interval of the log lines meanwhile.
+
+    Raises:
+        LaunchError: the package is not installed.
     """
 
-    def __init__(self, spec: LaunchSpec, is_ended: threading.Event) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        is_ended: threading.Event,
+        ray: Any = None,
+        poll_seconds: float = POLL_SECONDS,
+        log_seconds: float = LOG_SECONDS,
+    ) -> None:
         self._spec = spec
         self._is_ended = is_ended
-        self._ray = import_ray()
+        self._ray = import_ray() if ray is None else ray
+        self._poll_seconds = poll_seconds
+        self._log_seconds = log_seconds
         self._group: Any = None
         self._actors: list[Any] = []
         """Actors of the placement group: those of the machines, and that of the head's GPUs."""
@@ -158,9 +173,9 @@ class RayManager:
         """Create the placement group and wait until Ray has reserved all bundles."""
         self._group = self._ray.util.placement_group(self._bundles, strategy="STRICT_SPREAD")
         begin = time.monotonic()
-        next_log = begin + LOG_SECONDS
+        next_log = begin + self._log_seconds
         timeout = self._spec.timeout_seconds
-        while not self._group.wait(POLL_SECONDS):
+        while not self._group.wait(self._poll_seconds):
             if self._is_ended.is_set():
                 raise LaunchError("the head has ended while Ray was looking for machines")
             now = time.monotonic()
@@ -168,7 +183,7 @@ class RayManager:
             if timeout is not None and now - begin > timeout:
                 raise LaunchError(f"{text}; gave up after --join-timeout {timeout:g} s")
             if now >= next_log:
-                next_log += LOG_SECONDS
+                next_log += self._log_seconds
                 log.warning("%s", text)
 
     def _start_agent(self, index: int) -> Any:

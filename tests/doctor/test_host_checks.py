@@ -31,13 +31,11 @@ def test_limit_of_open_files(limits, verdict):
     assert ("ulimit -n" in finding.fix) == (verdict == Verdict.BAD)
 
 
-def test_shared_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_checks, "MIN_SHARED_BYTES", 0)
-    assert host_checks.check_shared_memory(2, tmp_path).verdict == Verdict.GOOD
-    monkeypatch.setattr(host_checks, "MIN_SHARED_BYTES", 2**60)
-    assert host_checks.check_shared_memory(1, tmp_path).verdict == Verdict.NOTE
+def test_shared_memory(tmp_path):
+    assert host_checks.check_shared_memory(2, tmp_path, 0).verdict == Verdict.GOOD
+    assert host_checks.check_shared_memory(1, tmp_path, 2**60).verdict == Verdict.NOTE
     assert host_checks.check_shared_memory(0, tmp_path / "none").verdict == Verdict.NOTE
-    finding = host_checks.check_shared_memory(2, tmp_path)
+    finding = host_checks.check_shared_memory(2, tmp_path, 2**60)
     assert finding.verdict == Verdict.BAD
     assert "--shm-size" in finding.fix
 

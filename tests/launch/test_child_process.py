@@ -49,14 +49,13 @@ async def test_a_process_that_is_ended_before_its_start_does_not_stay() -> None:
     assert child.end_signal is signal.SIGTERM
 
 
-async def test_a_process_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gllm.launch.child_process.KILL_SECONDS", 0.05)
+async def test_a_process_that_ignores_sigterm_is_killed() -> None:
     script = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(60)
 """
-    child = ChildProcess(lambda line: child.end(0.0))
+    child = ChildProcess(lambda line: child.end(0.0), kill_seconds=0.05)
     await child.start([sys.executable, "-S", "-c", script], os.environ)
     assert await child.wait() == "it was killed by SIGKILL"

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gllm.launch import plan_follower, plan_search
-from gllm.launch.plan_follower import PlanFollower
+from gllm.launch.plan_follower import FollowerTimes, PlanFollower
 from gllm.launch.plan_search import PlanSearch
 from gllm.plan.processes import ProcessSpec
 from gllm.plan.search_command import (
@@ -116,7 +115,7 @@ class ScriptedRouter:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def shift(self, number: int, is_leader: bool = True) -> None:
         """Publish a shift."""
@@ -128,7 +127,15 @@ class ScriptedRouter:
 class FollowedRig(Rig):
     """Processes of a plan, its router, and a search that finds the plan of the test."""
 
-    def __init__(self, folder: Path, router: ScriptedRouter, **engines: EnginePlan) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        router: ScriptedRouter,
+        /,
+        start_seconds: float = 60.0,
+        search_seconds: float | None = None,
+        **engines: EnginePlan,
+    ) -> None:
         super().__init__({"router": SERVE, **dict.fromkeys(engines, SERVE)})
         self.plan = make_plan(engines, router.server.server_port)
         self.router = router
@@ -136,9 +143,17 @@ class FollowedRig(Rig):
         self.found = folder / "found.yaml"
         self.search_script = COPY.format(source=str(self.found))
         search = PlanSearch(
-            self.plan, folder / "plan.yaml", 5.0, self.on_line, self.make_search_command
+            self.plan,
+            folder / "plan.yaml",
+            5.0,
+            self.on_line,
+            self.make_search_command,
+            search_seconds,
         )
-        self.follower = PlanFollower(self.supervisor, self.plan, "here", self.make_specs, search)
+        times = FollowerTimes(0.02, 0.02, start_seconds=start_seconds)
+        self.follower = PlanFollower(
+            self.supervisor, self.plan, "here", self.make_specs, search, times
+        )
 
     @property
     def engines(self) -> list[str]:
@@ -153,8 +168,7 @@ class FollowedRig(Rig):
         return [sys.executable, "-S", "-c", self.search_script, *arguments]
 
     def make_specs(self, plan: ServingPlan) -> list[ProcessSpec]:
-        specs = [ProcessSpec("router", "gllm.router", [], "")]
-        return specs + [ProcessSpec(name, "gllm.serve", [], "") for name in plan.engines]
+        return [self.make_spec(name) for name in ("router", *plan.engines)]
 
     @asynccontextmanager
     async def run(self, status: int = 0) -> AsyncIterator[None]:
@@ -181,9 +195,7 @@ def router() -> Iterator[ScriptedRouter]:
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(plan_follower, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(plan_follower, "ATTACH_POLL_SECONDS", 0.02)
+def all_messages(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gllm")
 
 
@@ -227,11 +239,15 @@ async def test_an_engine_that_does_not_come_takes_the_change_back(
     tmp_path: Path,
     router: ScriptedRouter,
     script: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(plan_follower, "START_SECONDS", 2.0)
-    rig = FollowedRig(tmp_path, router, a=engine("prefill"), b=engine(flags={"threads": 1}))
+    rig = FollowedRig(
+        tmp_path,
+        router,
+        start_seconds=2.0,
+        a=engine("prefill"),
+        b=engine(flags={"threads": 1}),
+    )
     router.roles = {"a": "prefill"}
     rig.find(a=engine("decode"), b=engine(flags={"threads": 2}))
     before = rig.follower.plan
@@ -275,13 +291,9 @@ async def test_the_running_plan_stays_without_a_plan_that_fits(
     words: str,
     tmp_path: Path,
     router: ScriptedRouter,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if script == HANG:
-        monkeypatch.setattr(plan_search, "LIMIT_FACTOR", 0.0)
-        monkeypatch.setattr(plan_search, "LIMIT_SECONDS", 0.5)
-    rig = FollowedRig(tmp_path, router, a=engine())
+    rig = FollowedRig(tmp_path, router, search_seconds=0.5 if script == HANG else None, a=engine())
     rig.find(**engines)
     rig.search_script = script.format(source=str(rig.found)) if script == COPY else script
     async with rig.run():
@@ -289,6 +301,11 @@ async def test_the_running_plan_stays_without_a_plan_that_fits(
         await rig.until(lambda: words in caplog.text)
         assert rig.engines == ["a"]
     assert rig.follower.num_searches == 1
+
+
+def test_a_search_may_take_a_multiple_of_its_budget(tmp_path: Path) -> None:
+    search = PlanSearch(make_plan(), tmp_path / "plan.yaml", 5.0, lambda name, line: None)
+    assert search.limit_seconds == 3 * 5.0 + 120.0
 
 
 def test_search_commands_repeat_those_of_the_plan() -> None:

@@ -1,14 +1,12 @@
 """Actors of a plan, with a stand-in of Ray."""
 
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from gllm.launch import ray_plan
 from gllm.launch.ray_actor import ProcessActor, ProcessStatus, find_head
 from gllm.launch.ray_groups import ProcessTask
 from gllm.launch.ray_plan import RayPlan
@@ -65,24 +63,16 @@ class PlanRay(FakeRay):
         self.states[name] = msgspec.structs.replace(SERVING, is_ready=False, has_ended=True)
 
 
-Start = Callable[..., tuple[RayPlan, PlanRay]]
+def start(plan: ServingPlan = LOCAL, secret: str | None = None) -> tuple[RayPlan, PlanRay]:
+    """Start the processes of a plan in a stand-in of Ray."""
+    ray, should_stop = PlanRay(cluster(3)), threading.Event()
+    options = LaunchOptions(secret)
+    placed = RayPlan(plan, options, "10.0.0.1:6379", should_stop, ray=ray, poll_seconds=0.01)
+    placed.start()
+    return placed, ray
 
 
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setattr(ray_plan, "POLL_SECONDS", 0.01)
-
-    def create(plan: ServingPlan = LOCAL, secret: str | None = None) -> tuple[RayPlan, PlanRay]:
-        ray = PlanRay(cluster(3))
-        monkeypatch.setattr(ray_plan, "import_ray", lambda flag: ray)
-        placed = RayPlan(plan, LaunchOptions(secret), "10.0.0.1:6379", threading.Event())
-        placed.start()
-        return placed, ray
-
-    return create
-
-
-def test_router_and_engines_are_actors_that_ray_restarts(start: Start) -> None:
+def test_router_and_engines_are_actors_that_ray_restarts() -> None:
     placed, ray = start()
     assert ray.address == "10.0.0.1:6379"
     assert [actor["name"] for actor in ray.actors] == ["router", "a", "b"]
@@ -95,7 +85,7 @@ def test_router_and_engines_are_actors_that_ray_restarts(start: Start) -> None:
     assert not ray.is_initialized()
 
 
-def test_an_engine_of_several_nodes_is_spread_over_machines(start: Start) -> None:
+def test_an_engine_of_several_nodes_is_spread_over_machines() -> None:
     _, ray = start(GPUS, "/secret")
     assert ray.strategy == "STRICT_SPREAD"
     assert [actor["name"] for actor in ray.actors] == ["router", "p0", "d0", "d0"]
@@ -104,7 +94,7 @@ def test_an_engine_of_several_nodes_is_spread_over_machines(start: Start) -> Non
     assert strategies == [("bundle", index) for index in (0, 0, 0, 1)]
 
 
-def test_the_service_is_ready_when_all_its_processes_are(start: Start) -> None:
+def test_the_service_is_ready_when_all_its_processes_are() -> None:
     placed, ray = start()
     urls: list[str] = []
     ray.states = {"a": STARTING, "b": None}
@@ -117,7 +107,7 @@ def test_the_service_is_ready_when_all_its_processes_are(start: Start) -> None:
     assert urls == [SERVING.url]
 
 
-def test_a_process_that_cannot_run_is_the_cause(start: Start) -> None:
+def test_a_process_that_cannot_run_is_the_cause() -> None:
     placed, ray = start()
     ray.states["b"] = INVALID
     with pytest.raises(LaunchError, match=r"engine b: it exited with 2: no such model"):
@@ -127,13 +117,13 @@ def test_a_process_that_cannot_run_is_the_cause(start: Start) -> None:
     assert placed.poll()[2] is None
 
 
-def test_the_router_is_drained_before_the_engines(start: Start) -> None:
+def test_the_router_is_drained_before_the_engines() -> None:
     placed, ray = start()
     placed.drain()
     assert ray.drained == ["router", "a", "b"]
 
 
-def test_a_plan_that_cannot_run_reserves_nothing(start: Start) -> None:
+def test_a_plan_that_cannot_run_reserves_nothing() -> None:
     with pytest.raises(PlanError, match="router: missing"):
         start(msgspec.structs.replace(LOCAL, router=None))
 

@@ -1,24 +1,24 @@
 """Engines in Ray follow a router that scales, with stand-ins of Ray and of the router."""
 
 import asyncio
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 
-from gllm.launch import ray_plan, ray_run
 from gllm.launch.ray_plan import RayPlan
-from gllm.launch.ray_run import follow_router, run_plan
+from gllm.launch.ray_run import RayTimes, follow_router, run_plan
 from gllm.plan.processes import LaunchOptions
 from gllm.plan.serving_plan import ServingPlan
 from gllm.ray.manager import LaunchError
 from tests.launch.test_ray_plan import INVALID, SERVING, STARTING, PlanRay
-from tests.launch.test_scale_follower import IDLE, ScriptedRouter, fast
+from tests.launch.test_scale_follower import IDLE, ScriptedRouter
 from tests.plan.test_processes import LOCAL
 from tests.ray.test_manager import cluster
 
-__all__ = ["fast"]
+TIMES = RayTimes(poll_seconds=0.01, follow_seconds=0.02, retry_seconds=0.05)
 
 
 def scaled_plan() -> ServingPlan:
@@ -30,17 +30,24 @@ def scaled_plan() -> ServingPlan:
 class Rig:
     """A scaled plan in a stand-in of Ray."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ray = ray = PlanRay(cluster(3))
-        monkeypatch.setattr(ray_plan, "import_ray", lambda flag: ray)
-        monkeypatch.setattr(ray_plan, "POLL_SECONDS", 0.01)
-        monkeypatch.setattr(ray_run, "POLL_SECONDS", 0.01)
+    def __init__(self) -> None:
+        self.ray = PlanRay(cluster(3))
         self.plan = scaled_plan()
         self.should_stop = threading.Event()
         self.placed = RayPlan(
-            self.plan, LaunchOptions(None), "10.0.0.1:6379", self.should_stop, is_scaled=True
+            self.plan,
+            LaunchOptions(None),
+            "10.0.0.1:6379",
+            self.should_stop,
+            is_scaled=True,
+            ray=self.ray,
+            poll_seconds=TIMES.poll_seconds,
         )
         self.placed.start()
+
+    async def follow(self, url: str) -> None:
+        """Follow a router until the plan ends."""
+        await follow_router(self.placed, self.plan, url, self.should_stop, TIMES)
 
     def started(self) -> list[str]:
         """Names of the actors so far."""
@@ -53,16 +60,16 @@ class Rig:
 
 
 async def test_actors_of_engines_follow_the_decision(
-    fast: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rig, router = Rig(monkeypatch), ScriptedRouter()
+    rig, router = Rig(), ScriptedRouter()
     ray, placed = rig.ray, rig.placed
     urls: list[str] = []
     placed.wait_until_ready(urls.append)
     assert urls == [SERVING.url]
     assert rig.started() == ["router"]
     ray.states = {"a": STARTING, "b": INVALID}
-    following = asyncio.create_task(follow_router(placed, rig.plan, router.url, rig.should_stop))
+    following = asyncio.create_task(rig.follow(router.url))
     router.decision = {**IDLE, "num_wanted": 2}
     # One that cannot run returns its resources and is started again.
     await rig.until(lambda: rig.started().count("b") >= 3)
@@ -98,13 +105,9 @@ async def test_actors_of_engines_follow_the_decision(
     router.server.server_close()
 
 
-async def test_an_engine_that_cannot_run_any_longer_is_removed_and_the_router_ends_all(
-    fast: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, router = Rig(monkeypatch), ScriptedRouter()
-    following = asyncio.create_task(
-        follow_router(rig.placed, rig.plan, router.url, rig.should_stop)
-    )
+async def test_an_engine_that_cannot_run_any_longer_is_removed_and_the_router_ends_all() -> None:
+    rig, router = Rig(), ScriptedRouter()
+    following = asyncio.create_task(rig.follow(router.url))
     router.decision = {**IDLE, "num_wanted": 1}
     await rig.until(lambda: rig.placed.running_engines == ["a"])
     router.attached["a"] = "ready"
@@ -119,10 +122,8 @@ async def test_an_engine_that_cannot_run_any_longer_is_removed_and_the_router_en
     router.server.server_close()
 
 
-def test_engines_are_started_once_and_only_those_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig(monkeypatch)
+def test_engines_are_started_once_and_only_those_of_the_plan() -> None:
+    rig = Rig()
     with pytest.raises(ValueError, match="has no engine 'router'"):
         rig.placed.start_engine("router")
     with pytest.raises(ValueError, match="does not run"):
@@ -139,17 +140,23 @@ def test_engines_are_started_once_and_only_those_of_the_plan(
     assert len(rig.ray.removed) == 3
 
 
-def test_a_plan_ends_at_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore this process's handlers of the signals that end a plan."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("plan", "drained"), [(LOCAL, ["router", "a", "b"]), (scaled_plan(), ["router"])]
+)
+def test_a_plan_ends_at_a_signal(
+    handlers: None, plan: ServingPlan, drained: list[str], number: signal.Signals
+) -> None:
     ray = PlanRay(cluster(3))
-    stops: list[threading.Event] = []
-    monkeypatch.setattr(ray_plan, "import_ray", lambda flag: ray)
-    monkeypatch.setattr(ray_plan, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(ray_run, "_stop_on_signals", stops.append)
-    run_plan(LOCAL, LaunchOptions(None), None, lambda url: stops[0].set())
-    assert ray.drained == ["router", "a", "b"]
+    run_plan(plan, LaunchOptions(None), None, lambda url: signal.raise_signal(number), ray, TIMES)
+    assert ray.drained == drained
     assert not ray.is_initialized()
-    stops.clear()
-    ray.drained.clear()
-    ray.states.clear()
-    run_plan(scaled_plan(), LaunchOptions(None), None, lambda url: stops[0].set())
-    assert ray.drained == ["router"]

@@ -2,16 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from gllm.launch import scale_follower
 from gllm.launch.scale_follower import ScaleActions, ScaleFollower, choose_actions
-from gllm.launch.supervisor import ProcessSupervisor
 from gllm.plan.processes import router_headers, scaling_router_url
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
 from tests.launch.test_supervisor import FAIL, SERVE, Rig
@@ -77,20 +74,15 @@ class ScriptedRouter:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale_follower, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(scale_follower, "RETRY_SECONDS", 0.05)
-
-
-async def test_processes_follow_the_decision(fast: None) -> None:
-    rig = Rig({"router": SERVE, "a": SERVE, "b": FAIL})
-    rig.supervisor = supervisor = scaled(rig)
-    router = ScriptedRouter()
-    follower = ScaleFollower(supervisor, router.url, ["a", "b"], ["a", "b"])
+async def test_processes_follow_the_decision() -> None:
+    rig = Rig({"router": SERVE, "a": SERVE, "b": FAIL}, is_scaled=True)
+    supervisor, router = rig.supervisor, ScriptedRouter()
+    follower = ScaleFollower(
+        supervisor, router.url, ["a", "b"], ["a", "b"], poll_seconds=0.02, retry_seconds=0.05
+    )
     run = asyncio.create_task(supervisor.run())
     following = asyncio.create_task(follower.run())
     await rig.until(lambda: rig.ready)
@@ -116,18 +108,6 @@ async def test_processes_follow_the_decision(fast: None) -> None:
     assert await run == 0
     router.server.shutdown()
     router.server.server_close()
-
-
-def scaled(rig: Rig) -> ProcessSupervisor:
-    """Return a supervisor of the rig's scripts that begins with the router alone."""
-    make: Callable[..., Any] = rig.make
-    return ProcessSupervisor(
-        rig.supervisor._specs.values(),
-        rig.on_line,
-        lambda specs: rig.ready.append([each.name for each in specs]),
-        make,
-        is_scaled=True,
-    )
 
 
 def test_router_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

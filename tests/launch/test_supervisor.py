@@ -10,28 +10,24 @@ import pytest
 
 from gllm.launch.supervisor import ProcessSupervisor
 from gllm.plan.processes import ProcessSpec
+from tests.support.network.ports import free_port
 
 SERVE = """
-import signal, sys, threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/ready" else 404)
-        self.end_headers()
-
-    def log_message(self, *words):
-        pass
-
-server = HTTPServer(("127.0.0.1", 0), Handler)
+import signal, socket, sys
 
 def end(number, frame):
     print("ends", flush=True)
-    threading.Thread(target=server.shutdown).start()
+    sys.exit(0)
 
 signal.signal(signal.SIGTERM, end)
-print("port", server.server_port, flush=True)
-server.serve_forever()
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True:
+    connection, _ = server.accept()
+    with connection:
+        is_ready = connection.recv(4096).startswith(b"GET /ready ")
+        status = b"200 OK" if is_ready else b"404 Not Found"
+        end_of_head = b"Content-Length: 0\\r\\nConnection: close\\r\\n\\r\\n"
+        connection.sendall(b"HTTP/1.1 %s\\r\\n" % status + end_of_head)
 """
 FAIL = "import sys; print('no memory'); sys.exit(1)"
 LEAVE = "print('bye')"
@@ -40,30 +36,30 @@ LEAVE = "print('bye')"
 class Rig:
     """A supervisor of scripts, and what it reports."""
 
-    def __init__(self, scripts: dict[str, str]) -> None:
+    def __init__(self, scripts: dict[str, str], is_scaled: bool = False) -> None:
         self.lines: list[tuple[str, str]] = []
         self.ready: list[list[str]] = []
         self.scripts = scripts
-        specs = [
-            ProcessSpec(name, "gllm.router" if name == "router" else "gllm.serve", [], "")
-            for name in scripts
-        ]
         self.supervisor = ProcessSupervisor(
-            specs, self.on_line, lambda specs: self.ready.append([s.name for s in specs]), self.make
+            [self.make_spec(name) for name in scripts],
+            self.on_line,
+            lambda specs: self.ready.append([each.name for each in specs]),
+            self.make,
+            is_scaled,
+            probe_seconds=0.02,
         )
 
+    def make_spec(self, name: str) -> ProcessSpec:
+        """Return a process with a port of its own."""
+        module, port = "gllm.router" if name == "router" else "gllm.serve", str(free_port())
+        url = f"http://127.0.0.1:{port}"
+        return ProcessSpec(name, module, [port], url, shutdown_seconds=20.0)
+
     def make(self, spec: ProcessSpec) -> Sequence[str]:
-        return [sys.executable, "-S", "-c", self.scripts[spec.name]]
+        return [sys.executable, "-S", "-c", self.scripts[spec.name], *spec.arguments]
 
     def on_line(self, name: str, line: str) -> None:
         self.lines.append((name, line))
-        word, _, port = line.partition(" ")
-        if word == "port":
-            # The port is not known before.
-            spec = self.supervisor._processes[name].spec
-            self.supervisor._processes[name].spec = ProcessSpec(
-                name, spec.module, [], f"http://127.0.0.1:{port}", shutdown_seconds=20.0
-            )
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
@@ -93,10 +89,12 @@ async def test_the_first_failure_ends_all_and_is_named() -> None:
 
 
 async def test_a_program_that_does_not_exist_is_a_failure() -> None:
-    rig = Rig({"a": FAIL})
-    rig.supervisor._make_command = lambda spec: ["/no/such/program"]
-    assert await rig.supervisor.run() == 1
-    assert "engine a: it could not be started: [Errno 2]" in rig.supervisor.cause
+    specs = [ProcessSpec("a", "gllm.serve", [], "")]
+    supervisor = ProcessSupervisor(
+        specs, lambda name, line: None, lambda specs: None, lambda spec: ["/no/such/program"]
+    )
+    assert await supervisor.run() == 1
+    assert "engine a: it could not be started: [Errno 2]" in supervisor.cause
 
 
 async def test_the_node_ends_when_its_last_process_has_left() -> None:

@@ -217,7 +217,7 @@ async def test_node_exit_moves_the_service_and_deregisters_the_node(
     assert leaving not in body["nodes"]
     assert len(body["nodes"]) == 2
     assert (await cluster.call("GET", "/services/chat/key"))[1]["api_key"] == key
-    await until(lambda: leaving not in cluster.master._hub.membership.nodes)
+    await until(lambda: leaving not in cluster.members)
     status, answer = await cluster.call("GET", f"/nodes/{leaving}")
     assert (status, answer["error"]["code"]) == (404, "node_not_found")
     # Nobody is left to move to: the service fails, and the node may leave all the same.
@@ -225,7 +225,7 @@ async def test_node_exit_moves_the_service_and_deregisters_the_node(
     await cluster.call("POST", f"/nodes/{leaving}/drain")
     body = await cluster.reach("failed")
     assert f"node {leaving} leaves the cluster, and no others can run it" in body["cause"]
-    await until(lambda: leaving not in cluster.master._hub.membership.nodes)
+    await until(lambda: leaving not in cluster.members)
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -251,7 +251,7 @@ async def test_node_exit_of_a_running_engine(cluster: ClusterUnderTest, is_refus
         body = await cluster.status()
         assert (body["state"], body["nodes"]) == ("ready", [head.name])
     assert member.name not in body["nodes"]
-    await until(lambda: member.name not in cluster.master._hub.membership.nodes)
+    await until(lambda: member.name not in cluster.members)
 
 
 async def test_a_node_without_a_service_leaves_at_once_and_by_itself(
@@ -259,7 +259,7 @@ async def test_a_node_without_a_service_leaves_at_once_and_by_itself(
 ) -> None:
     await cluster.call("POST", "/nodes/a/drain")
     cluster.nodes["b"].leave()
-    await until(lambda: list(cluster.master._hub.membership.nodes) == ["c"])
+    await until(lambda: cluster.members == ["c"])
     node = await cluster.join("a")
     assert node.of(WelcomeNode)
     assert not cluster.master.node("a").is_draining

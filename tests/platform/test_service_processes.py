@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,11 +35,20 @@ from gllm.platform.service_node import ServiceNode
 from gllm.platform.service_processes import ServiceProcesses
 from gllm.platform.service_request import ServiceRequest
 from gllm.runtime.agent_state import AgentConfig
+from tests.support.network.ports import free_port
+from tests.support.network.proxies import Proxy
 from tests.support.nodes.scripted_cluster import until
 
 MACHINE = ServiceMachine("a", "127.0.0.1", ports=(29710, 29719))
 START = StartServiceProcess(1, "chat", "demo", 0, [2, 1], "auto", {}, "", "sk-x", 30.0)
-SLEEP = "import time; print('it runs', flush=True); time.sleep(60)"
+SLEEP = """
+import os, sys, time
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(60)
+"""
+"""Writes its process id into the file that its argument names."""
 
 
 def test_the_command_line_is_one_of_gllm_serve() -> None:
@@ -80,16 +90,35 @@ def test_the_environment_has_the_key_and_no_launcher() -> None:
     assert make_environment("", environment) == {"PATH": "/bin"}
 
 
-class Node:
-    """Processes that run scripts in place of `gllm serve`."""
+class Scripts:
+    """Scripts in place of `gllm serve`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.script = SLEEP
+
+    def make_command(
+        self, machine: ServiceMachine, start: StartServiceProcess, ports: ServicePorts, head: str
+    ) -> list[str]:
+        path = self.folder / str(start.process)
+        return [sys.executable, "-S", "-c", self.script, str(path)]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Ids of the processes that run, by their numbers."""
+        files = [path for path in self.folder.iterdir() if not path.suffix]
+        pids = {int(path.name): int(path.read_text()) for path in files}
+        return {number: pid for number, pid in pids.items() if is_alive(pid)}
+
+
+class Node:
+    """Processes of a node, and what it reports."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self.scripts = scripts
         self.sent: list[WireMessage] = []
-        self.processes = ServiceProcesses(MACHINE, self.sent.append)
-        monkeypatch.setattr(
-            "gllm.platform.service_processes.make_command",
-            lambda *arguments: [sys.executable, "-S", "-c", self.script],
+        self.processes = ServiceProcesses(
+            MACHINE, self.sent.append, scripts.make_command, kill_seconds=0.1
         )
 
     def of(self, kind: type) -> list[Any]:
@@ -97,16 +126,17 @@ class Node:
 
     async def start(self, number: int = 1, **fields: Any) -> None:
         self.processes.start(msgspec.structs.replace(START, process=number, **fields))
-        await until(lambda: self.is_running(number) or self.of(ServiceProcessExited))
-
-    def is_running(self, number: int) -> bool:
-        running = self.processes._processes.get(number)
-        return running is not None and "it runs" in running.child.last_lines
+        await until(lambda: number in self.scripts.pids or self.of(ServiceProcessExited))
 
 
 @pytest.fixture
-async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
-    under_test = Node(monkeypatch)
+def scripts(tmp_path: Path) -> Scripts:
+    return Scripts(tmp_path)
+
+
+@pytest.fixture
+async def node(scripts: Scripts) -> AsyncIterator[Node]:
+    under_test = Node(scripts)
     yield under_test
     await under_test.processes.close()
 
@@ -134,7 +164,7 @@ async def test_two_heads_have_different_ports_and_members_none(node: Node) -> No
 
 
 async def test_failures_to_start_are_reported(node: Node) -> None:
-    node.script = "import sys; print('x'); sys.exit('gllm: no such model')"
+    node.scripts.script = "import sys; print('x'); sys.exit('gllm: no such model')"
     await node.start()
     assert "it exited with 1: gllm: no such model" in node.of(ServiceProcessExited)[0].cause
     machine = ServiceMachine("a", "127.0.0.1", ports=(29710, 29710))
@@ -144,11 +174,8 @@ async def test_failures_to_start_are_reported(node: Node) -> None:
     assert "too few ports of --service-ports 29710-29710" in node.of(ServiceProcessExited)[1].cause
 
 
-async def test_a_process_that_ignores_its_end_is_killed(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gllm.launch.child_process.KILL_SECONDS", 0.1)
-    node.script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+async def test_a_process_that_ignores_its_end_is_killed(node: Node) -> None:
+    node.scripts.script = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{SLEEP}"
     await node.start(shutdown_seconds=0.0)
     node.processes.end(1)
     await until(lambda: node.of(ServiceProcessExited))
@@ -158,36 +185,41 @@ async def test_a_process_that_ignores_its_end_is_killed(
 
 
 async def test_output_without_line_ends_does_not_stop_a_process(node: Node) -> None:
-    node.script = f"print('x' * 300000); {SLEEP}"
+    node.scripts.script = f"print('x' * 300000)\n{SLEEP}"
     await node.start()
-    assert node.is_running(1)
+    assert list(node.scripts.pids) == [1]
 
 
 class RunningNode:
     """A node of a master in this process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, scripts: Scripts) -> None:
         facts = NodeFacts("host", "Linux", __version__, "127.0.0.1", 29601, "", b"", [], 2, 2**33)
-        config = AgentConfig(head=address.removeprefix("tcp://"), name="a")
-        self.node = ServiceNode(config, facts, MACHINE)
+        self.scripts = scripts
+        self._proxy = Proxy(int(address.rpartition(":")[2]))
+        config = AgentConfig(head=self._proxy.address, name="a")
+        self.node = ServiceNode(config, facts, MACHINE, make_command=scripts.make_command)
         self.task = asyncio.create_task(self.node.run())
 
     @property
     def pids(self) -> list[int]:
         """Processes of services."""
-        processes = self.node._processes._processes.values()
-        return [each.child.pid for each in processes if each.child.is_started]
+        return list(self.scripts.pids.values())
 
     def cut(self) -> None:
-        """Close the connection to the master."""
-        session = self.node._dialer.session
-        assert session is not None
-        session.close("the cable was pulled")
+        """Reset the connection to the master."""
+        self._proxy.reset()
+
+    async def ended(self) -> int:
+        """Wait for the end of the node; its exit status."""
+        status = await asyncio.wait_for(self.task, 30)
+        self._proxy.close()
+        return status
 
 
 def start_master(**options: Any) -> Master:
-    master = Master(ClusterConfig(hub="127.0.0.1:1", node_timeout=2.0, **options), 0.0)
-    master._hub._bind_address = "tcp://127.0.0.1:0"
+    hub = f"127.0.0.1:{free_port()}"
+    master = Master(ClusterConfig(hub=hub, node_timeout=2.0, **options), 0.0)
     master.start()
     return master
 
@@ -199,9 +231,11 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-async def test_a_lost_session_keeps_the_processes_and_the_master_ends_them(node: Node) -> None:
+async def test_a_lost_session_keeps_the_processes_and_the_master_ends_them(
+    scripts: Scripts,
+) -> None:
     master = start_master()
-    member = RunningNode(master.address)
+    member = RunningNode(master.address, scripts)
     await until(lambda: master.nodes())
     master.deploy(ServiceRequest("chat", "demo", NodeRequirements(1)))
     await until(lambda: member.pids and master.service("chat").url)
@@ -220,20 +254,20 @@ async def test_a_lost_session_keeps_the_processes_and_the_master_ends_them(node:
     await until(lambda: member.pids)
     (pid,) = member.pids
     await master.stop()
-    assert await asyncio.wait_for(member.task, 30) == 0
+    assert await member.ended() == 0
     assert not is_alive(pid)
     assert member.node.status().state == "ended"
 
 
-async def test_a_node_that_leaves_ends_its_processes(node: Node) -> None:
+async def test_a_node_that_leaves_ends_its_processes(scripts: Scripts) -> None:
     master = start_master()
-    member = RunningNode(master.address)
+    member = RunningNode(master.address, scripts)
     await until(lambda: master.nodes())
     master.deploy(ServiceRequest("chat", "demo"))
     await until(lambda: member.pids)
     (pid,) = member.pids
     member.node.leave("it got SIGTERM")
-    assert await asyncio.wait_for(member.task, 30) == 0
+    assert await member.ended() == 0
     assert not is_alive(pid)
     await until(lambda: master.nodes() == [])
     assert master.service("chat").state == "failed"

@@ -14,7 +14,6 @@ from gllm.commands.node import make_parser
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.observability.logs import LogConfig
-from gllm.ray import launcher as launcher_module
 from gllm.ray.launcher import RayLauncher, make_launch_spec
 
 FAKE = Path(__file__).parents[1] / "support" / "nodes" / "fake_launcher.py"
@@ -27,11 +26,13 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def start(folder: Path, lives: int = 9, **flags: Any) -> RayLauncher:
+def start(
+    folder: Path, lives: int = 9, min_restart_seconds: float = 1.0, **flags: Any
+) -> RayLauncher:
     nodes = NodesConfig(distributed_executor_backend="ray", **flags)
     engine = EngineConfig("demo", pipeline_parallel_size=3)
     command = [sys.executable, str(FAKE), str(folder), str(lives)]
-    return RayLauncher(engine, nodes, None, LogConfig(), command)
+    return RayLauncher(engine, nodes, None, LogConfig(), command, min_restart_seconds)
 
 
 def test_the_spec_has_what_the_flags_say() -> None:
@@ -98,11 +99,10 @@ def test_a_launcher_that_ends_without_a_word_is_an_error() -> None:
 
 
 def test_a_dead_launcher_is_replaced_for_the_same_machines_with_pauses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launcher_module, "MIN_RESTART_SECONDS", 0.01)
     caplog.set_level(logging.ERROR)
-    launcher = start(tmp_path, lives=2)
+    launcher = start(tmp_path, lives=2, min_restart_seconds=0.01)
     try:
         launcher.place()
         first = json.loads((tmp_path / "spec0").read_text())

@@ -3,7 +3,6 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.observability.logs import LogConfig
-from gllm.ray import manager as manager_module
 from gllm.ray.agent_actor import AgentActor
 from gllm.ray.launch_spec import LaunchSpec
 from gllm.ray.launcher import make_launch_spec
@@ -44,15 +42,9 @@ def launch_spec(num_stages: int = 2, **changes: Any) -> LaunchSpec:
     return msgspec.structs.replace(spec, **changes)
 
 
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayManager]:
-    monkeypatch.setattr(manager_module, "POLL_SECONDS", 0.0)
-
-    def create(ray: FakeRay, spec: LaunchSpec) -> RayManager:
-        monkeypatch.setattr(manager_module, "import_ray", lambda: ray)
-        return RayManager(spec, threading.Event())
-
-    return create
+def create(ray: FakeRay, spec: LaunchSpec, **options: Any) -> RayManager:
+    """Return the manager of a cluster, which does not wait between its looks."""
+    return RayManager(spec, threading.Event(), ray, poll_seconds=0.0, **options)
 
 
 def test_without_ray_the_error_has_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,16 +53,16 @@ def test_without_ray_the_error_has_the_fix(monkeypatch: pytest.MonkeyPatch) -> N
         import_ray()
 
 
-def test_without_a_cluster_the_error_says_how_to_start_one(start: Any) -> None:
+def test_without_a_cluster_the_error_says_how_to_start_one() -> None:
     ray = cluster(1)
     ray.error = ConnectionError("no cluster")
     with pytest.raises(LaunchError, match=r"no cluster; start it .* `ray start --head`"):
-        start(ray, launch_spec()).start()
+        create(ray, launch_spec()).start()
 
 
-def test_each_other_machine_gets_an_actor_that_ray_restarts(start: Any) -> None:
+def test_each_other_machine_gets_an_actor_that_ray_restarts() -> None:
     ray = cluster(3)
-    manager = start(ray, launch_spec(3, address="10.0.0.1:6379"))
+    manager = create(ray, launch_spec(3, address="10.0.0.1:6379"))
     event = manager.start()
     assert (event.num_nodes, event.host, event.gpu_ids, event.error) == (3, "127.0.0.11", [], "")
     assert (ray.address, ray.strategy) == ("10.0.0.1:6379", "STRICT_SPREAD")
@@ -89,58 +81,56 @@ def test_each_other_machine_gets_an_actor_that_ray_restarts(start: Any) -> None:
         assert head == HEAD
 
 
-def test_on_gpus_the_head_holds_its_own(start: Any) -> None:
+def test_on_gpus_the_head_holds_its_own() -> None:
     ray = cluster(2, GPU=2.0)
-    event = start(ray, launch_spec(4)).start()
+    event = create(ray, launch_spec(4)).start()
     assert event.gpu_ids == ["2", "3"]
     holder, agent = ray.actors
     assert holder["kind"] is GpuHolder
     assert holder["options"]["num_gpus"] == agent["options"]["num_gpus"] == 2.0
 
 
-def test_off_loopback_a_secret_is_needed(start: Any) -> None:
+def test_off_loopback_a_secret_is_needed() -> None:
     ray = cluster(2)
     with pytest.raises(LaunchError, match="needs a node secret"):
-        start(ray, launch_spec(host="10.0.0.1")).start()
+        create(ray, launch_spec(host="10.0.0.1")).start()
     assert ray.actors == []
-    event = start(ray, launch_spec(host="10.0.0.1", has_secret=True)).start()
+    event = create(ray, launch_spec(host="10.0.0.1", has_secret=True)).start()
     assert event.host == "10.0.0.1"
 
 
 def test_the_log_says_what_is_missing_until_the_time_is_over(
-    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(manager_module, "LOG_SECONDS", 0.0)
     ray = cluster(1, num_waits=3)
-    event = start(ray, launch_spec(num_nodes=2)).start()
+    event = create(ray, launch_spec(num_nodes=2), log_seconds=0.0).start()
     assert event.num_nodes == 2
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for Ray to reserve 2 bundles on as many machines (1 CPU; 1 CPU); its cluster has "
         "1: 127.0.0.11 (4 CPU)"
     ] * 3
     ray = cluster(1, num_waits=10**9)
-    manager = start(ray, launch_spec(num_nodes=2, timeout_seconds=0.05))
+    manager = create(ray, launch_spec(num_nodes=2, timeout_seconds=0.05))
     with pytest.raises(LaunchError, match=r"its cluster has 1: .*; gave up after --join-timeout"):
         manager.start()
     manager.close()
     assert len(ray.removed) == 1
 
 
-def test_the_end_of_the_head_ends_the_wait(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_head_ends_the_wait() -> None:
     ray = cluster(1, num_waits=10**9)
-    monkeypatch.setattr(manager_module, "import_ray", lambda: ray)
     is_ended = threading.Event()
     is_ended.set()
     with pytest.raises(LaunchError, match="the head has ended"):
-        RayManager(launch_spec(num_nodes=2), is_ended).start()
+        RayManager(launch_spec(num_nodes=2), is_ended, ray, poll_seconds=0.0).start()
 
 
 def test_spares_start_on_machines_that_are_added_and_again_after_a_loss(
-    start: Any, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     ray = cluster(2)
-    manager = start(ray, launch_spec(2, num_spares=1))
+    manager = create(ray, launch_spec(2, num_spares=1))
     manager.start()
     ray.places = {0: HEAD, 1: OTHERS[0]}
     manager.poll()
@@ -164,9 +154,9 @@ def test_spares_start_on_machines_that_are_added_and_again_after_a_loss(
     manager.close()
 
 
-def test_a_machine_that_ray_finds_for_a_lost_one_gets_no_spare(start: Any) -> None:
+def test_a_machine_that_ray_finds_for_a_lost_one_gets_no_spare() -> None:
     ray = cluster(3)
-    manager = start(ray, launch_spec(2, num_spares=2, num_nodes=2))
+    manager = create(ray, launch_spec(2, num_spares=2, num_nodes=2))
     manager.start()
     ray.places = {0: HEAD, 1: OTHERS[0]}
     ray.machines[1]["Alive"] = False

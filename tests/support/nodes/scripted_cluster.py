@@ -43,6 +43,7 @@ from gllm.messages.services import (
 from gllm.platform.master import Master
 from gllm.runtime.node_hub import NODE_RUN
 from gllm.runtime.spoke import Spoke
+from tests.support.network.ports import free_port
 
 FACTS = NodeFacts("host", "Linux 6", __version__, "127.0.0.1", 29601, "", b"", ["GPU X"], 8, 2**33)
 LOAD = NodeLoad(0.25, 2**32, [0.5], 150.0, 61.5)
@@ -136,6 +137,11 @@ class ClusterUnderTest:
         self.client = client
         self._context = context
 
+    @property
+    def members(self) -> list[str]:
+        """Names of the nodes that the master knows."""
+        return [each.report.name for each in self.master.nodes()]
+
     async def join(self, name: str, **facts: Any) -> ScriptedServiceNode:
         node = ScriptedServiceNode(self._context, self.master.address, name, **facts)
         self.nodes[name] = node
@@ -195,9 +201,8 @@ class _Server(TestServer):
 
 @asynccontextmanager
 async def running_cluster(**options: Any) -> AsyncIterator[ClusterUnderTest]:
-    master = Master(ClusterConfig(hub="127.0.0.1:1", node_timeout=2.0, **options), 0.0)
-    # Port 0 is no address that others could dial, so it is not in the configuration.
-    master._hub._bind_address = "tcp://127.0.0.1:0"
+    hub = f"127.0.0.1:{free_port()}"
+    master = Master(ClusterConfig(hub=hub, node_timeout=2.0, **options), 0.0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     master.start()
     try:
