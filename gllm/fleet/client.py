@@ -1,8 +1,7 @@
 """Client of many engines: a request continues on another one when its engine is lost.
 
-It decides when a request has to move and who may get it, but not which engine is best: that is a
-function of the caller. Output of an engine counts only for requests that this engine has now, so
-nothing is delivered twice.
+It decides when a request moves and who may get it; which engine is best is a function of the
+caller. Output counts only for requests that its engine has now: nothing is delivered twice.
 """
 
 import time
@@ -15,6 +14,7 @@ from gllm.fleet.numerics import PATIENCE_SECONDS, NumericsIndex
 from gllm.fleet.output_checks import drop_stale, is_complete, split_refused
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.handoff import HandoffLimits
 from gllm.runtime.delivery import SubmittedChoice, deliver
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_client import RequestClient, SendFunction
@@ -39,6 +39,8 @@ class FleetClient(RequestClient):
         on_output_length: Callable[[JournalEntry, int], None] | None = None,
         numerics_patience: float = PATIENCE_SECONDS,
         pairs: PairChooser | None = None,
+        clock: Callable[[], float] | None = None,
+        handoff_limits: HandoffLimits | None = None,
     ) -> None:
         """Create a client without engines.
 
@@ -46,27 +48,27 @@ class FleetClient(RequestClient):
             choose: chooses the engine of a request. It must not call the client.
             migration_limit: unplanned deaths of engines in a row after which a request is ended;
                 at least 2. Before its last trial it has an engine for itself.
-            on_output_length: called with the request and the length in tokens of each output
-                that an engine has finished.
-            numerics_patience: seconds for which a request with tokens waits for an engine with
-                equal numerics; then another one may continue it, with another text.
+            on_output_length: called with a request and the tokens of each output that has ended.
+            numerics_patience: seconds after which other numerics may continue a request's tokens.
             pairs: chooses who prefills and who decodes; None if one engine does both.
+            clock: returns the time in seconds; None for time.monotonic.
+            handoff_limits: times of hand-offs; None for the defaults.
         """
         if migration_limit < 2:
             raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
         super().__init__()
         self.num_migrations: Counter[str] = Counter()
         """Requests that were submitted to another engine, by cause: `lost`, `drained`,
-        `recovering`, `unavailable` (the engine's own answer), `isolation` (a suspect needed the
-        engine for itself)."""
+        `recovering`, `unavailable` (the engine's own answer), `isolation` (of a suspect)."""
         self.num_dispatched: Counter[str] = Counter()
         """Submissions by engine."""
         self.num_stale_tokens = 0
         """Tokens that arrived from an engine which no longer had their request."""
         self._choose = choose
+        self._clock = clock or time.monotonic
         self._on_output_length = on_output_length or (lambda entry, length: None)
         self._engines: dict[str, DispatchTarget] = {}
-        self.handoffs = Handoffs(self._engines, pairs)
+        self.handoffs = Handoffs(self._engines, pairs, handoff_limits)
         self._numerics = NumericsIndex(numerics_patience)
         self._parked: dict[RequestStream, Parked] = {}
         self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
@@ -190,7 +192,7 @@ class FleetClient(RequestClient):
             cause: text of the error.
             parked_for: least seconds of waiting.
         """
-        limit = time.monotonic() - parked_for
+        limit = self._clock() - parked_for
         for stream, parked in list(self._parked.items()):
             if parked.since <= limit:
                 self._end(stream, stream.alive, "error", cause, "unavailable")
@@ -221,7 +223,7 @@ class FleetClient(RequestClient):
                 self._on_output_length(entry, len(entry.outputs[choice]))
             self._remove(stream, [choice])
         for stream, is_held in prefilled.items():
-            self.handoffs.on_prefilled(stream, is_held, time.monotonic())
+            self.handoffs.on_prefilled(stream, is_held, self._clock())
             self._take_back(attached, stream, "")
             # Both engines together are one attempt.
             stream.entry.num_attempts = 0
@@ -236,13 +238,13 @@ class FleetClient(RequestClient):
 
         To be called soon again while `handoffs.has_unread`, otherwise every second.
         """
-        for stream in self.handoffs.pop_read(time.monotonic()):
+        for stream in self.handoffs.pop_read(self._clock()):
             self._place(stream)
 
     def _dispatch(self, stream: RequestStream) -> None:
         if not self._place(stream):
             self._check_encoding(stream)
-            self._parked[stream] = Parked(time.monotonic(), "")
+            self._parked[stream] = Parked(self._clock(), "")
 
     def _place(self, stream: RequestStream, avoid: str = "") -> bool:
         """Submit a new or parked request to the engine that is chosen for it, if one is."""
@@ -263,7 +265,7 @@ class FleetClient(RequestClient):
     def _eligible(self, stream: RequestStream) -> list[frozenset[str]]:
         """Return the engines that may get a request, in the order of preference."""
         parked = self._parked.get(stream)
-        waited = time.monotonic() - parked.since if parked is not None else 0.0
+        waited = self._clock() - parked.since if parked is not None else 0.0
         return self._numerics.eligible(stream.entry, waited, self._reserved)
 
     def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> DispatchTarget | None:
@@ -286,7 +288,7 @@ class FleetClient(RequestClient):
         self._numerics.on_submission(stream.entry, engine)
         stream.entry.engine = engine.name
         self.num_dispatched[engine.name] += 1
-        parked = self._parked.pop(stream, None) or Parked(time.monotonic(), "")
+        parked = self._parked.pop(stream, None) or Parked(self._clock(), "")
         engine.streams[stream] = Submitted(parked.since, stream.entry.num_output_tokens)
         if parked.cause:
             self.num_migrations[parked.cause] += 1
@@ -300,7 +302,7 @@ class FleetClient(RequestClient):
         self.handoffs.on_given_back(stream, engine.name)
         submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
         self._pin_numerics(engine, stream)
-        since = time.monotonic()
+        since = self._clock()
         if num_tokens > submitted.num_output_tokens:
             entry.num_refusals = 0
         elif cause == "unavailable":
@@ -311,8 +313,6 @@ class FleetClient(RequestClient):
         """Let a request with tokens leave its engine only for those that continue them."""
         if stream.entry.num_output_tokens:
             stream.entry.numerics = engine.numerics
-
-    # Requests that kill engines.
 
     def _count_death(self, owners: dict[int, RequestStream], cause: str) -> None:
         """Count the death of an engine for the requests that it had.
@@ -328,7 +328,7 @@ class FleetClient(RequestClient):
 
     def _ban(self, entry: JournalEntry) -> None:
         """Refuse requests equal to one that has killed workers."""
-        self._poison.add(entry.prompt, entry.sampling, time.monotonic())
+        self._poison.add(entry.prompt, entry.sampling, self._clock())
 
     def _isolate_next(self, avoid: str = "") -> None:
         """Give an engine to the next suspect alone, if none runs alone."""

@@ -21,6 +21,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import Hello
 from gllm.runtime.authenticator import Authenticator
+from gllm.runtime.backoff import Backoff
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import Decode
 from gllm.runtime.host_names import Resolve, resolve_host
@@ -67,7 +68,9 @@ class ConnectionPool:
         path = config.node_secret_file
         self._secret = None if path is None else SecretFile(path)
         self._bind_address = self._check_hub()
-        self._discoveries = [make_discovery(entry, resolve) for entry in config.dial]
+        self._discoveries = [
+            make_discovery(entry, resolve, config.resolve_seconds) for entry in config.dial
+        ]
         for discovery in self._discoveries:
             # Each address is checked again once it is known.
             check_dialed_address(f"tcp://{discovery.target}", self._secret is not None)
@@ -87,6 +90,11 @@ class ConnectionPool:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
+    def dialed_addresses(self) -> list[str]:
+        """Addresses that are dialled; one that is gone counts until its session has ended."""
+        return [address for address, each in self._dialers.items() if not each.has_ended]
+
+    @property
     def num_refused(self) -> int:
         """Sessions of peers without the secret, and those above the limit."""
         return 0 if self._hub is None else self._hub.refused.num_refused
@@ -104,7 +112,9 @@ class ConnectionPool:
         if self._bind_address:
             authenticator = None
             if self._secret is not None:
-                authenticator = Authenticator(self._context, self._secret)
+                authenticator = Authenticator(
+                    self._context, self._secret, self._config.reload_seconds
+                )
             hub = Hub(self._context, RUN, self._decode, authenticator, self._config.max_guests)
             self._hub = hub
             try:
@@ -215,7 +225,8 @@ class ConnectionPool:
                 del self._dialers[address]
         for address in addresses:
             if address not in self._dialers:
-                dialer = Dialer(address, self._dial, self._resolve, self._rng)
+                backoff = Backoff(self._rng, self._config.refused_seconds)
+                dialer = Dialer(address, self._dial, self._resolve, backoff)
                 self._dialers[address] = dialer
                 dialer.start()
 

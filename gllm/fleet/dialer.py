@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from random import Random
 
 from gllm.fleet.connection import PeerConnection
 from gllm.fleet.link_config import parse_host_port
@@ -24,20 +23,20 @@ when it ends, with the cause and whether one end refused it."""
 class Dialer:
     """Dials one address again and again, with growing delays, while no session exists."""
 
-    def __init__(self, address: str, dial: Dial, resolve: Resolve, rng: Random) -> None:
+    def __init__(self, address: str, dial: Dial, resolve: Resolve, backoff: Backoff) -> None:
         """Create a dialer that has not started.
 
         Args:
             address: HOST:PORT; the host is resolved before each attempt.
             dial: begins a session.
             resolve: resolution of host names.
-            rng: source of the jitter.
+            backoff: delays between the attempts.
         """
         self._address = address
         self._host, self._port = parse_host_port(address)
         self._dial = dial
         self._resolve = resolve
-        self._backoff = Backoff(rng)
+        self._backoff = backoff
         self.is_wanted = True
         """False to dial no more once the session has ended."""
         self._num_failures = 0

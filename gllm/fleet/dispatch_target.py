@@ -47,6 +47,11 @@ class DispatchTarget:
     streams: dict[RequestStream, "Submitted"] = field(default_factory=dict)
     """In order of submission."""
 
+    @property
+    def kv_endpoint(self) -> bytes:
+        """Address of its KV cache; empty if it neither gives nor fetches blocks."""
+        return b"" if self.kv is None else self.kv.endpoint()
+
 
 class Submitted(NamedTuple):
     """State of a request when an engine got it."""

@@ -1,6 +1,6 @@
 """Functions that send to an attached engine, for the client of a router."""
 
-import time
+from collections.abc import Callable
 
 from gllm.fleet.dispatch_target import KvPeer
 from gllm.fleet.engine_link import EngineLink
@@ -9,13 +9,21 @@ from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.runtime.request_client import SendFunction
 
 
-def request_sender(link: EngineLink, record: EngineRecord) -> SendFunction:
-    """Return the function that sends requests to an engine, and counts them as its load."""
+def request_sender(
+    link: EngineLink, record: EngineRecord, clock: Callable[[], float]
+) -> SendFunction:
+    """Return the function that sends requests to an engine, and counts them as its load.
+
+    Args:
+        link: session with the engine.
+        record: load of the engine.
+        clock: returns the time in seconds.
+    """
 
     def send(message: SubmitRequest | AbortSequences) -> None:
         link.send(message)
         if isinstance(message, SubmitRequest):
-            record.on_submitted(message, time.monotonic())
+            record.on_submitted(message, clock())
         else:
             record.on_aborted(message)
 

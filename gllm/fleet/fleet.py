@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -39,6 +39,7 @@ from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import EngineOutputs
 from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.health import FleetHealth
+from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,10 @@ class Fleet:
         config: RouterConfig,
         model_hash: str,
         max_model_len: int,
-        create_links: type[FleetLinks] = FleetLinks,
+        create_links: Callable[..., FleetLinks] = FleetLinks,
         pair_policy: PairPolicy | None = None,
+        policy: RoutingPolicy | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Create the fleet; `start` begins to listen and to dial.
 
@@ -64,8 +67,10 @@ class Fleet:
             config: of the router.
             model_hash: of the router's model; engines of another one are refused.
             max_model_len: most tokens of prompt and output; engines with less are refused.
-            create_links: class of the sessions with the engines.
+            create_links: creates the sessions with the engines.
             pair_policy: chooses who prefills and who decodes; None if one engine does both.
+            policy: chooses the engine of a request; None for the one that `config` names.
+            clock: returns the time in seconds; None for time.monotonic.
 
         Raises:
             ValueError: an address or the secret cannot be used.
@@ -74,35 +79,31 @@ class Fleet:
         """Name of the router in the logs of its engines."""
         self.died = asyncio.Event()
         self._config = config
+        self._clock = clock = clock or time.monotonic
         self._model_hash = model_hash
         self._max_model_len = max_model_len
         self._dispatcher = Dispatcher(
-            make_policy(config.policy, Random()), FleetHealth(config.health), time.monotonic
+            policy or make_policy(config.policy, Random()), FleetHealth(config.health), clock
         )
         pairs = None
         if pair_policy is not None:
-            pairs = PairDispatcher(pair_policy, self._dispatcher, time.monotonic)
+            pairs = PairDispatcher(pair_policy, self._dispatcher, clock)
         self.client = FleetClient(
             self._dispatcher.choose,
             config.migration_limit,
             self._dispatcher.on_output,
             config.recovery_patience,
             pairs,
+            clock,
         )
         self._handoff_poll = HandoffPoll(self.client)
         self._links = create_links(
-            make_router_links(config),
-            self.name,
-            self._on_attached,
-            self._on_lost,
-            self._on_message,
+            make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
         )
-        self.roles = RoleControl(
-            self._links, self._dispatcher.records, config, time.monotonic, pair_policy
-        )
+        self.roles = RoleControl(self._links, self._dispatcher.records, config, clock, pair_policy)
         """See FleetControl."""
         self.scaling = ScaleControl(
-            self._dispatcher, config, time.monotonic, self.roles.leads_all,
+            self._dispatcher, config, clock, self.roles.leads_all,
             lambda: self.client.parked_since,
         )  # fmt: skip
         """See FleetControl."""
@@ -112,7 +113,7 @@ class Fleet:
         self._stats = fleet_status.FleetStats()
         self._num_lost: Counter[str] = Counter()
         self._num_refused = 0
-        self._unready_since: float | None = time.monotonic()
+        self._unready_since: float | None = self._clock()
         """Time since which no engine takes requests; None while one does."""
         self._is_draining = False
         self._is_sleeping = False
@@ -132,7 +133,7 @@ class Fleet:
     def status(self) -> EngineStatus:
         """See Backend. Counters are sums over the engines, departed ones included."""
         records = self._dispatcher.records.values()
-        now = time.monotonic()
+        now = self._clock()
         return EngineStatus(
             state=self.state,
             cause_of_death="the router was stopped" if self.died.is_set() else "",
@@ -161,7 +162,7 @@ class Fleet:
         """See FleetControl."""
         records, health = self._dispatcher.records, self._dispatcher.health
         links = self._links.links
-        return fleet_status.engine_rows(records, links, health, self.client, time.monotonic())
+        return fleet_status.engine_rows(records, links, health, self.client, self._clock())
 
     def totals(self) -> RouterTotals:
         """See FleetControl."""
@@ -200,7 +201,7 @@ class Fleet:
         slo: Slo | None,
     ) -> None:
         """See Backend."""
-        self._dispatcher.health.on_request(time.monotonic())
+        self._dispatcher.health.on_request(self._clock())
         self.scaling.on_requests(len(prompts), slo)
         if not self._config.shed or slo is None:
             return
@@ -209,7 +210,7 @@ class Fleet:
             refusal = self._dispatcher.reason_to_shed(prompt, num_tokens, priority, cache_salt, slo)
             if refusal is not None:
                 reason, retry_after = refusal
-                self.workload.on_shed(time.monotonic(), len(prompts))
+                self.workload.on_shed(self._clock(), len(prompts))
                 raise OverloadedError(
                     "no engine is likely to meet the request's SLO at present", reason, retry_after
                 )
@@ -244,8 +245,8 @@ class Fleet:
     async def drain(self, seconds: float) -> None:
         """See Backend."""
         self._is_draining = True
-        deadline = time.monotonic() + seconds
-        while self.client.num_requests and time.monotonic() < deadline:
+        deadline = self._clock() + seconds
+        while self.client.num_requests and self._clock() < deadline:
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
@@ -277,7 +278,7 @@ class Fleet:
         return await self.start_profile("")
 
     def _on_attached(self, link: EngineLink) -> None:
-        announce, name, now = link.announce, link.name, time.monotonic()
+        announce, name, now = link.announce, link.name, self._clock()
         cause = unfit_reason(announce, self._config.model, self._model_hash, self._max_model_len)
         if cause:
             self._num_refused += 1
@@ -293,7 +294,9 @@ class Fleet:
         if self._dispatcher.policy.uses_prefixes:
             link.send(WatchKvCache(True))
         self._on_engines_changed()
-        self.client.attach(name, announce.numerics, request_sender(link, record), kv_peer(link))
+        self.client.attach(
+            name, announce.numerics, request_sender(link, record, self._clock), kv_peer(link)
+        )
 
     def _on_lost(self, link: EngineLink, cause: str) -> None:
         name, is_planned = link.name, link.is_leaving
@@ -309,7 +312,7 @@ class Fleet:
         self._num_lost["drained" if is_planned else "lost"] += 1
         self._stats.on_lost(record)
         self._dispatcher.policy.prefixes.forget(name)
-        self._dispatcher.health.on_lost(name, time.monotonic(), is_planned)
+        self._dispatcher.health.on_lost(name, self._clock(), is_planned)
         self._commands.on_lost(name, cause)
         self._on_engines_changed()
         self.client.detach(name, cause, is_planned)
@@ -319,7 +322,7 @@ class Fleet:
         record = self._dispatcher.records.get(link.name)
         if record is None:
             return
-        now = time.monotonic()
+        now = self._clock()
         match message:
             case EngineOutputs():
                 record.on_outputs(message, now)
@@ -356,20 +359,20 @@ class Fleet:
         if self._dispatcher.has_ready_engine:
             self._unready_since = None
         elif self._unready_since is None:
-            self._unready_since = time.monotonic()
+            self._unready_since = self._clock()
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             try:
-                self._tick()
+                self.on_tick()
             except Exception:
                 # The next tick may succeed; without ticks parked requests would wait forever.
                 log.exception("deadlines could not be checked")
 
-    def _tick(self) -> None:
+    def on_tick(self) -> None:
         """Act on deadlines: slow recoveries, parked requests, ends of ejections."""
-        now = time.monotonic()
+        now = self._clock()
         for name, record in list(self._dispatcher.records.items()):
             since = record.not_ready_since
             if record.state != "recovering" or since is None:
@@ -385,7 +388,7 @@ class Fleet:
 
     def _is_overdue(self) -> bool:
         since = self._unready_since
-        return since is not None and time.monotonic() - since > self._config.park_timeout
+        return since is not None and self._clock() - since > self._config.park_timeout
 
     def _unready_cause(self) -> str:
         return fleet_status.unready_cause(self._dispatcher.records)

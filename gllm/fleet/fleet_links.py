@@ -56,6 +56,7 @@ class FleetLinks:
         on_lost: Callable[[EngineLink, str], None],
         on_message: Callable[[EngineLink, AnyMessage], None],
         resolve: Resolve = resolve_host,
+        create_pool: Callable[..., ConnectionPool] = ConnectionPool,
     ) -> None:
         """Create the links of a router that has not started.
 
@@ -66,6 +67,7 @@ class FleetLinks:
             on_lost: called with an attached engine whose session has ended, and the cause.
             on_message: called with every further message of an attached engine.
             resolve: resolution of host names.
+            create_pool: creates the connections to the engines.
 
         Raises:
             ValueError: an address or the secret cannot be used.
@@ -89,12 +91,17 @@ class FleetLinks:
         self._peers: dict[PeerConnection, _Peer] = {}
         self._superseded: dict[str, set[int]] = {}
         """Runs of engines whose names others have now, by name."""
-        self._pool = ConnectionPool(config, decode_for_router, self, resolve)
+        self._pool = create_pool(config, decode_for_router, self, resolve)
 
     @property
     def hub_address(self) -> str:
         """Address that engines dial, with its port; empty without a hub."""
         return self._pool.hub_address
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions with engines, those included that are not attached yet."""
+        return len(self._peers)
 
     @property
     def num_refused_peers(self) -> int:

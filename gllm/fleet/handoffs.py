@@ -6,12 +6,18 @@ commands to the engines that hold blocks.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
 from gllm.fleet.dispatch_target import DispatchTarget
-from gllm.fleet.output_checks import with_ends_of_all, without_ends, without_tokens
+from gllm.fleet.output_checks import (
+    can_be_handed_off,
+    with_ends_of_all,
+    without_ends,
+    without_tokens,
+)
 from gllm.fleet.ticket_deadlines import TicketDeadlines
 from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
@@ -25,7 +31,6 @@ from gllm.routing.handoff import (
     ReleaseHold,
     RenewHold,
 )
-from gllm.runtime.journal import JournalEntry
 from gllm.runtime.request_client import SendFunction
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence
@@ -87,6 +92,16 @@ class Handoffs:
         return len(self._by_stream)
 
     @property
+    def running(self) -> Mapping[RequestStream, Handoff]:
+        """Hand-offs that are not over, by request."""
+        return MappingProxyType(self._by_stream)
+
+    @property
+    def tickets(self) -> Set[int]:
+        """Tickets of the hand-offs that are not over."""
+        return self._by_ticket.keys()
+
+    @property
     def has_unread(self) -> bool:
         """True if a request waits for the reader of token 1."""
         return bool(self._unread)
@@ -121,14 +136,14 @@ class Handoffs:
         if handoff is not None and handoff.state is HandoffState.TRANSFER:
             # The decode engine may drain since it was chosen.
             names = self._pairs.accepting(names | self._successors(handoff) - excluded)
-        able = frozenset(name for name in names if _endpoint(self._engines[name]))
+        able = frozenset(name for name in names if self._engines[name].kv_endpoint)
         if not names:
             return None
         if handoff is not None:
             decode = handoff.decode if handoff.decode in names else ""
             decode = decode or self._pairs.choose_decode(stream, able) or ""
             return EnginePair(decode, decode) if decode in names else None
-        if not _can_be_handed_off(stream.entry):
+        if not can_be_handed_off(stream.entry):
             return None
         pair = self._pairs.choose(stream, able) if able else None
         if pair is None or pair.prefill not in able:
@@ -213,7 +228,7 @@ class Handoffs:
         if stream is None or self._pairs is None or self._by_stream[stream].decode:
             return
         handoff = self._by_stream[stream]
-        able = {each for each in self._successors(handoff) if _endpoint(self._engines[each])}
+        able = {each for each in self._successors(handoff) if self._engines[each].kv_endpoint}
         handoff.on_decode_chosen(self._pairs.choose_decode(stream, frozenset(able)) or "")
         self._start_prefetch(stream, handoff, now)
 
@@ -335,7 +350,7 @@ class Handoffs:
         holder = self._engines.get(handoff.pair.prefill)
         if holder is None or holder is engine or holder.kv is None or not handoff.is_held:
             return None
-        if not _endpoint(engine) or not self._may_exchange(holder.name, engine.name):
+        if not engine.kv_endpoint or not self._may_exchange(holder.name, engine.name):
             return None
         num_tokens = len(stream.entry.prompt)
         return KvSource(
@@ -375,23 +390,3 @@ class Handoffs:
             if holder is not None and holder.kv is not None:
                 kind = ReleaseKvHolds if isinstance(action, ReleaseHold) else RenewKvHolds
                 holder.kv.send(kind([action.ticket]))
-
-
-def _endpoint(engine: DispatchTarget) -> bytes:
-    """Return the address of an engine's KV cache; empty if it neither gives nor fetches blocks."""
-    return b"" if engine.kv is None else engine.kv.endpoint()
-
-
-def _can_be_handed_off(entry: JournalEntry) -> bool:
-    """Return True for a new request with more than one token to generate.
-
-    Several choices are sampled from the last token of the prompt, which is computed after the
-    fetch: there has to be a token before it.
-    """
-    return (
-        (entry.n == 1 or len(entry.prompt) > 1)
-        and entry.max_tokens > 1
-        and not entry.num_output_tokens
-        and entry.sampling.prompt_logprobs is None
-        and not entry.sampling.embeds
-    )

@@ -6,6 +6,11 @@ from gllm.config.addresses import format_host_port as format_host_port
 from gllm.config.addresses import parse_host_port as parse_host_port
 from gllm.config.router import RouterConfig
 from gllm.routing.disaggregation.policy import DecodeChoice
+from gllm.runtime.authenticator import RELOAD_SECONDS
+from gllm.runtime.backoff import REFUSED_SECONDS
+
+RESOLVE_SECONDS = 5.0
+"""Time between two resolutions of a name with several addresses."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,12 @@ class FleetLinkConfig:
     """Seconds of silence after which a peer is lost."""
     max_guests: int = 256
     """Most peers that the hub accepts at a time."""
+    resolve_seconds: float = RESOLVE_SECONDS
+    """Interval at which the names of peers are resolved again."""
+    reload_seconds: float = RELOAD_SECONDS
+    """Interval at which the secret file is read again."""
+    refused_seconds: float = REFUSED_SECONDS
+    """Delay before a peer that refused a session is dialled again."""
     needs_first_chunks: bool = False
     """True for a router that has to receive FirstChunkComputed."""
 

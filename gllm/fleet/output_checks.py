@@ -1,4 +1,4 @@
-"""Checks of an engine's output before it is delivered: stale tokens, and requests given back."""
+"""Checks of requests and of engines' output: stale tokens, requests given back, hand-offs."""
 
 from collections.abc import Callable, Sequence
 
@@ -99,3 +99,18 @@ def is_complete(stream: RequestStream, choice: int) -> bool:
     """Return True if a choice that has ended neither failed nor was aborted."""
     end = stream.delta(choice).end
     return end is not None and end.finish_reason in ("stop", "length")
+
+
+def can_be_handed_off(entry: JournalEntry) -> bool:
+    """Return True for a new request with more than one token to generate.
+
+    Several choices are sampled from the last token of the prompt, which is computed after the
+    fetch: there has to be a token before it.
+    """
+    return (
+        (entry.n == 1 or len(entry.prompt) > 1)
+        and entry.max_tokens > 1
+        and not entry.num_output_tokens
+        and entry.sampling.prompt_logprobs is None
+        and not entry.sampling.embeds
+    )

@@ -26,11 +26,24 @@ RELOAD_SECONDS = 5.0
 class Authenticator:
     """The only ZAP handler of a context, for a hub whose peers need the node secret.
 
-    A change of the secret file takes effect within RELOAD_SECONDS, without a restart.
+    A change of the secret file takes effect at its next reading, without a restart.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: SecretFile) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        secret: SecretFile,
+        reload_seconds: float = RELOAD_SECONDS,
+    ) -> None:
+        """Bind the handler of a context, which does not answer yet.
+
+        Args:
+            context: of the hub.
+            secret: secrets of the members.
+            reload_seconds: interval at which the secret file is read again.
+        """
         self._secret = secret
+        self._reload_seconds = reload_seconds
         self._keys = secret.keys
         """Secrets that are in force; the file's may be newer ones that dials have read."""
         self._error = ""
@@ -62,7 +75,7 @@ class Authenticator:
         self._loop.add_reader(self._socket.fileno(), self._read)
         # What arrived before has used up the descriptor's signal.
         self._loop.call_soon(self._read)
-        self._timer = self._loop.call_later(RELOAD_SECONDS, self._reload)
+        self._timer = self._loop.call_later(self._reload_seconds, self._reload)
 
     def close(self) -> None:
         """Stop: nobody is admitted from now on."""
@@ -92,7 +105,7 @@ class Authenticator:
     def _reload(self) -> None:
         if self._loop is None:
             return
-        self._timer = self._loop.call_later(RELOAD_SECONDS, self._reload)
+        self._timer = self._loop.call_later(self._reload_seconds, self._reload)
         try:
             self._secret.reload()
         except SecretFileError as error:

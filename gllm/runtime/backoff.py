@@ -11,8 +11,15 @@ REFUSED_SECONDS = 10.0
 class Backoff:
     """Delays that double up to a limit, with jitter so that peers do not dial in step."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, refused_seconds: float = REFUSED_SECONDS) -> None:
+        """Create delays that begin with the shortest one.
+
+        Args:
+            rng: source of the jitter.
+            refused_seconds: delay after a refusal.
+        """
         self._rng = rng
+        self._refused_seconds = refused_seconds
         self._seconds = FIRST_SECONDS
 
     def next_delay(self) -> float:
@@ -23,7 +30,7 @@ class Backoff:
 
     def refused_delay(self) -> float:
         """Return the delay before the next attempt after a refusal, in seconds."""
-        return REFUSED_SECONDS * self._rng.uniform(0.5, 1.0)
+        return self._refused_seconds * self._rng.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Start again with the shortest delay."""

@@ -89,14 +89,15 @@ async def test_names_are_resolved_again() -> None:
     ]
 
 
-async def test_peers_of_a_name_come_and_go(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gllm.fleet.discovery.dns.RESOLVE_SECONDS", 0.01)
+async def test_peers_of_a_name_come_and_go(links: Links) -> None:
     hubs = {}
     for name in ("a", "b"):
         _, attachment = await links.engine(announcement(name), hub="127.0.0.1:0")
         hubs[name] = attachment.hub_address.removeprefix("tcp://")
     names = Names(hubs["a"])
-    router = await links.router(dial=("dns:localhost:1",), resolve=names.resolve)
+    router = await links.router(
+        dial=("dns:localhost:1",), resolve=names.resolve, resolve_seconds=0.01
+    )
     await until(lambda: router.attached == ["a"])
     names.addresses = [hubs["b"]]
     await until(lambda: router.attached == ["a", "b"])

@@ -1,6 +1,8 @@
 """A fleet: engines come, drain, recover and die; requests go where they can run."""
 
 import asyncio
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,6 +20,8 @@ from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.kv_events import KvEventSource
 from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import SchedulerStats
@@ -33,10 +37,39 @@ AGES = 1e7
 class Rig:
     """A fleet and the test's end of its links."""
 
-    def __init__(self, **options: Any) -> None:
-        links: Any = ScriptedLinks
-        self.fleet = Fleet(RouterConfig(**{"policy": "round-robin", **options}), "hash", 64, links)
-        self.links: Any = self.fleet._links
+    links: Any
+
+    def __init__(
+        self,
+        *,
+        routing: RoutingPolicy | None = None,
+        pair_policy: Any = None,
+        clock: Callable[[], float] | None = None,
+        **options: Any,
+    ) -> None:
+        """Create a fleet without engines.
+
+        Args:
+            routing: chooses the engines; None for the policy of the options.
+            pair_policy: of the fleet.
+            clock: of the fleet; None for the real one and the seconds in `passed`.
+            options: of the router.
+        """
+        self.passed = 0.0
+        """Seconds by which the test has moved the clock on."""
+        self.fleet = Fleet(
+            RouterConfig(**{"policy": "round-robin", **options}),
+            "hash",
+            64,
+            self._create_links,
+            pair_policy,
+            routing,
+            clock or (lambda: time.monotonic() + self.passed),
+        )
+
+    def _create_links(self, *args: Any) -> Any:
+        self.links = ScriptedLinks(*args)
+        return self.links
 
     def attach(self, name: str, state: str = "ready", **facts: Any) -> ScriptedLink:
         link: ScriptedLink = self.links.attach(
@@ -48,19 +81,19 @@ class Rig:
         return self.fleet.client.submit(list(prompt or (1, 2, 3)), GREEDY, 8, [])
 
 
-def test_a_policy_that_fails_loses_no_request(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(policy="predict")
-    busy, idle = rig.attach("busy"), rig.attach("idle")
-    costs = StepCostCoefficients(*[0.001] * len(StepCostCoefficients._fields))
-    odd = SchedulerStats(running=3, waiting_tokens=-(2**63), kv_usage=float("nan"))
-    rig.links.on_message(busy, EngineReport("ready", "", odd, costs))
+class FailingPolicy(RoutingPolicy):
+    """A policy with a bug."""
 
-    def fail(*_: object) -> str:
+    def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str:
         raise ZeroDivisionError("figures that nobody expects")
 
-    monkeypatch.setattr(rig.fleet._dispatcher.policy, "choose", fail)
+
+def test_a_policy_that_fails_loses_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(routing=FailingPolicy(Random(0)))
+    busy, idle = rig.attach("busy"), rig.attach("idle")
+    costs = StepCostCoefficients(0.001, 0.001)
+    odd = SchedulerStats(running=3, waiting_tokens=-(2**63), kv_usage=float("nan"))
+    rig.links.on_message(busy, EngineReport("ready", "", odd, costs))
     stream = rig.submit(1, 2)
     assert stream.alive
     assert [message.prompt for message in idle.sent if isinstance(message, SubmitRequest)] == [
@@ -101,9 +134,8 @@ def test_a_request_goes_on_where_the_tokens_are_left() -> None:
 def test_expected_lengths_are_learned_from_outputs_that_engines_finish() -> None:
     rig = Rig()
     a = rig.attach("a")
-    lengths = rig.fleet._dispatcher.output_lengths
-    assert lengths.predict(8, 0) == 8
     moved, failed = rig.submit(), rig.submit()
+    assert [each.predicted_output_tokens for each in a.requests] == [0, 0]
     a.answer(a.requests[0], 10, 11)
     a.answer(a.requests[1], 5, reason="error")
     b = rig.attach("b")
@@ -111,7 +143,8 @@ def test_expected_lengths_are_learned_from_outputs_that_engines_finish() -> None
     b.answer(b.requests[-1], 12, reason="length")
     assert read(moved) == [10, 11, 12]
     assert failed.alive == set()
-    assert lengths.predict(8, 0) == 3
+    rig.submit()
+    assert b.requests[-1].predicted_output_tokens == 3
 
 
 def test_requests_park_while_no_engine_takes_them() -> None:
@@ -133,9 +166,13 @@ def test_requests_park_while_no_engine_takes_them() -> None:
 
 
 def test_requests_that_park_too_long_end() -> None:
-    rig = Rig(park_timeout=1e-9)
+    rig = Rig(park_timeout=60.0)
     stream = rig.submit()
-    rig.fleet._tick()
+    rig.passed = 59.0
+    rig.fleet.on_tick()
+    assert stream.alive
+    rig.passed = 60.1
+    rig.fleet.on_tick()
     assert error_kind(stream) == "unavailable"
     with pytest.raises(EngineUnavailableError) as refused:
         rig.fleet.check_accepting()
@@ -203,7 +240,7 @@ def test_a_long_recovery_is_not_waited_for(patience: float, num_moved: int) -> N
     rig.submit()
     b = rig.attach("b")
     a.change("recovering", "killed")
-    rig.fleet._tick()
+    rig.fleet.on_tick()
     assert len(b.requests) == num_moved
     assert rig.fleet.engines()[0].cause == "killed"
 
@@ -216,7 +253,7 @@ def test_every_engine_recovers() -> None:
     a.change("recovering", "killed")
     assert rig.fleet.state == "recovering"
     assert "a is recovering" in rig.fleet.status().recovery_cause
-    rig.fleet._tick()
+    rig.fleet.on_tick()
     assert not a.aborted
     a.change("ready")
     assert rig.fleet.state == "ready"
@@ -228,7 +265,7 @@ def test_counters_never_count_down() -> None:
     for link, num_tokens in ((a, 5), (b, 7)):
         link.report = EngineReport("ready", "", SchedulerStats(running=1, decode_tokens=num_tokens))
         rig.links.on_message(link, link.report)
-    rig.fleet._stats._summed_at = None
+    rig.passed += 1
     assert rig.fleet.status().stats[:2] == (2, 0)
     a.leave()
     stats = rig.fleet.status().stats

@@ -1,6 +1,5 @@
 """Rules by which a router's client moves requests between engines."""
 
-import time
 from typing import Any
 
 import pytest
@@ -25,7 +24,9 @@ class Rig:
     """A client whose requests go to the engine of the lowest name that is not closed."""
 
     def __init__(self, *engines: str) -> None:
-        self.client = FleetClient(self.choose)
+        self.now = 100.0
+        """Time in seconds."""
+        self.client = FleetClient(self.choose, clock=lambda: self.now)
         self.sent: dict[str, list[Any]] = {}
         self.closed: set[str] = set()
         for engine in engines:
@@ -147,22 +148,18 @@ def test_tokens_are_continued_only_with_equal_numerics() -> None:
     assert rig.submitted("a") == [1]
 
 
-def test_other_numerics_continue_a_request_that_has_waited_for_equal_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_other_numerics_continue_a_request_that_has_waited_for_equal_ones() -> None:
     rig = Rig("a")
     rig.attach("b", "y")
     rig.attach("c", "y")
     stream = rig.submit(1)
     rig.report("a", (0, 7))
-    now = 104.0
+    rig.now = 104.0
     rig.lose("a")
-    now = 108.9
+    rig.now = 108.9
     rig.client.dispatch_parked()
     assert rig.client.num_parked == 1
-    now = 109.0
+    rig.now = 109.0
     rig.client.dispatch_parked()
     assert rig.submitted("b") == [1]
     assert (rig.client.num_inexact_migrations, stream.entry.numerics) == (1, "y")
@@ -171,9 +168,7 @@ def test_other_numerics_continue_a_request_that_has_waited_for_equal_ones(
     assert rig.client.num_inexact_migrations == 1
 
 
-def test_equal_numerics_are_preferred_after_any_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_equal_numerics_are_preferred_after_any_wait() -> None:
     rig = Rig("c")
     rig.closed = {"a", "b"}
     rig.attach("a", "y")
@@ -181,7 +176,7 @@ def test_equal_numerics_are_preferred_after_any_wait(monkeypatch: pytest.MonkeyP
     rig.submit(1)
     rig.report("c", (0, 7))
     rig.lose("c")
-    now = 200.0
+    rig.now = 200.0
     rig.closed.clear()
     rig.client.dispatch_parked()
     assert (rig.submitted("a"), rig.submitted("b")) == ([], [1])
@@ -221,20 +216,18 @@ def test_parked_requests_are_dispatched_in_order_of_arrival() -> None:
     assert rig.submitted("b")[4:] == [5]
 
 
-def test_what_waits_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_what_waits_too_long_ends() -> None:
     rig = Rig()
     first = rig.submit(1)
-    now = 130.0
+    rig.now = 130.0
     second = rig.submit(2)
     assert rig.client.parked_since == 100.0
-    now = 160.0
+    rig.now = 160.0
     rig.client.reject_parked("nobody came", parked_for=60.0)
     assert end_of(first) == ("error", "unavailable", "nobody came")
     assert (rig.client.parked_since, rig.client.num_parked) == (130.0, 1)
     rig.attach("a")
-    now = 500.0
+    rig.now = 500.0
     rig.client.reject_parked("nobody came", parked_for=60.0)
     assert second.alive
     assert rig.client.parked_since is None
@@ -251,23 +244,19 @@ def test_a_request_that_is_given_back_goes_elsewhere() -> None:
     assert all(delta.end is None for delta in stream.pop_deltas().values())
 
 
-def test_the_wait_of_a_request_goes_on_while_engines_give_it_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_the_wait_of_a_request_goes_on_while_engines_give_it_back() -> None:
     rig = Rig("a")
     stream = rig.submit(1)
     for number in range(3):
-        now += 10.0
+        rig.now += 10.0
         rig.report("a", ends=(number,), kind="unavailable")
         assert rig.client.parked_since == 100.0
         assert rig.submitted("a") == [1] * (number + 1), "not to the same engine at once"
         rig.client.dispatch_parked()
     rig.report("a", (3, 7))
-    now += 10.0
+    rig.now += 10.0
     rig.report("a", ends=(3,), kind="unavailable")
-    assert rig.client.parked_since == now
+    assert rig.client.parked_since == rig.now
     assert stream.entry.num_refusals == 1
 
 

@@ -14,7 +14,6 @@ from gllm.engine.fleet_control import UnknownEngineError
 from gllm.fleet.attachment import RouterAttachment
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS, ReportPacer
-from gllm.fleet.role_control import RoleControl
 from gllm.messages.fleet import EngineReport, SetEngineRole
 from gllm.messages.requests import AbortSequences
 from gllm.routing.disaggregation.policy import RoleChange
@@ -22,11 +21,19 @@ from gllm.routing.flip import FlipConfig
 from gllm.scheduler.plan import SchedulerStats
 from tests.fleet.test_fleet import Rig
 from tests.support.engines.fake_driver import text_of
-from tests.support.routing.links import FakeEngine, Links, TestRouter, announcement, request, until
+from tests.support.routing.links import (
+    EngineSessions,
+    FakeEngine,
+    Links,
+    TestRouter,
+    announcement,
+    request,
+    until,
+)
 from tests.support.routing.scripted_links import ScriptedLink
 
 
-async def two_routers(links: Links) -> tuple[TestRouter, TestRouter, FakeEngine, RouterAttachment]:
+async def two_routers(links: Links) -> tuple[TestRouter, TestRouter, FakeEngine, EngineSessions]:
     """Return two routers and an engine that has dialled both."""
     first = await links.router("first", hub="127.0.0.1:0")
     second = await links.router("second", hub="127.0.0.1:0")
@@ -42,7 +49,7 @@ def has_role(router: TestRouter, role: str) -> bool:
 async def test_a_role_is_announced_to_all_routers_and_no_request_is_lost(links: Links) -> None:
     """T7: both ways, under load, without a tick, a drain or another session."""
     first, second, engine, attachment = await two_routers(links)
-    attachment.on_tick = lambda: None  # type: ignore[method-assign]
+    attachment.is_silent = True
     for number in range(6):
         first.link().send(request(10 * number, [number, 7], 9))
     await until(lambda: engine.client.num_requests == 6)
@@ -83,7 +90,7 @@ async def test_the_router_with_the_lowest_run_leads(links: Links) -> None:
 async def test_changed_loads_are_reported_to_the_other_routers(links: Links) -> None:
     """T8: a router sees the load that another one causes, without waiting for a tick."""
     first, second, engine, attachment = await two_routers(links)
-    attachment.on_tick = lambda: None  # type: ignore[method-assign]
+    attachment.is_silent = True
     first.link().send(request(1, [5, 6], 40))
     await until(lambda: engine.client.num_requests == 1)
     for _ in range(5):
@@ -158,32 +165,27 @@ class ChangingPolicy:
 @pytest.mark.parametrize(("leader", "num_commands"), [(77, 1), (76, 0), (0, 0)])
 def test_only_the_leading_router_changes_roles_by_policy(leader: int, num_commands: int) -> None:
     """C19; an engine of an older version names no leader."""
-    rig = Rig()
+    rig = Rig(pair_policy=ChangingPolicy())
     link = rig.attach("a", role="prefill")
     report = EngineReport("ready", "", SchedulerStats(), leader=leader)
     rig.links.on_message(link, report)
-    policy: Any = ChangingPolicy()
-    fleet = rig.fleet
-    control = RoleControl(
-        fleet._links, fleet._dispatcher.records, RouterConfig(), lambda: 0.0, policy
-    )
-    control.on_tick()
+    rig.fleet.on_tick()
     assert link.sent.count(SetEngineRole("decode")) == num_commands
     announce_role(rig, link, "decode")
-    control.on_tick()
+    rig.fleet.on_tick()
     assert link.sent.count(SetEngineRole("decode")) == num_commands
 
 
 def test_an_idle_engine_flips_by_load() -> None:
     now = [0.0]
-    rig = Rig(preset="tetri", flip_conditions=FlipConfig(flip_seconds=4.0))
+    conditions = FlipConfig(flip_seconds=4.0)
+    rig = Rig(preset="tetri", flip_conditions=conditions, clock=lambda: now[0])
     idle, busy = rig.attach("p0", role="prefill"), rig.attach("d0", role="decode")
     rig.attach("p1", role="prefill")
     full = SchedulerStats(running=256, kv_usage=0.9)
     rig.links.on_message(busy, EngineReport("ready", "", full, leader=77))
     rig.links.on_message(idle, EngineReport("ready", "", SchedulerStats(), leader=77))
     control = rig.fleet.roles
-    control._clock = lambda: now[0]
     for now[0] in (0.0, 2.0, 3.9):
         control.on_tick()
     assert not any(isinstance(message, SetEngineRole) for message in idle.sent)
@@ -219,4 +221,4 @@ def test_announcements_of_roles_keep_the_other_facts() -> None:
         FakeEngine(), lambda: announcement(num_blocks=9), FleetLinkConfig(hub="127.0.0.1:0")
     )
     attachment.set_role("prefill")
-    assert attachment._current_announcement() == announcement(num_blocks=9, role="prefill")
+    assert attachment.announcement == announcement(num_blocks=9, role="prefill")

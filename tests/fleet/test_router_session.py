@@ -13,9 +13,9 @@ from gllm.messages.handoff import (
     RenewKvHolds,
 )
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.requests import AbortSequences, PoisonRequestError
+from gllm.messages.requests import AbortSequences
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.suspects import PoisonList
+from gllm.runtime.suspects import SUSPECT_DEATHS
 from tests.support.engines.fake_driver import STOP, logprob_of, text_of
 from tests.support.routing.links import Links, request, until
 
@@ -115,17 +115,21 @@ async def test_requests_end_with_the_session_of_their_router(links: Links) -> No
     assert attachment.routers == []
 
 
-async def test_requests_that_cannot_run_are_answered(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_that_cannot_run_are_answered(links: Links) -> None:
     router, engine, _ = await links.pair()
     router.link().send(request(1, [-5]))
     await until(lambda: 1 in router.ends())
     assert "`prompt`" in router.errors()[1]
     router.link().send(request(20, [1], n=2, choices=[3, 1]))
     await until(lambda: 21 in router.ends())
-    monkeypatch.setattr(PoisonList, "check", _raise_poison)
-    router.link().send(request(30, [1]))
+    # Its sampling parameters are those of the router's request.
+    poison = engine.client.submit([7], SequenceSamplingParams(), 8, [])
+    for _ in range(SUSPECT_DEATHS + 1):
+        engine.client.on_death(list(poison.entry.seqs.values()))
+        engine.client.detach("killed")
+        engine.client.attach(engine.driver.send)
+    engine.client.release(poison)
+    router.link().send(request(30, [7]))
     await until(lambda: 30 in router.ends())
     assert router.ends() == {
         1: ("error", ""),
@@ -135,10 +139,6 @@ async def test_requests_that_cannot_run_are_answered(
     }
     assert engine.client.num_requests == 0
     assert router.lost == []
-
-
-def _raise_poison(*_: object) -> None:
-    raise PoisonRequestError("workers died")
 
 
 async def test_what_an_engine_cannot_finish_goes_elsewhere(links: Links) -> None:
@@ -236,10 +236,10 @@ async def test_an_engine_that_takes_no_requests_prefetches_nothing(links: Links)
 
 
 async def test_a_router_learns_of_the_pushes_of_its_requests(links: Links) -> None:
-    router, _, attachment = await links.pair()
+    router, engine, attachment = await links.pair()
     message = request(1, [1, 2], 1)
     router.link().send(msgspec.structs.replace(message, kv_ticket=5))
-    await until(lambda: any(session._tickets for session in attachment.routers))
+    await until(lambda: engine.driver.sequences)
     for ticket in (4, 5):
         attachment.on_push(ticket)
     await until(lambda: KvPushStarted(5) in router.messages)

@@ -11,23 +11,23 @@ from gllm.engine.interface import EngineUnavailableError
 from gllm.messages.fleet import EngineReport
 from gllm.routing.engine_rate import RecentLengths, sustained_rate
 from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 from tests.fleet.test_fleet import Rig, read
-from tests.support.routing.scripted_links import ScriptedLink
+from tests.support.routing.scripted_links import ANNOUNCE, ScriptedLink
 from tests.support.routing.snapshots import engine
 
 COSTS = StepCostCoefficients(step=0.01, token=1e-4)
+CONDITIONS = ScaleConfig("0:3", scale_idle_seconds=10.0, scale_startup_seconds=5.0)
 
 
 class ScaledRig(Rig):
     """A fleet that scales, on a clock of the test."""
 
-    def __init__(self, scale: str = "0:3", **options: Any) -> None:
-        conditions = ScaleConfig(scale, scale_idle_seconds=10.0, scale_startup_seconds=5.0)
-        super().__init__(scale_conditions=conditions, **options)
+    def __init__(self, conditions: ScaleConfig = CONDITIONS, **options: Any) -> None:
         self.now = time.monotonic()
-        self.fleet.scaling._clock = lambda: self.now
+        super().__init__(scale_conditions=conditions, clock=lambda: self.now, **options)
 
     def arrive(self, count: int = 1) -> Any:
         """Let requests arrive as the frontend does."""
@@ -66,7 +66,7 @@ def test_first_request_wakes_a_service_without_engines_and_waits() -> None:
     (stream,) = rig.arrive()
     assert rig.status.num_wanted == 1
     assert rig.fleet.totals().num_parked == 1
-    rig.fleet._tick()
+    rig.fleet.on_tick()
     assert stream.alive
     a = leading(rig.attach("a"))
     a.answer(a.requests[0], 10, reason="length")
@@ -99,8 +99,8 @@ def test_engines_follow_the_rate_that_one_is_predicted_to_sustain() -> None:
             a.answer(request, *range(8), reason="length")
         rig.pass_time(1)
     expected = sustained_rate(engine("a"), COSTS, RecentLengths(3.0, 8.0))
-    record = rig.fleet._dispatcher.records["a"].snapshot()
-    assert rig.status.engine_rate == sustained_rate(record, COSTS, RecentLengths(3.0, 8.0))
+    snapshot = EngineSnapshot("a", num_blocks=ANNOUNCE.num_blocks, block_size=ANNOUNCE.block_size)
+    assert rig.status.engine_rate == sustained_rate(snapshot, COSTS, RecentLengths(3.0, 8.0))
     assert rig.status.engine_rate < expected, "its KV cache holds fewer requests"
     assert rig.status.rate == pytest.approx(4, rel=0.1)
     assert rig.status.num_wanted == 1
@@ -123,15 +123,14 @@ def test_configured_rate_outranks_the_predicted_one() -> None:
     conditions = ScaleConfig("1:9", scale_engine_rate=0.5)
     config = RouterConfig(scale_conditions=conditions)
     assert config.scale_conditions.limits() == (1, 9)
-    rig = ScaledRig()
-    rig.fleet.scaling._config = conditions
+    rig = ScaledRig(conditions)
     rig.pass_time(1)
     assert rig.status.engine_rate == 0.5
     assert msgspec.to_builtins(rig.status)["num_wanted"] == rig.status.num_wanted
 
 
 def test_faster_engines_and_looser_limits_sustain_more() -> None:
-    snapshot = engine("a")._replace(num_blocks=10_000)
+    snapshot, small = (EngineSnapshot("a", num_blocks=num_blocks) for num_blocks in (10_000, 50))
     lengths = RecentLengths(100.0, 100.0)
     costs = StepCostCoefficients(0.01, 1e-4, 0.0, 1e-4, 1e-7)
     free = sustained_rate(snapshot, costs, lengths)
@@ -141,4 +140,4 @@ def test_faster_engines_and_looser_limits_sustain_more() -> None:
     # One request at a time: 100 steps, and its prompt.
     assert one == pytest.approx(0.8 / (100 * (0.01 + 2e-4 + 1.5e-5) + 0.01))
     assert sustained_rate(snapshot, costs, RecentLengths(100.0, 200.0)) < free
-    assert sustained_rate(snapshot._replace(num_blocks=50), costs, lengths) < free
+    assert sustained_rate(small, costs, lengths) < free

@@ -9,25 +9,22 @@ from gllm.runtime.host_names import Resolve
 
 log = logging.getLogger(__name__)
 
-RESOLVE_SECONDS = 5.0
-"""Time between two resolutions of a name."""
-
 
 class DnsDiscovery:
     """All addresses of a name, resolved again every few seconds."""
 
-    def __init__(self, entry: str, resolve: Resolve, interval: float | None = None) -> None:
+    def __init__(self, entry: str, resolve: Resolve, interval: float) -> None:
         """Create the discovery of NAME:PORT. Raises ValueError.
 
         Args:
             entry: name and port.
             resolve: resolution of names.
-            interval: seconds between two resolutions; None for RESOLVE_SECONDS.
+            interval: seconds between two resolutions.
         """
         self._host, self._port = parse_host_port(entry)
         self.target = format_host_port(self._host, self._port)
         self._resolve = resolve
-        self._interval = RESOLVE_SECONDS if interval is None else interval
+        self._interval = interval
 
     async def watch(self, on_change: Callable[[frozenset[str]], None]) -> None:
         """See Discovery. While the name cannot be resolved, its last addresses stay."""

@@ -6,14 +6,24 @@ from types import MappingProxyType
 from gllm.fleet.discovery.base import Discovery
 from gllm.fleet.discovery.dns import DnsDiscovery
 from gllm.fleet.discovery.static import StaticDiscovery
+from gllm.fleet.link_config import RESOLVE_SECONDS
 from gllm.runtime.host_names import Resolve, resolve_host
 
-SCHEMES: Mapping[str, Callable[[str, Resolve], Discovery]] = MappingProxyType({"dns": DnsDiscovery})
+SCHEMES: Mapping[str, Callable[[str, Resolve, float], Discovery]] = MappingProxyType(
+    {"dns": DnsDiscovery}
+)
 """Kinds by the word before the first colon; entries without one are HOST:PORT."""
 
 
-def make_discovery(entry: str, resolve: Resolve = resolve_host) -> Discovery:
+def make_discovery(
+    entry: str, resolve: Resolve = resolve_host, resolve_seconds: float = RESOLVE_SECONDS
+) -> Discovery:
     """Return the discovery of an entry: HOST:PORT, or dns:NAME:PORT for all addresses of a name.
+
+    Args:
+        entry: of --router or --engines.
+        resolve: resolution of host names.
+        resolve_seconds: interval at which a name with several addresses is resolved again.
 
     Raises:
         ValueError: the entry is neither.
@@ -21,5 +31,5 @@ def make_discovery(entry: str, resolve: Resolve = resolve_host) -> Discovery:
     scheme, _, rest = entry.partition(":")
     # A host may have the name of a scheme.
     if scheme in SCHEMES and ":" in rest:
-        return SCHEMES[scheme](rest, resolve)
+        return SCHEMES[scheme](rest, resolve, resolve_seconds)
     return StaticDiscovery(entry, resolve)

@@ -71,6 +71,26 @@ class FakeEngine:
             self.client.on_report(self.driver.commit(batch))
 
 
+class _RouterLinks(FleetLinks):
+    """Sessions of a router whose heartbeats a test can stop."""
+
+    is_silent = False
+
+    def on_tick(self) -> None:
+        if not self.is_silent:
+            super().on_tick()
+
+
+class EngineSessions(RouterAttachment):
+    """Sessions of an engine whose heartbeats and reports on ticks a test can stop."""
+
+    is_silent = False
+
+    def on_tick(self) -> None:
+        if not self.is_silent:
+            super().on_tick()
+
+
 class TestRouter:
     """A router that keeps what its engines send."""
 
@@ -82,7 +102,7 @@ class TestRouter:
         self.attached: list[str] = []
         self.lost: list[tuple[str, str]] = []
         self.messages: list[AnyMessage] = []
-        self.links = FleetLinks(
+        self.links = _RouterLinks(
             FleetLinkConfig(**config),
             name,
             self._on_attached,
@@ -162,15 +182,18 @@ class Links:
         return router
 
     async def engine(
-        self, announce: AnnounceEngine | None = None, **config: Any
-    ) -> tuple[FakeEngine, RouterAttachment]:
+        self,
+        announce: AnnounceEngine | None = None,
+        resolve: Resolve = resolve_host,
+        **config: Any,
+    ) -> tuple[FakeEngine, EngineSessions]:
         engine, announced = FakeEngine(), announce or announcement()
-        attachment = RouterAttachment(engine, lambda: announced, FleetLinkConfig(**config))
+        attachment = EngineSessions(engine, lambda: announced, FleetLinkConfig(**config), resolve)
         self._started.append(attachment)
         await attachment.start()
         return engine, attachment
 
-    async def pair(self) -> tuple[TestRouter, FakeEngine, RouterAttachment]:
+    async def pair(self) -> tuple[TestRouter, FakeEngine, EngineSessions]:
         """Return a router and an engine that has dialled it."""
         router = await self.router(hub="127.0.0.1:0")
         engine, attachment = await self.engine(dial=(router.address,))
