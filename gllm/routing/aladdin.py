@@ -39,6 +39,7 @@ class AladdinPolicy(RoutingPolicy):
         rng: Breaks ties.
         rules: Parameters of the constraints; the SLO is that of each request.
         model: Latency model of all engines; None: the one that each engine has fitted.
+        groups: Divides the engines; None: by the rate of the requests.
     """
 
     uses_statistics = False
@@ -50,12 +51,13 @@ class AladdinPolicy(RoutingPolicy):
         rng: Random,
         rules: PlacementRules | None = None,
         model: LatencyModel | None = None,
+        groups: SchedulingGroups | None = None,
     ) -> None:
         super().__init__(rng)
         self.output_lengths = PromptLengthPredictor()
         self._rules = rules or PlacementRules()
         self._model = model
-        self._groups = SchedulingGroups()
+        self._groups = groups or SchedulingGroups()
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the fullest engine that admits the request, or the one with the least load."""

@@ -2,13 +2,11 @@
 
 from collections import Counter
 from random import Random
-from typing import Any
 
 import pytest
 
 from benchmarks.placement import MODEL, LoadedFleet
 from gllm.config.slo import NO_SLO, Slo
-from gllm.routing import aladdin, placement
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.output_by_prompt import (
     MIN_BUCKET_REQUESTS,
@@ -20,12 +18,14 @@ from gllm.routing.placement import (
     PlacementRules,
     PlacementWorker,
     admits,
+    admits_kv_cache,
     capacity_norm,
     place_heartbeat,
 )
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.output_lengths import OutputHistory
 from gllm.sim.workloads.requests import make_workload
+from tests.support.work import count_calls
 
 
 def as_workers(policy: AladdinPolicy, engines: list[EngineSnapshot]) -> list[PlacementWorker]:
@@ -105,32 +105,28 @@ def test_requests_one_by_one_get_the_engines_of_a_heartbeat() -> None:
     for job in make_workload("sharegpt-like", 60, 4.0, seed=3):
         policy.on_finished(job.num_prompt_tokens, job.num_output_tokens)
     for _ in range(20):
-        engines = {
-            str(index): EngineSnapshot(
-                str(index),
-                ongoing=[
-                    OngoingRequest(rng.randint(1, 1500), rng.randint(50, 300), rng.uniform(85, 99))
-                    # The first one is empty, and admits what the others do not.
-                    for _ in range(rng.randint(1, 6) if index else 0)
-                ],
-                time=100.0,
-                num_blocks=3750,
-                max_num_seqs=10,
-            )
+        ongoing = {
+            str(index): [
+                OngoingRequest(rng.randint(1, 1500), rng.randint(50, 300), rng.uniform(85, 99))
+                # The first one is empty, and admits what the others do not.
+                for _ in range(rng.randint(1, 6) if index else 0)
+            ]
             for index in range(8)
         }
-        loaded = as_workers(policy, [*engines.values()])
+        engines = [
+            EngineSnapshot(name, ongoing=requests, time=100.0, num_blocks=3750, max_num_seqs=10)
+            for name, requests in ongoing.items()
+        ]
+        loaded = as_workers(policy, engines)
         lengths = sorted((rng.randint(50, 700) for _ in range(6)), reverse=True)
         requests = [PlacedRequest(length, predict(length)) for length in lengths]
         placed = place_heartbeat(loaded, reversed(requests), PlacementRules(slo), open_worker)
         for length in lengths:
-            name = policy.choose(RoutingRequest(length, slo=slo), [*engines.values()])
+            name = policy.choose(RoutingRequest(length, slo=slo), engines)
             assert name is not None
-            engine = engines[name]
             chosen[name] += 1
-            new = OngoingRequest(length, 0, engine.time)
-            engines[name] = engine._replace(ongoing=[*engine.ongoing, new])
-        assert placed == as_workers(policy, [*engines.values()])
+            ongoing[name].append(OngoingRequest(length, 0, 100.0))
+        assert placed == as_workers(policy, engines)
     assert len(chosen) == 8
 
 
@@ -153,25 +149,17 @@ def test_predictions_are_those_of_the_recorded_outputs() -> None:
         assert predictor.predict(asked, generated) == max(mean, generated + 1.0)
 
 
-def test_a_heartbeat_computes_few_predictions_and_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = Counter[str]()
+def test_a_heartbeat_computes_few_predictions_and_profiles() -> None:
     fleet = LoadedFleet(64, 16, rate=25.0)
-
-    def count(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def counted(*values: Any) -> Any:
-            counts[name] += 1
-            return function(*values)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(OutputHistory, "mean_above")
-    count(aladdin, "PlacedRequest")
-    count(placement, "admits_kv_cache")
-    fleet.place(make_workload("azure-conv", 25, 25.0, seed=2))
+    jobs = make_workload("azure-conv", 25, 25.0, seed=2)
+    targets = {
+        "predictions": OutputHistory.mean_above,
+        "requests": PlacedRequest.__new__,
+        "profiles": admits_kv_cache,
+    }
+    counts = count_calls(lambda: fleet.place(jobs), targets)
     # The engines have 1,024 requests, so that predicting each for each choice takes 25,600.
-    assert 25 <= counts["mean_above"] <= 3000
+    assert 25 <= counts["predictions"] <= 3000
     # Requests of engines that meet all constraints but the last.
-    assert 25 <= counts["PlacedRequest"] <= 1000
-    assert 1 <= counts["admits_kv_cache"] <= 50
+    assert 25 <= counts["requests"] <= 1000
+    assert 1 <= counts["profiles"] <= 50

@@ -68,7 +68,7 @@ def test_a_load_above_a_tenth_keeps_the_role() -> None:
 def test_engines_that_take_no_requests_do_not_count(state: str) -> None:
     engines = [
         engine("p0", "prefill"),
-        engine("p1", "prefill")._replace(state=state),
+        engine("p1", "prefill", state=state),
         engine("d0", "decode", **BUSY_DECODE),
     ]
     assert watch(FlipPolicy(), engines, 200) == []
@@ -110,7 +110,7 @@ class Fleet:
         self.flips.append((now, name))
 
 
-@settings(max_examples=num_examples(25, 400), deadline=None)
+@settings(max_examples=num_examples(15, 400), deadline=None)
 @given(
     roles=st.lists(st.sampled_from(["prefill", "decode", "mixed"]), min_size=1, max_size=6),
     data=st.data(),

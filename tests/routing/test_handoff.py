@@ -355,5 +355,5 @@ class HandoffMachine(RuleBasedStateMachine):
 
 TestHandoffMachine = HandoffMachine.TestCase
 TestHandoffMachine.settings = settings(
-    max_examples=num_examples(80, 1500), stateful_step_count=25, deadline=None
+    max_examples=num_examples(40, 1500), stateful_step_count=25, deadline=None
 )

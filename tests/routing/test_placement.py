@@ -128,8 +128,8 @@ def test_rules_out_of_range_are_refused(field: str, value: float) -> None:
 COSTS = StepCostCoefficients(0.01, 1e-4, 0.0, 1e-4, 1e-7)
 
 
-def snapshot(name: str, *ongoing: OngoingRequest, **fields) -> EngineSnapshot:
-    return engine(name)._replace(coefficients=COSTS, ongoing=ongoing, **fields)
+def snapshot(name: str, *ongoing: OngoingRequest, weight: float = 1.0) -> EngineSnapshot:
+    return engine(name, weight, coefficients=COSTS, ongoing=ongoing)
 
 
 def test_policy_packs_engines_and_falls_back_to_the_least_load() -> None:
@@ -151,8 +151,8 @@ def test_policy_packs_engines_and_falls_back_to_the_least_load() -> None:
 
 def test_policy_chooses_before_any_engine_has_a_cost_model() -> None:
     policy = make_policy("aladdin", Random(0))
-    engines = [snapshot(name)._replace(coefficients=None) for name in "ab"]
-    assert policy.choose(REQUEST._replace(slo=SLO), engines) in ("a", "b")
+    engines = [engine(name, coefficients=None) for name in "ab"]
+    assert policy.choose(RoutingRequest(100, slo=SLO), engines) in ("a", "b")
 
 
 def test_ongoing_requests_follow_their_tokens() -> None:
@@ -244,7 +244,7 @@ def test_rebalancing_moves_from_the_largest_error_to_the_smallest() -> None:
     moves = rebalance(loaded, {"late": late, "early": early}, RULES)
     assert [(each.source, each.target) for each in moves] == [("late", "early")]
     # One whose prompt is being computed stays.
-    loaded[0] = worker(placed(100, 300)._replace(is_begun=True), name="late")
+    loaded[0] = worker(PlacedRequest(100, 300, is_begun=True), name="late")
     assert not rebalance(loaded, {"late": late, "early": early}, RULES)
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
 from gllm.routing.session_affinity import MAX_EXTRA_REQUESTS
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
+from gllm.scheduler.step_cost import StepCostCoefficients
 from tests.support.routing.snapshots import COSTS, REQUEST, engine
+from tests.support.routing.snapshots import request as make_request
 
 POLICIES_BY_STATISTICS = sorted(
     set(POLICIES) - {"random", "round-robin", "aladdin", "pending-tokens"}
@@ -38,7 +41,7 @@ def count_choices(
 @pytest.mark.parametrize("session", ["", "s"])
 def test_every_policy_chooses_one_of_the_engines(name: str, session: str) -> None:
     policy = make_policy(name, Random(0))
-    request = REQUEST._replace(session=session, slo=Slo(1.0, 1e-9))
+    request = make_request(session=session, slo=Slo(1.0, 1e-9))
     assert choose(policy, [], request) is None
     assert choose(policy, [engine("a", running=9)], request) == "a"
     names = {choose(policy, [engine("a"), engine("b"), engine("c")], request) for _ in range(50)}
@@ -55,16 +58,21 @@ def test_unknown_policy_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", POLICIES_BY_STATISTICS)
 def test_idle_engine_is_preferred(name: str) -> None:
     policy = make_policy(name, Random(0))
-    busy = {"running": 30, "waiting": 5, "waiting_tokens": 2000, "decode_context_tokens": 9000}
+    busy: dict[str, Any] = {
+        "running": 30,
+        "waiting": 5,
+        "waiting_tokens": 2000,
+        "decode_context_tokens": 9000,
+    }
     engines = [engine("a", **busy), engine("b")]
-    assert choose(policy, engines, REQUEST._replace(session="s")) == "b"
+    assert choose(policy, engines, make_request(session="s")) == "b"
 
 
 @pytest.mark.parametrize("name", POLICIES_BY_STATISTICS)
 def test_requests_on_their_way_count(name: str) -> None:
     policy = make_policy(name, Random(0))
-    busy = engine("a", num_sent=20)._replace(num_sent_tokens=2000)
-    assert choose(policy, [busy, engine("b")], REQUEST._replace(session="s")) == "b"
+    busy = engine("a", num_sent=20, num_sent_tokens=2000)
+    assert choose(policy, [busy, engine("b")], make_request(session="s")) == "b"
 
 
 def test_round_robin_takes_turns_by_weight() -> None:
@@ -112,11 +120,10 @@ def test_a_prompt_counts_while_it_is_computed(name: str) -> None:
 
 def test_pending_tokens_count_a_prompt_until_its_first_token() -> None:
     policy = make_policy("pending-tokens", Random(0))
-    computes = engine("a")._replace(ongoing=[OngoingRequest(2000)])
-    decodes = engine("b")._replace(ongoing=[OngoingRequest(2000, 1) for _ in range(50)])
-    assert choose(policy, [computes, decodes]) == "b"
-    decodes = decodes._replace(weight=0.01)
-    assert choose(policy, [computes, decodes]) == "a"
+    computes = engine("a", ongoing=[OngoingRequest(2000)])
+    decoded = [OngoingRequest(2000, 1) for _ in range(50)]
+    assert choose(policy, [computes, engine("b", ongoing=decoded)]) == "b"
+    assert choose(policy, [computes, engine("b", ongoing=decoded, weight=0.01)]) == "a"
 
 
 def test_power_of_two_sometimes_misses_the_best_but_never_takes_the_worst() -> None:
@@ -130,7 +137,7 @@ def test_power_of_two_sometimes_misses_the_best_but_never_takes_the_worst() -> N
 def test_sessions_stay_and_only_those_of_a_lost_engine_move() -> None:
     policy = make_policy("session", Random(0))
     engines = [engine(name) for name in "abcde"]
-    sessions = [REQUEST._replace(session=str(number)) for number in range(500)]
+    sessions = [make_request(session=str(number)) for number in range(500)]
     before = [choose(policy, engines, each) for each in sessions]
     assert [choose(policy, engines[::-1], each) for each in sessions] == before
     assert min(Counter(before).values()) > 60
@@ -141,12 +148,12 @@ def test_sessions_stay_and_only_those_of_a_lost_engine_move() -> None:
 
 def test_session_leaves_an_overloaded_engine() -> None:
     policy = make_policy("session", Random(0))
-    request = REQUEST._replace(session="s")
+    request = make_request(session="s")
     engines = [engine("a"), engine("b"), engine("c")]
     home = choose(policy, engines, request)
-    some = [each._replace(num_sent=MAX_EXTRA_REQUESTS * (each.name == home)) for each in engines]
+    some = [engine(name, num_sent=MAX_EXTRA_REQUESTS * (name == home)) for name in "abc"]
     assert choose(policy, some, request) == home
-    many = [each._replace(num_sent=20 * (each.name == home)) for each in engines]
+    many = [engine(name, num_sent=20 * (name == home)) for name in "abc"]
     assert choose(policy, many, request) != home
 
 
@@ -173,11 +180,13 @@ def test_cached_prefix_is_weighed_against_waiting_tokens(name: str) -> None:
 
 def test_predict_prefers_the_faster_engine_until_its_queue_takes_longer() -> None:
     policy = make_policy("predict", Random(0))
-    slow = COSTS._replace(step=4 * COSTS.step, token=4 * COSTS.token)
+    slow = StepCostCoefficients(
+        4 * COSTS.step, 4 * COSTS.token, COSTS.pair, COSTS.decode, COSTS.context_token
+    )
 
     def chosen(waiting_tokens: int) -> str | None:
         fast = engine("a", waiting_tokens=waiting_tokens)
-        return choose(policy, [fast, engine("b")._replace(coefficients=slow)])
+        return choose(policy, [fast, engine("b", coefficients=slow)])
 
     assert chosen(0) == chosen(200) == "a"
     assert chosen(1000) == "b"
@@ -188,8 +197,8 @@ def test_predict_respects_the_objective_for_tokens() -> None:
     # Decodes hardly delay the first token but all later ones.
     busy = engine("a", running=100, decode_context_tokens=2000)
     slow = engine("b", waiting_tokens=2000)
-    request = REQUEST._replace(slo=Slo(None, 0.015))
+    request = make_request(slo=Slo(None, 0.015))
     assert choose(policy, [busy, slow]) == "a"
     assert choose(policy, [busy, slow], request) == "b"
     # Nobody meets it: the closest one.
-    assert choose(policy, [busy, slow], REQUEST._replace(slo=Slo(None, 1e-6))) == "b"
+    assert choose(policy, [busy, slow], make_request(slo=Slo(None, 1e-6))) == "b"

@@ -6,8 +6,9 @@ import pytest
 
 from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
 from gllm.scheduler.block_pool import chain_hash, root_hash
+from tests.support.work import count_calls, held_bytes
 
-NUM_MESSAGES = 5_000
+NUM_MESSAGES = 2_000
 EVENTS_PER_MESSAGE = 20
 
 
@@ -51,9 +52,10 @@ def test_index_equals_a_set_per_engine_over_1e5_events() -> None:
         assert index.cached_blocks(chain) == longest_prefixes(model, chain)
     assert num_events > 0.8 * NUM_MESSAGES * EVENTS_PER_MESSAGE
     assert index.num_blocks == {name: len(blocks) for name, blocks in model.items()}
+    assert index.num_distinct_blocks == len(set().union(*model.values()))
     for name in engines:
         index.forget(name)
-    assert not index._owners
+    assert index.num_distinct_blocks == 0
 
 
 def test_gap_empties_an_engine_until_its_next_snapshot() -> None:
@@ -70,12 +72,14 @@ def test_gap_empties_an_engine_until_its_next_snapshot() -> None:
 
 def test_many_engines_come_and_go() -> None:
     index = PrefixIndex()
+    sizes = []
     for number in range(300):
         index.on_events(f"old-{number}", 0, [b"x"], [], is_cleared=True)
         index.forget(f"old-{number}")
         index.on_events("a", 0, [b"x"], [], is_cleared=True)
         assert index.cached_blocks([b"x"]) == {"a": 1}
-    assert max(index._bits.values()) <= 2
+        sizes.append(held_bytes(index))
+    assert max(sizes[50:]) <= max(sizes[:50]), "nothing is kept of engines that have gone"
 
 
 def test_removal_of_an_unknown_block_changes_nothing() -> None:
@@ -104,5 +108,7 @@ def test_prompt_is_hashed_only_as_far_as_some_engine_has_cached_it() -> None:
     hashes = PromptBlockHashes(range(16_000), 16)
     index = PrefixIndex()
     index.on_events("a", 0, list(PromptBlockHashes(range(160), 16)), [], is_cleared=True)
+    assert count_calls(lambda: index.cached_blocks(hashes), {"blocks": chain_hash}) == {
+        "blocks": 11
+    }
     assert index.cached_blocks(hashes) == {"a": 10}
-    assert len(hashes._hashes) == 11

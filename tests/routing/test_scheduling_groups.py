@@ -2,8 +2,7 @@
 
 from collections import Counter
 from random import Random
-
-import pytest
+from typing import Any
 
 from benchmarks.placement import MODEL
 from gllm.config.slo import Slo
@@ -58,21 +57,30 @@ def test_engines_that_come_and_go_leave_the_others_in_their_groups() -> None:
     after = members(groups, [*NAMES[10:], "new"])
     for name in NAMES[10:]:
         assert before[name] - set(NAMES[:10]) == after[name] - {"new"}
-    # One group more takes engines, and the others exchange none.
+    # At a higher rate further groups take engines, and the others exchange none.
     num_groups = groups.num_groups
-    groups.num_groups += 1
-    groups._group_by_name.clear()
-    wider = members(groups, NAMES)
-    parts = set(wider.values())
-    new = next(part for part in parts if not any(part <= old for old in before.values()))
-    assert len(parts) == num_groups + 1
-    assert all(part == new or any(part <= old for old in before.values()) for part in parts)
+    for number in range(2000):
+        groups.on_request(200, 5.0 + number / 200)
+    assert groups.num_groups > num_groups
+    parts = set(members(groups, NAMES).values())
+    assert len(parts) == groups.num_groups
+    new = [part for part in parts if not any(part <= old for old in before.values())]
+    assert len(new) == groups.num_groups - num_groups
 
 
-def test_the_next_group_is_tried_before_the_least_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = AladdinPolicy(Random(0), PlacementRules(), MODEL)
-    monkeypatch.setattr(SchedulingGroups, "on_request", lambda *_: None)
-    policy._groups.num_groups = 3
+class ThreeGroups(SchedulingGroups):
+    """Three groups at any rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_groups = 3
+
+    def on_request(self, num_engines: int, now: float) -> None:
+        pass
+
+
+def test_the_next_group_is_tried_before_the_least_load() -> None:
+    policy = AladdinPolicy(Random(0), PlacementRules(), MODEL, ThreeGroups())
     late = OngoingRequest(100, 50, -9.0)
 
     def engine(name: str, *ongoing: OngoingRequest) -> EngineSnapshot:
@@ -80,8 +88,7 @@ def test_the_next_group_is_tried_before_the_least_load(monkeypatch: pytest.Monke
 
     request = RoutingRequest(100, slo=SLO)
     names = NAMES[:12]
-    groups = policy._groups.divide(names)
-    assert len(groups) == 3
+    assert len(ThreeGroups().divide(names)) == 3
     for free in range(12):
         # One engine meets the constraints; that of each other has a request that is late already.
         engines = [engine(each, *([late] if i != free else [])) for i, each in enumerate(names)]
@@ -94,22 +101,28 @@ def test_the_next_group_is_tried_before_the_least_load(monkeypatch: pytest.Monke
         assert {policy.choose(request, others) for _ in range(6)} == {names[free]}
 
 
-def test_a_placement_looks_at_the_engines_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = AladdinPolicy(Random(0), PlacementRules(), MODEL)
+class CountingList(list[EngineSnapshot]):
+    """A list that counts the engines which are looked at one by one."""
+
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_placement_looks_at_the_engines_of_one_group() -> None:
+    groups = SchedulingGroups()
+    policy = AladdinPolicy(Random(0), PlacementRules(), MODEL, groups)
     counts: list[int] = []
-    worker = policy._worker
-
-    def count(*values: object) -> object:
-        counts[-1] += 1
-        return worker(*values)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(policy, "_worker", count)
     chosen = set()
     for number in range(400):
-        counts.append(0)
-        snapshots = [EngineSnapshot(each, num_blocks=3750, time=number / 100) for each in NAMES]
+        snapshots = CountingList(
+            EngineSnapshot(each, num_blocks=3750, time=number / 100) for each in NAMES
+        )
         chosen.add(policy.choose(RoutingRequest(100, slo=SLO), snapshots))
-    assert counts[0] == 200
-    assert policy._groups.num_groups >= 4
+        counts.append(snapshots.num_reads)
+    assert counts[0] >= 200
+    assert groups.num_groups >= 4
     assert max(counts[-50:]) < 100
     assert len(chosen) > 4

@@ -18,9 +18,9 @@ def mixed_pool(policy: SplitwisePairPolicy, engines: list[EngineSnapshot]) -> se
     return {each.name for each in policy.pools.divide(engines).mixed}
 
 
-def full(name: str) -> EngineSnapshot:
+def full(name: str, num_sent_tokens: int = 0) -> EngineSnapshot:
     """A token machine without free KV memory."""
-    return engine(name, "decode", kv_usage=1.0)
+    return engine(name, "decode", num_sent_tokens=num_sent_tokens, kv_usage=1.0)
 
 
 def overloaded(name: str) -> EngineSnapshot:
@@ -52,10 +52,9 @@ def test_both_machines_are_the_least_loaded_and_chosen_at_arrival(
 def test_requests_on_their_way_count_as_pending_and_reserved() -> None:
     policy = SplitwisePairPolicy(Random(0))
     engines = fleet(2, 2)
-    long, short = pair_request(1, 3000, 500), pair_request(2, 10, 10)
-    first = policy.choose(long, engines, 0.0)
+    first = policy.choose(pair_request(1, 3000, 500), engines, 0.0)
     assert first is not None
-    others = [policy.choose(short._replace(key=key), engines, 0.0) for key in range(2, 9)]
+    others = [policy.choose(pair_request(key, 10, 10), engines, 0.0) for key in range(2, 9)]
     assert all(pair is not None and pair.prefill != first.prefill for pair in others)
     assert all(pair is not None and pair.decode != first.decode for pair in others)
 
@@ -99,7 +98,7 @@ def test_decodes_overflow_to_mixed_then_to_prompt_machines_then_to_one_for_both(
     assert pair.decode == "p"
     assert mixed_pool(policy, engines) == {"p"}
     policy = SplitwisePairPolicy(Random(0))
-    engines = [full("d"), full("e")._replace(num_sent_tokens=5)]
+    engines = [full("d"), full("e", num_sent_tokens=5)]
     assert policy.choose(pair_request(1), engines, 0.0) == EnginePair("d", "d")
 
 
@@ -142,13 +141,15 @@ def test_a_mixed_machine_returns_home_when_its_foreign_work_ends() -> None:
 
 def test_a_machine_that_stays_mixed_changes_its_home() -> None:
     policy = SplitwisePairPolicy(Random(0))
-    engines = [*(overloaded(name) for name in "pq"), engine("d", "decode"), engine("e", "decode")]
+    prompts = [overloaded(name) for name in "pq"]
+    engines = [*prompts, engine("d", "decode"), engine("e", "decode")]
     pair = policy.choose(pair_request(1), engines, 10.0)
     assert pair is not None
     lent = pair.prefill
     assert policy.role_changes(engines, 10.0 + REPURPOSE_SECONDS - 0.01) == []
     assert policy.role_changes(engines, 10.0 + REPURPOSE_SECONDS) == [(lent, "prefill")]
-    announced = [each._replace(role="prefill") if each.name == lent else each for each in engines]
+    roles = {"d": "decode", "e": "decode", lent: "prefill"}
+    announced = [*prompts, *(engine(name, role) for name, role in roles.items())]
     assert mixed_pool(policy, announced) == set()
     assert policy.role_changes(announced, 1000.0) == []
 

@@ -6,10 +6,24 @@ from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
 
 
-def engine(name: str, role: str, num_tokens: int = 16_000, **stats: float) -> EngineSnapshot:
+def engine(
+    name: str,
+    role: str,
+    num_tokens: int = 16_000,
+    state: str = "ready",
+    num_sent_tokens: int = 0,
+    **stats: float,
+) -> EngineSnapshot:
     """Return an engine whose KV cache holds `num_tokens` tokens."""
-    values = SchedulerStats(**stats)  # type: ignore[arg-type]
-    return EngineSnapshot(name, role, stats=values, num_blocks=num_tokens // 16, block_size=16)
+    return EngineSnapshot(
+        name,
+        role,
+        state,
+        stats=SchedulerStats(**stats),  # type: ignore[arg-type]
+        num_blocks=num_tokens // 16,
+        block_size=16,
+        num_sent_tokens=num_sent_tokens,
+    )
 
 
 def fleet(num_prefill: int, num_decode: int, num_tokens: int = 16_000) -> list[EngineSnapshot]:
