@@ -6,6 +6,7 @@ A command is imported when it is called.
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 
 from gllm import __version__
 
@@ -41,11 +42,16 @@ def help_text() -> str:
     return "\n".join(["usage: gllm COMMAND [ARGUMENTS]", "", *lines, "", end])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the sub-command named by the first argument; return the exit status."""
+def main(argv: list[str] | None = None, commands: Mapping[str, tuple[str, str]] = COMMANDS) -> int:
+    """Run the sub-command named by the first argument; return the exit status.
+
+    Args:
+        argv: arguments; None for those of this process.
+        commands: functions that run a sub-command, as MODULE:FUNCTION, and their help by name.
+    """
     try:
         try:
-            return _run_command(sys.argv[1:] if argv is None else argv)
+            return _run_command(sys.argv[1:] if argv is None else argv, commands)
         finally:
             # A pipe whose reader has gone is noticed here and not at the exit of the interpreter.
             sys.stdout.flush()
@@ -55,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def _run_command(arguments: list[str]) -> int:
+def _run_command(arguments: list[str], commands: Mapping[str, tuple[str, str]]) -> int:
     """Run the sub-command; raises BrokenPipeError if nothing reads its output any more."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
@@ -64,10 +70,10 @@ def _run_command(arguments: list[str]) -> int:
     if name in ("-V", "--version"):
         print(__version__)
         return 0
-    if name not in COMMANDS:
+    if name not in commands:
         print(f"gllm: no command {name!r}\n\n{help_text()}", file=sys.stderr)
         return 2
-    module, function = COMMANDS[name][0].split(":")
+    module, function = commands[name][0].split(":")
     command = importlib.import_module(module).__dict__[function]
     try:
         return int(command(arguments[1:]))

@@ -30,6 +30,11 @@ class FlagParser(argparse.ArgumentParser):
     _source = ""
     """The file whose flags are being parsed."""
 
+    @property
+    def flags(self) -> list[argparse.Action]:
+        """Flags and positional arguments, in the order of the help."""
+        return list(self._actions)
+
     def add_config_flag(self) -> None:
         """Add `--config FILE`: flags as YAML, which those of the command line override."""
         self._config_action = self.add_argument(
@@ -81,7 +86,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _parse_given(self, given: list[str]) -> argparse.Namespace:
         """Return the values of a command line's flags, None for flags that it does not set."""
-        blank = argparse.Namespace(**{action.dest: None for action in self._actions})
+        blank = argparse.Namespace(**{action.dest: None for action in self.flags})
         return self.parse_known_args(given, blank)[0]
 
     def action_of(self, key: str) -> argparse.Action:
@@ -98,7 +103,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def closest(self, flag: str) -> str | None:
         """Return the flag with the most similar spelling, or None if none is similar."""
-        known = [name for action in self._actions for name in action.option_strings]
+        known = [name for action in self.flags for name in action.option_strings]
         return next(iter(difflib.get_close_matches(flag, known, 1)), None)
 
 

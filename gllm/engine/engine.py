@@ -41,6 +41,7 @@ class Engine(TextEngine):
             that these, and the machines of the engine, share.
         nodes: Machines of the engine, of which this one is the head; by default this one alone. The
             others run `python -m gllm.serve` with another `--node-rank`, or `gllm node --join`.
+        create_backend: Creates the pipeline that runs the requests.
 
     Raises:
         ModelError: The model cannot be served.
@@ -58,12 +59,13 @@ class Engine(TextEngine):
         node: Node | None = None,
         attachment: AttachmentConfig | None = None,
         nodes: NodesConfig | None = None,
+        create_backend: Callable[..., PipelineBackend] = PipelineBackend,
     ) -> None:
         plan = plan_model(config)
         self.config = replace(config, max_model_len=plan.max_model_len)
         planner = LayerPlanner(self.config, plan.layers, layer_costs(plan.config.model))
         secret_file = None if attachment is None else attachment.node_secret_file
-        backend = PipelineBackend(
+        backend = create_backend(
             self.config, plan.folder, planner, logs, progress, node, nodes, secret_file
         )
         self._supervisor = backend.supervisor

@@ -5,7 +5,7 @@ Runs the engine's event loop on a thread of its own and shows a progress bar.
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -104,6 +104,7 @@ class LLM:
         options: Fields of EngineConfig, SchedulerConfig and NodesConfig, and `node_secret_file`.
             With `nnodes`, this process is the head; `gllm node --join` runs on the other machines.
             With `distributed_executor_backend="ray"`, Ray starts it there.
+        create_engine: Creates the engine from the arguments of `Engine`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LLM:
         *,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        create_engine: Callable[..., Engine] = Engine,
         **options: Any,
     ) -> None:
         self._progress = progress
@@ -127,10 +129,18 @@ class LLM:
             if nodes.distributed_executor_backend == "ray":
                 self._launcher = RayLauncher(config, nodes, secret_file)
                 nodes = self._launcher.place()
-            self._engine = self._wait(_start(config, progress, nodes, secret_file))
+            attachment = AttachmentConfig(node_secret_file=secret_file)
+            self._engine = self._wait(
+                _start(create_engine, config, progress=progress, attachment=attachment, nodes=nodes)
+            )
         except BaseException:
             self._end_loop()
             raise
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that computes: its model, its status, its description."""
+        return self._engine
 
     def __enter__(self) -> "LLM":
         return self
@@ -294,11 +304,9 @@ def _parse_choice(choice: CompletionOutput, output_format: OutputFormat) -> Chat
     )
 
 
-async def _start(
-    config: EngineConfig, progress: bool, nodes: NodesConfig, secret_file: str | None
-) -> Engine:
-    attachment = AttachmentConfig(node_secret_file=secret_file)
-    engine = Engine(config, progress=progress, attachment=attachment, nodes=nodes)
+async def _start(create_engine: Callable[..., Engine], *args: Any, **options: Any) -> Engine:
+    """Create an engine on the running event loop and start it."""
+    engine = create_engine(*args, **options)
     await engine.start()
     return engine
 

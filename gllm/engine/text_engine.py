@@ -57,6 +57,7 @@ class TextEngine:
         max_model_len: int,
         chat_template: str | None,
         seed: int | None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Load the tokenizer; `start` starts the backend.
 
@@ -68,6 +69,7 @@ class TextEngine:
             max_model_len: most tokens of prompt and output together.
             chat_template: file with the chat template; None for the model's own.
             seed: of the seeds of requests without one; None for random seeds.
+            grammars: compiles grammars; None for a compiler of this model.
         """
         self._backend = backend
         self.tokenizer = Tokenizer.load(folder, chat_template)
@@ -81,7 +83,7 @@ class TextEngine:
             defaults=model.sampling,
             created=int(time.time()),
         )
-        self._grammars = GrammarCompiler(folder, model.model.vocab_size, model.eos_ids)
+        self._grammars = grammars or GrammarCompiler(folder, model.model.vocab_size, model.eos_ids)
         self._compiling: dict[asyncio.Future[str], str] = {}
         """Running grammar compilations and the ids of their requests; `abort` removes them."""
         self._client = backend.client

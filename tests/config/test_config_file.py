@@ -1,7 +1,6 @@
 """`--config FILE`: flags as YAML, overridden by those of the command line; and `--seed`."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -10,9 +9,9 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import config_from_flags
 from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
-from gllm.engine.engine import Engine
-from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.requests import SubmitRequest
 from gllm.serve import build_parser
+from tests.support.engines.ready import create_engine
 
 
 def parse(folder: Path, flags: object, *arguments: str) -> tuple[EngineConfig, ServerConfig]:
@@ -105,30 +104,17 @@ def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--config /nowhere.yaml: cannot be read: No such file" in capsys.readouterr().err
 
 
-async def seeds(monkeypatch: pytest.MonkeyPatch, *own: int | None, seed: int | None) -> list[int]:
+async def seeds(*own: int | None, seed: int | None) -> list[int]:
     """The seeds of requests, some of which have their own, in an engine with a seed."""
-    engine, sent = Engine(EngineConfig(seed=seed)), []
-
-    class Client:
-        def submit(
-            self, prompt: list[int], sampling: SequenceSamplingParams, *_: Any, **__: Any
-        ) -> None:
-            sent.append(sampling.seed)
-
-        def cut(self, streams: list[Any]) -> None:
-            raise AssertionError("no request has a grammar")
-
-    monkeypatch.setattr(engine._backend, "check_accepting", lambda: None)
-    monkeypatch.setattr(engine, "_client", Client())
-    monkeypatch.setattr("gllm.engine.text_engine.RequestState", lambda *_: None)
+    engine, backend = create_engine(EngineConfig(seed=seed))
     for each in own:
         await engine.submit([[1, 2], [3]], SamplingParams(seed=each))
-    return sent
+    return [each.sampling.seed for each in backend.sent if isinstance(each, SubmitRequest)]
 
 
-async def test_an_engine_with_a_seed_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = await seeds(monkeypatch, None, None, seed=5)
+async def test_an_engine_with_a_seed_repeats_itself() -> None:
+    first = await seeds(None, None, seed=5)
     assert len(set(first)) == 4
-    assert await seeds(monkeypatch, None, 7, None, seed=5) == [*first[:2], 7, 7, *first[2:]]
-    assert await seeds(monkeypatch, None, None, seed=6) != first
-    assert await seeds(monkeypatch, None, seed=None) != await seeds(monkeypatch, None, seed=None)
+    assert await seeds(None, 7, None, seed=5) == [*first[:2], 7, 7, *first[2:]]
+    assert await seeds(None, None, seed=6) != first
+    assert await seeds(None, seed=None) != await seeds(None, seed=None)

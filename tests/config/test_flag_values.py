@@ -1,6 +1,5 @@
 """Flags of files, folders and URLs, and errors of a command line: one line with cause and fix."""
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -95,13 +94,11 @@ def test_no_bar_of_weights_before_there_are_any(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupted_command_ends_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(argv: list[str]) -> int:
-        raise KeyboardInterrupt
+def interrupted(argv: list[str]) -> int:
+    """Run a command that the user interrupts."""
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules[__name__], "command", interrupted, raising=False)
-    monkeypatch.setitem(cli.COMMANDS, "test", (f"{__name__}:command", ""))
-    assert cli.main(["test"]) == 130
+
+def test_an_interrupted_command_ends_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["test"], {"test": (f"{__name__}:interrupted", "")}) == 130
     assert capsys.readouterr().err == "gllm test: interrupted\n"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagType, number_type, parse_bytes
+from gllm.config.flags import FlagParser, FlagType, number_type, parse_bytes
 from gllm.config.options import INT32_MAX, Range, describe_range
 from gllm.config.server import ServerConfig
 from tests.support.examples import num_examples
@@ -41,15 +41,15 @@ NAMES = {"experiment": ["slo"], "node": ["--join", "head"]}
 
 
 @functools.cache
-def make_parser(command: str) -> argparse.ArgumentParser:
+def make_parser(command: str) -> FlagParser:
     module, function = {**PARSERS, **PLANNERS}[command]
-    made: Callable[[], argparse.ArgumentParser] = getattr(importlib.import_module(module), function)
+    made: Callable[[], FlagParser] = getattr(importlib.import_module(module), function)
     return made()
 
 
 def numeric(command: str) -> Iterator[argparse.Action]:
     """The flags of a command that hold numbers."""
-    for action in make_parser(command)._actions:
+    for action in make_parser(command).flags:
         if action.type in (int, float) or getattr(action.type, "kind", None) is not None:
             yield action
 
@@ -101,7 +101,7 @@ def checked(action: argparse.Action) -> tuple[FlagType, str]:
 
 
 @pytest.mark.parametrize("command", PARSERS)
-@settings(max_examples=num_examples(8, 60), deadline=None)
+@settings(max_examples=num_examples(4, 60), deadline=None)
 @given(data=st.data())
 def test_values_out_of_range_are_refused(command: str, data: st.DataObject) -> None:
     for action in numeric(command):
@@ -127,8 +127,9 @@ def test_the_command_line_says_which_flag(command: str) -> None:
 @pytest.mark.parametrize("command", [*PARSERS, *PLANNERS])
 def test_help_states_defaults(command: str) -> None:
     parser = make_parser(command)
-    for action in parser._actions:
-        text = parser._get_formatter()._expand_help(action) if action.help else ""
+    for action in parser.flags:
+        values = {"default": action.default, "prog": parser.prog}
+        text = action.help % values if action.help else ""
         name = action.option_strings or action.dest
         assert text, f"{name} has no help"
         if action.default not in (None, True, False, "", (), [], argparse.SUPPRESS):

@@ -9,7 +9,6 @@ from tokenizers import AddedToken
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
-from gllm.engine import llm as llm_module
 from gllm.engine.interface import OutputDelta
 from gllm.engine.llm import LLM, ChatCompletionOutput
 from gllm.engine.request_checks import PromptTooLongError
@@ -48,8 +47,11 @@ class ScriptedEngine(FakeEngine):
         self, prompt: list[int], params: SamplingParams
     ) -> AsyncGenerator[OutputDelta, None]:
         self.calls.append(Call(prompt, params, 0, ""))
-        async for delta in self._tokens(prompt, params):
+        async for delta in self.script(prompt, params):
             yield delta
+
+    async def start(self) -> None:
+        pass
 
     async def stop(self) -> None:
         pass
@@ -65,18 +67,14 @@ Create = Callable[..., tuple[LLM, ScriptedEngine]]
 
 
 @pytest.fixture
-def create(monkeypatch: pytest.MonkeyPatch) -> Iterator[Create]:
+def create() -> Iterator[Create]:
     """Creates an LLM whose engine answers with a fixed text."""
     llms = []
 
     def create_llm(source: str | None, reply: str, **parsers: Any) -> tuple[LLM, ScriptedEngine]:
         engine = ScriptedEngine(tokenizer(source), reply=reply, max_model_len=4096)
-
-        async def start(*_: object) -> ScriptedEngine:
-            return engine
-
-        monkeypatch.setattr(llm_module, "_start", start)
-        llms.append(LLM("demo", progress=False, **parsers))
+        create_engine: Any = lambda *_, **__: engine  # noqa: E731
+        llms.append(LLM("demo", progress=False, create_engine=create_engine, **parsers))
         return llms[-1], engine
 
     yield create_llm

@@ -1,7 +1,7 @@
 """Requests of an engine without workers: tokens come by hand."""
 
 import asyncio
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
@@ -10,90 +10,126 @@ from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailableError, PoisonRequestError
+from gllm.engine.text_engine import TextEngine
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
-from tests.support.engines.ready import mark_ready
+from tests.support.engines.ready import (
+    ReadyBackend,
+    ScriptedCompiler,
+    create_engine,
+    create_text_engine,
+)
 
 PARAMS = SamplingParams(temperature=0)
 CHOICE = SamplingParams(structured=StructuredOutput(choice=("yes", "no")))
 
 
 @pytest.fixture
-async def engine():
-    made: Any = Engine(EngineConfig("demo"))
-    mark_ready(made)
-    made.sent = []
-    made._client.attach(made.sent.append)
-    yield made
-    await made._grammars.close()
+async def rig():
+    rig = Rig(*create_engine(EngineConfig("demo")))
+    yield rig
+    await rig.engine.stop()
 
 
-def bring(engine, *tokens, ends=()):
+class Rig(NamedTuple):
+    """An engine and the pipeline that the test plays."""
+
+    engine: TextEngine
+    backend: ReadyBackend
+
+    @property
+    def client(self):
+        return self.backend.client
+
+    @property
+    def sent(self):
+        """Messages to the present driver."""
+        return self.backend.sent
+
+
+def bring(rig, *tokens, ends=()):
     """A step with (sequence, token) pairs."""
     seqs = [seq for seq, _ in tokens]
     firsts = [FirstToken(seq, 2, 0.5) for seq in seqs]
     step = StepOutput(seqs, [token for _, token in tokens], firsts, list(ends))
-    engine._client.on_report(EngineOutputs(step, SchedulerStats()))
+    rig.client.on_report(EngineOutputs(step, SchedulerStats()))
 
 
-def ids(engine, text):
-    return engine.tokenizer.encode(text, add_special_tokens=False)
+def ids(rig, text):
+    return rig.engine.tokenizer.encode(text, add_special_tokens=False)
 
 
-async def test_each_prompt_is_a_request(engine):
-    one, two = await engine.submit([[5], [6, 7]], PARAMS)
-    assert [message.prompt for message in engine.sent] == [[5], [6, 7]]
-    word, other = ids(engine, "cat")[0], ids(engine, "dog")[0]
-    bring(engine, (0, word), (1, other), ends=[FinishedSequence(1, "length")])
+async def test_each_prompt_is_a_request(rig):
+    one, two = await rig.engine.submit([[5], [6, 7]], PARAMS)
+    assert [message.prompt for message in rig.sent] == [[5], [6, 7]]
+    word, other = ids(rig, "cat")[0], ids(rig, "dog")[0]
+    bring(rig, (0, word), (1, other), ends=[FinishedSequence(1, "length")])
     (delta,) = one.pop_deltas()
     assert (delta.token_ids, delta.cached_tokens, delta.finish_reason) == ([word], 2, None)
     (delta,) = two.pop_deltas()
     assert (delta.token_ids, delta.finish_reason) == ([other], "length")
-    assert (one.is_finished, two.is_finished, engine.status().num_requests) == (False, True, 2)
+    assert (one.is_finished, two.is_finished, rig.engine.status().num_requests) == (False, True, 2)
     one.close()
     two.close()
-    assert engine.sent[-1] == AbortSequences([0])
-    assert engine.status().num_requests == 0
+    assert rig.sent[-1] == AbortSequences([0])
+    assert rig.engine.status().num_requests == 0
 
 
-async def test_one_prompt_that_cannot_be_refuses_all(engine):
+async def test_one_prompt_that_cannot_be_refuses_all(rig):
     with pytest.raises(FieldError):
-        await engine.submit([[5], []], PARAMS)
-    assert engine.sent == []
-    assert engine.status().num_requests == 0
+        await rig.engine.submit([[5], []], PARAMS)
+    assert rig.sent == []
+    assert rig.engine.status().num_requests == 0
 
 
-async def test_a_stop_string_ends_its_choice_where_it_is_heard(engine):
+async def test_a_stop_string_ends_its_choice_where_it_is_heard(rig):
     params = SamplingParams(stop=("dog",), n=2)
-    (request,) = await engine.submit([[5]], params)
+    (request,) = await rig.engine.submit([[5]], params)
     seen = []
     request.set_listener(lambda: seen.extend(request.pop_deltas()))
-    for token in ids(engine, "a dog"):
-        bring(engine, (0, token))
+    for token in ids(rig, "a dog"):
+        bring(rig, (0, token))
     assert "".join(delta.text for delta in seen) == "a "
     assert (seen[-1].finish_reason, seen[-1].stop_reason) == ("stop", "dog")
-    assert engine.sent[-1] == AbortSequences([0])
-    bring(engine, (0, 7), (1, 8))
+    assert rig.sent[-1] == AbortSequences([0])
+    bring(rig, (0, 7), (1, 8))
     assert seen[-1].index == 1, "nothing follows the end of a choice"
     request.close()
 
 
-async def compiling(engine, monkeypatch):
-    """A request of two prompts whose grammar is under way for ever."""
-    begun = asyncio.Event()
+class Compilation:
+    """A request of two prompts whose grammar is under way until the test lets it end."""
 
-    async def wait(_):
-        begun.set()
-        await asyncio.Event().wait()
+    def __init__(self):
+        self.is_begun, self.may_end = asyncio.Event(), asyncio.Event()
+        self.rig = Rig(*create_text_engine(ScriptedCompiler(self._compile)))
 
-    monkeypatch.setattr(engine._grammars, "compile_structured_output", wait)
-    task = asyncio.create_task(engine.submit([[5], [6]], CHOICE, request_id="mine"))
-    await begun.wait()
-    return task
+    async def _compile(self, structured):
+        assert structured == CHOICE.structured
+        self.is_begun.set()
+        await self.may_end.wait()
+        return "grammar"
+
+    async def submit(self):
+        task = asyncio.create_task(self.rig.engine.submit([[5], [6]], CHOICE, request_id="mine"))
+        await self.is_begun.wait()
+        return task
 
 
-async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, monkeypatch):
-    task = await compiling(engine, monkeypatch)
+async def test_a_compiled_grammar_goes_with_each_prompt():
+    compilation = Compilation()
+    task = await compilation.submit()
+    compilation.may_end.set()
+    for request in await task:
+        request.close()
+    sent = [each for each in compilation.rig.sent if isinstance(each, SubmitRequest)]
+    assert [message.sampling.grammar for message in sent] == ["grammar"] * 2
+
+
+async def test_abort_reaches_requests_whose_grammar_is_being_compiled():
+    compilation = Compilation()
+    engine = compilation.rig.engine
+    task = await compilation.submit()
     assert engine.abort("another") == 0
     assert [engine.abort("mine"), engine.abort("mine")] == [1, 0]
     requests = await task
@@ -101,54 +137,62 @@ async def test_abort_reaches_requests_whose_grammar_is_being_compiled(engine, mo
     for request in requests:
         request.set_listener(lambda request=request: taken.append(request.pop_deltas()))
     assert [[delta.finish_reason for delta in deltas] for deltas in taken] == [["abort"]] * 2
-    sent = [type(message) for message in engine.sent]
+    sent = [type(message) for message in compilation.rig.sent]
     assert sent == [SubmitRequest, SubmitRequest, AbortSequences, AbortSequences]
     for request in requests:
         request.close()
     assert (engine.status().num_requests, engine.abort(None)) == (0, 0)
 
 
-async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled(engine, monkeypatch):
-    async def at_once(_):
+async def test_abort_reaches_a_request_whose_grammar_has_just_been_compiled():
+    async def compile_at_once(_):
         assert engine.abort("mine") == 1
         return "grammar"
 
-    monkeypatch.setattr(engine._grammars, "compile_structured_output", at_once)
+    engine, _ = create_text_engine(ScriptedCompiler(compile_at_once))
     (request,) = await engine.submit([[5]], CHOICE, request_id="mine")
     assert [delta.finish_reason for delta in request.pop_deltas()] == ["abort"]
     request.close()
 
 
-async def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(engine, monkeypatch):
-    task = await compiling(engine, monkeypatch)
+async def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing():
+    compilation = Compilation()
+    engine = compilation.rig.engine
+    task = await compilation.submit()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (engine.sent, engine.abort(None), engine.status().num_requests) == ([], 0, 0)
+    assert (compilation.rig.sent, engine.abort(None), engine.status().num_requests) == ([], 0, 0)
 
 
-async def test_an_engine_that_ends_meanwhile_takes_nothing(engine, monkeypatch):
-    async def ends(_):
-        engine._supervisor._is_draining = True
-        return "grammar"
-
-    monkeypatch.setattr(engine._grammars, "compile_structured_output", ends)
+async def test_an_engine_that_ends_meanwhile_takes_nothing():
+    compilation = Compilation()
+    task = await compilation.submit()
+    compilation.rig.backend.is_accepting = False
+    compilation.may_end.set()
     with pytest.raises(EngineUnavailableError):
-        await engine.submit([[5]], CHOICE)
-    assert engine.sent == []
+        await task
+    assert compilation.rig.sent == []
 
 
-def restart(engine, *, is_attached=True):
+async def test_an_engine_that_has_not_started_takes_nothing():
+    engine = Engine(EngineConfig("demo"))
+    with pytest.raises(EngineUnavailableError) as refused:
+        await engine.submit([[5]], PARAMS)
+    assert refused.value.reason == "loading"
+
+
+def restart(rig, *, is_attached=True):
     """Replace the driver."""
-    engine._client.detach("killed")
-    engine.sent = []
+    rig.client.detach("killed")
+    rig.sent.clear()
     if is_attached:
-        engine._client.attach(engine.sent.append)
+        rig.client.attach(rig.sent.append)
 
 
-async def test_text_and_stop_strings_go_on_over_a_restart(engine):
+async def test_text_and_stop_strings_go_on_over_a_restart(rig):
     params = SamplingParams(stop=("dog",), n=2, max_tokens=50)
-    (request,) = await engine.submit([[5]], params)
+    (request,) = await rig.engine.submit([[5]], params)
     texts = {0: "", 1: ""}
     reasons = {}
 
@@ -158,57 +202,57 @@ async def test_text_and_stop_strings_go_on_over_a_restart(engine):
             reasons[delta.index] = delta.finish_reason
 
     request.set_listener(read)
-    first, *rest = ids(engine, "a d")
-    bring(engine, (0, first), (1, first))
-    restart(engine)
+    first, *rest = ids(rig, "a d")
+    bring(rig, (0, first), (1, first))
+    restart(rig)
     assert request.num_resumptions == 1
-    (again,) = engine.sent
+    (again,) = rig.sent
     assert again.outputs == [[first], [first]]
     for token in rest:
-        bring(engine, (2, token))
-    for token in ids(engine, "og"):
-        bring(engine, (2, token))
+        bring(rig, (2, token))
+    for token in ids(rig, "og"):
+        bring(rig, (2, token))
     assert (texts[0], reasons[0]) == ("a ", "stop"), "the stop string came over the restart"
-    assert engine.sent[-1] == AbortSequences([2])
-    restart(engine)
-    assert [message.choices for message in engine.sent] == [[1]]
+    assert rig.sent[-1] == AbortSequences([2])
+    restart(rig)
+    assert [message.choices for message in rig.sent] == [[1]]
     request.close()
-    assert engine.status().num_requests == 0
+    assert rig.engine.status().num_requests == 0
 
 
-async def test_a_request_during_a_recovery_waits_and_may_be_aborted(engine):
-    restart(engine, is_attached=False)
-    (kept,) = await engine.submit([[5]], PARAMS)
-    (aborted,) = await engine.submit([[6]], PARAMS, request_id="mine")
-    embedding = asyncio.ensure_future(engine.embed([7, 8]))
+async def test_a_request_during_a_recovery_waits_and_may_be_aborted(rig):
+    restart(rig, is_attached=False)
+    (kept,) = await rig.engine.submit([[5]], PARAMS)
+    (aborted,) = await rig.engine.submit([[6]], PARAMS, request_id="mine")
+    embedding = asyncio.ensure_future(rig.engine.embed([7, 8]))
     await asyncio.sleep(0)
-    assert engine.status().stats.waiting == 3
-    assert engine.abort("mine") == 1
+    assert rig.engine.status().stats.waiting == 3
+    assert rig.engine.abort("mine") == 1
     (delta,) = aborted.pop_deltas()
     assert delta.finish_reason == "abort"
-    engine._client.attach(engine.sent.append)
-    assert [message.prompt for message in engine.sent] == [[5], [7, 8]]
-    bring(engine, (0, 9), ends=[FinishedSequence(0, "length")])
+    rig.client.attach(rig.sent.append)
+    assert [message.prompt for message in rig.sent] == [[5], [7, 8]]
+    bring(rig, (0, 9), ends=[FinishedSequence(0, "length")])
     (delta,) = kept.pop_deltas()
     assert (delta.token_ids, delta.finish_reason) == ([9], "length")
     embedding.cancel()
     await asyncio.gather(embedding, return_exceptions=True)
-    assert engine.sent[-1] == AbortSequences([1])
+    assert rig.sent[-1] == AbortSequences([1])
     for request in (kept, aborted):
         request.close()
-    assert engine.status().num_requests == 0
+    assert rig.engine.status().num_requests == 0
 
 
-async def test_a_prompt_that_kills_workers_refuses_all_prompts_with_it(engine):
-    (request,) = await engine.submit([[6]], PARAMS)
+async def test_a_prompt_that_kills_workers_refuses_all_prompts_with_it(rig):
+    (request,) = await rig.engine.submit([[6]], PARAMS)
     for _ in range(3):
-        (message,) = engine.sent
-        engine._client.on_death({message.seq})
-        restart(engine)
+        (message,) = rig.sent
+        rig.client.on_death({message.seq})
+        restart(rig)
     (delta,) = request.pop_deltas()
     assert (delta.finish_reason, delta.error_kind) == ("error", "poison")
     with pytest.raises(PoisonRequestError):
-        await engine.submit([[5], [6]], PARAMS)
-    assert [type(message) for message in engine.sent] == [SubmitRequest, AbortSequences]
+        await rig.engine.submit([[5], [6]], PARAMS)
+    assert [type(message) for message in rig.sent] == [SubmitRequest, AbortSequences]
     request.close()
-    assert engine.status().num_requests == 0
+    assert rig.engine.status().num_requests == 0
