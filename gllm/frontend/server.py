@@ -38,9 +38,22 @@ class Server:
     The engine must not have been started.
     """
 
-    def __init__(self, engine: EngineInterface, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        engine: EngineInterface,
+        config: ServerConfig,
+        dead_answer_seconds: float = DEAD_ANSWER_SECONDS,
+    ) -> None:
+        """Create a server that has not started.
+
+        Args:
+            engine: Engine to be served.
+            config: Configuration of the server.
+            dead_answer_seconds: Time for which it answers 503 after the engine's death.
+        """
         self._config = config
         self._engine = engine
+        self._dead_answer_seconds = dead_answer_seconds
         self._should_stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -86,7 +99,7 @@ class Server:
         status = self._engine.status()
         if status.state == "dead":
             log.error("the engine is down: %s", status.cause_of_death)
-            await asyncio.wait({stop_requested}, timeout=DEAD_ANSWER_SECONDS)
+            await asyncio.wait({stop_requested}, timeout=self._dead_answer_seconds)
             await self._engine.stop()
             return 1
         await self._engine.stop()

@@ -11,6 +11,8 @@ import pytest
 from examples import tool_call
 from tests.support.servers.server import Server, serving
 
+pytestmark = pytest.mark.full
+"""The tests of structured output in tests/e2e have a server already."""
 QUESTION: Any = {"role": "user", "content": "How is the weather in Rome?"}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from tests.support.http.scripted_server import DEMO, scripted_server
 
 
@@ -15,6 +17,7 @@ def used(url: str) -> tuple[object, ...]:
     return made.eos_token, made.eos_token_id, made.pad_token, made.apply_chat_template(messages)
 
 
+@pytest.mark.full
 async def test_lm_eval_finds_the_tokenizer() -> None:
     from transformers import AutoTokenizer
 

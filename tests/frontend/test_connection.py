@@ -93,12 +93,16 @@ async def test_a_body_that_says_it_is_too_large_is_not_waited_for(server):
 
 
 async def test_a_small_body_that_holds_a_large_one(server):
-    body = gzip.compress(b" " * 10**8 + b"{}")
+    body = gzip.compress(b" " * 10**7 + b"{}")
     answer = await server.post(CHAT_PATH, body, headers={"Content-Encoding": "gzip"})
     assert (answer.status, answer.error["type"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(asyncio.run, marks=pytest.mark.full), uvloop.run],
+    ids=["asyncio", "uvloop"],
+)
 @pytest.mark.parametrize("cut", [30, -3], ids=["head", "body"])
 def test_a_request_that_does_not_come(engine, cut, run):
     # Servers run on uvloop, where the first bytes come earlier than elsewhere.
@@ -117,7 +121,7 @@ def test_a_request_that_does_not_come(engine, cut, run):
 
 
 async def test_only_what_comes_slowly_is_too_slow(engine):
-    engine.delay = 0.05
+    engine.delay = 0.02
     async with (
         serving(engine, read_timeout=0.2, header_timeout=0.2) as server,
         connected(server.client) as raw,
@@ -125,9 +129,10 @@ async def test_only_what_comes_slowly_is_too_slow(engine):
         for _ in range(2):  # an answer that takes longer, and a silence between two requests
             await raw.send(post(CHAT_PATH, CHAT))
             assert (await raw.answer())[0] == 200
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
 
 
+@pytest.mark.full
 async def test_two_thousand_silent_sockets_and_one_user(engine):
     """The user is served while all of them are there."""
     raise_open_files_limit()
@@ -174,7 +179,7 @@ def test_the_limit_on_open_files_is_raised():
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_never_reads(engine, caplog, stream):
     engine.max_model_len = 10**6
-    tokens = 20_000 if stream else 4000
+    tokens = 4000
     engine.tokenizer = BulkyTokenizer(engine.tokenizer, tokens, 5000)
     engine.delay = 0.001 if stream else 0.0
     body = {"prompt": [5], "stream": stream, "max_tokens": tokens}

@@ -52,6 +52,7 @@ def frozen_heap():
     gc.unfreeze()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("frozen_heap")
 async def test_no_field_stops_the_loop(engine):
     limits = ServerConfig()

@@ -244,13 +244,13 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
-async def test_bad_values_are_refused_by_name(server, name, value):
-    answer = await ask(server, **{name: value})
-    assert (answer.status, answer.error["param"]) == (400, name), answer.json
-    assert answer.json["type"] == "error"
-    assert set(answer.error) == {"message", "type", "param", "code"}
-    assert server.engine.calls == []
+async def test_bad_values_are_refused_by_name(server):
+    for name, value in [(name, value) for name, values in BAD.items() for value in values]:
+        answer = await ask(server, **{name: value})
+        assert (answer.status, answer.error["param"]) == (400, name), (value, answer.json)
+        assert answer.json["type"] == "error"
+        assert set(answer.error) == {"message", "type", "param", "code"}
+        assert server.engine.calls == [], (name, value)
 
 
 NEUTRAL = {
@@ -268,10 +268,10 @@ NEUTRAL = {
 }
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-async def test_values_that_ask_nothing(server, name, caplog):
-    assert (await ask(server, **{name: NEUTRAL[name]})).status == 200
-    assert not caplog.records
+async def test_values_that_ask_nothing(server, caplog):
+    for name, value in NEUTRAL.items():
+        assert (await ask(server, **{name: value})).status == 200, name
+        assert not caplog.records, name
 
 
 @pytest.mark.parametrize("body", [b"", b"[", b"x" * 2**19])

@@ -4,6 +4,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gllm.engine.interface import NodeDrainError, UnknownNodeError
 from gllm.messages.nodes import LinkState, NodeLoad
+from gllm.scheduler.plan import SchedulerStats
 from tests.frontend.conftest import serving
 from tests.frontend.test_engines import ScriptedFleet
 from tests.support.http.fake_engine import node_report
@@ -35,7 +36,7 @@ async def test_nodes_with_all_fields(engine):
     engine.node_reports.append(lost_node())
     engine.refused_peers = {"10.0.0.7": 3}
     engine.num_node_losses = 2
-    engine.stats = engine.stats._replace(depth=12)
+    engine.stats = SchedulerStats(depth=12)
     async with serving(engine) as server:
         body = await (await server.client.get("/nodes")).json()
     head, lost = body["nodes"]
@@ -84,7 +85,7 @@ async def test_metrics_of_machines(engine):
     engine.node_reports.append(lost_node())
     engine.refused_peers = {"10.0.0.7": 3, "10.0.0.8": 1}
     engine.num_malformed_frames = 7
-    engine.stats = engine.stats._replace(depth=12)
+    engine.stats = SchedulerStats(depth=12)
     engine.num_node_losses = 2
     async with serving(engine) as server:
         text = await (await server.client.get("/metrics")).text()

@@ -26,8 +26,16 @@ OWN = [name for name in FILES if not name.startswith("vendor/")]
 VENDORED = list({name.rpartition(".")[2]: name for name in FILES if name not in OWN}.values())
 
 
-@pytest.mark.parametrize("path", ["/", *(f"/page/{name}" for name in OWN + VENDORED)])
-async def test_files_are_sent_whole_and_once(server, path):
+@pytest.mark.parametrize("kind", KINDS)
+async def test_files_are_sent_whole_and_once(server, kind):
+    names = [name for name in OWN + VENDORED if name.endswith(f".{kind}")]
+    assert names
+    for path in [*(f"/page/{name}" for name in names), *(["/"] if kind == "html" else [])]:
+        await check_file(server, path)
+
+
+async def check_file(server, path):
+    """Check that a file is sent with its type, and not again to who has it."""
     name = path.removeprefix("/page/").strip("/") or "index.html"
     async with server.client.get(path) as response:
         body, tag = await response.read(), response.headers["ETag"]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from gllm.frontend.middleware import rate_limit
 from gllm.frontend.middleware.rate_limit import TokenBuckets, rate_limit_key
 from gllm.frontend.routes.registry import ENDPOINTS
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
@@ -33,9 +32,8 @@ def test_a_bucket_fills_within_a_minute():
     assert buckets.consume("a").num_remaining == 5
 
 
-def test_the_table_is_bounded(monkeypatch):
-    monkeypatch.setattr(rate_limit, "MAX_CLIENTS", 3)
-    buckets = TokenBuckets(1, Clock())
+def test_the_table_is_bounded():
+    buckets = TokenBuckets(1, Clock(), max_clients=3)
     assert all(buckets.consume(name).is_granted for name in "abc")
     assert not buckets.consume("a").is_granted
     assert buckets.consume("d").is_granted
@@ -44,15 +42,7 @@ def test_the_table_is_bounded(monkeypatch):
     assert buckets.consume("b").is_granted, "who asked first is not"
 
 
-@pytest.fixture
-def still(monkeypatch):
-    """TokenBuckets that do not fill."""
-    monkeypatch.setattr(
-        rate_limit, "TokenBuckets", lambda per_minute: TokenBuckets(per_minute, Clock())
-    )
-
-
-async def test_too_many(engine, still):
+async def test_too_many(engine):
     async with serving(engine, rate_limit=2) as server:
         first = await server.chat()
         assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -62,13 +52,15 @@ async def test_too_many(engine, still):
         refused = await server.chat()
         assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
         assert refused.error["type"] == "rate_limit_error"
-        assert refused.headers["Retry-After"] == "30"
+        # 30 and 60 seconds, less what this test has taken.
+        assert 1 <= int(refused.headers["Retry-After"]) <= 30
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-        assert refused.headers["x-ratelimit-reset-requests"] == "60.000s"
+        reset = refused.headers["x-ratelimit-reset-requests"].removesuffix("s")
+        assert 30 < float(reset) <= 60
         assert len(engine.calls) == 2
 
 
-async def test_each_key_has_its_own(engine, still):
+async def test_each_key_has_its_own(engine):
     async with serving(engine, rate_limit=1, api_key=("a", "b")) as server:
         statuses = []
         for headers in ({"X-Api-Key": "a"}, {"Authorization": "Bearer a"}, {"X-Api-Key": "b"}):
@@ -77,7 +69,7 @@ async def test_each_key_has_its_own(engine, still):
         assert (await server.post(CHAT_PATH, CHAT, headers={"X-Api-Key": "c"})).status == 401
 
 
-async def test_what_does_not_compute_is_free(engine, still):
+async def test_what_does_not_compute_is_free(engine):
     async with serving(engine, rate_limit=1) as server:
         for _ in range(3):
             assert (await server.post("/abort", {"abort_all": True})).status == 200

@@ -8,8 +8,7 @@ import openai
 import pytest
 
 from gllm.engine.interface import PoisonRequestError, embedding_error
-from gllm.frontend import sse
-from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
+from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
 from tests.frontend.test_plain_routes import get, metrics
 from tests.frontend.test_stream import until
 from tests.frontend.test_tracing import traced, values
@@ -52,13 +51,15 @@ async def test_requests_wait_for_the_end_of_a_recovery(server, path):
     assert (await request).status == 200
 
 
-async def test_a_waiting_stream_gets_comments_before_its_first_token(server, monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
-    recover(server.engine)
-    async with server.client.post(CHAT_PATH, json={**CHAT, "stream": True}) as response:
+async def test_a_waiting_stream_gets_comments_before_its_first_token(engine):
+    recover(engine)
+    async with (
+        serving(engine, write_timeout=0.05) as server,
+        server.client.post(CHAT_PATH, json={**CHAT, "stream": True}) as response,
+    ):
         assert response.status == 200
         assert await response.content.readline() == b": keep-alive\n"
-        server.engine.state = "ready"
+        engine.state = "ready"
         body = await response.read()
     events = [line for line in body.splitlines() if line.startswith(b"data: {")]
     assert all(b"error" not in event for event in events)

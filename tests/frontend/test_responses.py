@@ -293,12 +293,12 @@ BAD: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
-async def test_bad_values_are_refused_by_name(server, name, value):
-    answer = await respond(server, **{name: value})
-    assert (answer.status, answer.error["param"]) == (400, name), answer.json
-    assert set(answer.error) == {"message", "type", "param", "code"}
-    assert server.engine.calls == []
+async def test_bad_values_are_refused_by_name(server):
+    for name, value in [(name, value) for name, values in BAD.items() for value in values]:
+        answer = await respond(server, **{name: value})
+        assert (answer.status, answer.error["param"]) == (400, name), (value, answer.json)
+        assert set(answer.error) == {"message", "type", "param", "code"}
+        assert server.engine.calls == [], (name, value)
 
 
 async def test_too_long_an_input_says_so(server):
@@ -328,10 +328,10 @@ NEUTRAL = {
 }
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-async def test_values_that_ask_nothing(server, name, caplog):
-    assert (await respond(server, **{name: NEUTRAL[name]})).status == 200
-    assert not caplog.records
+async def test_values_that_ask_nothing(server, caplog):
+    for name, value in NEUTRAL.items():
+        assert (await respond(server, **{name: value})).status == 200, name
+        assert not caplog.records, name
 
 
 async def test_unknown_fields_are_warned_of_once(server, caplog):

@@ -43,13 +43,13 @@ async def test_headers_of_objectives(server, headers, slo):
     assert (await hints(server, headers=headers))[0] == slo
 
 
-@pytest.mark.parametrize("header", [TTFT, TPOT, "x-slo-ttft-ms", "x-slo-tpot-ms"])
-@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "1e400"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_header_that_is_no_time_is_refused_by_name(server, header, value, stream):
+async def test_a_header_that_is_no_time_is_refused_by_name(server, stream):
     body = {"prompt": "Hi", "stream": stream}
-    answer = await server.post(PATHS[1], body, headers={header: value})
-    assert (answer.status, answer.error["param"]) == (400, header)
+    for header in (TTFT, TPOT, "x-slo-ttft-ms", "x-slo-tpot-ms"):
+        for value in ("soon", "0", "-1", "nan", "inf", "1e400"):
+            answer = await server.post(PATHS[1], body, headers={header: value})
+            assert (answer.status, answer.error["param"]) == (400, header), value
     assert server.engine.calls == []
 
 
@@ -68,7 +68,6 @@ async def test_headers_of_sessions(server, name):
     assert len((await hints(server, headers={name: "x" * 5000}))[1]) == 1024
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("error", "status", "dropped"),
     [
@@ -81,12 +80,13 @@ async def test_headers_of_sessions(server, name):
         (EngineUnavailableError("draining", "it drains", 7), 503, None),
     ],
 )  # fmt: skip
-async def test_refused_requests_say_why_and_when_to_come_back(server, path, error, status, dropped):
+async def test_refused_requests_say_why_and_when_to_come_back(server, error, status, dropped):
     server.engine.raises = error
-    answer = await server.post(path, EXAMPLES[path])
-    assert (answer.status, answer.headers["Retry-After"]) == (status, "7")
-    assert answer.headers.get("x-llm-d-request-dropped-reason") == dropped
-    assert answer.error["message"] == error.message
+    for path in PATHS:
+        answer = await server.post(path, EXAMPLES[path])
+        assert (answer.status, answer.headers["Retry-After"]) == (status, "7"), path
+        assert answer.headers.get("x-llm-d-request-dropped-reason") == dropped, path
+        assert answer.error["message"] == error.message, path
 
 
 async def objectives(server):

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.frontend import server as server_module
 from gllm.frontend.server import Server
 from tests.frontend.conftest import CONFIG
 from tests.support.http.fake_engine import FakeEngine
@@ -30,7 +29,8 @@ def restored_process() -> Iterator[None]:
 
 async def run_server(engine: FakeEngine) -> "asyncio.Task[int]":
     engine.state = "loading"
-    server = Server(engine, replace(CONFIG, port=0, host="127.0.0.1"))
+    config = replace(CONFIG, port=0, host="127.0.0.1")
+    server = Server(engine, config, dead_answer_seconds=0.01)
     task = asyncio.create_task(server.run())
     while engine.state == "loading" and not task.done():
         await asyncio.sleep(0.005)
@@ -49,9 +49,8 @@ async def test_exit_code_is_0_after_sigterm(
 
 
 async def test_exit_code_is_1_after_death(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server_module, "DEAD_ANSWER_SECONDS", 0.01)
     task = await run_server(engine)
     engine.state, engine.cause = "dead", "stage 1 was killed"
     assert await task == 1

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
-from gllm.frontend.fields import json_size
 from gllm.frontend.fields.content_encoding import BodyTooLargeError, decompress
+from gllm.frontend.fields.json_size import split_strings
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.support.examples import num_examples
 
@@ -39,6 +39,7 @@ async def test_a_field_that_is_too_large_is_named(engine, name):
 
 
 async def test_log_probabilities_of_very_many_choices(engine):
+    engine.reply = "Hello"
     async with serving(engine, max_choices=128) as server:
         answer = await server.chat(n=128, logprobs=True, top_logprobs=4)
         assert (answer.status, answer.error["param"]) == (400, "n")
@@ -49,7 +50,7 @@ async def test_log_probabilities_of_very_many_choices(engine):
     assert all(choice["logprobs"]["content"] for choice in answer.json["choices"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 async def test_many_log_probabilities_are_those_of_few(engine, stream):
     """Written in a thread, choice by choice the same as an answer with one choice."""
     engine.reply *= 8
@@ -136,12 +137,10 @@ def counted(value):
     return 1 + sum(one for one, _ in below), commas + sum(one for _, one in below)
 
 
-@settings(max_examples=num_examples(200, 3000), deadline=None)
+@settings(max_examples=num_examples(100, 3000), deadline=None)
 @given(value=values, size=st.integers(2, 9))
 def test_values_are_counted_across_pieces(value, size):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "CHUNK_BYTES", size)
-        found = list(json_size._split_strings(json.dumps(value).encode()))
+    found = list(split_strings(json.dumps(value).encode(), size))
     values = sum(strings + text.count(b"[") + text.count(b"{") for strings, text in found)
     assert (values, sum(text.count(b",") for _, text in found)) == counted(value)
 

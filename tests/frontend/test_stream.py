@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from gllm.engine.interface import EngineUnavailableError, OutputDelta
-from gllm.frontend import sse
-from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH
+from tests.frontend.conftest import CHAT, CHAT_PATH, TEXT_PATH, serving
+from tests.support.http.fake_engine import FakeEngine
 from tests.support.http.sse import events_of
 
 
@@ -108,15 +108,18 @@ async def test_choice_that_fails_before_all_output_has_a_status(server, path):
     assert (answer.status, answer.error["code"]) == (500, "generation_failed")
 
 
-async def test_what_was_said_before_a_failure_is_shown(server, monkeypatch):
-    """A slow reader gets both at once."""
+class FailingEngine(FakeEngine):
+    """Says something and fails at once."""
 
-    async def both(*_):
+    async def script(self, prompt, params):
         yield OutputDelta(0, "Hel", [40])
         yield OutputDelta(0, "lo", [41], "error", None, "the engine is gone")
 
-    monkeypatch.setattr(server.engine, "_tokens", both)
-    *events, error = await server.stream(TEXT_PATH)
+
+async def test_what_was_said_before_a_failure_is_shown(tokenizer):
+    """A slow reader gets both at once."""
+    async with serving(FailingEngine(tokenizer)) as server:
+        *events, error = await server.stream(TEXT_PATH)
     assert "".join(event["choices"][0]["text"] for event in events) == "Hello"
     assert error["error"]["message"] == "the engine is gone"
 
@@ -159,7 +162,7 @@ async def test_disconnect_aborts_at_once(server, path, stream):
 async def test_slow_reader_gets_fewer_larger_events(server):
     server.engine.reply = "x" * 8000 + " end"
     server.engine.max_model_len = 100_000
-    tokens = 20_000
+    tokens = 6000
     server.engine.tokenizer = BulkyTokenizer(server.engine.tokenizer, tokens)
     url = urlsplit(str(server.client.make_url(TEXT_PATH)))
     body = f'{{"prompt": [5], "stream": true, "n": 2, "max_tokens": {tokens}}}'.encode()
@@ -180,8 +183,15 @@ async def test_slow_reader_gets_fewer_larger_events(server):
     assert len(events) < tokens
 
 
-async def test_silence_is_filled_with_comments(server, monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+@pytest.fixture
+async def lively(engine):
+    """A server that looks at its streams every 50 ms, the time after which it gives up writing."""
+    async with serving(engine, write_timeout=0.05) as server:
+        yield server
+
+
+async def test_silence_is_filled_with_comments(lively):
+    server = lively
     server.engine.delay = 0.2
     body = {"prompt": "Hi", "stream": True, "max_tokens": 4}
     async with server.client.post(TEXT_PATH, json=body) as response:
@@ -196,8 +206,8 @@ async def test_silence_is_filled_with_comments(server, monkeypatch):
     assert "".join(event["choices"][0]["text"] for event in events) == server.engine.reply[:8]
 
 
-async def test_what_fails_after_a_silence_is_an_event(server, monkeypatch, caplog):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+async def test_what_fails_after_a_silence_is_an_event(lively, caplog):
+    server = lively
     server.engine.delay, server.engine.raises_after = 0.3, 0
     async with server.client.post(CHAT_PATH, json={**CHAT, "stream": True}) as response:
         assert response.status == 200
@@ -208,9 +218,9 @@ async def test_what_fails_after_a_silence_is_an_event(server, monkeypatch, caplo
     assert error["error"]["code"] == "internal_error"
 
 
-async def test_openais_client_does_not_see_comments(server, monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
-    server.engine.delay = 0.06
+async def test_openais_client_does_not_see_comments(lively):
+    server = lively
+    server.engine.delay = 0.12
     url = str(server.client.make_url("/v1"))
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         stream = await client.chat.completions.create(

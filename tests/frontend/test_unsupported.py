@@ -13,12 +13,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 GENERATING = [CHAT_PATH, TEXT_PATH, "/v1/responses", "/v1/messages"]
 
 
-@pytest.mark.parametrize(("method", "endpoint"), MISSING, ids=lambda one: getattr(one, "path", one))
-async def test_an_endpoint_that_is_not_there_says_why(server, method, endpoint):
-    async with server.client.request(method, endpoint.path, json={"x": 1}) as response:
-        assert response.status == 501
+async def test_an_endpoint_that_is_not_there_says_why(server):
+    for method, endpoint in MISSING:
+        async with server.client.request(method, endpoint.path, json={"x": 1}) as response:
+            assert response.status == 501, endpoint.path
+            error = {} if method == "HEAD" else (await response.json())["error"]
         if method != "HEAD":
-            error = (await response.json())["error"]
             assert endpoint.unsupported_reason in error["message"]
             assert (error["type"], error["code"]) == ("not_implemented_error", "not_implemented")
 
@@ -34,7 +34,6 @@ async def test_they_ask_for_keys(engine):
         assert (await server.post("/sleep", {})).status == 401
 
 
-@pytest.mark.parametrize("path", GENERATING)
 @pytest.mark.parametrize(
     ("name", "asks", "asks_nothing"),
     [
@@ -47,11 +46,13 @@ async def test_they_ask_for_keys(engine):
         ("grammar_triggers", [{"type": 1, "value": "x"}], []),
     ],
 )
-async def test_fields_are_refused_by_name(server, path, name, asks, asks_nothing):
-    answer = await server.post(path, {**EXAMPLES[path], name: asks})
-    assert (answer.status, answer.error["param"]) == (400, name)
-    assert name in answer.error["message"]
-    assert (await server.post(path, {**EXAMPLES[path], name: asks_nothing})).status == 200
+async def test_fields_are_refused_by_name(server, name, asks, asks_nothing):
+    for path in GENERATING:
+        answer = await server.post(path, {**EXAMPLES[path], name: asks})
+        assert (answer.status, answer.error["param"]) == (400, name), path
+        assert name in answer.error["message"]
+        answer = await server.post(path, {**EXAMPLES[path], name: asks_nothing})
+        assert answer.status == 200, path
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])

@@ -23,7 +23,7 @@ def check_json_size(body: bytes) -> None:
     if len(body) <= SMALL_BODY_BYTES or _is_surely_small(body):
         return
     num_values = num_commas = 0
-    for num_strings, other_text in _split_strings(body):
+    for num_strings, other_text in split_strings(body):
         num_values += num_strings + other_text.count(b"[") + other_text.count(b"{")
         num_commas += other_text.count(b",")
         if num_values > MAX_JSON_VALUES:
@@ -38,15 +38,19 @@ def _is_surely_small(body: bytes) -> bool:
     return num_values <= MAX_JSON_VALUES and body.count(b",") <= MAX_JSON_NUMBERS
 
 
-def _split_strings(body: bytes) -> Iterator[tuple[int, bytes]]:
+def split_strings(body: bytes, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield for each chunk of a JSON text the number of strings and the text outside of strings.
 
     A string counts for the chunk in which it begins.
+
+    Args:
+        body: JSON text.
+        chunk_bytes: Bytes of a chunk.
     """
     is_in_string = False
     start = 0
     while start < len(body):
-        chunk = body[start : start + CHUNK_BYTES]
+        chunk = body[start : start + chunk_bytes]
         if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 and start + len(chunk) < len(body):
             chunk = chunk[:-1]  # keep a backslash and the character that it escapes together
         start += len(chunk)

@@ -37,11 +37,17 @@ class BucketLevel(NamedTuple):
 class TokenBuckets:
     """Token buckets of `per_minute` requests, which refill within a minute.
 
-    Keeps the buckets of the `MAX_CLIENTS` most recent clients; others have full buckets.
+    Keeps the buckets of the `max_clients` most recent clients; others have full buckets.
     """
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+        max_clients: int = MAX_CLIENTS,
+    ) -> None:
         self._size = per_minute
+        self._max_clients = max_clients
         self._clock = clock
         self._table: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Number of tokens and the time of that number, by client."""
@@ -57,7 +63,7 @@ class TokenBuckets:
         granted = tokens >= 1
         tokens -= granted
         self._table[client] = (tokens, now)
-        if len(self._table) > MAX_CLIENTS:
+        if len(self._table) > self._max_clients:
             self._table.popitem(last=False)
         wait = max(0.0, 1 - tokens) / rate
         return BucketLevel(granted, int(tokens), wait, (self._size - tokens) / rate)

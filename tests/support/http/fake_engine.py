@@ -284,7 +284,7 @@ class FakeEngine:
             for call in calls:
                 call.closed = True
             raise self.raises
-        return [FakeRequest(self, call, self._tokens(call.prompt, params)) for call in calls]
+        return [FakeRequest(self, call, self.script(call.prompt, params)) for call in calls]
 
     async def embed(
         self,
@@ -358,7 +358,7 @@ class FakeEngine:
     def describe(self) -> dict[str, Any]:
         return {"state": self.state}
 
-    async def _tokens(
+    async def script(
         self, prompt: list[int], params: SamplingParams
     ) -> AsyncGenerator[OutputDelta, None]:
         """The choices' tokens in turn, as a pipeline would bring them."""

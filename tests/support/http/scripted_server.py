@@ -63,7 +63,7 @@ class ScriptedEngine(FakeEngine):
             self._compiled(params.structured)
         return await super().submit(prompts, params, **more)
 
-    async def _tokens(
+    async def script(
         self, prompt: list[int], params: SamplingParams
     ) -> AsyncGenerator[OutputDelta, None]:
         speaker = copy(self)
@@ -72,7 +72,7 @@ class ScriptedEngine(FakeEngine):
             speaker.reply = self._guided(params.structured, scripts[-1] if scripts else None)
         elif scripts:
             speaker.reply = scripts[-1]
-        async for delta in FakeEngine._tokens(speaker, prompt, params):
+        async for delta in FakeEngine.script(speaker, prompt, params):
             yield delta
 
     def _compiled(self, wanted: StructuredOutput) -> str:

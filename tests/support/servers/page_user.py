@@ -92,8 +92,8 @@ class GatedEngine(FakeEngine):
 
     gate: asyncio.Semaphore | None = None
 
-    async def _tokens(self, prompt, params):
-        async for delta in super()._tokens(prompt, params):
+    async def script(self, prompt, params):
+        async for delta in super().script(prompt, params):
             if self.gate is not None:
                 await self.gate.acquire()
             yield delta
