@@ -6,8 +6,9 @@ reference are evicted least recently used first.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from gllm.scheduler.cache_events import CacheEventLog
 
@@ -46,6 +47,17 @@ def root_hash(cache_salt: str) -> bytes:
     return blake2b(cache_salt.encode(), digest_size=HASH_BYTES).digest()
 
 
+class BlockPoolSnapshot(NamedTuple):
+    """State of all blocks; each is in one of the three fields."""
+
+    references: dict[int, int]
+    """Number of references of each referenced block."""
+    evictable: list[int]
+    """Cached blocks without a reference, in the order of eviction."""
+    free: list[int]
+    """Blocks without a reference and without content; the last one is allocated first."""
+
+
 class BlockPool:
     """All blocks of the KV cache, with ids 0 .. num_blocks - 1."""
 
@@ -63,9 +75,14 @@ class BlockPool:
         adds the stored ones."""
 
     @property
-    def digests(self) -> Iterable[bytes]:
+    def digests(self) -> Collection[bytes]:
         """Hashes in the prefix cache."""
         return self._by_hash
+
+    def describe(self) -> BlockPoolSnapshot:
+        """Return the present state of all blocks."""
+        references = {block: number for block, number in enumerate(self._references) if number}
+        return BlockPoolSnapshot(references, list(self._evictable), list(self._free))
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate blocks, each with one reference; the caller has checked `num_free_blocks`."""

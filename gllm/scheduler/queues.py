@@ -6,7 +6,7 @@ Updates the running sums of `Tally` with every change of a queue.
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
@@ -17,6 +17,19 @@ from gllm.scheduler.sequence import Sequence
 
 rank_of = attrgetter("rank")
 """Sort key of sequences: their rank."""
+
+
+class QueueSnapshot(NamedTuple):
+    """Ids of the sequences in the queues, and the sums over them."""
+
+    waiting_seqs: list[int]
+    """Sequences with unscheduled prefill, in the order of prefill."""
+    ready_seqs: list[int]
+    """Decodes that can run now; the one that became ready first comes first."""
+    decoding_seqs: frozenset[int]
+    """All sequences in decode, those in flight included: #RD."""
+    load: SchedulerLoad
+    """Load record of a policy for an empty micro-batch."""
 
 
 class SequenceQueues:
@@ -88,6 +101,12 @@ class SequenceQueues:
                 self.ready[seq] = sequence
             if seq not in self.tally.decoding_seqs:
                 self.tally.add_decode(sequence)
+
+    def describe(self) -> QueueSnapshot:
+        """Return the present state."""
+        waiting_seqs = [sequence.seq for sequence in self.waiting]
+        decoding_seqs = frozenset(self.tally.decoding_seqs)
+        return QueueSnapshot(waiting_seqs, list(self.ready), decoding_seqs, self.load())
 
     def load(self, num_decodes: int = 0, decode_cost: float = 0.0) -> SchedulerLoad:
         """Return the load record for a policy.

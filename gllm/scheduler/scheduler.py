@@ -37,7 +37,7 @@ from gllm.scheduler.policy import SchedulingPolicy
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
-from gllm.scheduler.queues import SequenceQueues
+from gllm.scheduler.queues import QueueSnapshot, SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.scheduler.sequence_table import SequenceTable
 from gllm.scheduler.step_times import StepTimeCollector
@@ -73,19 +73,12 @@ class Scheduler:
         self._counters = SchedulerCounters()
         rule = ADMISSION_RULES.get(config.kv_admission, policy.admission)
         self._admission = rule(config, self.kv_cache, output_lengths)
+        self.output_lengths = self._admission.output_lengths
+        """Lengths of finished outputs, with which another scheduler can begin."""
         self._queues = SequenceQueues(self.kv_cache, config)
-        self._preemption = PreemptionManager(
-            config, self.kv_cache, self._admission, self._queues, self._counters
-        )
-        self._filler = MicroBatchFiller(
-            config,
-            policy,
-            self.kv_cache,
-            self._admission,
-            self._queues,
-            self._preemption,
-            self._counters,
-        )
+        parts = self.kv_cache, self._admission, self._queues
+        self._preemption = PreemptionManager(config, *parts, self._counters)
+        self._filler = MicroBatchFiller(config, policy, *parts, self._preemption, self._counters)
         self._transfers = SchedulerTransfers(
             config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
         )
@@ -305,6 +298,10 @@ class Scheduler:
             in_flight_prefill_tokens=self._in_flight.num_prefill_tokens,
             **vars(self._counters),
         )
+
+    def describe(self) -> QueueSnapshot:
+        """Return the sequences in the queues, for diagnosis."""
+        return self._queues.describe()
 
     def _force(self, now: float) -> list[ScheduledRow]:
         """Return a row of the best-ranked sequence though nothing fits; nothing is in flight.

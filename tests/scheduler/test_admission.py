@@ -1,5 +1,7 @@
 """Who gets KV blocks when, what is computed again after preemption, and what that leaves over."""
 
+from itertools import product
+
 import pytest
 
 from benchmarks.preemption import LOADS, run_load
@@ -15,8 +17,18 @@ def pipeline(num_blocks: int, max_model_len: int, stages: int = 1, **options) ->
     return Pipeline(config.resolve(stages, num_blocks, max_model_len))
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("load", [load for load in LOADS if load.fast], ids=lambda load: load.name)
+MANY_DECODES, *OTHER_LOADS = (load for load in LOADS if load.fast)
+
+
+@pytest.mark.parametrize(
+    ("load", "stages"),
+    [
+        (MANY_DECODES, 1),
+        pytest.param(MANY_DECODES, 4, marks=pytest.mark.full),
+        *product(OTHER_LOADS, (1, 4)),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value.name,
+)
 def test_little_is_computed_twice(load, stages: int) -> None:
     assert run_load(load, stages).recomputed_share <= 0.2
 
@@ -61,22 +73,21 @@ def test_shorter_outputs_than_expected_let_more_in() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_scored_prompt_reads_after_preemption_what_it_has_scored(stages: int) -> None:
     """Another request keeps the same prompt cached all the while."""
-    pipe = pipeline(40, 250, stages, expected_output_tokens=0)
+    pipe = pipeline(40, 250, stages, expected_output_tokens=0, max_num_seqs=2)
     pipe.add(SchedulerRequest(0, prompt(160), 80))
     pipe.schedule()
     pipe.commit()
-    scored = SchedulerRequest(1, prompt(160), 8, reads_prefix_cache=False, priority=1)
+    scored = SchedulerRequest(1, prompt(160), 30, reads_prefix_cache=False, priority=1)
     pipe.add(scored)
     while not pipe.generated[1]:
         if pipe.schedule() is None:
             pipe.commit()
     assert pipe.scheduler.stats().prefill_tokens == 320, "it is computed although it is cached"
-    pipe.scheduler._preemption.preempt(pipe.scheduler._sequences[1])
-    while pipe.plans:
-        pipe.commit()
+    # A request of better priority needs its seat.
+    pipe.add(SchedulerRequest(2, [9], 1))
     pipe.drain()
     assert pipe.scheduler.stats().preemptions == 1
-    assert pipe.scheduler.stats().prefill_tokens < 320 + 32
+    assert pipe.scheduler.stats().prefill_tokens < 320 + 1 + 32
 
 
 def test_expected_lengths_follow_what_has_ended() -> None:

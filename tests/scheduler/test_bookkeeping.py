@@ -4,10 +4,16 @@ from array import array
 
 import pytest
 
+from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.block_table_replica import BlockTableReplica
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.plan import StepPlan
+from gllm.scheduler.preemption import PreemptionManager
+from gllm.scheduler.queue_tally import SchedulerCounters
+from gllm.scheduler.queues import SequenceQueues
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
+from gllm.scheduler.sequence_table import SequenceTable
 from tests.scheduler.test_traps import prompt
 from tests.support.scheduler.pipeline import Pipeline
 
@@ -23,10 +29,6 @@ def plan_of(pipe: Pipeline) -> StepPlan:
     return plan
 
 
-def running(pipe: Pipeline, seq: int) -> Sequence:
-    return pipe.scheduler._sequences[seq]
-
-
 def fill(pipe: Pipeline, lengths: list[int], priorities: list[int]) -> None:
     """Prefill sequences 0, 1, ... and commit, so that each is ready to decode."""
     for seq, (length, priority) in enumerate(zip(lengths, priorities, strict=True)):
@@ -35,47 +37,75 @@ def fill(pipe: Pipeline, lengths: list[int], priorities: list[int]) -> None:
     pipe.commit()
 
 
+class Decodes:
+    """A KV cache with sequences 0, 1, ... of so many computed tokens, and their preemption."""
+
+    def __init__(self, num_blocks: int, lengths: list[int], priorities: list[int]) -> None:
+        config = SchedulerConfig(prefix_cache=False, async_scheduling=False)
+        config = config.resolve(1, num_blocks, 16 * num_blocks)
+        self.kv_cache, self.counters = KVCacheManager(config), SchedulerCounters()
+        admission = AdmissionController(config, self.kv_cache)
+        queues = SequenceQueues(self.kv_cache, config)
+        self.preemption = PreemptionManager(config, self.kv_cache, admission, queues, self.counters)
+        table = SequenceTable()
+        for seq, (length, priority) in enumerate(zip(lengths, priorities, strict=True)):
+            request = SchedulerRequest(seq, prompt(length, mark=seq), 40, priority=priority)
+            sequence = table.add(request, 0.0)
+            assert self.kv_cache.admit(sequence)
+            self.kv_cache.allocate(sequence, length)
+            sequence.num_scheduled_tokens = sequence.num_computed_tokens = length
+        self.sequences = list(table.sequences.values())
+
+    def allocate(self, seq: int, num_tokens: int) -> bool:
+        return self.preemption.allocate_decode(self.sequences[seq], num_tokens)
+
+    @property
+    def epochs(self) -> list[int]:
+        """How often each sequence has lost its blocks."""
+        return [sequence.epoch for sequence in self.sequences]
+
+    @property
+    def preempting(self) -> list[int]:
+        """Victims that have rows in flight."""
+        return [sequence.seq for sequence in self.sequences if sequence.is_preempting]
+
+
 def test_a_decode_takes_no_block_from_a_better_rank() -> None:
     """Sequence 0 came first; 1 and 2 have a better priority. The cache is full."""
-    pipe = pipeline(12 + 1, async_scheduling=False, prefix_cache=False)
-    fill(pipe, [64, 64, 64], [1, 0, 0])
-    assert pipe.scheduler.kv_cache.block_pool.num_free_blocks == 1
-    first, best, second = (running(pipe, seq) for seq in range(3))
-    assert pipe.scheduler._preemption.allocate_decode(first, 1)
-    assert not pipe.scheduler._preemption.allocate_decode(first, 40)
-    assert (first.epoch, best.epoch, second.epoch) == (0, 0, 0)
-    assert pipe.scheduler._preemption.allocate_decode(second, 40)
-    assert (first.epoch, best.epoch, second.epoch) == (1, 0, 0)
+    decodes = Decodes(12 + 1, [64, 64, 64], [1, 0, 0])
+    assert decodes.kv_cache.block_pool.num_free_blocks == 1
+    assert decodes.allocate(0, 1)
+    assert not decodes.allocate(0, 40)
+    assert decodes.epochs == [0, 0, 0]
+    assert decodes.allocate(2, 40)
+    assert decodes.epochs == [1, 0, 0]
 
 
 def test_the_worst_rank_gives_way_and_no_more_than_needed() -> None:
-    pipe = pipeline(12, async_scheduling=False, prefix_cache=False)
-    fill(pipe, [64, 64, 64], [0, 0, 0])
-    assert pipe.scheduler._preemption.allocate_decode(running(pipe, 0), 1)
-    assert [running(pipe, seq).epoch for seq in range(3)] == [0, 0, 1]
-    assert pipe.scheduler.stats().preemptions == 1
+    decodes = Decodes(12, [64, 64, 64], [0, 0, 0])
+    assert decodes.allocate(0, 1)
+    assert decodes.epochs == [0, 0, 1]
+    assert decodes.counters.preemptions == 1
 
 
 def test_a_victim_in_flight_counts_once() -> None:
     """Its blocks come at its commit; who needs more than those has to take from others too."""
-    pipe = pipeline(12, async_scheduling=False, prefix_cache=False)
-    fill(pipe, [60, 60, 60], [0, 0, 0])
-    assert len(plan_of(pipe).rows) == 3
-    allocate = pipe.scheduler._preemption.allocate_decode
-    assert not allocate(running(pipe, 0), 16)
-    assert [running(pipe, seq).is_preempting for seq in range(3)] == [False, False, True]
-    assert not allocate(running(pipe, 0), 64)
-    assert [running(pipe, seq).is_preempting for seq in range(3)] == [False, False, True]
-    assert not allocate(running(pipe, 0), 100)
-    assert [running(pipe, seq).is_preempting for seq in range(3)] == [False, True, True]
+    decodes = Decodes(12, [60, 60, 60], [0, 0, 0])
+    for sequence in decodes.sequences:
+        sequence.schedule_row(1)
+    assert not decodes.allocate(0, 16)
+    assert decodes.preempting == [2]
+    assert not decodes.allocate(0, 64)
+    assert decodes.preempting == [2]
+    assert not decodes.allocate(0, 100)
+    assert decodes.preempting == [1, 2]
 
 
 def test_prefill_does_not_lead_while_a_decode_lacks_a_block() -> None:
     """prefill-first: two decodes have all blocks, and their next token needs one each."""
     pipe = pipeline(9, policy="prefill-first", async_scheduling=False, max_in_flight=3)
     fill(pipe, [64, 64], [0, 0])
-    plan_of(pipe)
-    pipe.scheduler._filler.is_decode_stalled = True
+    assert [row.seq for row in plan_of(pipe).rows] == [0], "there is one block for both"
     pipe.add(SchedulerRequest(2, prompt(4, mark=2), 4, priority=-1))
     pipe.commit()
     rows = plan_of(pipe).rows
@@ -111,7 +141,7 @@ def test_blocks_are_offered_once_they_are_computed() -> None:
     pipe = pipeline()
     pipe.add(SchedulerRequest(0, prompt(40), 4))
     plan_of(pipe)
-    offered = pipe.scheduler.kv_cache.block_pool._by_hash
+    offered = pipe.scheduler.kv_cache.block_pool.digests
     assert not offered
     pipe.commit()
     assert len(offered) == 2, "the third is not full"
@@ -124,7 +154,7 @@ def test_blocks_of_chunks_in_flight_are_not_offered() -> None:
     for _ in range(3):
         plan_of(pipe)
     pipe.commit()
-    assert len(pipe.scheduler.kv_cache.block_pool._by_hash) == 1
+    assert len(pipe.scheduler.kv_cache.block_pool.digests) == 1
 
 
 def test_choices_that_wait_for_the_first_are_counted() -> None:

@@ -12,7 +12,7 @@ from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_properties import pipelines, random_request
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import Pipeline
 
 
@@ -72,15 +72,16 @@ def step(pipeline: Pipeline, rng: Random, seq: int) -> int:
     return seq
 
 
+@further_runs(1)
 @settings(
-    max_examples=num_examples(15, 100),
+    max_examples=num_examples(7, 100),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
 )
 @given(pipeline=pipelines(), seed=st.integers(0, 2**32), with_token_ids=st.booleans())
 def test_an_index_that_follows_the_events_equals_the_pool(
-    pipeline: Pipeline, seed: int, with_token_ids: bool
+    run: int, pipeline: Pipeline, seed: int, with_token_ids: bool
 ) -> None:
     rng, seq = Random(seed), 0
     cache = pipeline.scheduler.kv_cache
@@ -194,7 +195,7 @@ def test_statistics_have_the_tokens_that_wait_and_those_of_decodes() -> None:
         if pipeline.schedule() is None:
             pipeline.commit()
     running = pipeline.scheduler.kv_cache.running
-    decoding = pipeline.scheduler._queues.tally.decoding_seqs
+    decoding = pipeline.scheduler.describe().decoding_seqs
     assert stats.decode_context_tokens == sum(running[s].num_scheduled_tokens for s in decoding)
     pipeline.drain()
     stats = pipeline.scheduler.stats()

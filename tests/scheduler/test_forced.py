@@ -39,7 +39,7 @@ def test_a_text_takes_as_many_steps_as_tokens_were_drawn() -> None:
     made = scheduler()
     made.add(SchedulerRequest(0, [1], 12), 0.0)
     steps = 0
-    while made._sequences:
+    while made.stats().unfinished:
         answer(made, plan_of(made), 5, 6, 7)
         steps += 1
     assert steps == 4
@@ -61,7 +61,7 @@ def test_the_text_ends_within_them(limit, stops, tokens, end_of_text) -> None:
     outcome = answer(made, plan_of(made), 7, 8, 9)
     assert outcome.token_ids == tokens
     assert [(end.finish_reason, end.stop_token_id) for end in outcome.finished] == [end_of_text]
-    assert not made._sequences
+    assert not made.stats().unfinished
     assert made.stats().kv_usage == 0
 
 

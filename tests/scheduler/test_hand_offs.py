@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_properties import configs, random_request
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.engine_pair import EnginePair
 from tests.support.scheduler.pipeline import generate
 
 STEPS = 250
+FULL = pytest.mark.full
 
 
 def check_end(pair: EnginePair) -> None:
@@ -51,15 +52,16 @@ def drive(pair: EnginePair, steps: int) -> None:
             pair.step(rng.randrange(2), fails=rng.random() < 0.01)
 
 
+@further_runs(2)
 @settings(
-    max_examples=num_examples(15, 300),
+    max_examples=num_examples(6, 300),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
 )
 @given(first=configs(), second=configs(), seed=st.integers(0, 2**32))
 def test_every_request_ends_and_every_block_returns(
-    first: SchedulerConfig, second: SchedulerConfig, seed: int
+    run: int, first: SchedulerConfig, second: SchedulerConfig, seed: int
 ) -> None:
     """With fetches, holds, revocations, failed transfers, aborts and deaths at any state."""
     rng = Random(seed)
@@ -79,7 +81,7 @@ def small_config(num_blocks: int, **changes: object) -> SchedulerConfig:
     return config.resolve(1, num_blocks, 40)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=FULL) for i in range(2, 10))])
 def test_two_engines_full_of_holds_for_each_other_go_on(seed: int) -> None:
     """All blocks of both are held for requests that the other one has no block for."""
     pair = EnginePair([small_config(10)] * 2, Random(seed))
@@ -118,11 +120,11 @@ def test_blocks_are_fetched_again_after_the_death_of_their_receiver(kv_push: str
     assert num_fetched_again > num_failed
 
 
-@pytest.mark.parametrize("num_blocks", [10, 14, 40])
+@pytest.mark.parametrize("num_blocks", [10, pytest.param(14, marks=FULL), 40])
 def test_pushed_prompts_end_though_both_engines_are_full(num_blocks: int) -> None:
     """Each engine prefills for the other one, and prefetches from it."""
     num_pushed = num_adopted = num_repeated = 0
-    for seed in range(num_examples(8, 100)):
+    for seed in range(num_examples(6, 100)):
         rng = Random(seed)
         config = small_config(
             num_blocks,
@@ -145,7 +147,7 @@ def test_pushed_prompts_end_though_both_engines_are_full(num_blocks: int) -> Non
     assert num_repeated > 0 or num_blocks == 40
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=FULL) for i in range(1, 5))])
 def test_in_a_burst_waiting_kv_stays_at_the_prefill_engine(seed: int) -> None:
     """Nothing is computed twice however long the decodes take: prefill waits for its blocks.
 

@@ -14,18 +14,27 @@ from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from tests.scheduler.test_properties import check_outputs, drive, random_request
 from tests.scheduler.test_traps import prompt
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import Pipeline, generate
 
 NUM_BLOCKS = 100
 
 
 def waiting_sequence(
-    seq: int, num_prompt: int, max_tokens: int = 30, predicted: int = 0, generated: int = 0
+    seq: int,
+    num_prompt: int,
+    max_tokens: int = 30,
+    predicted: int = 0,
+    generated: int = 0,
+    kv_ticket: int = 0,
 ) -> Sequence:
     """A sequence without blocks."""
     request = SchedulerRequest(
-        seq, prompt(num_prompt, mark=seq), max_tokens, predicted_output_tokens=predicted
+        seq,
+        prompt(num_prompt, mark=seq),
+        max_tokens,
+        predicted_output_tokens=predicted,
+        kv_ticket=kv_ticket,
     )
     tokens = array(TOKEN_TYPE, [*request.prompt_token_ids, *range(generated)])
     return Sequence(seq, request, tokens, num_prompt)
@@ -143,13 +152,11 @@ def test_distserve_admits_while_few_prompts_wait_for_their_first_decode(
 
 def test_distserve_does_not_count_prompts_that_another_engine_decodes() -> None:
     cache = Cache("distserve")
-    first = waiting_sequence(0, 40)
-    first.request = first.request._replace(kv_ticket=7)
-    cache.run(first)
+    cache.run(waiting_sequence(0, 40, kv_ticket=7))
     assert cache.most() == 60
 
 
-@settings(max_examples=num_examples(60, 1000), deadline=None, database=None)
+@settings(max_examples=num_examples(25, 1000), deadline=None, database=None)
 @given(
     outputs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),
     predicted=st.integers(1, 30),
@@ -192,7 +199,8 @@ def test_the_names_are_those_of_the_rules_and_one_policy_has_no_choice() -> None
 CHOOSING_POLICIES = [name for name in POLICY_NAMES if name != "fastertransformer"]
 
 
-@settings(max_examples=num_examples(12, 300), deadline=None, database=None)
+@further_runs(1)
+@settings(max_examples=num_examples(7, 300), deadline=None, database=None)
 @given(
     rule=st.sampled_from(sorted(ADMISSION_RULES)),
     policy=st.sampled_from(CHOOSING_POLICIES),
@@ -202,7 +210,7 @@ CHOOSING_POLICIES = [name for name in POLICY_NAMES if name != "fastertransformer
     num_blocks=st.sampled_from([15, 30, 100]),
 )
 def test_every_request_finishes_under_every_rule(
-    rule: str, policy: str, order: str, stages: int, seed: int, num_blocks: int
+    run: int, rule: str, policy: str, order: str, stages: int, seed: int, num_blocks: int
 ) -> None:
     config = SchedulerConfig(
         policy=policy,
@@ -232,7 +240,7 @@ def test_reserve_max_preempts_nothing(policy: str, stages: int, seed: int) -> No
     config = SchedulerConfig(policy=policy, kv_admission="reserve-max", block_size=4)
     pipe = Pipeline(config.resolve(stages, 30, 60))
     for seq in range(0, 36, 3):
-        pipe.add(random_request(rng, seq, 60)._replace(priority=0))
+        pipe.add(random_request(rng, seq, 60, priority=0))
         for _ in range(rng.randint(0, 10)):
             if pipe.schedule() is None and pipe.plans:
                 pipe.commit()

@@ -1,5 +1,7 @@
 """Fetches of KV: what is fetched, when it begins, and how a sequence continues."""
 
+from typing import Any
+
 import pytest
 
 from gllm.scheduler.kv_fetches import KvFetch
@@ -13,9 +15,12 @@ def handed_off(
     seq: int, num_tokens: int, max_tokens: int = 3, **changes: object
 ) -> SchedulerRequest:
     """A request whose first token another engine has generated."""
-    request = SchedulerRequest(seq, list(range(seq, seq + num_tokens)), max_tokens)
-    request = request._replace(outputs=[[9]], kv_source_tokens=num_tokens)
-    return request._replace(**changes)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "prompt_token_ids": list(range(seq, seq + num_tokens)),
+        "outputs": [[9]],
+        "kv_source_tokens": num_tokens,
+    }
+    return SchedulerRequest(seq, max_tokens=max_tokens, **fields | changes)
 
 
 def start_fetch(scheduler: Scheduler, request: SchedulerRequest) -> KvFetch:

@@ -1,5 +1,7 @@
 """Holds of KV blocks: when they begin, who asks for them, and when their blocks return."""
 
+from typing import Any
+
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
@@ -19,7 +21,7 @@ def make_scheduler(num_blocks: int = 16, stages: int = 1, **changes: object) -> 
 def commit(scheduler: Scheduler, plan: StepPlan, **fields: object) -> StepOutput:
     """Commit a plan of which each row that samples returns token 1."""
     sampled = [
-        SampledToken(row.seq, row.epoch, 1)._replace(**fields)  # type: ignore[arg-type]
+        SampledToken(row.seq, row.epoch, 1, **fields)  # type: ignore[arg-type]
         for row in plan.rows
         if row.should_sample
     ]
@@ -46,8 +48,8 @@ def prefill(scheduler: Scheduler, request: SchedulerRequest, **fields: object) -
 
 
 def ticket_request(seq: int, num_tokens: int, **changes: object) -> SchedulerRequest:
-    request = SchedulerRequest(seq, list(range(seq, seq + num_tokens)), 1, kv_ticket=100 + seq)
-    return request._replace(**changes)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"max_tokens": 1, "kv_ticket": 100 + seq}
+    return SchedulerRequest(seq, list(range(seq, seq + num_tokens)), **fields | changes)
 
 
 def test_the_end_of_a_request_with_a_ticket_holds_its_computed_tokens() -> None:

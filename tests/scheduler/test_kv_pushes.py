@@ -31,12 +31,11 @@ def make_config(**changes: object) -> SchedulerConfig:
 
 
 def pushed(num_tokens: int, seq: int = 0, **fields: Any) -> SchedulerRequest:
-    request = SchedulerRequest(seq, list(range(num_tokens)), 1, kv_ticket=TICKET)
-    return request._replace(**fields)
+    return SchedulerRequest(seq, list(range(num_tokens)), 1, kv_ticket=TICKET, **fields)
 
 
-def prefetch(num_tokens: int = 12) -> PrefetchRequest:
-    return PrefetchRequest(TICKET, list(range(num_tokens)), 8)
+def prefetch(num_tokens: int = 12, ticket: int = TICKET) -> PrefetchRequest:
+    return PrefetchRequest(ticket, list(range(num_tokens)), 8)
 
 
 def step(scheduler: Scheduler, now: float = 0.0) -> bool:
@@ -132,10 +131,15 @@ def start_prefetch(scheduler: Scheduler) -> int:
 
 
 def decoding(**changes: Any) -> SchedulerRequest:
-    request = SchedulerRequest(
-        0, list(range(12)), 8, outputs=[[5]], kv_source_tokens=12, kv_source_ticket=TICKET
-    )
-    return request._replace(**changes)
+    fields: dict[str, Any] = {
+        "seq": 0,
+        "prompt_token_ids": list(range(12)),
+        "max_tokens": 8,
+        "outputs": [[5]],
+        "kv_source_tokens": 12,
+        "kv_source_ticket": TICKET,
+    }
+    return SchedulerRequest(**fields | changes)
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
@@ -230,7 +234,7 @@ def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
     while step(scheduler):
         scheduler.take_pushes()
     scheduler.confirm_revocation(TICKET)
-    seq = scheduler.prefetch(prefetch()._replace(ticket=8), 1.0)
+    seq = scheduler.prefetch(prefetch(ticket=8), 1.0)
     scheduler.take_fetches(1.0)
     scheduler.finish_fetch(seq, True, 1.0)
     scheduler.add(decoding(seq=1, kv_source_ticket=8), 2.0)

@@ -1,12 +1,16 @@
 """The policies' equations, number by number."""
 
+import inspect
 import math
+import sys
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gllm.scheduler.policy as scheduler_policy
 from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.policy_registry import POLICIES
@@ -129,6 +133,20 @@ def test_the_papers_throttle_follows_equation_3(
     spare = 2048 * (free - threshold) / (1 - threshold)
     expected = 0 if free <= threshold else math.ceil(max(min(waiting / 8, spare), 32))
     assert abs(budget - expected) <= 1  # Rounding of the product may differ by one token.
+
+
+def test_policies_are_short() -> None:
+    """At most 150 lines per module; of the one with several policies, of its classes (V11)."""
+    for name, create in POLICIES.items():
+        num_lines: Counter[str] = Counter()
+        for base in inspect.getmro(type(create(resolved()))):
+            if base.__module__ == scheduler_policy.__name__:
+                num_lines[base.__module__] += len(inspect.getsource(base).splitlines())
+            elif base.__module__.startswith("gllm."):
+                module = sys.modules[base.__module__]
+                num_lines[base.__module__] = len(inspect.getsource(module).splitlines())
+        assert num_lines, name
+        assert max(num_lines.values()) <= 150, name
 
 
 def test_auto_is_sarathi_at_one_stage_and_throttle_at_more() -> None:

@@ -2,15 +2,14 @@
 
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.scheduler.test_traps import POLICIES, prompt
-from tests.support.examples import num_examples
+from tests.scheduler.test_traps import POLICIES, policy_cases, prompt
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 
 
@@ -45,7 +44,7 @@ def test_half_prefilled_prompts_of_worse_rank_give_way_at_once() -> None:
     pipe.add(SchedulerRequest(1, prompt(580, mark=2), 8, priority=1))
     for _ in range(12):
         advance(pipe)
-    assert pipe.scheduler._sequences[1].is_prefilling
+    assert pipe.scheduler.table.sequences[1].is_prefilling
     pipe.add(SchedulerRequest(2, prompt(300, mark=3), 8, priority=0))
     assert decode_tokens_before(pipe, 2) < 12
     pipe.drain()
@@ -56,12 +55,12 @@ URGENT_POLICIES = [name for name in POLICIES if name not in RESERVING_POLICIES]
 """Policies under which an urgent prompt runs at once; the others finish what they have begun."""
 
 
-@pytest.mark.parametrize("policy", URGENT_POLICIES)
+@policy_cases(URGENT_POLICIES)
 def test_a_seat_is_taken_from_a_decode_of_worse_priority(policy: str) -> None:
     pipe = pipeline(200, 400, 2, policy=policy, max_num_seqs=2)
     for seq in range(2):
-        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 300, priority=1))
-    while len(pipe.scheduler._queues.tally.decoding_seqs) < 2:
+        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 60, priority=1))
+    while pipe.scheduler.stats().decoding < 2:
         advance(pipe)
     pipe.add(SchedulerRequest(2, prompt(20, mark=3), 8, priority=0))
     assert decode_tokens_before(pipe, 2) < 12
@@ -95,7 +94,8 @@ def test_nobody_gives_way_where_that_would_not_help() -> None:
     assert set(pipe.ended) == {0, 1, 2}
 
 
-@settings(max_examples=num_examples(10, 150), deadline=None, database=None)
+@further_runs(2)
+@settings(max_examples=num_examples(4, 150), deadline=None, database=None)
 @given(
     policy=st.sampled_from(URGENT_POLICIES),
     stages=st.integers(1, 4),
@@ -104,7 +104,7 @@ def test_nobody_gives_way_where_that_would_not_help() -> None:
     threshold=st.sampled_from([0.0, 0.05, 0.3]),
 )
 def test_an_urgent_prompt_waits_a_bounded_number_of_plans(
-    policy: str, stages: int, seed: int, phase_pure: bool, threshold: float
+    run: int, policy: str, stages: int, seed: int, phase_pure: bool, threshold: float
 ) -> None:
     """Twice the plans in flight pass without it, and one beside each of its own."""
     rng = Random(seed)
@@ -122,8 +122,8 @@ def test_an_urgent_prompt_waits_a_bounded_number_of_plans(
     )
     for seq in range(12):
         tokens = rng.randint(1, 300)
-        request = SchedulerRequest(seq, prompt(tokens, mark=seq), rng.randint(1, 100), priority=1)
-        pipe.add(request._replace(priority=rng.randint(1, 3)))
+        max_tokens, priority = rng.randint(1, 100), rng.randint(1, 3)
+        pipe.add(SchedulerRequest(seq, prompt(tokens, mark=seq), max_tokens, priority=priority))
         for _ in range(rng.randint(0, 20)):
             advance(pipe)
     urgent = SchedulerRequest(12, prompt(rng.randint(1, 400), mark=99), 8, priority=0)

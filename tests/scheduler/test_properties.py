@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from gllm.scheduler.config import KV_ADMISSION_NAMES, POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import Pipeline, generate
 
 STEPS = 600
-EXAMPLES = num_examples(30, 200)
+EXAMPLES = num_examples(12, 200)
 """In the long profile together 10^5 calls of schedule and commit, each followed by all checks."""
 
 
@@ -56,17 +56,22 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     return Pipeline(draw(configs()), draw(st.booleans()))
 
 
-def random_request(rng: Random, seq: int, longest: int) -> SchedulerRequest:
-    """A request that begins like many others, in one of two salts."""
+def random_request(
+    rng: Random, seq: int, longest: int, priority: int | None = None
+) -> SchedulerRequest:
+    """A request that begins like many others, in one of two salts; by default of any priority."""
     prompt_len = rng.randint(1, longest - 1)
     common = rng.randint(0, prompt_len)
     prompt = [7] * common + [rng.randrange(50) for _ in range(prompt_len - common)]
+    max_tokens = rng.randint(1, min(longest - prompt_len, 20))
+    stop_token_ids = frozenset(rng.sample(range(50), rng.choice([0, 0, 3])))
+    random_priority = rng.choice([0, 0, 0, 1, -1])
     return SchedulerRequest(
         seq=seq,
         prompt_token_ids=prompt,
-        max_tokens=rng.randint(1, min(longest - prompt_len, 20)),
-        stop_token_ids=frozenset(rng.sample(range(50), rng.choice([0, 0, 3]))),
-        priority=rng.choice([0, 0, 0, 1, -1]),
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids,
+        priority=random_priority if priority is None else priority,
         cache_salt=rng.choice(["", "salt"]),
         n=rng.choice([1, 1, 1, 3]),
         reads_prefix_cache=rng.random() < 0.8,
@@ -106,6 +111,7 @@ def check_outputs(pipeline: Pipeline) -> None:
     assert not pipeline.scheduler.stats().unfinished
 
 
+@further_runs(2)
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -114,7 +120,7 @@ def check_outputs(pipeline: Pipeline) -> None:
 )
 @given(pipeline=pipelines(), seed=st.integers(0, 2**32))
 def test_every_request_ends_with_the_tokens_it_would_get_alone(
-    pipeline: Pipeline, seed: int
+    run: int, pipeline: Pipeline, seed: int
 ) -> None:
     drive(pipeline, Random(seed), STEPS)
     pipeline.drain()
@@ -129,9 +135,8 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     pipeline = Pipeline(config.resolve(stages, 1000, 200))
     for seq in range(decoding):
         pipeline.add(SchedulerRequest(seq, [seq], 199))
-    while (
-        pipeline.scheduler._queues.waiting
-        or len(pipeline.scheduler._queues.tally.decoding_seqs) < decoding
+    while pipeline.scheduler.describe().waiting_seqs or (
+        pipeline.scheduler.stats().decoding < decoding
     ):
         if pipeline.schedule() is None:
             pipeline.commit()
@@ -150,9 +155,10 @@ def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
         assert set().union(*window) == set(range(decoding))
 
 
-@settings(max_examples=num_examples(20, 60), deadline=None, database=None)
+@further_runs(2)
+@settings(max_examples=num_examples(7, 60), deadline=None, database=None)
 @given(stages=st.integers(1, 8), seed=st.integers(0, 2**32))
-def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) -> None:
+def test_a_ready_decode_waits_a_bounded_number_of_plans(run: int, stages: int, seed: int) -> None:
     """Without memory stalls at most ceil(RD / max(1, floor(RD / stages))) plans, RD varying."""
     rng = Random(seed)
     config = SchedulerConfig(policy="throttle", async_scheduling=False, max_num_seqs=100)
@@ -163,8 +169,9 @@ def test_a_ready_decode_waits_a_bounded_number_of_plans(stages: int, seed: int) 
         if rng.random() < 0.5:
             pipeline.add(SchedulerRequest(len(pipeline.requests), [seq], rng.randint(1, 60)))
         for _ in range(rng.randint(1, 6)):
-            most = max(most, len(pipeline.scheduler._queues.tally.decoding_seqs))
-            ready = set(pipeline.scheduler._queues.ready)
+            queues = pipeline.scheduler.describe()
+            most = max(most, len(queues.decoding_seqs))
+            ready = set(queues.ready_seqs)
             plan = pipeline.schedule()
             if plan is None:
                 if pipeline.plans:

@@ -11,7 +11,8 @@ from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_properties import pipelines, random_request
 from tests.scheduler.test_traps import prompt
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
+from tests.support.products import covers_pairs
 from tests.support.scheduler.pipeline import Pipeline, generate
 
 
@@ -30,9 +31,15 @@ def resume(old: Pipeline, new: Pipeline, first_seq: int) -> dict[int, int]:
         if not alive:
             continue
         outputs = [old.generated[each] for each in alive]
-        resumed = request._replace(
-            seq=first_seq,
-            n=len(alive),
+        resumed = SchedulerRequest(
+            first_seq,
+            request.prompt_token_ids,
+            request.max_tokens,
+            request.stop_token_ids,
+            request.priority,
+            request.cache_salt,
+            len(alive),
+            request.reads_prefix_cache,
             outputs=outputs if any(outputs) else (),
             age_seconds=old.now - old.arrival_times[seq],
         )
@@ -95,8 +102,9 @@ def drive(run: Generations, rng: Random, steps: int) -> None:
             pipeline.schedule()
 
 
+@further_runs(2)
 @settings(
-    max_examples=num_examples(30, 200),
+    max_examples=num_examples(12, 200),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     database=None,
@@ -107,12 +115,12 @@ def drive(run: Generations, rng: Random, steps: int) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_a_run_that_is_cut_ends_like_an_undisturbed_one(
-    first: Pipeline, configs: list[Pipeline], seed: int
+    run: int, first: Pipeline, configs: list[Pipeline], seed: int
 ) -> None:
     """Cuts happen at random moments; the next pipeline has other stages and another policy."""
     rng = Random(seed)
-    run = Generations(first)
-    drive(run, rng, rng.randint(1, 200))
+    life = Generations(first)
+    drive(life, rng, rng.randint(1, 200))
     for other in configs:
         config = other.config
         num_blocks = -(-first.config.max_model_len // config.block_size)
@@ -122,21 +130,22 @@ def test_a_run_that_is_cut_ends_like_an_undisturbed_one(
             ),
             first.forces,
         )
-        run.cut(new)
-        drive(run, rng, rng.randint(1, 100))
-    run.pipeline.drain()
-    for request, output, reason in run.results():
+        life.cut(new)
+        drive(life, rng, rng.randint(1, 100))
+    life.pipeline.drain()
+    for request, output, reason in life.results():
         alone = generate(request, first.forces)
         if reason == "abort":
             assert output == alone[: len(output)]
         else:
             assert output == alone
             assert reason == ("stop" if alone[-1] in request.stop_token_ids else "length")
-    stats = run.pipeline.scheduler.stats()
+    stats = life.pipeline.scheduler.stats()
     assert (stats.running, stats.waiting, stats.in_flight, stats.kv_usage) == (0, 0, 0, 0.0)
 
 
-@settings(max_examples=num_examples(20, 100), deadline=None, database=None)
+@further_runs(3)
+@settings(max_examples=num_examples(4, 100), deadline=None, database=None)
 @given(
     num_stages=st.integers(1, 4),
     prefix_cache=st.booleans(),
@@ -144,7 +153,7 @@ def test_a_run_that_is_cut_ends_like_an_undisturbed_one(
     chunk=st.sampled_from([5, 16, 200]),
 )
 def test_every_cut_of_one_run(
-    num_stages: int, prefix_cache: bool, async_scheduling: bool, chunk: int
+    run: int, num_stages: int, prefix_cache: bool, async_scheduling: bool, chunk: int
 ) -> None:
     """Between any two commits, with the same configuration."""
     config = SchedulerConfig(
@@ -192,10 +201,7 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("lengths", OUTPUTS)
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("prompt_len", [96, 100])
-@pytest.mark.parametrize("chunk", [24, 512])
+@covers_pairs(lengths=OUTPUTS, prefix_cache=[True, False], prompt_len=[96, 100], chunk=[24, 512])
 def test_the_prompt_of_several_choices_is_computed_once(
     lengths: list[int], prefix_cache: bool, prompt_len: int, chunk: int
 ) -> None:
@@ -208,9 +214,9 @@ def test_the_prompt_of_several_choices_is_computed_once(
         max_num_batched_tokens=chunk,
     )
     pipeline = Pipeline(config.resolve(2, 100, 200))
-    request = SchedulerRequest(0, prompt(prompt_len), 40, n=4)
-    alone = generate(request)
-    pipeline.add(request._replace(outputs=[alone[:length] for length in lengths]))
+    alone = generate(SchedulerRequest(0, prompt(prompt_len), 40))
+    outputs = [alone[:length] for length in lengths]
+    pipeline.add(SchedulerRequest(0, prompt(prompt_len), 40, n=4, outputs=outputs))
     pipeline.drain()
     assert all(pipeline.generated[seq] == alone for seq in range(4))
     least = prompt_len + sum(lengths)
@@ -235,14 +241,12 @@ def test_choices_start_when_the_prompt_is_computed_not_the_first_one_s_output() 
         max_prefill_tokens=16, min_prefill_tokens=1, max_num_batched_tokens=16, policy="sarathi"
     )
     pipeline = Pipeline(config.resolve(1, 100, 400))
-    request = SchedulerRequest(0, prompt(32), 300, n=2)
-    alone = generate(request)
-    pipeline.add(request._replace(outputs=[alone[:200], []]))
+    alone = generate(SchedulerRequest(0, prompt(32), 300))
+    pipeline.add(SchedulerRequest(0, prompt(32), 300, n=2, outputs=[alone[:200], []]))
     for _ in range(3):
         assert pipeline.schedule()
         pipeline.commit()
-    assert pipeline.scheduler._queues.waiting[-1].seq == 1, "the fork has happened"
-    assert pipeline.scheduler._sequences[0].is_prefilling
+    assert pipeline.scheduler.describe().waiting_seqs == [0, 1], "the fork has happened"
     pipeline.drain()
     assert [pipeline.generated[seq] for seq in range(2)] == [alone, alone]
 
@@ -256,9 +260,9 @@ def test_the_next_choice_computes_the_prompt_if_the_first_ends_before(prefix_cac
         max_num_batched_tokens=16,
     )
     pipeline = Pipeline(config.resolve(1, 100, 200))
-    request = SchedulerRequest(0, prompt(96), 40, n=4)
-    alone = generate(request)
-    pipeline.add(request._replace(outputs=[alone[:5], alone[:20], [], alone[:1]]))
+    alone = generate(SchedulerRequest(0, prompt(96), 40))
+    outputs = [alone[:5], alone[:20], [], alone[:1]]
+    pipeline.add(SchedulerRequest(0, prompt(96), 40, n=4, outputs=outputs))
     pipeline.schedule()
     pipeline.commit()
     pipeline.abort([0])
@@ -275,9 +279,12 @@ def test_a_resumed_request_keeps_its_place() -> None:
     )
     pipeline = Pipeline(config.resolve(1, 100, 200))
     for seq, (age, priority) in enumerate([(0.0, 0), (0.5, 0), (9.0, 0), (0.0, -1), (9.0, 1)]):
-        request = SchedulerRequest(seq, prompt(16, mark=seq), 8, priority=priority)
-        pipeline.add(request._replace(outputs=[generate(request)[:seq]], age_seconds=age))
-    assert [sequence.seq for sequence in pipeline.scheduler._queues.waiting] == [3, 2, 1, 0, 4]
+        tokens = prompt(16, mark=seq)
+        outputs = [generate(SchedulerRequest(seq, tokens, 8))[:seq]]
+        pipeline.add(
+            SchedulerRequest(seq, tokens, 8, priority=priority, outputs=outputs, age_seconds=age)
+        )
+    assert pipeline.scheduler.describe().waiting_seqs == [3, 2, 1, 0, 4]
     pipeline.drain()
 
 
@@ -285,9 +292,8 @@ def test_figures_count_what_this_scheduler_did() -> None:
     """Reported once: first tokens, cached tokens. Learned from: outputs in full length."""
     config = SchedulerConfig(block_size=4)
     pipeline = Pipeline(config.resolve(1, 100, 200))
-    request = SchedulerRequest(0, prompt(20), 24)
-    alone = generate(request)
-    pipeline.add(request._replace(outputs=[alone[:10]], age_seconds=5.0))
+    alone = generate(SchedulerRequest(0, prompt(20), 24))
+    pipeline.add(SchedulerRequest(0, prompt(20), 24, outputs=[alone[:10]], age_seconds=5.0))
     first_tokens = []
     while pipeline.alive:
         if pipeline.schedule() is None:
@@ -296,9 +302,9 @@ def test_figures_count_what_this_scheduler_did() -> None:
     assert not first_tokens
     assert (stats.prefix_queries, stats.prefix_hits) == (0, 0)
     assert (stats.prefill_tokens, stats.decode_tokens) == (30, 13)
-    assert pipeline.scheduler._admission.output_lengths.predict(24, 0) == 24
+    assert pipeline.scheduler.output_lengths.predict(24, 0) == 24
     # Its prompt and output are in the prefix cache, and its first token is still to come.
-    pipeline.add(request._replace(seq=1, age_seconds=5.0))
+    pipeline.add(SchedulerRequest(1, prompt(20), 24, age_seconds=5.0))
     while pipeline.alive:
         if pipeline.schedule() is None:
             first_tokens += pipeline.commit().first_tokens

@@ -12,7 +12,7 @@ from gllm.scheduler.decode_ageing import MAX_PREEMPTIONS
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_traps import prompt
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import Pipeline, generate
 
 LONGEST = 100
@@ -48,7 +48,8 @@ def play(pipe: Pipeline, rng: Random, num_requests: int, output: int = 12) -> li
     return plans
 
 
-@settings(max_examples=num_examples(12, 300), deadline=None, database=None)
+@further_runs(1)
+@settings(max_examples=num_examples(5, 300), deadline=None, database=None)
 @given(
     policy=st.sampled_from(["distserve", "splitwise"]),
     limit=st.integers(1, 80),
@@ -57,7 +58,7 @@ def play(pipe: Pipeline, rng: Random, num_requests: int, output: int = 12) -> li
     seed=st.integers(0, 2**32),
 )
 def test_several_prompts_have_at_most_the_limit_of_tokens(
-    policy: str, limit: int, stages: int, prefix_cache: bool, seed: int
+    run: int, policy: str, limit: int, stages: int, prefix_cache: bool, seed: int
 ) -> None:
     """D10, S4: only a prompt that is alone exceeds it; prompts keep the order of arrival."""
     pipe = pipeline(policy, stages, prefill_batch_tokens=limit, prefix_cache=prefix_cache)
@@ -115,10 +116,11 @@ def count_displacements(pipe: Pipeline, plan: StepPlan, counts: dict[int, int]) 
                 counts[seq] = counts.get(seq, 0) + 1
 
 
-@settings(max_examples=num_examples(5, 100), deadline=None, database=None)
+@further_runs(1)
+@settings(max_examples=num_examples(3, 100), deadline=None, database=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.sampled_from([100, 4000]))
 def test_no_decode_is_preempted_more_than_four_times_under_continuous_prompts(
-    seed: int, num_blocks: int
+    run: int, seed: int, num_blocks: int
 ) -> None:
     """S5: each step another prompt arrives that fills a micro-batch; all requests complete."""
     rng = Random(seed)
@@ -168,13 +170,14 @@ def test_splitwise_orders_aged_decodes_prompts_displaced_running_and_new_ones() 
         add(seq, 12)
     assert [step() for _ in range(3)] == [[5], [6], [7]]
     # All of 0, 1, 2 have been displaced at most four times: 1 and 2 now, 0 next time.
-    displaced = {s.seq: s.num_displacements for s in pipe.scheduler._sequences.values()}
+    displaced = {s.seq: s.num_displacements for s in pipe.scheduler.table.sequences.values()}
     assert displaced == {0: 3, 1: 4, 2: 4, 3: 4, 4: 3, 5: 2, 6: 1, 7: 0, 8: 0}
     assert step() == [1, 3, 2, 8], "aged decodes precede a prompt longer than what they leave"
     assert len(step()) == 9, "without prompts all decodes run"
 
 
-@settings(max_examples=num_examples(10, 200), deadline=None, database=None)
+@further_runs(1)
+@settings(max_examples=num_examples(5, 200), deadline=None, database=None)
 @given(
     size=st.integers(4, 64),
     order=st.sampled_from(["fcfs", "sjf", "ljf"]),
@@ -183,7 +186,7 @@ def test_splitwise_orders_aged_decodes_prompts_displaced_running_and_new_ones() 
     seed=st.integers(0, 2**32),
 )
 def test_chunks_are_full_and_have_no_decodes(
-    size: int, order: str, stages: int, output: int, seed: int
+    run: int, size: int, order: str, stages: int, output: int, seed: int
 ) -> None:
     """T1: a chunk has fewer tokens than its size only if no prompt token waits behind it."""
     pipe = pipeline(
@@ -206,12 +209,13 @@ def test_chunks_are_full_and_have_no_decodes(
         assert not decodes
         num_chunks += 1
         num_tokens = sum(row.num_tokens for row in prefills)
-        is_last = not pipe.scheduler._queues.waiting
+        is_last = not pipe.scheduler.describe().waiting_seqs
         assert num_tokens == size or (is_last and num_tokens < size)
     assert num_chunks >= sum(len(r.prompt_token_ids) for r in pipe.requests.values()) // size
 
 
-@settings(max_examples=num_examples(8, 200), deadline=None, database=None)
+@further_runs(1)
+@settings(max_examples=num_examples(5, 200), deadline=None, database=None)
 @given(
     policy=st.sampled_from(["distserve", "splitwise", "tetri"]),
     stages=st.integers(1, 4),
@@ -220,7 +224,7 @@ def test_chunks_are_full_and_have_no_decodes(
     has_async=st.booleans(),
 )
 def test_every_request_gets_its_tokens_in_a_small_cache(
-    policy: str, stages: int, seed: int, num_blocks: int, has_async: bool
+    run: int, policy: str, stages: int, seed: int, num_blocks: int, has_async: bool
 ) -> None:
     options = {"prefill_batch_tokens": 40, "max_num_batched_tokens": 100, "max_num_seqs": 8}
     options |= {"async_scheduling": has_async, "prefix_cache": True}

@@ -1,7 +1,6 @@
 """The online fit, and the policy that weighs by it."""
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import ScheduledRow, StepPlan, StepTime
-from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -21,6 +19,8 @@ from gllm.scheduler.step_cost import (
     StepCostCoefficients,
     solve_nonnegative,
 )
+from tests.scheduler.test_policy import load
+from tests.support.examples import num_examples
 
 TRUTH = StepCostCoefficients(step=2e-3, token=5e-5, pair=3e-8, decode=1e-5, context_token=4e-8)
 
@@ -69,6 +69,7 @@ def test_the_fit_follows_a_change() -> None:
     assert fit.coefficients.token == pytest.approx(3 * TRUTH.token, rel=0.05)
 
 
+@settings(max_examples=num_examples(20, 300))
 @given(
     st.lists(st.tuples(st.integers(1, 4000), st.floats(1e-6, 10)), min_size=REFIT_INTERVAL_STEPS)
 )
@@ -91,11 +92,6 @@ def test_work_of_a_plan() -> None:
     assert count_query_key_pairs(10, 5) == 65
 
 
-def load(**values: float) -> SchedulerLoad:
-    fields: dict[str, Any] = {**dict.fromkeys(SchedulerLoad._fields, 0), "kv_free": 1.0, **values}
-    return SchedulerLoad(**fields)
-
-
 def learnt() -> BalancePolicy:
     policy = BalancePolicy(SchedulerConfig().resolve(4, 1000, 16000))
     rng = random.Random(4)
@@ -109,7 +105,7 @@ def test_before_the_fit_balance_is_throttle() -> None:
     config = SchedulerConfig().resolve(4, 1000, 16000)
     balance, throttle = BalancePolicy(config), POLICIES["throttle"](config)
     for waiting in (10, 3000, 40_000):
-        given_load = load(num_waiting_tokens=waiting, num_waiting_pairs=1e6)
+        given_load = load(waiting)
         assert balance.prefill_budget(given_load) == throttle.prefill_budget(given_load)
         assert balance.size_chunk(500, 10_000, 300) == throttle.size_chunk(500, 10_000, 300)
 
@@ -131,7 +127,8 @@ def test_a_chunk_uses_its_budget(start: int, most: int, budget: float) -> None:
     tokens, cost = learnt_once().size_chunk(start, most, budget)
     assert 1 <= tokens <= most
     if 1 < tokens < most:
-        below = tokens - 1 + learnt_once()._pair_cost * count_query_key_pairs(start, tokens - 1)
+        fewer_tokens, below = learnt_once().size_chunk(start, tokens - 1, budget)
+        assert fewer_tokens == tokens - 1
         assert below < budget <= cost + 1e-6
 
 

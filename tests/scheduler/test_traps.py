@@ -1,5 +1,6 @@
 """Loads that are known to hang, starve or leak in systems of this kind, one by one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,16 @@ from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.scheduler.pipeline import Pipeline, generate
 
 POLICIES = [name for name in POLICY_NAMES if name != "auto"]
+VARIANTS = ("throttle-paper", "throttle-no-wt", "throttle-no-ut")
+"""Policies that differ from `throttle` in a budget: their cases are `full`."""
+
+
+def policy_cases(names: Sequence[str] = POLICIES) -> pytest.MarkDecorator:
+    """Parametrize a test by policies."""
+    marks = {name: [pytest.mark.full] if name in VARIANTS else [] for name in names}
+    return pytest.mark.parametrize(
+        "policy", [pytest.param(name, marks=marks[name]) for name in names]
+    )
 
 
 def prompt(tokens: int, mark: int = 1) -> list[int]:
@@ -24,7 +35,7 @@ def pipeline(
     return Pipeline(config.resolve(stages, num_blocks, max_model_len))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@policy_cases()
 def test_one_prompt_may_fill_the_cache_when_nothing_decodes(policy: str) -> None:
     """97 of 100 blocks: below the threshold prefill is suspended only for the sake of decodes."""
     pipe = pipeline(4, 100, 1600, policy)
@@ -34,19 +45,19 @@ def test_one_prompt_may_fill_the_cache_when_nothing_decodes(policy: str) -> None
     assert pipe.scheduler.stats().preemptions == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@policy_cases()
 def test_a_warm_prefix_cache_that_fills_all_blocks_counts_as_free(policy: str) -> None:
     pipe = pipeline(2, 20, 320, policy)
     pipe.add(SchedulerRequest(0, prompt(300), 4))
     pipe.drain(5000)
-    assert len(pipe.scheduler.kv_cache.block_pool._evictable) >= 18
+    assert len(pipe.scheduler.kv_cache.block_pool.describe().evictable) >= 18
     pipe.add(SchedulerRequest(1, prompt(310, mark=2), 4))
     pipe.drain(5000)
     assert pipe.ended[1] == "length"
     assert pipe.scheduler.stats().preemptions == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@policy_cases()
 def test_half_prefilled_holders_make_way_for_a_priority_arrival(policy: str) -> None:
     chunks = {"max_prefill_tokens": 64, "min_prefill_tokens": 64, "max_num_batched_tokens": 64}
     pipe = pipeline(4, 40, 512, policy, **chunks)
@@ -60,14 +71,14 @@ def test_half_prefilled_holders_make_way_for_a_priority_arrival(policy: str) -> 
     assert all(pipe.generated[seq] == generate(pipe.requests[seq]) for seq in pipe.ended)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@policy_cases()
 def test_requests_of_half_the_cache_each_all_end(policy: str) -> None:
     """60 blocks, 4 stages, requests up to 31 blocks: two never fit at the same time."""
     pipe = pipeline(4, 60, 31 * 16, policy)
-    for seq in range(12):
+    for seq in range(8):
         pipe.add(SchedulerRequest(seq, prompt(30 * 16 - 8 * seq, mark=seq), 16))
     pipe.drain(20_000)
-    assert set(pipe.ended) == set(range(12))
+    assert set(pipe.ended) == set(range(8))
 
 
 def test_a_full_hit_computes_the_last_token_only_in_its_last_block() -> None:
@@ -160,7 +171,7 @@ def test_a_failed_step_ends_its_sequences_and_publishes_nothing() -> None:
     assert plan is not None
     outcome = pipe.scheduler.commit(StepResult(plan.step, [], "broken"))
     assert [end.error for end in outcome.finished] == ["broken"]
-    assert not pipe.scheduler.kv_cache.block_pool._by_hash
+    assert not pipe.scheduler.kv_cache.block_pool.digests
 
 
 def test_results_out_of_order_are_refused() -> None:

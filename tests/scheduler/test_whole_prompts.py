@@ -1,8 +1,5 @@
 """Policies vllm, orca+, lightllm and fastertransformer, as Vidur defines them."""
 
-import inspect
-import sys
-from collections import Counter
 from random import Random
 from typing import Any
 
@@ -10,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gllm.scheduler.policy as scheduler_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
-from gllm.scheduler.policy_registry import POLICIES
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_traps import prompt
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.pipeline import RESERVING_POLICIES, Pipeline, generate
 
 WHOLE_PROMPT_POLICIES = ("vllm", "orca+", "lightllm", "fastertransformer")
@@ -30,7 +25,7 @@ def pipeline(
     return Pipeline(config.resolve(stages, num_blocks, max_model_len))
 
 
-def run(pipe: Pipeline) -> list[StepPlan]:
+def run_all(pipe: Pipeline) -> list[StepPlan]:
     """Run until every sequence has ended; return the plans."""
     plans = []
     while pipe.alive:
@@ -52,26 +47,8 @@ def decodes(pipe: Pipeline, plan: StepPlan) -> list[int]:
     return [row.seq for row in plan.rows if row.start >= len(pipe.requests[row.seq][1])]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_is_short(policy: str) -> None:
-    """At most 150 lines per module; of the one with several policies, of its classes (V11)."""
-    bases = inspect.getmro(type(POLICIES[policy](config())))
-    num_lines: Counter[str] = Counter()
-    for base in bases:
-        if base.__module__ == scheduler_policy.__name__:
-            num_lines[base.__module__] += len(inspect.getsource(base).splitlines())
-        elif base.__module__.startswith("gllm."):
-            module = sys.modules[base.__module__]
-            num_lines[base.__module__] = len(inspect.getsource(module).splitlines())
-    assert num_lines
-    assert max(num_lines.values()) <= 150
-
-
-def config() -> SchedulerConfig:
-    return SchedulerConfig().resolve(1, 100, 100)
-
-
-@settings(max_examples=num_examples(12, 200), deadline=None, database=None)
+@further_runs(2)
+@settings(max_examples=num_examples(4, 200), deadline=None, database=None)
 @given(
     policy=st.sampled_from(WHOLE_PROMPT_POLICIES),
     stages=st.integers(1, 4),
@@ -79,7 +56,7 @@ def config() -> SchedulerConfig:
     num_blocks=st.sampled_from([25, 60, 400]),
 )
 def test_prompts_are_computed_in_one_piece(
-    policy: str, stages: int, seed: int, num_blocks: int
+    run: int, policy: str, stages: int, seed: int, num_blocks: int
 ) -> None:
     """Only the first prompt of a micro-batch is split, where it meets the limit of tokens."""
     rng = Random(seed)
@@ -97,7 +74,7 @@ def test_prompts_are_computed_in_one_piece(
                 plans.append(plan)
             elif pipe.plans:
                 pipe.commit()
-    plans += run(pipe)
+    plans += run_all(pipe)
     assert all(pipe.generated[seq] == generate(pipe.requests[seq]) for seq in range(20))
     num_preemptions = pipe.scheduler.stats().preemptions
     for plan in plans:
@@ -208,7 +185,7 @@ def test_a_micro_batch_has_its_share_of_the_decodes(policy: str) -> None:
     pipe = pipeline(policy, stages=4, max_num_seqs=12)
     for seq in range(12):
         pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 40))
-    plans = run(pipe)
+    plans = run_all(pipe)
     assert max(len(decodes(pipe, plan)) for plan in plans) == 3
     assert max(len(prefills(pipe, plan)) for plan in plans) == 12
 
@@ -264,7 +241,7 @@ def test_lightllm_admits_up_to_the_peak_of_the_cache(num_blocks: int, fits: bool
     assert plan is not None
     assert len(plan.rows) == (3 if fits else 2)
     pipe.commit()
-    run(pipe)
+    run_all(pipe)
     assert pipe.scheduler.stats().preemptions == 0
 
 
@@ -279,7 +256,7 @@ def test_batches_start_and_end_together(stages: int) -> None:
     seqs = range(40)
     for seq in seqs:
         pipe.add(SchedulerRequest(seq, prompt(rng.randint(1, 100), mark=seq), rng.randint(2, 30)))
-    plans = run(pipe)
+    plans = run_all(pipe)
     lengths = {seq: pipe.requests[seq].max_tokens for seq in seqs}
     steps = {seq: [plan.step for plan in plans if seq in decodes(pipe, plan)] for seq in seqs}
     assert all(len(steps[seq]) == lengths[seq] - 1 for seq in seqs)

@@ -291,7 +291,7 @@ class EnginePair:
 
     def _find_pushed_seq(self, engine: int, ticket: int) -> int | None:
         """Return the sequence that is computed under a ticket, if it has not ended."""
-        for seq, sequence in self.engines[engine].scheduler._sequences.items():
+        for seq, sequence in self.engines[engine].scheduler.table.sequences.items():
             if sequence.request.kv_ticket == ticket and not sequence.is_finished:
                 return seq
         return None
@@ -351,7 +351,7 @@ class EnginePair:
         """Return what is computed of a prompt; None if its push has ended early."""
         assert transfer.pushed_seq is not None
         scheduler = self.engines[1 - transfer.engine].scheduler
-        sequence = scheduler._sequences.get(transfer.pushed_seq)
+        sequence = scheduler.table.sequences.get(transfer.pushed_seq)
         if sequence is None or sequence.is_freeing_blocks or sequence.epoch:
             return None
         return KvHold(transfer.ticket, sequence.num_computed_tokens, sequence.block_ids)

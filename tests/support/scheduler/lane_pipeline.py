@@ -50,7 +50,7 @@ class LanePipeline(Pipeline):
         assert plan.turn == self.num_turns[plan.lane]
         self.num_turns[plan.lane] += 1
         for row in plan.rows:
-            sequence = self.scheduler._sequences[row.seq]
+            sequence = self.scheduler.table.sequences[row.seq]
             assert plan.lane == (row.start < sequence.num_prefill_tokens)
         others = {row.seq for each in self.running[1 - plan.lane] for row in each.plan.rows}
         assert not others & {row.seq for row in plan.rows}

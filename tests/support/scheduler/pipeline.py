@@ -115,22 +115,27 @@ class Stage:
     def _run_row(
         self, row: ScheduledRow, table: list[int], digests: list[int], faulty: bool
     ) -> bool:
-        end = row.start + row.num_tokens
+        start, end = row.start, row.start + row.num_tokens
         assert end <= len(digests)
-        for position in range(row.start):
-            held = self.cache[self._slot(table, position)]
-            faulty = faulty or held is NAN
-            assert held in (NAN, digests[position])
-        self._write(row, table, [NAN] * row.num_tokens if faulty else digests[row.start : end])
+        held = [self.cache[slot] for slot in self._slots(table, 0, start)]
+        if held != digests[:start]:
+            faulty = faulty or NAN in held
+            assert all(value in (NAN, digest) for value, digest in zip(held, digests, strict=False))
+        self._write(row, table, [NAN] * row.num_tokens if faulty else digests[start:end])
         return faulty
 
     def _write(self, row: ScheduledRow, table: list[int], values: Sequence[int | None]) -> None:
-        for position, value in enumerate(values, start=row.start):
-            self.cache[self._slot(table, position)] = value
+        slots = self._slots(table, row.start, row.start + row.num_tokens)
+        self.cache.update(zip(slots, values, strict=True))
 
-    def _slot(self, table: list[int], position: int) -> int:
-        block, offset = divmod(position, self.block_size)
-        return table[block] * self.block_size + offset
+    def _slots(self, table: list[int], start: int, end: int) -> list[int]:
+        """Return the slots of the positions start .. end - 1."""
+        size = self.block_size
+        first, last = start // size, -(-end // size)
+        slots = [
+            slot for block in table[first:last] for slot in range(block * size, (block + 1) * size)
+        ]
+        return slots[start - first * size : end - first * size]
 
 
 class Pipeline:
@@ -281,23 +286,22 @@ class Pipeline:
 
     def check(self) -> None:
         """The invariants that hold after every step."""
-        scheduler, pool = self.scheduler, self.scheduler.kv_cache.block_pool
+        scheduler = self.scheduler
         held = Counter(b for s in scheduler.kv_cache.running.values() for b in s.block_ids)
         holds = scheduler.kv_cache.holds.holds
         held += Counter(b for hold in holds for b in hold.block_ids)
-        references = {b: n for b, n in enumerate(pool._references) if n}
+        references, cached, free = scheduler.kv_cache.block_pool.describe()
         assert references == held
-        cached = set(pool._evictable)
-        assert len(set(pool._free)) == len(pool._free)
-        assert not cached & set(pool._free)
-        assert not held.keys() & (cached | set(pool._free))
-        assert len(held) + len(cached) + len(pool._free) == pool.num_blocks
-        assert pool.num_free_blocks == len(cached) + len(pool._free)
+        unreferenced = {*cached, *free}
+        assert len(unreferenced) == len(cached) + len(free)
+        assert unreferenced.isdisjoint(held)
+        assert len(held) + len(unreferenced) == scheduler.kv_cache.block_pool.num_blocks
+        assert scheduler.kv_cache.block_pool.num_free_blocks == len(unreferenced)
         for lane in range(self.config.num_lanes):
             assert sum(plan.lane == lane for plan in self.plans) <= self.config.max_in_flight
         assert len(scheduler.kv_cache.running) <= self.config.max_num_seqs
         self._check_tally()
-        for sequence in scheduler._sequences.values():
+        for sequence in scheduler.table.sequences.values():
             assert sequence.num_tokens == len(sequence.token_ids)
         for sequence in scheduler.kv_cache.running.values():
             if sequence.num_sent_blocks:
@@ -316,23 +320,23 @@ class Pipeline:
 
     def _check_tally(self) -> None:
         """The running sums are the sums."""
-        tally, queue = self.scheduler._queues.tally, self.scheduler._queues.waiting
-        assert tally.num_waiting_tokens == sum(s.num_waiting_tokens for s in queue)
+        queues, sequences = self.scheduler.describe(), self.scheduler.table.sequences
+        load, queue = queues.load, [sequences[seq] for seq in queues.waiting_seqs]
+        assert load.num_waiting_tokens == sum(s.num_waiting_tokens for s in queue)
         expected = sum(
             count_query_key_pairs(s.num_prefill_tokens - s.num_waiting_tokens, s.num_waiting_tokens)
             for s in queue
         )
-        assert tally._num_waiting_pairs == expected
-        decoding = [self.scheduler._sequences[seq] for seq in tally.decoding_seqs]
-        assert tally.num_decode_context_tokens == sum(
-            sequence.num_scheduled_tokens for sequence in decoding
+        assert load.num_waiting_pairs == expected
+        assert load.num_decode_context_tokens == sum(
+            sequences[seq].num_scheduled_tokens for seq in queues.decoding_seqs
         )
         in_flight = sum(self.prefill_tokens[plan.step] for plan in self.plans)
         assert self.scheduler.stats().in_flight_prefill_tokens == in_flight
 
     def _count_prefill_tokens(self, plan: StepPlan) -> int:
         """Tokens of the rows before the end of their sequence's prefill, just after scheduling."""
-        sequences = self.scheduler._sequences
+        sequences = self.scheduler.table.sequences
         return sum(
             row.num_tokens for row in plan.rows if row.start < sequences[row.seq].num_prefill_tokens
         )
