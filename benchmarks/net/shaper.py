@@ -64,6 +64,11 @@ class ShapedHop:
             self.close()
             raise RuntimeError(f"the shaper between {namespaces} failed")
 
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
     def set_rate(self, bits_per_second: float) -> None:
         """Limit each direction; 0 for no limit."""
         self._command(f"rate {bits_per_second:.0f}")

@@ -226,16 +226,24 @@ class StepLogWriter:
         self._file.close()
 
 
-def continue_step_log(path: str | Path, start: StartEvent, restart: RestartEvent) -> StepLogWriter:
+def continue_step_log(
+    path: str | Path, start: StartEvent, restart: RestartEvent, buffer_bytes: int = BUFFER_BYTES
+) -> StepLogWriter:
     """Open the step log of a run for its next scheduler.
 
     Appends `start` if the file has no event yet, otherwise `restart`. A truncated last line, as a
     killed driver leaves it, is removed. Whoever starts the run empties the file.
 
+    Args:
+        path: The file.
+        start: First event of the log.
+        restart: First event of a later generation.
+        buffer_bytes: Size of the pieces in which the end of the file is read.
+
     Raises OSError if the file cannot be written.
     """
     # Pipes and terminals cannot be read: their readers get a start per generation.
-    is_empty = not Path(path).is_file() or not _remove_torn_line(path)
+    is_empty = not Path(path).is_file() or not _remove_torn_line(path, buffer_bytes)
     log = StepLogWriter(path, appends=True)
     log.write(start if is_empty else restart)
     # A driver that is killed at once must not leave the log without its beginning.
@@ -243,13 +251,13 @@ def continue_step_log(path: str | Path, start: StartEvent, restart: RestartEvent
     return log
 
 
-def _remove_torn_line(path: str | Path) -> int:
+def _remove_torn_line(path: str | Path, buffer_bytes: int) -> int:
     """Truncate a file behind its last line break; return the number of bytes that are left."""
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
         num_bytes = 0
         while end and not num_bytes:
-            begin = max(0, end - BUFFER_BYTES)
+            begin = max(0, end - buffer_bytes)
             file.seek(begin)
             newline = file.read(end - begin).rfind(b"\n")
             num_bytes = begin + newline + 1 if newline >= 0 else 0

@@ -200,7 +200,7 @@ def test_a_drain_ends_if_the_memory_turns_out_not_to_suffice() -> None:
     for sender in sorted(world.preparing[1]):
         world.prepare(sender)
     while not world.pending["ready"]:
-        assert world._act_fairly()
+        assert world.act_fairly()
     world.run_short_of_memory()
     world.finish_change()
     assert stage_nodes(world) == NODES
@@ -334,7 +334,7 @@ def begin(world: NodeWorld, phase: str) -> None:
         for sender in sorted(waiting):
             world.prepare(sender)
     while not world.pending[phase]:
-        assert world._act_fairly()
+        assert world.act_fairly()
 
 
 @pytest.mark.parametrize("phase", ["loaded", "ready", "warm"])

@@ -74,7 +74,7 @@ def happen(world: World, event: str, pick: int, seconds: float) -> None:
         case "wait":
             world.wait(seconds)
         case "fair":
-            world._act_fairly()
+            world.act_fairly()
         case "settle":
             world.settle()
         case "impossible":
@@ -301,7 +301,7 @@ def test_a_death_while_an_assignment_is_delayed_is_recovered() -> None:
     world.num_impossible = 1
     world.exit(sender_of(world, 0))
     while world.num_impossible:
-        assert world._act_fairly()
+        assert world.act_fairly()
     world.exit(sender_of(world, 1))
     world.settle()
     assert world.is_attached

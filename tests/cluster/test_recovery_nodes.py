@@ -313,7 +313,7 @@ def reach_initializing(world: NodeWorld) -> None:
     for _ in range(300):
         if world.recovery.state is RecoveryState.INITIALIZING:
             return
-        if not world._act_fairly():
+        if not world.act_fairly():
             world.wait(max(0.0, world.recovery.next_deadline - world.now))
     raise AssertionError("the weights are not loaded")
 
@@ -450,7 +450,7 @@ def test_a_node_is_lost_before_the_engine_was_ever_ready(phase: str) -> None:
         world.exit(senders(world)[1])
     else:
         while not world.pending[phase]:
-            assert world._act_fairly()
+            assert world.act_fairly()
     world.lose_node("b", is_death=False)
     world.wait(99.0)
     assert not world.given_up
@@ -472,7 +472,7 @@ def test_a_node_is_lost_while_the_workers_measure() -> None:
     world = NodeWorld([1, 1], [LOCAL_NODE, "b"], RecoveryLimits(), should_measure=True)
     world.start()
     while not world.pending["measured"]:
-        assert world._act_fairly()
+        assert world.act_fairly()
     world.lose_node("b", is_death=False)
     assert len(world.join("b")) == 1
     world.settle()
@@ -544,7 +544,7 @@ def test_links_that_fail_are_tried_again_for_ever_once_the_engine_was_ready() ->
     for _ in range(6):
         world.fail_link()
         while not any(world.pending.values()):
-            if not world._act_fairly():
+            if not world.act_fairly():
                 world.wait(40.0)
     world.settle()
     assert senders(world) == before, "nobody dies for it"
@@ -558,7 +558,7 @@ def test_links_that_fail_at_the_first_start_end_the_engine() -> None:
     while not world.given_up:
         world.fail_link()
         while not (any(world.pending.values()) or world.given_up):
-            if not world._act_fairly():
+            if not world.act_fairly():
                 world.wait(40.0)
     assert world.num_failed_links == 3
     assert "could not be connected: no route" in world.given_up

@@ -38,6 +38,7 @@ def measure(setup: LinkSetup) -> HopLatencies:
     return latencies
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_decodes_wait_behind_a_prefill_of_their_lane() -> None:
     latencies = measure(LinkSetup(1, "serial", "cubic"))

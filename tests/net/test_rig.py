@@ -79,6 +79,7 @@ def test_delay_and_rate(rig: Machines, pair: tuple[socket.socket, socket.socket]
     assert min(round_trip(pair) for _ in range(3)) < 0.08 + 0.4
 
 
+@pytest.mark.full
 def test_a_cut_is_silent_and_ends(rig: Machines, pair: tuple[socket.socket, socket.socket]) -> None:
     client, server = pair
     round_trip(pair)
@@ -93,6 +94,7 @@ def test_a_cut_is_silent_and_ends(rig: Machines, pair: tuple[socket.socket, sock
     assert round_trip(pair) < 60
 
 
+@pytest.mark.full
 def test_a_reset_reaches_both_ends() -> None:
     with LoopbackRig(2) as rig, socket.create_server((rig.addresses[0], 0)) as listener:
         address = split(rig.reach(0, listener.getsockname()[1], source=1))
@@ -108,6 +110,7 @@ def test_a_reset_reaches_both_ends() -> None:
                         assert end.recv(1) == b""
 
 
+@pytest.mark.full
 def test_corruption_flips_bits() -> None:
     with LoopbackRig(2) as rig, socket.create_server((rig.addresses[0], 0)) as listener:
         rig.hop(1).set_corruption(1)
@@ -120,6 +123,7 @@ def test_corruption_flips_bits() -> None:
                 assert sum(map(int.bit_count, received)) == 1
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_losses_are_counted_and_repaired_by_tcp() -> None:
     with NamespaceRig(2) as rig, rig.inside(0):
@@ -138,6 +142,7 @@ def test_losses_are_counted_and_repaired_by_tcp() -> None:
             each.close()
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_jitter_delays_each_packet_anew_and_keeps_the_order() -> None:
     with NamespaceRig(2, shaped=[1]) as rig:
@@ -171,6 +176,7 @@ def udp_socket(rig: NamespaceRig, machine: int) -> socket.socket:
     return created
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_behind_a_firewall_connections_are_dialed_outwards_only() -> None:
     with NamespaceRig(2, shaped=[1]) as rig:
@@ -195,11 +201,12 @@ def test_behind_a_firewall_connections_are_dialed_outwards_only() -> None:
             each.close()
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_a_shaper_that_waits_uses_no_cpu() -> None:
     with NamespaceRig(1) as rig:
         rig.hop(0).set_rate(1e6)
-        pid = rig.hop(0)._process.pid
+        pid = rig.hop(0).pid
         rig.hop(0).counters()
         before = Path(f"/proc/{pid}/stat").read_text().split()[13:15]
         time.sleep(0.5)
@@ -207,6 +214,7 @@ def test_a_shaper_that_waits_uses_no_cpu() -> None:
         assert sum(map(int, after)) - sum(map(int, before)) <= 1
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_capture_sees_what_passes(tmp_path: Path) -> None:
     with NamespaceRig(2, shaped=[]) as rig, rig.inside(0):
@@ -232,7 +240,7 @@ def test_nothing_is_left() -> None:
     with NamespaceRig(2) as rig:
         names = [rig.router, *rig.namespaces]
         process = rig.popen(1, ["sleep", "1000"])
-        shaper = rig.hop(0)._process.pid
+        shaper = rig.hop(0).pid
         while rig.pids(1) != [process.pid]:
             time.sleep(0.01)
     assert process.wait() != 0
@@ -240,13 +248,14 @@ def test_nothing_is_left() -> None:
     assert not Path(f"/proc/{shaper}").exists()
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_what_a_killed_rig_left_is_removed_at_the_next_start() -> None:
     code = (
         "import os; from benchmarks.net.rig import NamespaceRig\n"
         "rig = NamespaceRig(1).__enter__(); rig.popen(0, ['sleep', '1000'], stdout=-3, stderr=-3)\n"
         "while not rig.pids(0): pass\n"
-        "print(rig.namespaces[0], rig.pids(0)[0], rig.hop(0)._process.pid, flush=True)\n"
+        "print(rig.namespaces[0], rig.pids(0)[0], rig.hop(0).pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Progress of commands: lines where standard error is no terminal, a bar where it is one."""
 
 import io
-import sys
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -58,12 +58,12 @@ def test_total_may_be_set_later(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "profile: 1 of 8, 10 s\n"
 
 
-def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_a_bar() -> None:
     terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert map_parallel(abs, [-1, -2], 1, unit="search") == [1, 2]
-    assert "100%" in terminal.getvalue()
-    assert "2/2" in terminal.getvalue()
-    with show_progress("search", 2, is_shown=False) as bar:
-        bar.update()
+    with redirect_stderr(terminal):
+        assert map_parallel(abs, [-1, -2], 1, unit="search") == [1, 2]
+        assert "100%" in terminal.getvalue()
+        assert "2/2" in terminal.getvalue()
+        with show_progress("search", 2, is_shown=False) as bar:
+            bar.update()
     assert terminal.getvalue().count("0/2") == 1

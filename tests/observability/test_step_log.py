@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gllm.observability import step_log
 from gllm.observability.step_log import (
     AbortEvent,
     AddEvent,
@@ -69,9 +68,7 @@ def test_a_killed_driver_s_last_line_is_removed(
     log.close()
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_log, "BUFFER_BYTES", 64)
-        log = continue_step_log(path, START, RESTART)
+    log = continue_step_log(path, START, RESTART, buffer_bytes=64)
     log.write(add(3))
     log.close()
     whole = events[: data.count(b"\n")]

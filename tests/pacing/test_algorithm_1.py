@@ -210,10 +210,10 @@ def test_chunk_is_the_budget_between_its_bounds() -> None:
     view = LinkView(0.0, 12.5e6, 0.01)
     assert MolinkPolicy().chunk_bytes(10**7, view) == 125_000
     assert MolinkPaperPolicy().chunk_bytes(10**7, view) == 125_000
-    late = view._replace(slack_seconds=-0.5)
-    assert MolinkPolicy().chunk_bytes(10**7, late) == 16_384
-    assert MolinkPolicy().chunk_bytes(10**7, view._replace(slack_seconds=None)) == MOST_BYTES
-    assert MolinkPaperPolicy().chunk_bytes(10**7, view._replace(slack_seconds=None)) == 10**7
+    assert MolinkPolicy().chunk_bytes(10**7, LinkView(0.0, 12.5e6, -0.5)) == 16_384
+    idle = LinkView(0.0, 12.5e6, None)
+    assert MolinkPolicy().chunk_bytes(10**7, idle) == MOST_BYTES
+    assert MolinkPaperPolicy().chunk_bytes(10**7, idle) == 10**7
     assert clamp_chunk(99.9, 1, 100) == 99
 
 

@@ -28,8 +28,8 @@ from tests.support.scheduler.linear_pipeline import (
     measure_throughput,
 )
 
-NUM_CASES = 30
-"""Pipelines that are compared with the best depth of all."""
+NUM_CASES, NUM_QUICK_CASES = 30, 5
+"""Pipelines that are compared with the best depth of all; those that `make test` compares."""
 
 seconds = st.floats(1e-4, 0.5)
 
@@ -81,12 +81,17 @@ def test_a_slow_link_is_the_slowest_resource() -> None:
 
 
 def test_ways_to_and_from_the_driver_count() -> None:
-    times = equal_stages(2, latency=0.0)
-    assert times.cycle_seconds(1) == pytest.approx(0.020)
-    assert times._replace(return_latency=0.05).cycle_seconds(1) == pytest.approx(0.070)
+    stages, links = [StageSeconds(0.01)] * 2, [LinkSeconds(0.0, 0.0)]
+
+    def cycle_seconds(plan_latency: float, return_latency: float) -> float:
+        times = PipelineSeconds(stages, links, [0.0, plan_latency], return_latency)
+        return times.cycle_seconds(1)
+
+    assert cycle_seconds(0.0, 0.0) == pytest.approx(0.020)
+    assert cycle_seconds(0.0, 0.05) == pytest.approx(0.070)
     # A plan travels beside the activations, which need 10 ms to get there.
-    assert times._replace(plan_latencies=[0.0, 0.008]).cycle_seconds(1) == pytest.approx(0.020)
-    assert times._replace(plan_latencies=[0.0, 0.050]).cycle_seconds(1) == pytest.approx(0.060)
+    assert cycle_seconds(0.008, 0.0) == pytest.approx(0.020)
+    assert cycle_seconds(0.050, 0.0) == pytest.approx(0.060)
 
 
 @given(pipelines(), st.integers(1, 300), st.integers(1, 64))
@@ -140,7 +145,13 @@ def test_the_prefill_cap_is_what_a_link_carries_in_a_stages_time(
         assert exceeds(cap + 1)
 
 
-@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_QUICK_CASES),
+        *(pytest.param(i, marks=pytest.mark.full) for i in range(NUM_QUICK_CASES, NUM_CASES)),
+    ],
+)
 def test_the_controller_finds_the_best_depth(seed: int) -> None:
     """Within 5 % of the throughput of the best of all depths, each simulated."""
     case = make_case(seed)
@@ -164,12 +175,11 @@ def test_noise_changes_the_depth_at_most_once_per_interval(
     changes = []
     for tick in range(600):
         now = 0.2 * tick
-        noisy = times._replace(
-            links=[
-                LinkSeconds(link.latency_seconds, link.seconds_per_token / random.uniform(0.9, 1.1))
-                for link in times.links
-            ]
-        )
+        links = [
+            LinkSeconds(link.latency_seconds, link.seconds_per_token / random.uniform(0.9, 1.1))
+            for link in times.links
+        ]
+        noisy = PipelineSeconds(times.stages, links, times.plan_latencies, times.return_latency)
         before = controller.pace
         if controller.update(noisy, decoding, now) is not None:
             assert controller.pace != before

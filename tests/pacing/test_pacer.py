@@ -4,7 +4,7 @@ import pytest
 
 from gllm.pacing.depth import LinkSeconds, Pace
 from gllm.pacing.pacer import PathSeconds, PipelinePacer
-from gllm.pacing.stage_times import EARLY_FITS
+from gllm.pacing.stage_times import EARLY_FITS, MAX_PENDING_STEPS, StageTimeFits
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
@@ -76,12 +76,16 @@ def test_the_load_is_a_mean_over_seconds() -> None:
 
 
 def test_steps_that_no_stage_reports_are_forgotten() -> None:
-    pacer = make_pacer()
-    for step in range(10_000):
-        pacer.on_scheduled(StageWork(step, 4, (), 4, 400, 4))
-    assert len(pacer._fits._works) == len(pacer._fits._num_missing) <= 4096
-    pacer.on_stage_times(0, [StepTime(0, 0.0, 1.0)])
-    assert pacer._fits.read(100.0) is None
+    """The oldest first: reports of the others are still learned from."""
+    fits = StageTimeFits(1)
+    for step in range(3 * MAX_PENDING_STEPS):
+        fits.on_scheduled(StageWork(step, 4, (), 4, 400, 4))
+    num_forgotten = 2 * MAX_PENDING_STEPS
+    fits.on_stage_times(0, [StepTime(step, 0.0, 1.0) for step in range(num_forgotten)])
+    assert fits.read(100.0) is None
+    kept = range(num_forgotten, num_forgotten + EARLY_FITS[0])
+    fits.on_stage_times(0, [StepTime(step, 0.0, 1.0) for step in kept])
+    assert fits.read(100.0) is not None
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

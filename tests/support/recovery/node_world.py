@@ -109,7 +109,7 @@ class NodeWorld(World):
             most = max(self.limits.num_standbys, max(self.shape.degrees) * is_spare)
             assert count <= most
 
-    def _execute(self, action: Action) -> None:
+    def execute(self, action: Action) -> None:
         match action:
             case SpawnWorker(sender, place, node):
                 assert node in self.up, "a process on a lost node"
@@ -129,7 +129,7 @@ class NodeWorld(World):
                 del self.up[node]
                 self.dismissed.append(node)
                 return
-        super()._execute(action)
+        super().execute(action)
 
     def change_shape(self, shape: NodeShape) -> None:
         """Follow other stages: workers of the n-th stage of a node keep it."""
@@ -181,13 +181,13 @@ class NodeWorld(World):
             counts[node] += 1
         return keys
 
-    def _assign(self, action: object) -> None:
+    def assign(self, action: object) -> None:
         assert self.recovery.placement is not None
         assert not self.dropped & self.alive, "a stage that was dropped may still compute"
         workers = self.recovery.placement.workers
         assert {worker.node for worker in workers} <= self.up.keys(), "a place on a lost node"
         assert all(self.node_of[worker.sender] == worker.node for worker in workers)
-        super()._assign(action)  # type: ignore[arg-type]
+        super().assign(action)  # type: ignore[arg-type]
 
     # Events.
 
@@ -321,7 +321,7 @@ class NodeWorld(World):
         for _ in range(300):
             if self.is_attached or self.given_up:
                 return
-            if self._act_fairly():
+            if self.act_fairly():
                 continue
             if self.recovery.next_deadline < float("inf"):
                 self.wait(max(0.0, self.recovery.next_deadline - self.now))

@@ -108,7 +108,7 @@ class World:
         for action in actions:
             assert not self.given_up, "nothing follows the end"
             self.log.append((self.now, action))
-            self._execute(action)
+            self.execute(action)
         if self.has_failed_assignment:
             self.has_failed_assignment = False
             self.run(self.recovery.on_assignment_failed(self.generation, "no space", self.now))
@@ -131,7 +131,7 @@ class World:
         standbys = [s for s in self.alive - self.reserved if self.place[s] is None]
         assert len(standbys) <= self.limits.num_standbys
 
-    def _execute(self, action: Action) -> None:
+    def execute(self, action: Action) -> None:
         match action:
             case SpawnWorker(sender, place):
                 assert sender not in {0, *self.place}
@@ -180,7 +180,7 @@ class World:
                 self.layers = self.measured_layers
                 self.run(self.recovery.change_layers(self.layers, "measured", self.now))
             case AssignGeneration():
-                self._assign(action)
+                self.assign(action)
             case InitializeCaches(generation):
                 self._begin("ready", "loaded", generation)
             case WarmUp(generation):
@@ -205,7 +205,7 @@ class World:
             case GiveUp(cause):
                 self.given_up = cause
 
-    def _assign(self, action: AssignGeneration) -> None:
+    def assign(self, action: AssignGeneration) -> None:
         placement = action.placement
         assert placement.generation > self.generation
         assert self.recovery.placement == placement
@@ -416,7 +416,7 @@ class World:
         for _ in range(200):
             if self.is_attached or self.given_up:
                 return
-            if not self._act_fairly():
+            if not self.act_fairly():
                 self.wait(max(0.0, self.recovery.next_deadline - self.now))
         raise AssertionError("no progress")
 
@@ -430,7 +430,7 @@ class World:
             self.prepare(min(waiting))
         raise AssertionError("no progress")
 
-    def _act_fairly(self) -> bool:
+    def act_fairly(self) -> bool:
         """Report one outstanding event; return False if there is none."""
         if gone := self.killed & self.alive:
             self.exit(min(gone))
