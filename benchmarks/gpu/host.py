@@ -70,6 +70,7 @@ class HostQueues:
     """The CPU as a gllm.transport.device_streams.DeviceRuntime."""
 
     device = torch.device("cpu")
+    capability: tuple[int, int] | None = None
 
     def bind_thread(self) -> None:
         """Do nothing: there is one device."""

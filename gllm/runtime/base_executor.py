@@ -33,7 +33,6 @@ from gllm.runtime.device import (
     check_quantization,
     choose_cache_dtype,
     choose_compute_dtype,
-    get_capability,
 )
 from gllm.runtime.executor import DeviceTime
 from gllm.runtime.kv_cache import KVCache, block_bytes, describe_layout, map_zeros
@@ -67,6 +66,7 @@ class BaseExecutor(StageWeights, ABC):
         device: torch.device,
         rank: int = 0,
         num_ranks: int = 1,
+        gpu_capability: tuple[int, int] | None = None,
     ) -> None:
         """Choose dtypes and the attention backend.
 
@@ -78,6 +78,7 @@ class BaseExecutor(StageWeights, ABC):
             device: that computes.
             rank: index among the workers of the stage.
             num_ranks: workers of the stage, which compute its layers together.
+            gpu_capability: compute capability of the GPU; None on a CPU.
 
         Raises:
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
@@ -99,7 +100,7 @@ class BaseExecutor(StageWeights, ABC):
         check_quantization(engine_config.quantization, device.type)
         self._quantization = engine_config.quantization
         self.device = device
-        gpu_capability = get_capability(device)
+        self._gpu_capability = gpu_capability
         self.cache_dtype = choose_cache_dtype(
             engine_config.kv_cache_dtype, self.dtype, gpu_capability
         )
@@ -133,7 +134,7 @@ class BaseExecutor(StageWeights, ABC):
             # Which kernels are faster than those of torch is measured: two engines may choose
             # others, which add up the same sums in another order.
             return self._describe_numerics(describe_build(self.dtype), self._supported_backend)
-        kernels = f"compute capability {get_capability(self.device)}, torch {torch.__version__}"
+        kernels = f"compute capability {self._gpu_capability}, torch {torch.__version__}"
         return self._describe_numerics(kernels, self.backend)
 
     def _describe_numerics(self, kernels: str, backend: str) -> str:
@@ -173,6 +174,11 @@ class BaseExecutor(StageWeights, ABC):
             self.cache_dtype,
             self.block_bytes,
         )
+
+    @property
+    def held_seqs(self) -> set[int]:
+        """Sequences that have been registered or scheduled and not released."""
+        return self._mirror.sequences.keys() | self._tables.seqs | self._states.keys()
 
     @property
     def layer_caches(self) -> Sequence[LayerCache]:

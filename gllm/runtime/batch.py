@@ -1,6 +1,6 @@
 """A micro-batch as tensors, built from its plan: rows and block tables become columns."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,11 @@ class BlockTables:
 
     _arrays: dict[int, tuple[int, int, Int64Array]] = field(default_factory=dict)
     """By sequence: epoch, number of blocks, and an array with spare capacity."""
+
+    @property
+    def seqs(self) -> Set[int]:
+        """Sequences that have a table."""
+        return self._arrays.keys()
 
     def gather(
         self, plan_rows: list[ScheduledRow], sequences: list[SequenceView], block_size: int

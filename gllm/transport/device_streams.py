@@ -54,6 +54,10 @@ class DeviceRuntime(Protocol):
     def device(self) -> torch.device:
         """The torch device of its memory."""
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability; None if the device is no GPU."""
+
     def bind_thread(self) -> None:
         """Make this the current device of the calling thread, before the thread uses it."""
 
@@ -159,6 +163,11 @@ class CudaRuntime:
     def device(self) -> torch.device:
         """See DeviceRuntime."""
         return self._device
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """See DeviceRuntime."""
+        return torch.cuda.get_device_capability(self._device)
 
     def bind_thread(self) -> None:
         """See DeviceRuntime."""

@@ -10,8 +10,10 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.cuda import executor as executor_module
 from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.cuda.graphs import DecodeGraphs
+from gllm.runtime.cuda.readback import OutputReadback
+from gllm.runtime.cuda.staging import InputStaging
 from gllm.runtime.executor import DeviceTime
-from gllm.runtime.sampling import collect_grammar_masks
 from gllm.scheduler.plan import ON_DEVICE
 from tests.support.engines.pipeline import GREEDY, Pipeline
 from tests.support.gpu.device_stage import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
@@ -28,14 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama3", tmp_path_factory.mktemp("llama3"))
 
 
-def slowed(queues: FakeQueues, function: Any) -> Any:
-    """The function on a host that takes its time for it while the device has nothing to do."""
+def slow_down(patch: pytest.MonkeyPatch, queues: FakeQueues, owner: Any, name: str) -> None:
+    """Let the host take its time for a function while the device has nothing to do."""
+    function = getattr(owner, name)
 
     def slow(*args: Any) -> Any:
         queues.elapse(SLOW)
         return function(*args)
 
-    return slow
+    patch.setattr(owner, name, slow)
 
 
 def steps(queues: FakeQueues, executor: CudaExecutor, book: Pipeline) -> list[DeviceTime]:
@@ -51,7 +54,7 @@ def steps(queues: FakeQueues, executor: CudaExecutor, book: Pipeline) -> list[De
 
 
 @pytest.mark.parametrize("graphs", [0, 2])
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("slow", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_slow_host_makes_no_step_longer(
     folder: Path, graphs: int, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,12 +65,12 @@ def test_a_slow_host_makes_no_step_longer(
         executor.register(RegisterSequences(1, 4, [5, 9, 3, 7], GREEDY))
         if slow:
             for owner, name in (
-                (executor._staging, "put"),
-                (executor._graphs, "fill_inputs"),
-                (executor, "_store_cached_tokens"),
-                (executor._readback, "start_copy"),
+                (InputStaging, "put"),
+                (DecodeGraphs, "fill_inputs"),
+                (CudaExecutor, "_store_cached_tokens"),
+                (OutputReadback, "start_copy"),
             ):
-                monkeypatch.setattr(owner, name, slowed(queues, getattr(owner, name)))
+                slow_down(monkeypatch, queues, owner, name)
         spent = steps(queues, executor, book)
     for time in spent:
         assert 0 < time.busy <= time.elapsed
@@ -84,8 +87,7 @@ def test_a_wait_for_a_grammar_is_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
         begun = executor.register(RegisterSequences(1, 4, [5, 9, 3, 7], sampling))
         assert begun is not None
         begun.result(60)
-        follow = slowed(queues, collect_grammar_masks)
-        monkeypatch.setattr(executor_module, "collect_grammar_masks", follow)
+        slow_down(monkeypatch, queues, executor_module, "collect_grammar_masks")
         spent = steps(queues, executor, book)
     for time in spent:
         assert 0 < time.busy < SLOW

@@ -98,8 +98,7 @@ def test_a_graph_gets_as_much_of_the_block_tables_as_a_step_uses() -> None:
                 next(rounds).copy_(graphs.replay(4))
             staging.release(stream)
         queues.synchronize()
-        with torch.utils._python_dispatch._disable_current_modes():
-            seen = [table.clone() for table in found]
+        seen = queues.copies(found)
     assert staged[0] - staged[1] == 4 * 4 * (8 - 3)
     wide = np.zeros((4, width), dtype=np.int64)
     for table, (contexts, first) in zip(seen, steps, strict=True):
@@ -136,8 +135,8 @@ def test_tiles_of_prefill_go_over_with_the_inputs_once_they_were_asked_for() -> 
         queues.synchronize()
         assert plan.tables is not None
         listed = plan.tables.prefill_tiles
-        with torch.utils._python_dispatch._disable_current_modes():
-            assert all(tiles.equal(wanted[n]) for n, tiles in listed.items())
+        copies = dict(zip(listed, queues.copies(list(listed.values())), strict=True))
+    assert all(tiles.equal(wanted[n]) for n, tiles in copies.items())
     only = PagedBatch(table, np.arange(3), np.array([9, 20]), 2, 4, 50)
     decoding = plan_table_attention(only, torch.float32, frozenset({None}), asked)[None].tables
     assert decoding is not None

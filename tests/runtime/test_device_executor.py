@@ -1,7 +1,6 @@
 """The device's executor against that of the CPU: the same tokens whatever the order of streams and
 threads, and not without each of its waits."""
 
-import sys
 from array import array
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from gllm.runtime import logit_edits as static_edits
 from gllm.runtime.base_executor import BaseExecutor
 from gllm.runtime.cuda import logit_edits, sampler
 from gllm.runtime.cuda.attention_plans import plan_table_attention
-from gllm.runtime.cuda.graphs import DecodeGraphs
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.support.engines.pipeline import GREEDY, Pipeline
 from tests.support.examples import num_examples
@@ -195,7 +193,7 @@ def test_example_steps_before_the_first_leave_nothing_behind(
 # The tests of single settings below reach the same lines.
 @pytest.mark.no_cover
 @settings(
-    max_examples=num_examples(12, 60),
+    max_examples=num_examples(6, 60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -220,7 +218,13 @@ def test_any_order_gives_what_the_cpu_gives(
     check(results, expected[name])
 
 
-@pytest.mark.parametrize("name", SPECIALS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("embeddings", "everything") else pytest.param(name, marks=pytest.mark.full)
+        for name in SPECIALS
+    ],
+)
 def test_no_step_waits_but_for_its_tokens(folder: Path, plans: list[StepPlan], name: str) -> None:
     """Whatever its rows ask, with a device that does nothing until somebody waits: who builds steps
     waits for nothing, who puts them into streams for memory of the host alone to be refilled."""
@@ -299,52 +303,33 @@ def test_an_operation_that_waits_is_found(
             executor.compute(batch, None)
 
 
-@pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each graph that was replayed."""
-    sizes: list[int] = []
-    replay = DecodeGraphs.replay
-
-    def counted(graphs: DecodeGraphs, size: int) -> torch.Tensor:
-        sizes.append(size)
-        return replay(graphs, size)
-
-    monkeypatch.setattr(DecodeGraphs, "replay", counted)
-    return sizes
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_attention_by_torch_without_graphs(
     folder: Path,
     plans: list[StepPlan],
     expected: dict[str, list[Answer]],
     seed: int,
-    replayed: list[int],
 ) -> None:
     """As on a GPU where kernels are under suspicion: gathers go there with a step's inputs."""
     given = {"plan": None, "attention_backend": "torch"}
-    results, _ = run(folder, plans, seed, 4, given=given)
+    results, queues = run(folder, plans, seed, 4, given=given)
     check(results, expected["greedy"])
-    assert replayed == []
+    assert queues.num_replays == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 def test_attention_by_flash_attention_in_graphs(
     folder: Path,
     plans: list[StepPlan],
     expected: dict[str, list[Answer]],
     seed: int,
-    replayed: list[int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tables on the device are all that tells decodes apart."""
-    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attention)
-    monkeypatch.setattr(fake_flash_attention, "PAGE", BLOCK_SIZE)
-    monkeypatch.setattr(fake_flash_attention, "DTYPES", (torch.float32,))
     given = {"plan": partial(plan_table_attention, backend="flash-attn")}
-    results, _ = run(folder, plans, seed, 4, given=given)
+    with fake_flash_attention.installed(BLOCK_SIZE, [torch.float32]):
+        results, queues = run(folder, plans, seed, 4, given=given)
     check(results, expected["greedy"])
-    assert len(replayed) == DECODES + 2
+    assert queues.num_replays == DECODES + 2
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
@@ -376,7 +361,7 @@ def run_often(folder: Path, plans: list[StepPlan], ignored: str, **options: obje
         run(folder, plans, seed, 0, ignored=ignored, **options)
 
 
-@pytest.mark.parametrize("name", ["greedy", "everything"])
+@pytest.mark.parametrize("name", ["everything", pytest.param("greedy", marks=pytest.mark.full)])
 def test_no_wait_can_be_spared(folder: Path, plans: list[StepPlan], name: str) -> None:
     _, queues = run(folder, plans, 0, 4, special=SPECIALS[name])
     assert len(queues.waits) == 6
@@ -385,6 +370,7 @@ def test_no_wait_can_be_spared(folder: Path, plans: list[StepPlan], name: str) -
             run_often(folder, plans, wait, special=SPECIALS[name])
 
 
+@pytest.mark.full
 @pytest.mark.no_cover
 def test_without_a_wait_numbers_are_wrong(
     folder: Path, plans: list[StepPlan], expected: dict[str, list[Answer]]
@@ -449,14 +435,14 @@ def test_logits_that_are_not_finite_end_their_row_only(folder: Path) -> None:
             executor.register(message)
         plan = plans_of(Pipeline(folder, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS))[0]
         batch = executor.prepare(plan)
-        compute = executor._stage.compute_logits
+        compute = executor.stage.compute_logits
 
         def broken(hidden: torch.Tensor) -> torch.Tensor:
             logits = compute(hidden)
             logits[1, 7] = float("nan")
             return logits
 
-        executor._stage.compute_logits = broken  # type: ignore[method-assign]
+        executor.stage.compute_logits = broken  # type: ignore[method-assign]
         results, _ = executor.sample(batch, executor.compute(batch, None))
     assert [bool(result.error) for result in results] == [False, True, False]
     assert results[1].token_id == 0

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.messages.sampling import SequenceSamplingParams
-from tests.runtime.test_device_grammars import GRAMMAR, with_grammars
+from tests.runtime.test_device_grammars import GRAMMAR, save_with_bytes
 from tests.runtime.test_device_sampling import LOOKING
 from tests.support.engines.generations import (
     CHUNKED,
@@ -26,7 +26,6 @@ from tests.support.gpu.device_stage import (
     executor_on,
 )
 from tests.support.gpu.fake_streams import FakeQueues
-from tests.support.models.tiny_models import save
 
 PROMPT = [5, 9, 3, 7, 7, 41, 42, 8, 9]
 REQUESTS = {
@@ -38,7 +37,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("llama3", tmp_path_factory.mktemp("llama3"), seed=0)
+    return save_with_bytes(tmp_path_factory.mktemp("llama3"))
 
 
 @pytest.fixture
@@ -54,7 +53,6 @@ def stages_on(queues: FakeQueues, folder: Path, num_stages: int, **options: Any)
     executors = [
         executor_on(queues, folder, stage, num_stages, graphs=4) for stage in range(num_stages)
     ]
-    with_grammars(executors[-1], folder)
     scheduler = config.scheduler.resolve(num_stages, NUM_BLOCKS, LONGEST)
     return Stages(executors, scheduler, True, queues.synchronize)
 
@@ -73,7 +71,9 @@ def reported(output: ChoiceOutput) -> tuple:
 @pytest.mark.parametrize(
     ("request_name", "options"),
     [
-        *((name, {}) for name in REQUESTS),
+        ("looking back", {}),
+        pytest.param("prompt log-probabilities", {}, marks=pytest.mark.full),
+        pytest.param("grammar", {}, marks=pytest.mark.full),
         pytest.param("looking back", {"async_scheduling": False}, marks=pytest.mark.long),
     ],
 )
@@ -91,7 +91,11 @@ def test_death_at_every_position(
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "prefix_cache"), [pytest.param(1, False, marks=pytest.mark.long), (2, True)]
+    ("num_stages", "prefix_cache"),
+    [
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, True, marks=pytest.mark.full),
+    ],
 )
 def test_death_of_several_choices(
     queues: FakeQueues, folder: Path, num_stages: int, prefix_cache: bool

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.runtime.base_executor import BaseExecutor
 from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.cuda.logit_edits import LogitEditPlanner
 from gllm.runtime.sampling import ALL_TOKENS_BANNED, build_sampling_metadata
 from gllm.runtime.sampling_state import create_sampling_states
 from gllm.scheduler.scheduler import Scheduler
@@ -75,11 +77,11 @@ def queues() -> Iterator[FakeQueues]:
 @pytest.mark.parametrize(
     ("blocks", "options"),
     [
-        (40, {}),
-        (40, {"async_scheduling": False}),
         (40, {"max_prefill_tokens": 4, "min_prefill_tokens": 4, "max_num_batched_tokens": 8}),
-        (16, {}),
         (16, {"prefix_cache": False}),
+        pytest.param(40, {}, marks=pytest.mark.full),
+        pytest.param(40, {"async_scheduling": False}, marks=pytest.mark.full),
+        pytest.param(16, {}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -139,7 +141,7 @@ def test_bad_logits_end_their_own_row(queues: FakeQueues, folder: Path, row: int
     """Of the prompt that is scored, or of the token to be drawn."""
     spec = SequenceSamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
     executor, book = executor_with(queues, folder, [spec, spec])
-    head = executor._stage.compute_logits
+    head = executor.stage.compute_logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         made = head(hidden)
@@ -149,7 +151,7 @@ def test_bad_logits_end_their_own_row(queues: FakeQueues, folder: Path, row: int
             made[1, 4] = float("inf")
         return made
 
-    executor._stage.compute_logits = logits  # type: ignore[method-assign]
+    executor.stage.compute_logits = logits  # type: ignore[method-assign]
     batch = executor.prepare(book.plan([book.row(seq, len(PROMPTS[seq])) for seq in (0, 1)]))
     results, logprobs = executor.sample(batch, executor.compute(batch, None))
     assert ["not finite" in result.error for result in results] == [row == 0, row == 1]
@@ -160,13 +162,13 @@ def test_logits_are_computed_of_rows_that_sample_alone(queues: FakeQueues, folde
     """Not of a chunk's other tokens, and not at all where no row samples."""
     executor, book = executor_with(queues, folder, [GREEDY] * 3)
     computed: list[int] = []
-    head = executor._stage.compute_logits
+    head = executor.stage.compute_logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         computed.append(len(hidden))
         return head(hidden)
 
-    executor._stage.compute_logits = logits  # type: ignore[method-assign]
+    executor.stage.compute_logits = logits  # type: ignore[method-assign]
     steps = [
         [book.row(0, 2, samples=False), book.row(1, 4, samples=False)],
         [book.row(0, 3), book.row(1, 2, samples=False)],
@@ -178,12 +180,11 @@ def test_logits_are_computed_of_rows_that_sample_alone(queues: FakeQueues, folde
     assert computed == [0, 1, 2]
 
 
-def test_edits_of_choices_are_made_once_and_forgotten(queues: FakeQueues, folder: Path) -> None:
-    executor, _ = executor_with(queues, folder, [])
-    planner = executor._sampler._planner
+def test_edits_of_choices_are_made_once_and_forgotten() -> None:
+    planner = LogitEditPlanner(60, BLOCK_SIZE)
     states = create_sampling_states(RegisterSequences(0, 1, [3], LOOKING, n=3))
     rows = build_sampling_metadata([(seq, 0) for seq in range(3)], states, [0] * 3)
-    executor._sampler.plan(rows, [], [1] * 3, torch.zeros(3, 1, dtype=torch.int64).numpy())
-    assert len(planner._phrases) == 1
+    assert planner.plan(rows, [1] * 3, np.zeros((3, 1), dtype=np.int64)) is not None
+    assert planner.num_requests == 1
     del states, rows
-    assert len(planner._phrases) == 0
+    assert planner.num_requests == 0

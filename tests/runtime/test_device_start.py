@@ -1,6 +1,7 @@
 """A whole engine with stages on a device, from its start: the CPU in the place of a GPU."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,12 @@ import pytest
 from benchmarks.gpu.host import HostQueues
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.runtime import stage_loader as loader_module
 from gllm.runtime import stage_resources as resources_module
-from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.cuda.graphs import graph_sizes
 from gllm.transport.registry import open_edges
 from tests.support.engines.local_workers import local_engine
-from tests.support.gpu.device_stage import BLOCK_SIZE, as_on_a_device, executor_on
+from tests.support.gpu.device_stage import BLOCK_SIZE, as_on_a_device, executor_on, host_as_gpu
 from tests.support.gpu.fake_streams import FakeQueues
 from tests.support.models.tiny_models import save
 
@@ -29,7 +28,10 @@ async def tokens_of(engine: Engine) -> list[int]:
     return [token async for delta in deltas for token in delta.token_ids]
 
 
-@pytest.mark.parametrize(("stages", "lanes"), [(1, "1"), (2, "1"), (2, "2")])
+@pytest.mark.parametrize(
+    ("stages", "lanes"),
+    [(2, "2"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, "1"), (2, "1")))],
+)
 async def test_edges_are_open_before_the_memory_left_is_divided(
     stages: int, lanes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,19 +39,17 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
         expected = await tokens_of(engine)
     order: list[str] = []
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            order.append(name)
-            return function(*args)
+    class Measured(HostQueues):
+        def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
+            order.append("room")
+            return super().measure_free_bytes(work, share)
 
-        return call
+    def open_and_note(*args: Any) -> Any:
+        order.append("edges")
+        return open_edges(*args)
 
-    monkeypatch.setattr(backend_module, "CudaRuntime", lambda index: HostQueues())
-    monkeypatch.setattr(loader_module, "count_gpus", lambda device: 1)
-    monkeypatch.setattr(resources_module, "open_edges", noted("edges", open_edges))
-    measure = noted("room", CudaExecutor.available_bytes)
-    monkeypatch.setattr(CudaExecutor, "available_bytes", measure)
-    with as_on_a_device():
+    monkeypatch.setattr(resources_module, "open_edges", open_and_note)
+    with host_as_gpu(Measured):
         async with local_engine(stages, lanes=lanes, **SMALL) as (engine, workers):
             assert all(isinstance(each, CudaExecutor) for each in workers.executors)
             running = [tokens_of(engine) for _ in range(4)]
@@ -59,23 +59,14 @@ async def test_edges_are_open_before_the_memory_left_is_divided(
     assert first == sorted(first)
 
 
-def test_what_graphs_take_is_no_room(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_graphs_take_is_no_room(tmp_path: Any) -> None:
     """The trial records two, and leaves none behind."""
     folder = save("llama3", tmp_path)
-    with as_on_a_device(), FakeQueues(4) as queues:
+    with as_on_a_device(), FakeQueues(4, num_bytes=2 * 10**9) as queues:
         executor = executor_on(queues, folder)
-        monkeypatch.setattr(FakeQueues, "measure_free_bytes", lambda self, work, share: 10**9)
-        held: list[int] = []
-        hold = FakeQueues.measure_used_bytes
-
-        def noting(self: FakeQueues, work: Callable[[], None]) -> int:
-            held.append(hold(self, work))
-            return held[-1]
-
-        monkeypatch.setattr(FakeQueues, "measure_used_bytes", noting)
         room = executor.available_bytes(0.5, BLOCK_SIZE, 8)
-        largest, second = held
+        largest, second = queues.used_bytes
         assert largest > 0
         assert room == 10**9 - largest - (len(graph_sizes(8)) - 1) * second
-        assert not executor._graphs._recorded
-        assert executor._graph_sizes == []
+        gc.collect()
+        assert not queues.graphs

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,9 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
 ESSENTIAL = ("whole prompts", "chunked over four stages, cached", "preempted")
 """Settings that show each kind of batch and each kind of stage; the others combine them anew, and
 the tests below have all combinations with one family."""
+KINDS = ("qwen2-window", "gemma2", "bloom", "mixtral", "deepseek-v2")
+"""Families with every kind of attention and feed-forward layer. The logits of the others are
+compared in test_executor.py."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,10 @@ the tests below have all combinations with one family."""
     [ESSENTIAL, pytest.param(sorted({*SETTINGS} - {*ESSENTIAL}), marks=pytest.mark.long)],
     ids=["essential", "others"],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES],
+)
 def test_every_family_in_every_setting(
     family: str, settings: Sequence[str], tmp_path: Path
 ) -> None:
@@ -163,17 +170,26 @@ def test_every_family_in_every_setting(
         assert bool(pipeline.scheduler.stats().preemptions) == name.startswith("preempted"), name
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+def policy_cases(*stages: int) -> list[Any]:
+    """Policies, stages and whether prefixes are cached: each policy once in `make test`, each pair
+    of values in `make test-all`."""
+    cases = []
+    for at, policy in enumerate(POLICY_NAMES):
+        for (index, count), has_cache in product(enumerate(stages), (False, True)):
+            completes_pairs = has_cache == ((at // 2 + index) % 2 == 0)
+            mark = pytest.mark.full if completes_pairs else pytest.mark.long
+            marks = [] if completes_pairs and index == at % 2 else [mark]
+            cases.append(pytest.param(policy, count, has_cache, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("policy", "stages", "prefix_cache"), policy_cases(1, 4))
 def test_every_policy_chunked(folder: Path, policy: str, stages: int, prefix_cache: bool) -> None:
     options = {"policy": policy, "prefix_cache": prefix_cache, **CHUNKED}
     check(Scheduled(folder, stages, options=options))
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(("policy", "stages", "prefix_cache"), policy_cases(1, 2))
 def test_under_forced_preemption(
     folder: Path, policy: str, stages: int, prefix_cache: bool
 ) -> None:

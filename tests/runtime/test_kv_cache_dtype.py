@@ -36,9 +36,7 @@ def logits(folder: Path, kept: str, dtype: str = "float32", stages: int = 1) -> 
     for count in (20, 16):
         pipeline.logits(pipeline.plan([pipeline.row(1, count)]))
     pipeline.logits(pipeline.plan([pipeline.row(1, 1)]))
-    again = pipeline.row(1, 0)._replace(num_tokens=1)
-    rows = [again._replace(start=position) for position in range(37)]
-    return pipeline.logits(pipeline.plan(rows))[1]
+    return pipeline.logits(pipeline.decodes_again(1))[1]
 
 
 def error(folder: Path, kept: str) -> float:
@@ -75,7 +73,7 @@ def test_blocks_are_as_large_as_what_they_hold(tmp_path: Path) -> None:
         pipeline = Pipeline(folder, kv_cache_dtype=kept)
         executor = pipeline.executors[0]
         sizes[kept] = executor.block_bytes
-        held = [tensor for pair in executor._cache.layers for tensor in pair]
+        held = [tensor for pair in executor.layer_caches for tensor in pair]
         # One block more than can be used stays zero.
         assert sum(tensor.nbytes for tensor in held) == 65 * executor.block_bytes
         assert {tensor.dtype for tensor in held} == {executor.cache_dtype}
@@ -121,7 +119,7 @@ def test_torch_is_what_computes_where_it_is_asked_for(
     pipeline.add(1, [5, 6, 7])
     pipeline.run([pipeline.row(1, 3)])
     assert len(called) == 4
-    assert not pipeline.executors[0]._stage.layers.is_program
+    assert not pipeline.executors[0].stage.layers.is_program
 
 
 def test_a_backend_that_cannot_is_refused_before_weights_are_read(tmp_path: Path) -> None:

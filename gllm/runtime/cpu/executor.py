@@ -54,6 +54,11 @@ class CpuExecutor(BaseExecutor):
         if self.is_first and self._rank == 0 and self.device.type == "cpu":
             log_kernels()
 
+    @property
+    def held_seqs(self) -> set[int]:
+        """See BaseExecutor."""
+        return super().held_seqs | self._last_tokens.keys()
+
     def _release(self, seqs: list[int]) -> None:
         super()._release(seqs)
         for seq in seqs:

@@ -75,6 +75,11 @@ class LogitEditPlanner:
         self._vocab_size, self._block_size = vocab_size, block_size
         self._phrases: WeakKeyDictionary[RequestLogitEdits, _RequestPhrases] = WeakKeyDictionary()
 
+    @property
+    def num_requests(self) -> int:
+        """Requests whose bad words of several tokens are kept."""
+        return len(self._phrases)
+
     def plan(
         self,
         sampling: SamplingMetadata,

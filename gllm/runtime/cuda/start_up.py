@@ -79,14 +79,17 @@ class CudaStartUp(BaseExecutor):
             queues.device,
             rank=rank,
             num_ranks=num_ranks,
+            gpu_capability=queues.capability,
         )
         self.stream = queues.stream()
         """The compute stream; transports synchronize with it."""
         self._queues = queues
         reads_tables = BACKENDS[self.backend].reads == "tables"
         own = partial(plan_table_attention, requested_tiles=set()) if reads_tables else plan_windows
-        self._plan_attention = plan_attention or partial(own, backend=self.backend)
-        self._supports_graphs = plan_attention is not None or reads_tables
+        self.plan_attention = plan_attention or partial(own, backend=self.backend)
+        """Builds the attention plans of steps, on the host."""
+        self.supports_graphs = plan_attention is not None or reads_tables
+        """True if decodes can run as graphs."""
         self._graph_sizes: list[int] = []
         """Recorded numbers of rows."""
         self._group: DeviceRankGroup | None = None
@@ -97,7 +100,7 @@ class CudaStartUp(BaseExecutor):
         super().join(groups)
         assert isinstance(groups.layers, DeviceRankGroup), "groups are opened with the device"
         self._group = groups.layers
-        self._supports_graphs = self._supports_graphs and groups.layers.can_capture
+        self.supports_graphs = self.supports_graphs and groups.layers.can_capture
 
     def close(self) -> None:
         """See Executor."""
@@ -141,7 +144,7 @@ class CudaStartUp(BaseExecutor):
         """[slots]: the token of each slot of the KV cache."""
         self._sampler = DeviceSampler(self.model.vocab_size, block_size)
         self._batch_config = BatchConfig(
-            num_blocks, block_size, self.dtype, self._windows, self._plan_attention, self._pad
+            num_blocks, block_size, self.dtype, self._windows, self.plan_attention, self._pad
         )
 
     def available_bytes(self, utilization: float, block_size: int, graph_rows: int) -> int:
@@ -164,7 +167,7 @@ class CudaStartUp(BaseExecutor):
         All graphs share the memory of the largest; each further one takes at most as much as the
         second largest.
         """
-        sizes = graph_sizes(max_rows) if max_rows and self._supports_graphs else []
+        sizes = graph_sizes(max_rows) if max_rows and self.supports_graphs else []
         measured = [
             self._queues.measure_used_bytes(partial(self._record_graph, size, sizes[-1]))
             for size in sizes[:-3:-1]
@@ -180,7 +183,7 @@ class CudaStartUp(BaseExecutor):
 
         on_progress: called with the number of recorded graphs and of all graphs.
         """
-        if not self._supports_graphs:
+        if not self.supports_graphs:
             return
         sizes = graph_sizes(max_rows)
         for num_done, size in enumerate(reversed(sizes)):
@@ -234,7 +237,7 @@ class CudaStartUp(BaseExecutor):
         host_inputs = StageInputs(
             ids[: num_tokens if self.is_first else 0],
             ids,
-            self._plan_attention(rows, self.dtype, self._batch_config.windows),
+            self.plan_attention(rows, self.dtype, self._batch_config.windows),
         )
         host_sampler = None
         if self.has_sampler:
@@ -282,7 +285,7 @@ class CudaStartUp(BaseExecutor):
         empty = PagedBatch(none.reshape(0, 1), none, none, 0, block_size, num_blocks)
         rows = pad_decodes(empty, size, self._max_blocks)
         longest = replace(rows, context_len=np.full(size, self._max_model_len, dtype=np.int64))
-        plans = self._plan_attention(rows, self.dtype, self._batch_config.windows)
+        plans = self.plan_attention(rows, self.dtype, self._batch_config.windows)
         return StageInputs(
             torch.zeros(size if self.is_first else 0, dtype=torch.int64),
             torch.zeros(size, dtype=torch.int64),

@@ -83,10 +83,16 @@ class Pipeline:
         needed = -(-end // self.block_size) - held.blocks
         blocks = [self.free.pop() for _ in range(needed)]
         brought = held.tokens[max(held.computed, held.prompt_len) : end]
-        row = ScheduledRow(seq, held.epoch, held.computed, tokens, blocks, brought, samples)
+        fields = {"start": held.computed, "num_tokens": tokens, "should_sample": samples, **given}
         held.computed = end
         held.blocks += needed
-        return row._replace(**given)
+        fields = {"new_block_ids": blocks, "token_ids": brought, **fields}
+        return ScheduledRow(seq=seq, epoch=held.epoch, **fields)
+
+    def decodes_again(self, seq: int) -> StepPlan:
+        """A plan that computes every position of a sequence once more, as a decode of its own."""
+        length = self.held[seq].computed
+        return self.plan([self.row(seq, 0, start=at, num_tokens=1) for at in range(length)])
 
     def preempt(self, seq: int) -> None:
         """Take a sequence's blocks away (they are not used again here)."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.host import HostQueues
 from gllm.config.engine import EngineConfig
 from gllm.kernels import sampling
 from gllm.kernels.attention_plan import (
@@ -25,13 +26,16 @@ from gllm.kernels.attention_plan import (
     build_device_tables,
     plan_attention,
 )
-from gllm.kernels.native import library
+from gllm.kernels.native.builds import BUILD_VARIABLE, OFF
+from gllm.kernels.native.library import load_library
 from gllm.kernels.sampling_plan import plan_sampling
 from gllm.messages.sampling import SampleDetails
 from gllm.models import stage as model_stage
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
+from gllm.runtime import stage_loader as loader_module
 from gllm.runtime.batch import PlanAttention
+from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.cuda import sampler
 from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import SampledToken, StepPlan
@@ -67,7 +71,8 @@ def as_on_a_device() -> Iterator[None]:
     """Operations as they are where tensors are not the CPU's: by torch, and those that would wait
     as one kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "load_library", lambda: None)
+        patch.setenv(BUILD_VARIABLE, OFF)
+        load_library.cache_clear()
         # The fake device's tensors are the CPU's.
         patch.setattr(model_stage, "check_token_ids", lambda ids, vocab_size: None)
         patch.setattr(
@@ -75,6 +80,16 @@ def as_on_a_device() -> Iterator[None]:
             "sample",
             lambda logits, plan: one_kernel(logits, plan.settings, plan.counters),
         )
+        yield
+    load_library.cache_clear()
+
+
+@contextmanager
+def host_as_gpu(create: Callable[[], HostQueues] = HostQueues) -> Iterator[None]:
+    """Workers of this process find one GPU, whose work the CPU does at once."""
+    with as_on_a_device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_module, "CudaRuntime", lambda index: create())
+        patch.setattr(loader_module, "count_gpus", lambda device: 1)
         yield
 
 
@@ -155,7 +170,7 @@ def executor_on(
         config, engine, stages, layers, queues, plan, rank=ranks[0], num_ranks=ranks[1]
     )
     executor.load(folder, lambda done, total: None)
-    queues.adopt(*tensors_of(executor._stage, set()))
+    queues.adopt(*tensors_of(executor.stage, set()))
     executor.reserve(engine.scheduler.resolve(stages, NUM_BLOCKS, LONGEST))
     if connect is not None:
         executor.join(connect(executor))

@@ -9,13 +9,31 @@ flash_api.cpp (Dao-AILab/flash-attention, version 2.6).
 """
 
 import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
 __version__ = "2.6.3"
 PAGE = 256
 DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def installed(page: int = PAGE, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[None]:
+    """Let gllm find the package; it takes multiples of `page` and these dtypes."""
+    global PAGE, DTYPES
+    before = PAGE, DTYPES
+    PAGE, DTYPES = page, tuple(dtypes)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "flash_attn", sys.modules[__name__])
+            yield
+    finally:
+        PAGE, DTYPES = before
 
 
 def flash_attn_varlen_func(

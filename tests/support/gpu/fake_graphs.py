@@ -70,6 +70,7 @@ class FakeGraph:
     def replay(self) -> None:
         stream = self._queues.stream_now
         assert stream is not None, "a graph is replayed into a stream"
+        self._queues.num_replays += 1
         begin = self._queues.event()
         stream.record(begin)
         streams = {self._origin: stream}

@@ -4,7 +4,6 @@ A collective reads its input in a stream of the communicator's own, as NCCL does
 result once every rank's device has come to it. Who does not wait for it reads poison.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
 from gllm.transport.groups import StageGroups
-from tests.support.gpu.fake_streams import FakeEvent, FakeQueues
+from tests.support.gpu.fake_streams import FakeEvent, FakeQueues, calling_frame
 from tests.support.gpu.memory_uses import Operation, uses_of
 from tests.support.gpu.turns import Turns
 
@@ -42,7 +41,7 @@ class FakeWork:
     def wait(self) -> bool:
         stream = self._queues.stream_now
         assert stream is not None
-        stream.wait_for(self._done, sys._getframe(1))
+        stream.wait_for(self._done, calling_frame())
         return True
 
 

@@ -13,18 +13,20 @@ host into memory of the device raises HiddenSync: CUDA would stop and wait there
 A graph holds operations, not Python: what the host decides while it is captured stays as it was.
 """
 
+import inspect
 import random
-import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from tests.support.gpu.fake_graphs import FakeGraph
@@ -63,8 +65,8 @@ class FakeEvent:
         """When the device got to the last record."""
 
     def synchronize(self) -> None:
-        self._queues.note_host_wait(sys._getframe(1))
-        if not self._queues.ignores_wait(sys._getframe(1)):
+        self._queues.note_host_wait(calling_frame())
+        if not self._queues.ignores_wait(calling_frame()):
             reached = self.reached
             self._queues.advance(lambda: reached[0])
             merge(self._queues.host_clock, self.clock)
@@ -101,7 +103,7 @@ class FakeStream:
             self._queues.stream_now = outer
 
     def wait(self, event: Any) -> None:
-        self.wait_for(event, sys._getframe(1))
+        self.wait_for(event, calling_frame())
 
     def wait_for(self, event: Any, frame: Any) -> None:
         """A wait of a frame that may be the one to be left out."""
@@ -151,7 +153,8 @@ class FakeQueues:
 
     ignored: a wait (file:line, as in `waits`) that is left out; checks: whether races raise;
     eagerness: how often the device goes on by itself, between 0 and 1; turns: of the hosts of
-    several devices that wait for each other, one thread each.
+    several devices that wait for each other, one thread each; num_bytes: its memory beside the
+    largest step.
     """
 
     def __init__(
@@ -161,8 +164,10 @@ class FakeQueues:
         checks: bool = True,
         eagerness: float = 0.3,
         turns: Turns | None = None,
+        num_bytes: int = 1000,
     ) -> None:
         self.device = torch.device("cpu")
+        self.capability: tuple[int, int] | None = None
         self.waits: set[str] = set()
         """All places that wait."""
         self.host_waits: set[tuple[str, str]] = set()
@@ -185,9 +190,15 @@ class FakeQueues:
         self._hosts: defaultdict[str, Clock] = defaultdict(dict)
         self._host = "host"
         self._host_ids: dict[str, int] = {}
-        self._turns = turns
+        self._turns, self.num_bytes = turns, num_bytes
         self.graph: FakeGraph | None = None
         """The one that is being captured."""
+        self.graphs: WeakSet[FakeGraph] = WeakSet()
+        """Those that somebody holds."""
+        self.num_replays = 0
+        """Launches of graphs."""
+        self.used_bytes: list[int] = []
+        """Results of `measure_used_bytes`."""
         self.bound: set[str] = set()
         """Threads that made this device their current one."""
         self._modes = _Calls(self), _Operations(self)
@@ -225,7 +236,7 @@ class FakeQueues:
         """Nothing: what is freed stays known."""
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with torch.utils._python_dispatch._disable_current_modes():
+        with _disable_current_modes():
             return self._made(torch.zeros(tuple(shape), dtype=dtype), "device")
 
     def capture(self, stream: Any, work: Callable[[], None]) -> FakeGraph:
@@ -236,10 +247,11 @@ class FakeQueues:
         finally:
             self.graph = None
         graph.end()
+        self.graphs.add(graph)
         return graph
 
     def synchronize(self) -> None:
-        self.note_host_wait(sys._getframe(1))
+        self.note_host_wait(calling_frame())
         self.advance(lambda: not any(stream.pending for stream in self._streams))
         for stream in self._streams:
             merge(self.host_clock, stream.clock)
@@ -247,14 +259,15 @@ class FakeQueues:
     def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
         work()
         self.synchronize()
-        return int(share * 1000)
+        return int(share * self.num_bytes)
 
     def measure_used_bytes(self, work: Callable[[], None]) -> int:
         before = len(self._alive)
         work()
         self.synchronize()
         made = [tensor for tensor in self._alive[before:] if self.kind(tensor) == "device"]
-        return sum(tensor.untyped_storage().nbytes() for tensor in made)
+        self.used_bytes.append(sum(tensor.untyped_storage().nbytes() for tensor in made))
+        return self.used_bytes[-1]
 
     # Threads of the host.
 
@@ -301,6 +314,12 @@ class FakeQueues:
     def kind(self, tensor: Tensor) -> str:
         """device, pinned, or host for memory that is none of ours."""
         return self._known.get(tensor.untyped_storage().data_ptr(), "host")
+
+    @staticmethod
+    def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Their present numbers, as a debugger sees them."""
+        with _disable_current_modes():
+            return [tensor.clone() for tensor in tensors]
 
     # Order.
 
@@ -349,7 +368,7 @@ class FakeQueues:
         operation = chosen.pending.popleft()
         self.check(operation.uses, operation.clock, operation.who, operation.name)
         # Not to be noted once more.
-        with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
+        with _disable_current_modes(), torch.inference_mode():
             operation.run()
         self.now += bool(operation.uses)
         if self._turns is not None:
@@ -454,6 +473,15 @@ class FakeQueues:
         assert self.stream_now is not None
         uses = uses_of(reads, False) + uses_of(writes, True)
         self.stream_now.put(Operation(str(func), run, uses))
+
+
+def calling_frame() -> FrameType:
+    """The frame of the caller of the function that asks."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    assert frame.f_back.f_back is not None
+    return frame.f_back.f_back
 
 
 def place_of(frame: Any) -> str:
