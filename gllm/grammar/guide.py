@@ -36,6 +36,10 @@ class GuideOptions(NamedTuple):
     """Token that ends the output."""
     forces: bool
     """Settle tokens that the grammar leaves no choice about; if False, every token is sampled."""
+    mask_seconds: float = MASK_SECONDS
+    """Time limit of one mask."""
+    token_seconds: float = TOKEN_SECONDS
+    """Time limit for the sampling of the token before."""
 
 
 def filter_eos_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
@@ -102,8 +106,9 @@ class GrammarGuide:
             # The guide may still follow the earlier output.
             self._wait_for_mask(self._mask)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_known(index), TOKEN_SECONDS):
-                self._error = f"its last token did not come in {TOKEN_SECONDS:g} s"
+            limit = self._options.token_seconds
+            if not self._changed.wait_for(lambda: self._is_known(index), limit):
+                self._error = f"its last token did not come in {limit:g} s"
             self._check()
             if index < len(self._tokens):
                 return self._tokens[index]
@@ -156,9 +161,9 @@ class GrammarGuide:
 
     def _wait_for_mask(self, mask: "Future[bytes]") -> bytes:
         try:
-            return mask.result(MASK_SECONDS)
+            return mask.result(self._options.mask_seconds)
         except TimeoutError:
-            self.fail(f"a step of its grammar takes over {MASK_SECONDS:g} s")
+            self.fail(f"a step of its grammar takes over {self._options.mask_seconds:g} s")
         except Exception as error:
             self.fail(_describe(error))
         raise GrammarGuideError(self._error)

@@ -33,8 +33,27 @@ COMPILER_STACK_BYTES = 2**24
 class GuideFactory:
     """Creates grammar guides for sequences of one model; threads and vocabulary on first use."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        max_compiled: int = MAX_COMPILED,
+        max_copies: int = MAX_COPIES,
+    ) -> None:
+        """Create a factory without threads and grammars.
+
+        Args:
+            folder: of the model.
+            vocab_size: of the model.
+            eos_ids: tokens that end a sequence.
+            max_compiled: compiled grammars that are cached.
+            max_copies: sequences that get a copy of one compiled grammar.
+        """
         self._model = (folder, vocab_size, eos_ids)
+        self._max_compiled, self._max_copies = max_compiled, max_copies
+        self.num_compilations = 0
+        """Grammars that were compiled, each time counted."""
         self._compiler: ThreadPoolExecutor | None = None
         self._mask_threads = ThreadPoolExecutor(NUM_MASK_THREADS, "grammar-masks")
         self._tokenizer: LLTokenizer | None = None
@@ -80,17 +99,18 @@ class GuideFactory:
             GrammarGuideError: the grammar does not compile.
         """
         matcher, num_copies = self._compiled.pop(grammar, (None, 0))
-        if matcher is None or num_copies == MAX_COPIES:
+        if matcher is None or num_copies == self._max_copies:
             matcher, num_copies = self._compile(grammar), 0
         self._compiled[grammar] = matcher, num_copies + 1
         while (
-            len(self._compiled) > MAX_COMPILED
+            len(self._compiled) > self._max_compiled
             or sum(map(len, self._compiled)) > MAX_COMPILED_CHARACTERS
         ):
             self._compiled.popitem(last=False)
         return matcher.deep_copy()
 
     def _compile(self, grammar: str) -> "LLMatcher":
+        self.num_compilations += 1
         # Most workers need neither.
         from llguidance import LLMatcher
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar import guide as guide_module
 from gllm.grammar.guide import GrammarGuide, GrammarGuideError, GuideOptions
 from gllm.kernels.sampling import sample
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime import grammars as grammars_module
 from gllm.runtime.cpu.sampler import sample_rows
 from gllm.runtime.sampling import SampleOutput, build_sampling_metadata, fail_guides, to_sampled
 from gllm.runtime.sampling_state import SamplingState, create_sampling_states
 from tests.support.text.grammar_writing import (
     EOS,
     TOKENIZER,
+    TOKENS,
     VOCABULARY,
     grammars,
     state_of,
@@ -52,6 +52,17 @@ def owner():
 def guide_of(state: SamplingState) -> GrammarGuide:
     assert state.guide is not None
     return state.guide
+
+
+def matcher_of(state: SamplingState) -> LLMatcher:
+    """Return a matcher at the start of a state's grammar."""
+    return LLMatcher(TOKENS, state.params.grammar, log_level=0)
+
+
+def guide_with(matcher: Any, **limits: float) -> GrammarGuide:
+    """Return a guide that follows a matcher."""
+    now = ThreadPoolExecutor(1).submit
+    return GrammarGuide(now, now, lambda: matcher, GuideOptions(VOCABULARY, EOS, True, **limits))
 
 
 def noise(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -127,7 +138,9 @@ def test_an_end_that_is_drawn_is_the_last_token(owner):
     logits[0, EOS] = 100.0
     assert step([state], [0], logits).tokens != [EOS], "something has to be there"
     assert step([state], [1], logits).tokens == [EOS]
-    assert guide_of(state)._tokens[-1] == EOS
+    assert guide_of(state).settled_token(1) == EOS
+    with pytest.raises(IndexError):
+        guide_of(state).settled_token(2)
 
 
 def test_edits_see_every_token_and_hold_within_the_grammar(owner):
@@ -164,9 +177,11 @@ def test_rows_without_a_grammar_are_drawn_as_if_alone(owner):
 def test_a_grammar_that_cannot_go_on_ends_its_own_row(owner):
     wide = StructuredOutput(regex="[a-z]{1,4}")
     good, bad = state_of(wide, owner), state_of(wide, owner)
+    matcher = matcher_of(bad)
+    bad.guide = guide_with(matcher)
     step([good, bad], [0, 0], noise(2))
     guide_of(bad).allowed_tokens(1)  # Waits: a thread may still look at the matcher.
-    guide_of(bad)._matcher.consume_token(EOS + 1)  # "!" is no letter.
+    matcher.consume_token(EOS + 1)  # "!" is no letter.
     drawn = step([bad, good, plain(1)], [1, 1, 5], noise(3))
     assert [bool(error) for error in drawn.errors] == [True, False, False]
     drawn = step([bad], [1], noise())
@@ -204,16 +219,15 @@ def test_a_grammar_that_does_not_compile_is_told(owner):
     assert ["does not compile" in error for error in drawn.errors] == [True, False]
 
 
-def test_a_mask_that_never_comes_ends_its_own_row(monkeypatch):
-    monkeypatch.setattr(guide_module, "MASK_SECONDS", 0.01)
-
+def test_a_mask_that_never_comes_ends_its_own_row():
     def never(work):
         return Future()
 
     def no_matcher() -> Any:
         return None
 
-    guide = GrammarGuide(never, never, no_matcher, GuideOptions(VOCABULARY, EOS, True))
+    options = GuideOptions(VOCABULARY, EOS, True, mask_seconds=0.01)
+    guide = GrammarGuide(never, never, no_matcher, options)
     stuck = SamplingState(SequenceSamplingParams(grammar="x"), None, [], guide)
     drawn: SampleOutput = sample_rows(
         noise(2), build_sampling_metadata([(0, 0), (1, 0)], [stuck, plain(1)], [0, 0])
@@ -238,7 +252,7 @@ def test_who_is_ahead_waits_for_the_token_before(owner):
     assert isinstance(mask, bytes)
     asked = asked_meanwhile(guide, 1)
     guide.accept_token(0, TOKENIZER.encode("a", add_special_tokens=False)[0])
-    assert asked.result(10) not in (mask, guide._tokens[0])
+    assert asked.result(10) not in (mask, guide.settled_token(0))
     asked = asked_meanwhile(guide, 3)
     guide.accept_token(1, TOKENIZER.encode("c", add_special_tokens=False)[0])
     guide.accept_token(2, TOKENIZER.encode("f", add_special_tokens=False)[0])
@@ -270,41 +284,32 @@ def test_a_library_that_raises_ends_its_own_row_only(owner, method):
             return getattr(self._matcher, name)
 
     state = state_of(WORDS, owner)
-    compiled = owner._copy_matcher(state.params.grammar)
-    now = ThreadPoolExecutor(1).submit
-    broken: Any = Broken(compiled)
-    state.guide = GrammarGuide(now, now, lambda: broken, GuideOptions(VOCABULARY, EOS, True))
+    state.guide = guide_with(Broken(matcher_of(state)))
     drawn = step([state, plain(1)], [0, 0], noise(2))
     assert "no memory" in drawn.errors[0]
     assert not drawn.errors[1]
     assert step([state], [1], noise()).errors == [drawn.errors[0]]
 
 
-def test_a_token_that_never_comes_ends_the_wait(owner, monkeypatch):
-    monkeypatch.setattr(guide_module, "TOKEN_SECONDS", 0.01)
-    with pytest.raises(GrammarGuideError, match="did not come"):
-        guide_of(state_of(WORDS, owner)).allowed_tokens(1)
+def test_a_token_that_never_comes_ends_the_wait(owner):
+    guide = guide_with(matcher_of(state_of(WORDS, owner)), token_seconds=0.01)
+    with pytest.raises(GrammarGuideError, match=r"did not come in 0\.01 s"):
+        guide.allowed_tokens(1)
 
 
-def test_compiled_grammars_are_kept_and_bounded(monkeypatch):
-    made = grammars()
-    monkeypatch.setattr(grammars_module, "MAX_COMPILED", 2)
-    monkeypatch.setattr(grammars_module, "MAX_COPIES", 3)
-    compiled, compile_one = [], made._compile
-    threads = set()
-
-    def counted(grammar):
-        compiled.append(grammar)
-        threads.add(threading.current_thread().name)
-        return compile_one(grammar)
-
-    monkeypatch.setattr(made, "_compile", counted)
+def test_compiled_grammars_are_kept_and_bounded():
+    made = grammars(max_compiled=2, max_copies=3)
+    before = set(threading.enumerate())
     texts = [json.dumps({"grammars": [{"lark_grammar": f'start: "{c}"'}]}) for c in "abc"]
-    for text in [texts[0]] * 4 + texts[1:] + [texts[0]]:
+    counts = []
+    # A matcher has three copies. The third grammar takes the place of the first one.
+    for name in "aaaabcbca":
+        text = texts["abc".index(name)]
         made.create_guide(SequenceSamplingParams(grammar=text)).first_mask.result(20)
-    assert compiled == [texts[0], texts[0], *texts[1:], texts[0]]
-    assert len(made._compiled) == 2
-    assert len(threads) == 1
+        counts.append(made.num_compilations)
+    assert counts == [1, 1, 1, 2, 3, 4, 4, 4, 5]
+    names = [thread.name for thread in set(threading.enumerate()) - before]
+    assert [name.startswith("grammar-compiler") for name in names] == [True]
 
 
 def test_choices_have_guides_of_their_own(owner):

@@ -23,9 +23,9 @@ TOKENS = load_grammar_tokenizer(FOLDER, VOCABULARY, (EOS,))
 TOKENIZER = Tokenizer.load(FOLDER)
 
 
-def grammars() -> GuideFactory:
+def grammars(**limits: int) -> GuideFactory:
     """Of the demo model."""
-    return GuideFactory(FOLDER, VOCABULARY, (EOS,))
+    return GuideFactory(FOLDER, VOCABULARY, (EOS,), **limits)
 
 
 def compile_output(wanted) -> tuple[str, str]:
