@@ -17,6 +17,11 @@ class CommandRunner:
         self._reports: dict[int, tuple[asyncio.Queue[CommandDone], list[int]]] = {}
         """Reports on the commands that a caller waits for and their receivers, by command id."""
 
+    @property
+    def num_running(self) -> int:
+        """Commands that a caller waits for."""
+        return len(self._reports)
+
     async def run(
         self, create: Callable[[int], WireMessage], channels: WorkerChannels, receivers: list[int]
     ) -> str:

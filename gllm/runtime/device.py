@@ -28,9 +28,15 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with 8-bit floats (Ada; Hopper is 9.0)."""
 
 
-def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return the cores that this process may use, by affinity and quota; at least 1."""
-    allowed = float(len(os.sched_getaffinity(0)))
+def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS, num_allowed: int | None = None) -> int:
+    """Return the cores that this process may use, by affinity and quota; at least 1.
+
+    Args:
+        proc: mount point of the process file system.
+        cgroups: mount point of the cgroup file systems.
+        num_allowed: cores by affinity; None for the affinity of this process.
+    """
+    allowed = float(num_allowed or len(os.sched_getaffinity(0)))
     for folder in _cgroup_folders("cpu", proc, cgroups):
         quota, period = _read_quota(folder)
         if quota > 0 and period > 0:
@@ -103,7 +109,9 @@ def trim_memory() -> None:
         trim(0)
 
 
-def choose_compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -> "torch.dtype":
+def choose_compute_dtype(
+    requested: str, checkpoint: str, device: str = "cpu", proc: Path = PROC
+) -> "torch.dtype":
     """Return the dtype of the arithmetic.
 
     Args:
@@ -111,13 +119,15 @@ def choose_compute_dtype(requested: str, checkpoint: str, device: str = "cpu") -
             bfloat16 if the checkpoint has it and the CPU multiplies it natively, else float32.
         checkpoint: dtype of the checkpoint.
         device: type of the device.
+        proc: mount point of the process file system, which describes the CPU.
     """
     import torch
 
     if requested == "auto" and device == "cuda":
         requested = checkpoint
     if requested == "auto":
-        requested = "bfloat16" if checkpoint == "bfloat16" and has_native_bfloat16() else "float32"
+        is_native = checkpoint == "bfloat16" and has_native_bfloat16(proc)
+        requested = "bfloat16" if is_native else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
         requested
     ]
@@ -164,13 +174,6 @@ def check_quantization(requested: str, device: str) -> None:
             f"--quantization {requested} has no kernels for device {device}: leave it out, serve a "
             f"checkpoint whose weights are 8-bit floats, or choose --device {devices[0]}",
         )
-
-
-def get_capability(device: "torch.device") -> tuple[int, int] | None:
-    """Return the compute capability of a GPU; None for another device."""
-    import torch
-
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _format_version(version: tuple[int, int]) -> str:

@@ -50,6 +50,8 @@ class HeldRequest(NamedTuple):
     request: SchedulerRequest
     submit_time: float
     """Time at which the driver received it; its place in the order of arrival counts from here."""
+    aborted: set[int]
+    """Sequences of the request that were aborted since."""
 
 
 class Driver:
@@ -101,8 +103,6 @@ class Driver:
         """Not sent to the frontend yet."""
         self._held: dict[int, HeldRequest] = {}
         """By first sequence."""
-        self._aborted_choices: dict[int, set[int]] = {}
-        """Aborted sequences of held requests, by the first sequence."""
         self._has_new_stats = False
         """True if requests or plans changed since the frontend got the last statistics."""
         self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
@@ -157,7 +157,7 @@ class Driver:
         message.check(self._vocab_size)
         now = time.monotonic()
         if message.sampling.grammar:
-            self._held[message.seq] = HeldRequest(request, now)
+            self._held[message.seq] = HeldRequest(request, now, set())
             self._record_held()
         else:
             self.scheduler.add(request, now)
@@ -178,12 +178,9 @@ class Driver:
         """End sequences whose output nobody reads."""
         self._has_new_stats = True
         aborted = set(message.seqs)
-        for seq, (request, _) in list(self._held.items()):
-            choices = aborted.intersection(range(seq, seq + request.n))
-            if choices:
-                choices |= self._aborted_choices.setdefault(seq, set())
-                self._aborted_choices[seq] = choices
-            if len(choices) == request.n:
+        for seq, held in list(self._held.items()):
+            held.aborted.update(aborted.intersection(range(seq, seq + held.request.n)))
+            if len(held.aborted) == held.request.n:
                 # The scheduler makes the stages release the registered sequences.
                 self._add_held_request(seq)
         self.scheduler.abort(message.seqs)
@@ -202,7 +199,7 @@ class Driver:
         age = held.request.age_seconds + now - held.submit_time
         request = held.request._replace(age_seconds=age)
         self.scheduler.add(request, now)
-        self.scheduler.abort(sorted(self._aborted_choices.pop(seq, ())))
+        self.scheduler.abort(sorted(held.aborted))
         return request.n
 
     def _record_held(self) -> None:

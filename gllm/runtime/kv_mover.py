@@ -37,14 +37,15 @@ from gllm.messages.kv_transfer import (
     RevokeKv,
     ServeKv,
 )
-from gllm.runtime.certificates import create_certificate
-from gllm.runtime.link_child import LinkChild
+from gllm.runtime.certificates import NodeCertificate, create_certificate
+from gllm.runtime.link_child import LinkChild, LinkOwner
 
 log = logging.getLogger(__name__)
 
 _MAX_ENDED = 4096
 """Tickets whose end is remembered."""
 _GONE = "the KV mover has ended"
+CreateChild = Callable[[LinkIdentity, NodeCertificate | None, LinkOwner], LinkChild]
 
 
 @dataclass
@@ -74,6 +75,7 @@ class EngineKvMover:
         backend: str | None,
         encoding: str = PLAIN,
         address: str = "",
+        create_child: CreateChild = LinkChild,
     ) -> None:
         """Create a mover without caches; the process starts with the first ones.
 
@@ -82,6 +84,7 @@ class EngineKvMover:
             backend: `EngineConfig.kv_transfer`; None for an engine without transfers.
             encoding: of fetches over TCP, a name of LINK_ENCODINGS.
             address: HOST:PORT at which engines of other machines fetch; empty if they cannot.
+            create_child: creates the owner of the process.
         """
         self.endpoint = b""
         """Address and layouts of the caches for other engines; empty while they are not served."""
@@ -102,7 +105,7 @@ class EngineKvMover:
         self._address = address
         self._certificate = create_certificate() if address else None
         identity = LinkIdentity(0, "kv", address, bool(address), accepts_engines=bool(address))
-        self._child = LinkChild(identity, self._certificate, self)
+        self._child = create_child(identity, self._certificate, self)
         self._layouts: dict[int, KvLayout] = {}
         """Layouts of the present generation's workers, by sender."""
         self._caches: _OpenCaches | None = None

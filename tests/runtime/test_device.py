@@ -12,9 +12,8 @@ MIB = 2**20
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """(/proc, /sys/fs/cgroup) of 8 cores and 1000 MiB, no limits."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+def machine(tmp_path: Path) -> tuple[Path, Path]:
+    """(/proc, /sys/fs/cgroup) of 1000 MiB, no limits."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     write(proc / "meminfo", f"MemTotal: 9 kB\nMemAvailable:   {1000 * 1024} kB\n")
     write(proc / "cpuinfo", "processor : 0\nflags\t: fpu avx2\n")
@@ -28,7 +27,7 @@ def write(path: Path, text: str) -> None:
 
 
 def test_no_cgroup_leaves_the_machine(machine: tuple[Path, Path]) -> None:
-    assert device.count_cores(*machine) == 8
+    assert device.count_cores(*machine, 8) == 8
     assert device.available_memory_bytes(*machine) == 1000 * MIB
 
 
@@ -41,7 +40,7 @@ def test_v2_limits_of_the_group_and_those_above(machine: tuple[Path, Path]) -> N
     write(cgroups / "a/memory.max", str(500 * MIB))
     write(cgroups / "a/memory.current", str(300 * MIB))
     write(cgroups / "a/memory.stat", f"anon 5\ninactive_file {100 * MIB}\n")
-    assert device.count_cores(proc, cgroups) == 3
+    assert device.count_cores(proc, cgroups, 8) == 3
     assert device.available_memory_bytes(proc, cgroups) == 300 * MIB
 
 
@@ -52,7 +51,7 @@ def test_v1_limits_where_the_path_is_the_hosts(machine: tuple[Path, Path]) -> No
     write(cgroups / "cpu,cpuacct/cpu.cfs_period_us", "100000")
     write(cgroups / "memory/memory.limit_in_bytes", str(400 * MIB))
     write(cgroups / "memory/memory.usage_in_bytes", str(450 * MIB))
-    assert device.count_cores(proc, cgroups) == 1
+    assert device.count_cores(proc, cgroups, 8) == 1
     assert device.available_memory_bytes(proc, cgroups) == 0
 
 
@@ -61,11 +60,11 @@ def test_v1_without_quota(machine: tuple[Path, Path]) -> None:
     write(proc / "self/cgroup", "3:cpu:/\n")
     write(cgroups / "cpu/cpu.cfs_quota_us", "-1")
     write(cgroups / "cpu/cpu.cfs_period_us", "100000")
-    assert device.count_cores(proc, cgroups) == 8
+    assert device.count_cores(proc, cgroups, 8) == 8
 
 
 def test_this_machine_has_cores_and_memory() -> None:
-    assert 1 <= device.count_cores() <= (os.cpu_count() or 1)
+    assert 1 <= device.count_cores() <= len(os.sched_getaffinity(0))
     assert device.available_memory_bytes() > 0
     assert device.kv_cache_bytes(None) > 0
 
@@ -116,8 +115,8 @@ def test_bfloat16_needs_both_the_checkpoint_and_the_cpu(
         monkeypatch.setenv("GLLM_CPU_KERNELS", build)
         assert device.has_native_bfloat16(proc) == wanted
     monkeypatch.delenv("GLLM_CPU_KERNELS")
-    for native, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(device, "has_native_bfloat16", lambda native=native: native)
-        assert device.choose_compute_dtype("auto", "bfloat16") == dtype
-        assert device.choose_compute_dtype("auto", "float16") == torch.float32
+    for flags, dtype in (("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
+        write(proc / "cpuinfo", f"flags\t: fpu {flags}\n")
+        assert device.choose_compute_dtype("auto", "bfloat16", proc=proc) == dtype
+        assert device.choose_compute_dtype("auto", "float16", proc=proc) == torch.float32
     assert device.choose_compute_dtype("float16", "bfloat16") == torch.float16

@@ -61,7 +61,7 @@ def test_one_that_does_not_compile_ends_with_its_error() -> None:
     driver.on_grammar_ready(GrammarReady(0, "it is odd"))
     driver.run_turn()
     assert frontend.ends == dict.fromkeys(range(3), "it is odd")
-    assert not driver.scheduler._sequences
+    assert not driver.scheduler.stats().unfinished
     submit(driver, 3)
     released = [one.plan.released_seqs for one in told if isinstance(one, RunStep)]
     assert sorted(released[0]) == [0, 1, 2], "stages forget it"
@@ -104,15 +104,15 @@ def test_statistics_follow_each_turn_that_changed_them() -> None:
 
 def test_a_held_request_keeps_its_place() -> None:
     """Its time of arrival is that of its submission, however long its grammar takes."""
-    driver, _, _ = made()
+    driver, told, _ = made()
     for seq, grammar in enumerate(["", "grammar", "", "grammar"]):
         age = 9.0 * (seq == 3)
         sampling = SequenceSamplingParams(grammar=grammar)
         driver.submit(SubmitRequest(seq, [1] * 5, sampling, 10, [], age_seconds=age))
     for seq in (1, 3):
         driver.on_grammar_ready(GrammarReady(seq))
-    waiting = driver.scheduler._queues.waiting
-    assert [sequence.seq for sequence in waiting] == [3, 0, 1, 2]
+    driver.run_turn()
+    assert [row.seq for row in told[-1].plan.rows] == [3, 0, 1, 2]
 
 
 def test_the_last_stage_registers_outputs_of_held_requests_too() -> None:

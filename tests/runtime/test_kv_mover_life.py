@@ -15,6 +15,7 @@ from gllm.link.commands import (
     KvCachesOpened,
     KvMoved,
     LinkCommand,
+    LinkIdentity,
     MoveKv,
     OpenKvCaches,
 )
@@ -28,6 +29,7 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.runtime.kv_mover import EngineKvMover
+from gllm.runtime.link_child import LinkOwner
 from tests.support.engines.kv_layouts import cut_layouts
 
 (LAYOUT,) = cut_layouts(1, 1)
@@ -37,7 +39,7 @@ MACHINE = KvMachine("here", "socket", "", b"", [LAYOUT])
 class FakeChild:
     """A gllm-link whose answers come when the test lets them."""
 
-    def __init__(self, owner: EngineKvMover) -> None:
+    def __init__(self, owner: LinkOwner) -> None:
         self.is_running = False
         self.process = None
         self.commands: list[LinkCommand] = []
@@ -128,8 +130,16 @@ class Driver:
 @given(st.integers(0, 2**32), st.integers(1, 120))
 def test_every_command_is_answered_once_and_by_its_generation(seed: int, num_events: int) -> None:
     rng, driver, generation = Random(seed), Driver(), 0
-    mover = EngineKvMover(lambda message: driver.receive(message), "auto")
-    mover._child = child = FakeChild(mover)  # type: ignore[assignment]
+    children: list[FakeChild] = []
+
+    def create_child(identity: LinkIdentity, certificate: object, owner: LinkOwner) -> Any:
+        children.append(FakeChild(owner))
+        return children[-1]
+
+    mover = EngineKvMover(
+        lambda message: driver.receive(message), "auto", create_child=create_child
+    )
+    (child,) = children
     for _ in range(num_events):
         match rng.choices(["act", "answer", "exit", "start", "end"], [8, 8, 1, 2, 1])[0]:
             case "act" if generation:
