@@ -1,6 +1,7 @@
 """Requests that the workers cannot read or use: each ends alone, with an error that says why."""
 
 import asyncio
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -9,7 +10,6 @@ import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
-from gllm.engine.engine import Engine
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import EngineOutputs, RejectedRequest, SubmitRequest
@@ -19,10 +19,11 @@ from gllm.runtime import base_executor as executor_module
 from gllm.runtime.driver import Driver
 from gllm.runtime.request_stream import RequestStream
 from gllm.runtime.sampling_state import create_sampling_states
+from gllm.runtime.supervisor import Supervisor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence
 from gllm.scheduler.scheduler import Scheduler
-from tests.support.engines.local_workers import local_engine
+from tests.support.engines.local_workers import local_engine, local_supervisor
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -60,6 +61,14 @@ UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def unchecked(params: SamplingParams, **fields: Any) -> SamplingParams:
+    """Parameters that have not been checked, as of another type."""
+    changed = copy(params)
+    for name, value in fields.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
 async def end_of(stream: RequestStream) -> FinishedSequence:
     """How a request's first choice ends."""
     end = None
@@ -70,7 +79,7 @@ async def end_of(stream: RequestStream) -> FinishedSequence:
     return end
 
 
-def submit(engine: Engine, **fields: Any) -> RequestStream:
+def submit(supervisor: Supervisor, **fields: Any) -> RequestStream:
     """Send a request as the engine does, without its checks."""
     request: dict[str, Any] = {
         "prompt": [5, 6],
@@ -78,32 +87,30 @@ def submit(engine: Engine, **fields: Any) -> RequestStream:
         "max_tokens": 40,
         "stop_ids": [],
     } | fields
-    return engine._client.submit(**request)
+    return supervisor.client.submit(**request)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_a_request_that_cannot_be_read_ends_alone(stages: int) -> None:
-    async with local_engine(stages) as (engine, _):
-        neighbour = submit(engine)
-        bad = {
-            name: submit(engine, **fields) for name, (fields, _) in (UNREADABLE | UNUSABLE).items()
-        }
-        several = submit(engine, sampling=SequenceSamplingParams(seed=3.0), n=3)  # type: ignore[arg-type]
-        for name, (_, field) in (UNREADABLE | UNUSABLE).items():
+    async with local_supervisor(stages) as (supervisor, _):
+        neighbour = submit(supervisor)
+        cases = UNREADABLE | UNUSABLE
+        bad = {name: submit(supervisor, **fields) for name, (fields, _) in cases.items()}
+        several = submit(supervisor, sampling=SequenceSamplingParams(seed=3.0), n=3)  # type: ignore[arg-type]
+        for name, (_, field) in cases.items():
             end = await end_of(bad[name])
             assert end.finish_reason == "error", name
             assert field in end.error, name
         assert (await end_of(several)).finish_reason == "error"
         assert not several.alive
         assert (await end_of(neighbour)).finish_reason == "length"
-        assert (await end_of(submit(engine))).finish_reason == "length"
+        assert (await end_of(submit(supervisor))).finish_reason == "length"
         for stream in (neighbour, several, *bad.values()):
-            engine._client.release(stream)
-        assert engine.status().state == "ready"
+            supervisor.client.release(stream)
+        assert supervisor.state == "ready"
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("grammar", [False, True])
+@pytest.mark.parametrize(("stages", "grammar"), [(1, True), (2, False)])
 async def test_a_request_that_cannot_be_registered_ends_alone(
     stages: int, grammar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,37 +122,32 @@ async def test_a_request_that_cannot_be_registered_ends_alone(
     monkeypatch.setattr(executor_module, "create_sampling_states", fails_for_a_seed)
     text = msgspec.json.encode({"grammars": [{"lark_grammar": "start: /[0-9]+/"}]}).decode()
     bad = SequenceSamplingParams(seed=13, grammar=text if grammar else "")
-    async with local_engine(stages) as (engine, _):
-        neighbour = submit(engine)
+    async with local_supervisor(stages) as (supervisor, _):
+        neighbour = submit(supervisor)
         for max_tokens in (1, 40):
-            end = await end_of(submit(engine, sampling=bad, n=2, max_tokens=max_tokens))
+            end = await end_of(submit(supervisor, sampling=bad, n=2, max_tokens=max_tokens))
             assert (end.finish_reason, "can't start new thread" in end.error) == ("error", True)
         assert (await end_of(neighbour)).finish_reason == "length"
-        assert engine.status().state == "ready"
+        assert supervisor.state == "ready"
 
 
-@pytest.mark.parametrize(
-    ("prompts", "params", "extra"),
-    [
-        ([[5], [3.0, 4.0]], {}, {}),
-        ([[5], [True, 4]], {}, {}),
-        ([[5], "text"], {}, {}),
-        ([[5], None], {}, {}),
-        ([[5], [4]], {}, {"cache_salt": "\ud800"}),
-        ([[5], [4]], {}, {"priority": 2**70}),
-        ([[5], [4]], {"seed": np.datetime64(0, "s")}, {}),
-    ],
-)
-async def test_what_cannot_be_sent_is_refused_and_leaves_nothing(
-    prompts: Any, params: dict[str, Any], extra: dict[str, Any]
-) -> None:
+async def test_what_cannot_be_sent_is_refused_and_leaves_nothing() -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    bad_seed: Any = np.datetime64(0, "s")
+    cases: list[tuple[Any, SamplingParams, dict[str, Any]]] = [
+        ([[5], [3.0, 4.0]], params, {}),
+        ([[5], [True, 4]], params, {}),
+        ([[5], "text"], params, {}),
+        ([[5], None], params, {}),
+        ([[5], [4]], params, {"cache_salt": "\ud800"}),
+        ([[5], [4]], params, {"priority": 2**70}),
+        ([[5], [4]], unchecked(params, seed=bad_seed), {}),
+    ]
     async with local_engine() as (engine, _):
-        made = SamplingParams(max_tokens=2, ignore_eos=True)
-        for name, value in params.items():
-            object.__setattr__(made, name, value)
-        with pytest.raises(FieldError):
-            await engine.submit(prompts, made, **extra)
-        assert engine.status().num_requests == 0
+        for prompts, sampling, extra in cases:
+            with pytest.raises(FieldError):
+                await engine.submit(prompts, sampling, **extra)
+            assert engine.status().num_requests == 0
         ids: Any = np.array([5, 6])
         (request,) = await engine.submit([ids], SamplingParams(max_tokens=2))
         await asyncio.wait_for(request.wait(), 60)
@@ -153,8 +155,8 @@ async def test_what_cannot_be_sent_is_refused_and_leaves_nothing(
 
 
 async def test_a_reader_that_fails_holds_up_no_other() -> None:
-    async with local_engine() as (engine, _):
-        bad, good = submit(engine), submit(engine)
+    async with local_supervisor() as (supervisor, _):
+        bad, good = submit(supervisor), submit(supervisor)
 
         def fail() -> None:
             raise UnicodeError("no text")
@@ -162,7 +164,7 @@ async def test_a_reader_that_fails_holds_up_no_other() -> None:
         bad.set_listener(fail)
         assert (await end_of(good)).finish_reason == "length"
         assert not bad.alive
-        assert engine.status().state == "ready"
+        assert supervisor.state == "ready"
 
 
 def test_an_error_names_the_field() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from concurrent.futures import Future
 from functools import partial
@@ -10,18 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.host import HostQueues
 from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, StageLoaded
 from gllm.messages.sampling import SequenceSamplingParams
+from gllm.models.hub import DEMO
 from gllm.models.loader import Checkpoint
-from gllm.runtime import stage_loader as loader_module
-from gllm.runtime import stage_weights
 from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.cuda import backend as backend_module
 from gllm.runtime.grammars import GuideFactory
 from gllm.runtime.local_node import LocalNode
 from tests.support.engines.local_workers import LocalWorkers
-from tests.support.gpu.device_stage import as_on_a_device
+from tests.support.gpu.device_stage import host_as_gpu
 from tests.support.nodes.scripted_head import Head, head_of, num_mapped, num_open, num_threads
 from tests.support.servers.server import owned_bytes
 
@@ -40,7 +38,8 @@ def has_resources(pids: list[int], expected: list[list[int]]) -> bool:
     return resources(pids) == expected
 
 
-async def test_twenty_generations_of_two_processes_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("num_generations", [7, pytest.param(20, marks=pytest.mark.full)])
+async def test_generations_of_two_processes_leave_nothing_behind(num_generations: int) -> None:
     """Same tokens, and the same descriptors, threads, mappings and memory in each generation."""
     node = LocalNode(2)
     async with head_of(node, 2) as head:
@@ -48,7 +47,7 @@ async def test_twenty_generations_of_two_processes_leave_nothing_behind() -> Non
         outputs: list[list[int]] = []
         kept: list[list[int]] = []
         memory: list[int] = []
-        for number in range(20):
+        for number in range(num_generations):
             head.assign()
             await head.initialize(64 + number)
             outputs.append(await head.generate(PROMPT, 12))
@@ -64,20 +63,21 @@ async def test_twenty_generations_of_two_processes_leave_nothing_behind() -> Non
             assert [num_mapped("gllm-edge", pid) for pid in pids] == [0, 0]
             memory.append(owned_bytes(pids))
         assert [node.workers[sender].process.pid for sender in head.senders] == pids
-    assert outputs == [outputs[0]] * 20
+    assert outputs == [outputs[0]] * num_generations
     # Far less than one copy of the weights or of the activations in each generation.
     assert memory[-1] - memory[4] < 2**24, memory
 
 
-async def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_are_read_once(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "model"))
     async with head_of(LocalWorkers(), 2) as head:
+        head.model_folder = folder
         head.assign()
         await head.initialize()
         expected = await head.generate(PROMPT, 8)
         await head.close_generation()
-        monkeypatch.setattr(
-            stage_weights, "Checkpoint", lambda *_, **__: pytest.fail("weights are read")
-        )
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
         head.assign()
         await head.initialize()
         assert await head.generate(PROMPT, 8) == expected
@@ -247,13 +247,12 @@ async def test_closing_while_a_token_waits_for_its_mask(monkeypatch: pytest.Monk
             guide._submit = lambda function: held
             return guide
 
-        monkeypatch.setattr(GuideFactory, "create_guide", create)
-        monkeypatch.setattr("gllm.grammar.guide.MASK_SECONDS", 1000.0)
-        seq = head.submit(PROMPT, 50, DIGITS)
-        await head.until(lambda: len(head.tokens(seq)) >= 1)
-        await head.close_generation()
+        with monkeypatch.context() as patch:
+            patch.setattr(GuideFactory, "create_guide", create)
+            seq = head.submit(PROMPT, 50, DIGITS)
+            await head.until(lambda: len(head.tokens(seq)) >= 1)
+            await head.close_generation()
         assert held.cancelled()
-        monkeypatch.setattr(GuideFactory, "create_guide", submit)
         await serves_again(head, expected)
 
 
@@ -277,12 +276,10 @@ async def test_a_second_assignment_is_an_error() -> None:
         assert head.exits[1] == "worker 1 exited with 1"
 
 
-async def test_stages_on_a_device_end_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stages_on_a_device_end_their_threads() -> None:
     """Such a process is started anew for the next generation, but it can be asked to close."""
-    monkeypatch.setattr(backend_module, "CudaRuntime", lambda index: HostQueues())
-    monkeypatch.setattr(loader_module, "count_gpus", lambda device: 1)
     small = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with as_on_a_device():
+    with host_as_gpu():
         async with head_of(LocalWorkers(), 2, **small) as head:
             expected = await first_generation(head)
             loaded = [m for _, _, m in head.messages if isinstance(m, StageLoaded)]

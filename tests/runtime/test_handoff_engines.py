@@ -12,6 +12,7 @@ from gllm.runtime.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 from tests.support.engines.generations import Stages
 from tests.support.engines.kv_engines import KvCluster, load_stages
+from tests.support.products import covers_pairs
 from tests.support.text.grammar_writing import FOLDER
 
 GREEDY = SequenceSamplingParams(temperature=0)
@@ -58,8 +59,9 @@ def expected(*prompts: list[int], sampling: SequenceSamplingParams = GREEDY) -> 
     return [text(stream)[0] for stream in streams]
 
 
-def test_100_prompts_through_a_pair_have_the_text_of_one_engine() -> None:
-    given = prompts(100)
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.full)])
+def test_prompts_through_a_pair_have_the_text_of_one_engine(count: int) -> None:
+    given = prompts(count)
     one, pair = cluster("one"), cluster()
     for start in range(0, len(given), 20):
         some = given[start : start + 20]
@@ -68,7 +70,7 @@ def test_100_prompts_through_a_pair_have_the_text_of_one_engine() -> None:
         one.run(alone)
         pair.run(apart)
         assert [*map(text, apart)] == [*map(text, alone)]
-    assert pair.client.handoffs.num_ended == {"transferred": 100}
+    assert pair.client.handoffs.num_ended == {"transferred": count}
     assert pair.client.num_resumed_requests == 0
     decode = pair.engines["D"].scheduler.stats()
     assert decode.failed_fetches == 0
@@ -79,7 +81,12 @@ def test_100_prompts_through_a_pair_have_the_text_of_one_engine() -> None:
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [((1, 8), (2, 8)), ((2, 8), (1, 8)), ((1, 16), (1, 8)), ((2, 4), (1, 16))],
+    [
+        ((1, 8), (2, 8)),
+        ((2, 4), (1, 16)),
+        pytest.param((2, 8), (1, 8), marks=pytest.mark.full),
+        pytest.param((1, 16), (1, 8), marks=pytest.mark.full),
+    ],
 )
 def test_stages_and_block_sizes_may_differ(
     prefill: tuple[int, int], decode: tuple[int, int]
@@ -155,9 +162,7 @@ def reach(rig: KvCluster, stream: RequestStream, state: HandoffState) -> None:
     assert has_state()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("victim", ["P", "D", "abort", "refuse"])
-@pytest.mark.parametrize("state", STATES)
+@covers_pairs(state=STATES, victim=["P", "D", "abort", "refuse"], sampling=[GREEDY, SAMPLED])
 def test_a_death_at_each_state(
     state: HandoffState, victim: str, sampling: SequenceSamplingParams
 ) -> None:

@@ -12,27 +12,20 @@ import torch
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.kernels.native import library
 from gllm.kernels.native.library import load_library
 from gllm.kv_transfer.layout import KvLayout, find_moves
 from gllm.kv_transfer.pages import KvPages
 from gllm.messages.codec import AnyMessage
 from gllm.messages.lifecycle import StageReady
-from gllm.runtime import stage_loader
 from gllm.runtime.kv_cache import map_zeros
 from gllm.runtime.report_handler import ReportHandler
 from tests.support.engines.local_workers import LocalWorkers, local_engine
+from tests.support.gpu.device_stage import host_as_gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(5, 30))
 SECONDS = 60.0
 """Limit for anything that should happen at once."""
-
-
-@pytest.fixture(autouse=True)
-def chosen_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All engines compute each operation in the same way, whatever is measured to be faster."""
-    monkeypatch.setattr(library.MeasuredKernelLibrary, "is_preferred", lambda *_: True)
 
 
 @pytest.fixture
@@ -88,7 +81,9 @@ def check_pages(layout: KvLayout | None, descriptor: int, executor: Any) -> None
         assert run.any()
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("stages", "ranks"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)]
+)
 async def test_other_processes_can_read_the_keys_and_values_of_each_worker(
     stages: int, ranks: int, layouts: dict[int, KvLayout | None]
 ) -> None:
@@ -162,12 +157,12 @@ async def test_kernels_that_are_chosen_by_measurement_do_not_separate_caches(
 
     library = load_library()
     assert library is not None
-    monkeypatch.setattr(type(library), "is_preferred", lambda self, operation, dtype: True)
-    fast, fast_numerics = await read()
-    slow_operations = ("linear", "norm", "attention")
+    slow_operations: list[str] = []
     monkeypatch.setattr(
         type(library), "is_preferred", lambda self, name, dtype: name not in slow_operations
     )
+    fast, fast_numerics = await read()
+    slow_operations += ["linear", "norm", "attention"]
     slow, slow_numerics = await read()
     assert slow == fast
     assert "torch" in slow_numerics
@@ -191,8 +186,8 @@ def test_a_file_that_is_too_large_is_an_error_that_says_what_to_do() -> None:
     os.close(descriptor)
 
 
-async def test_gpus_that_are_found_late_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_loader, "count_gpus", lambda device: 1)
-    with pytest.raises(Exception, match="kv_transfer needs KV caches in the memory of the host"):
+async def test_gpus_that_are_found_late_are_refused() -> None:
+    message = "kv_transfer needs KV caches in the memory of the host"
+    with host_as_gpu(), pytest.raises(Exception, match=message):
         async with local_engine(kv_transfer="auto", max_restarts=0):
             pytest.fail("the engine has started")

@@ -7,7 +7,7 @@ KV mover copies the tensors at once, when a test lets it.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from gllm.scheduler.scheduler import Scheduler
 from tests.support.engines.generations import Stages
 
 MAX_MODEL_LEN, NUM_KV_TOKENS = 128, 2048
-_first_seqs = count(0, 10_000)
 
 
 class KvEngine:
@@ -59,9 +58,12 @@ class KvEngine:
         self._outputs: list[EngineOutputs] = []
         self.scheduler = Scheduler(stages.scheduler_config)
         executors = stages.executors
+        for executor in executors:
+            # They are used again, and know the sequences of drivers that were killed.
+            executor.prepare(StepPlan(0, [], sorted(executor.held_seqs)))
         self.driver = Driver(
             self.scheduler,
-            lambda message: self._on_stage_message(0, message),
+            lambda message: self.on_stage_message(0, message),
             [_Channel(self, stage) for stage in range(1, len(executors))],
             self,
             vocab_size=executors[0].model.vocab_size,
@@ -155,7 +157,7 @@ class KvEngine:
             for layer in executor.layer_caches
         ]
 
-    def _on_stage_message(self, stage: int, message: Any) -> None:
+    def on_stage_message(self, stage: int, message: Any) -> None:
         executor = self.stages.executors[stage]
         match message:
             case RegisterSequences():
@@ -176,7 +178,7 @@ class _Channel:
         self.send_encoded(encode(message))
 
     def send_encoded(self, payload: bytes) -> None:
-        self._engine._on_stage_message(self._stage, decode_for_stage(payload))
+        self._engine.on_stage_message(self._stage, decode_for_stage(payload))
 
 
 class FixedPair:
@@ -209,8 +211,6 @@ class KvCluster:
 
     def __init__(self, engines: dict[str, Stages], client: FleetClient | None = None) -> None:
         self.client = client or FleetClient(lambda stream, names: min(names), pairs=FixedPair())
-        # The executors are used again, and know the sequences of drivers that were killed.
-        self.client._next_seq = next(_first_seqs)
         self.engines: dict[str, KvEngine] = {}
         self.departed: list[KvEngine] = []
         self.moves_kv = True

@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +17,21 @@ import torch
 from gllm.cluster.liveness import ProcessSample
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.runtime import base_executor as executor_module
+from gllm.engine.preflight import plan_model
+from gllm.models.split import layer_costs
+from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.runtime.assignment import (
     StageAssignment,
     WorkerIdentity,
     decode_parent_message,
     encode_parent_message,
 )
-from gllm.runtime.batch import Batch, build_inputs
+from gllm.runtime.batch import Batch
+from gllm.runtime.cpu import backend as cpu_backend
 from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.node import Node, OnExit
+from gllm.runtime.supervisor import Supervisor
 from gllm.runtime.worker import Worker
 from gllm.scheduler.plan import StepPlan
 
@@ -105,6 +111,14 @@ class LocalWorkers(Node):
             assert isinstance(message, StageAssignment)
             self.workers[assignment.sender].assign(message)
 
+    def sender_of(self, stage: int) -> int:
+        """Return the sender of the worker of a stage, of its first rank that has one."""
+        return next(
+            sender
+            for sender, worker in self.workers.items()
+            if worker.instance is not None and worker.instance.assignment.stage == stage
+        )
+
     @property
     def executors(self) -> list[Any]:
         """Of each stage."""
@@ -113,62 +127,73 @@ class LocalWorkers(Node):
         return [each.executor for each in sorted(placed, key=lambda each: each.assignment.stage)]
 
 
-@asynccontextmanager
-async def local_engine(stages: int = 1, **options: Any) -> AsyncIterator[tuple[Engine, Any]]:
-    """The demo model over local workers, and those."""
-    workers = LocalWorkers()
-    config = EngineConfig.from_options(
+def local_config(stages: int, **options: Any) -> EngineConfig:
+    """Configuration of the demo model with little memory."""
+    return EngineConfig.from_options(
         "demo",
         pipeline_parallel_size=stages,
         threads=torch.get_num_threads(),
         **{"dtype": "float32", "max_model_len": 256, "kv_cache_memory": 2**25, **options},
     )
-    async with Engine(config, node=workers) as engine:
+
+
+@asynccontextmanager
+async def local_engine(stages: int = 1, **options: Any) -> AsyncIterator[tuple[Engine, Any]]:
+    """The demo model over local workers, and those."""
+    workers = LocalWorkers()
+    async with Engine(local_config(stages, **options), node=workers) as engine:
         yield engine, workers
+
+
+@asynccontextmanager
+async def local_supervisor(
+    stages: int = 1, **options: Any
+) -> AsyncIterator[tuple[Supervisor, LocalWorkers]]:
+    """The supervisor of such an engine, whose client has no checks of requests; and the workers."""
+    workers = LocalWorkers()
+    config = local_config(stages, **options)
+    plan = plan_model(config)
+    config = replace(config, max_model_len=plan.max_model_len)
+    planner = LayerPlanner(config, plan.layers, layer_costs(plan.config.model))
+    supervisor = Supervisor(config, planner, lambda done, total: None)
+    await supervisor.start(plan.folder, workers, DEFAULT_LOG_CONFIG)
+    try:
+        yield supervisor, workers
+    finally:
+        await supervisor.stop()
 
 
 class InjectedError(RuntimeError):
     """A failure that a test asked for."""
 
 
-@contextmanager
-def failing(fault: Fault) -> Iterator[None]:
-    """Within it, steps of all stages fail where `fault` says so."""
-    prepare, build = CpuExecutor.prepare, build_inputs
-    compute, sample = CpuExecutor.compute, CpuExecutor.sample
-    preparing: list[tuple[int, int]] = []
+class FaultyExecutor(CpuExecutor):
+    """Executor whose steps fail where `fault` says so."""
 
-    def stage_of(executor: CpuExecutor) -> int:
-        """Of two stages at most."""
-        return int(executor.layers.start > 0)
+    fault: Fault
 
-    def check(place: str, stage: int, step: int) -> None:
-        if fault(place, stage, step):
+    def _build_sampling(self, plan: StepPlan, sequences: Any) -> Any:
+        self._check("prepare", plan.step)
+        return super()._build_sampling(plan, sequences)
+
+    def compute(self, batch: Batch, hidden: torch.Tensor | None) -> Any:
+        self._check("compute", batch.step)
+        return super().compute(batch, hidden)
+
+    def sample(self, batch: Batch, output: torch.Tensor) -> Any:
+        self._check("sample", batch.step)
+        return super().sample(batch, output)
+
+    def _check(self, place: str, step: int) -> None:
+        # Of two stages at most.
+        if type(self).fault(place, int(not self.is_first), step):
             raise InjectedError(f"{place} of step {step} fails")
 
-    def prepare_step(self: CpuExecutor, plan: StepPlan) -> Batch:
-        preparing.append((stage_of(self), plan.step))
-        try:
-            return prepare(self, plan)
-        finally:
-            preparing.pop()
 
-    def build_step(*args: Any) -> Any:
-        if preparing:
-            check("prepare", *preparing[-1])
-        return build(*args)
-
-    def compute_step(self: CpuExecutor, batch: Batch, hidden: torch.Tensor | None) -> Any:
-        check("compute", stage_of(self), batch.step)
-        return compute(self, batch, hidden)
-
-    def sample_step(self: CpuExecutor, batch: Batch, logits: torch.Tensor) -> Any:
-        check("sample", stage_of(self), batch.step)
-        return sample(self, batch, logits)
-
+@contextmanager
+def failing(fault: Fault) -> Iterator[None]:
+    """Within it, steps of the engines that start fail where `fault` says so."""
+    kind = type("FaultyExecutor", (FaultyExecutor,), {"fault": staticmethod(fault)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuExecutor, "prepare", prepare_step)
-        patch.setattr(executor_module, "build_inputs", build_step)
-        patch.setattr(CpuExecutor, "compute", compute_step)
-        patch.setattr(CpuExecutor, "sample", sample_step)
+        patch.setattr(cpu_backend, "CpuExecutor", kind)
         yield

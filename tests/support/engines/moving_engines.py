@@ -15,6 +15,7 @@ from gllm.fleet.client import FleetClient
 from gllm.kv_transfer.endpoint import KvEndpoint, encode_endpoint
 from gllm.kv_transfer.layout import KvLayout
 from gllm.kv_transfer.mover import KvMover
+from gllm.kv_transfer.pages import KvPages
 from gllm.kv_transfer.progress import LayerProgress
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvPushStarted, PrefetchKv
@@ -52,8 +53,12 @@ class MappedStages(Stages):
             self.layouts.append(layout)
             if self.scheduler_config.push_threshold is not None:
                 executor.count_layers(descriptor, layout)
-                assert executor._progress is not None
-                self.progress.append(executor._progress)
+                self.progress.append(LayerProgress(descriptor, layout, is_writable=True))
+
+    @property
+    def files(self) -> list[tuple[KvLayout, int]]:
+        """Layout and descriptor of each KV cache."""
+        return list(zip(self.layouts, self.descriptors, strict=True))
 
 
 class MovingEngine(KvEngine):
@@ -69,11 +74,9 @@ class MovingEngine(KvEngine):
         self.pushed: set[int] = set()
         """Tickets of prompts that were served while they were computed."""
         self.mover = KvMover(lambda generation, report: self.reports.put(report), cluster.backend)
-        caches = [
-            (layout, os.dup(descriptor))
-            for layout, descriptor in zip(stages.layouts, stages.descriptors, strict=True)
-        ]
+        caches = [(layout, os.dup(descriptor)) for layout, descriptor in stages.files]
         self.mover.open_caches(1, caches)
+        self.pages = [KvPages(layout, each, is_writable=False) for layout, each in stages.files]
 
     def endpoint(self) -> bytes:
         return encode_endpoint(KvEndpoint([self.mover.machine()]))
@@ -118,10 +121,9 @@ class MovingEngine(KvEngine):
 
     def read_cache(self, block_ids: list[int], num_tokens: int) -> bytes:
         """Return the keys and values of tokens, by layer."""
-        pages = self.mover._state.caches.pages
         return b"".join(
             each.read(layer.layer, layer.heads, each.find_slots(block_ids, 0, num_tokens)).tobytes()
-            for each in pages
+            for each in self.pages
             for layer in each.layout.layers
         )
 

@@ -59,12 +59,17 @@ class _Links(ScriptedLinks):
 class RoutedCluster(MovingCluster):
     """A router with a preset over engines, whose roles are the first letters of their names."""
 
+    _links: Any
+
     def __init__(self, engines: Mapping[str, MappedStages], preset: str, **options: Any) -> None:
         config = RouterConfig(policy="least-requests", preset=preset, **options)
         self.policy: PairPolicy = make_pair_policy(preset, Random(0), config.flows or None)
-        links: Any = _Links
-        self.fleet = Fleet(config, "hash", MAX_MODEL_LEN, links, self.policy)
-        self._links: Any = self.fleet._links
+
+        def create_links(*args: Any) -> Any:
+            self._links = _Links(*args)
+            return self._links
+
+        self.fleet = Fleet(config, "hash", MAX_MODEL_LEN, create_links, self.policy)
         self.submissions: list[tuple[str, SubmitRequest]] = []
         """Requests that were sent to engines, in this order, with the engines' names."""
         self.num_first_chunks = 0
