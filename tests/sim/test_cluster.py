@@ -1,13 +1,11 @@
 """Simulated clusters: every request is served once, the central queue, the cost of routing."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from benchmarks.routing import simulated_pool
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy_registry import POLICIES, make_policy
-from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
@@ -38,6 +35,7 @@ from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from tests.support.sim.call_counts import count_calls
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator-clusters.md"
 
@@ -76,23 +74,16 @@ def test_policies_name_all_that_they_read(name: str) -> None:
     assert placements[0] == placements[1]
 
 
-def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_calls = 0
-    stats = Scheduler.stats
+def test_router_that_reads_no_statistics_computes_none() -> None:
+    jobs = make_workload("fixed:64,8", 30, 20.0)
 
-    def counted(scheduler: Scheduler) -> SchedulerStats:
-        nonlocal num_calls
-        num_calls += 1
-        return stats(scheduler)
+    def count_statistics(name: str) -> int:
+        pool, router = simulated_pool("equal"), make_router(name, 0)
+        calls = count_calls(lambda: simulate_cluster(pool, jobs, router))
+        return calls[Scheduler.stats.__code__]
 
-    monkeypatch.setattr(Scheduler, "stats", counted)
-    counts = {}
-    for name in ("round-robin", "least-requests", "least-tokens"):
-        num_calls = 0
-        simulate_cluster(
-            simulated_pool("equal"), make_workload("fixed:64,8", 30, 20.0), make_router(name, 0)
-        )
-        counts[name] = num_calls
+    names = ("round-robin", "least-requests", "least-tokens")
+    counts = {name: count_statistics(name) for name in names}
     # Each engine states its statistics at the end.
     assert counts == {"round-robin": 3, "least-requests": 3, "least-tokens": 3 * 30 + 3}
 
@@ -100,7 +91,7 @@ def test_router_that_reads_no_statistics_computes_none(monkeypatch: pytest.Monke
 def test_cluster_of_one_engine_is_that_engine() -> None:
     """The step log is the same, but for the name of the engine."""
     deployment = roofline_deployment("qwen2.5-14b", "L20", 2, 16_384)
-    jobs = make_workload("azure-conv", 60, 2.0)
+    jobs = make_workload("azure-conv", 30, 2.0)
     alone: list[StepLogEvent] = []
     simulate(deployment, jobs, alone.append)
     in_cluster: list[StepLogEvent] = []
@@ -111,43 +102,25 @@ def test_cluster_of_one_engine_is_that_engine() -> None:
     assert in_cluster[1:] == alone[1:]
 
 
-def count_per_row(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+def count_per_row(num_engines: int) -> tuple[float, float]:
     """Return the events and the Python calls per row, at a constant load per engine."""
     jobs = make_workload("fixed:64,24", 20 * num_engines, 4.0 * num_engines, "burst:1")
     cluster = SimulatedCluster(make_router("least-requests", 0))
     for number in range(num_engines):
         cluster.add_engine(f"e{number}", simulated_pool("equal")["e0"])
-    num_events = num_calls = 0
-    push = EventLoop.push
-
-    def count_event(
-        loop: EventLoop, time: float, rank: int, handle: Callable[[float, Any], None], argument: Any
-    ) -> None:
-        nonlocal num_events
-        num_events += 1
-        push(loop, time, rank, handle, argument)
-
-    def count_call(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal num_calls
-        num_calls += event == "call"
-
-    monkeypatch.setattr(EventLoop, "push", count_event)
     cluster.submit_each(jobs)
-    sys.setprofile(count_call)
-    cluster.loop.run()
-    sys.setprofile(None)
-    monkeypatch.undo()
+    calls = count_calls(cluster.loop.run)
     works = [
         batch.work
         for engine in cluster.run().engines.values()
         for batch in engine.record.micro_batches
     ]
     num_rows = sum(work.num_decodes + len(work.prefill_chunks) for work in works)
-    return num_events / num_rows, num_calls / num_rows
+    return calls[EventLoop.push.__code__] / num_rows, calls.total() / num_rows
 
 
-def test_events_and_calls_per_row_do_not_grow_with_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    single, many = count_per_row(1, monkeypatch), count_per_row(8, monkeypatch)
+def test_events_and_calls_per_row_do_not_grow_with_engines() -> None:
+    single, many = count_per_row(1), count_per_row(8)
     assert many[0] == pytest.approx(single[0], rel=0.02)
     # A policy looks at each engine once per request.
     assert many[1] == pytest.approx(single[1], rel=0.08)
@@ -209,6 +182,7 @@ def mean_wait(num_engines: int, router: ClusterRouter) -> float:
     return fmean(waits) / service_seconds
 
 
+@pytest.mark.full
 def test_random_routing_to_three_engines_is_three_md1_queues() -> None:
     """The mean wait of M/D/1 is load / (2 (1 - load)) service times (Pollaczek-Khinchine)."""
     assert mean_wait(3, make_router("random", 1)) == pytest.approx(0.7 / (2 * 0.3), rel=0.08)
@@ -223,10 +197,7 @@ def test_central_queue_of_two_engines_is_an_md2_queue() -> None:
 
 
 def test_priorities_are_kept_in_the_central_queue() -> None:
-    jobs = [
-        job._replace(priority=index % 2)
-        for index, job in enumerate(make_workload("fixed:64,40", 60, 1.0, "static"))
-    ]
+    jobs = [WorkloadRequest(0.0, 64, 40, priority=index % 2) for index in range(60)]
     run = simulate_cluster(simulated_pool("equal"), jobs, make_router("deferred", 0))
     starts = {index: each.first_scheduled_time or 0.0 for index, each in run.requests.items()}
     # The first requests find empty engines.
@@ -294,10 +265,10 @@ def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_joined_record_has_the_preemptions_of_all_engines() -> None:
     submissions = SubmissionLog()
     job = WorkloadRequest(0.0, 8, 6)
-    request = ClusterRequest(0, job, SchedulerRequest(0, range(8), 6), 0.0)
     parts = {}
     for outputs, num_preemptions in ((), 2), (([1, 1],), 1):
-        request.request = request.request._replace(outputs=outputs)
+        resumed = SchedulerRequest(0, range(8), 6, outputs=outputs)
+        request = ClusterRequest(0, job, resumed, 0.0)
         line = RequestTimeline(0.0)
         line.record_output(1.0 + num_preemptions, 2)
         seq = submissions.add(request)

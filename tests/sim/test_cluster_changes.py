@@ -304,6 +304,7 @@ def test_two_runs_of_a_seed_are_equal_to_the_byte() -> None:
     assert encode_logs(3) == encode_logs(3) != encode_logs(4)
 
 
+@pytest.mark.full
 def test_run_does_not_depend_on_the_hashes_of_a_process() -> None:
     code = (
         "import sys; from tests.sim.test_cluster_changes import encode_logs;"

@@ -83,8 +83,13 @@ class Recorder(RoutingPolicy):
     ("deployments", "workload", "rate"),
     [
         (simulated_pool("unequal"), "sessions", 9.0),
-        ({"a": roofline_deployment("qwen2.5-32b", "L20", 4, 16_384)}, "azure-conv", 3.0),
-        ({"a": roofline_deployment("qwen2.5-14b", "L20", 2, 16_384)}, "azure-conv", 1.5),
+        *(
+            pytest.param({"a": engine}, "azure-conv", rate, marks=pytest.mark.full)
+            for engine, rate in (
+                (roofline_deployment("qwen2.5-32b", "L20", 4, 16_384), 3.0),
+                (roofline_deployment("qwen2.5-14b", "L20", 2, 16_384), 1.5),
+            )
+        ),
     ],
     ids=["unequal", "four stages", "two stages"],
 )

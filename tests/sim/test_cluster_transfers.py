@@ -83,7 +83,7 @@ def test_transfer_and_activations_share_a_link(policy: str, first_token: float |
     loop = EventLoop()
     own = make_pipeline_links(loop, 2)
     shared = make_link(loop, policy)
-    cluster = make_cluster(own._replace(activations=[shared]), loop)
+    cluster = make_cluster(PipelineLinks([shared], own.plans, own.results), loop)
     log = TransferLog()
     start_at(cluster, 0.05, log.transfer("kv", 300_000, TransferPath(shared, NETWORK)))
     cluster.submit_each([WorkloadRequest(0.0, 8, 1)])

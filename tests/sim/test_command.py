@@ -7,15 +7,13 @@ import subprocess
 import sys
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gllm.commands import simulate as simulate_command
-from gllm.commands.simulate import main
+from gllm.commands.simulate import main, make_parser
 from gllm.observability.step_log import AddEvent, StepLogWriter, read_step_log
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.capacity import Capacity, RateTrial
+from gllm.sim.capacity import RateTrial
 from gllm.sim.costs.profile import build_profile, write_profile
 from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
 from gllm.sim.description import describe_load
@@ -23,6 +21,7 @@ from gllm.sim.metrics.delays import RunLoad
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from tests.support.full_cases import full_but
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 TABLE = ["--model", SimulationConfig.model, "--device", SimulationConfig.device]
@@ -32,11 +31,9 @@ TABLE = ["--model", SimulationConfig.model, "--device", SimulationConfig.device]
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the pictures out, which take longer than small simulations."""
-    for name in ("plots.plot_latencies", "plots.plot_tokens", "plots.plot_gantt"):
-        monkeypatch.setattr(f"gllm.sim.metrics.{name}", lambda run, path: path.touch())
-    monkeypatch.setattr(
-        "gllm.sim.metrics.token_time_plot.plot_token_time", lambda seconds, path: path.touch()
-    )
+    plots = ("plot_latencies", "plot_tokens", "plot_gantt")
+    for name in (*(f"plots.{each}" for each in plots), "token_time_plot.plot_token_time"):
+        monkeypatch.setattr(f"gllm.sim.metrics.{name}", lambda figures, path: path.touch())
 
 
 def test_a_table_a_document_plots_and_a_log(
@@ -101,6 +98,7 @@ def test_an_overloaded_run_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
     assert int(percent[1]) > 100
 
 
+@pytest.mark.full
 def test_growing_delays_of_a_short_run_are_no_overload(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--workload", "azure-conv", "--requests", "200", "--rate", "2"]
     assert main(flags) == 0
@@ -248,17 +246,10 @@ def test_the_capacity_of_a_deployment(
     assert None in [delays[rate] for rate in delays if rate > metrics["capacity"]]
 
 
-def test_jobs_of_a_capacity_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    received = []
-
-    def find(*arguments: Any) -> Capacity:
-        received.append(arguments[3])
-        return Capacity(1.0, ())
-
-    monkeypatch.setattr(simulate_command, "find_capacity", find)
-    for flags in (["--jobs", "3"], []):
-        assert main([*PREFILLS, "--capacity", "vidur", *flags]) == 0
-    assert received == [3, len(os.sched_getaffinity(0))]
+def test_a_capacity_search_has_a_process_per_core() -> None:
+    parser = make_parser()
+    assert parser.parse_args(["--jobs", "3"]).jobs == 3
+    assert parser.parse_args([]).jobs == len(os.sched_getaffinity(0))
 
 
 def test_a_profile_predicts_and_is_compared(
@@ -284,7 +275,7 @@ def test_a_profile_predicts_and_is_compared(
     assert "TTFT median error of a request" in table
 
 
-@pytest.mark.parametrize("predictor", ["oracle", "noisy:0.5", "by-prompt"])
+@pytest.mark.parametrize("predictor", full_but(["noisy:0.5"], ["oracle", "noisy:0.5", "by-prompt"]))
 def test_schedulers_and_routers_read_predicted_lengths(
     predictor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,22 +1,18 @@
 """Operations of a simulation, counted: calls, events and objects, which no busy machine changes."""
 
 import gc
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 
-from gllm.routing.state import EngineSnapshot
-from gllm.scheduler.stage_work import StageWork
-from gllm.sim.cluster.cluster import simulate_cluster
+from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.generation import EngineGeneration
 from gllm.sim.cluster.router import make_router
-from gllm.sim.costs.roofline import LayerRoofline, LayerSeconds
+from gllm.sim.costs.roofline import LayerRoofline
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
+from tests.support.sim.call_counts import count_calls
 
 MAX_CALLS_PER_ROW = 25
 """Python functions called per output token, with the events of its share of a micro-batch."""
@@ -38,22 +34,6 @@ def decodes(count: int) -> list[WorkloadRequest]:
     return make_workload("uniform:20,60,50,60", count, arrivals="static")
 
 
-def count_calls(run: Callable[[], Any]) -> int:
-    """Return the number of Python functions that a call runs."""
-    num_calls = 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal num_calls
-        num_calls += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return num_calls
-
-
 def test_calls_per_decode_row_do_not_grow_with_engines() -> None:
     calls_per_row = []
     for num_engines in (1, 4):
@@ -61,65 +41,45 @@ def test_calls_per_decode_row_do_not_grow_with_engines() -> None:
         # The same arrivals at each engine.
         jobs = [job for job in decodes(64) for _ in range(num_engines)]
         router = make_router("round-robin", 0)
-        num_calls = count_calls(lambda: simulate_cluster(engines, jobs, router))  # noqa: B023
+        num_calls = count_calls(lambda: simulate_cluster(engines, jobs, router)).total()  # noqa: B023
         calls_per_row.append(num_calls / sum(job.num_output_tokens for job in jobs))
     assert calls_per_row[0] < MAX_CALLS_PER_ROW
     assert calls_per_row[1] < 1.05 * calls_per_row[0]
 
 
-def test_engines_that_share_a_cost_model_predict_each_micro_batch_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_engines_that_share_a_cost_model_predict_each_micro_batch_once() -> None:
     """The stages share a prediction, whatever other engines predict in between."""
-    num_predictions = 0
-    seconds = LayerRoofline.seconds
-
-    def count_prediction(layer: LayerRoofline, work: StageWork, is_sparse: bool) -> LayerSeconds:
-        nonlocal num_predictions
-        num_predictions += 1
-        return seconds(layer, work, is_sparse)
-
-    monkeypatch.setattr(LayerRoofline, "seconds", count_prediction)
     shared = roofline_deployment("qwen2.5-14b", "L20", 4, 4096)
-    jobs = make_workload("uniform:200,900,20,60", 80, 16.0)
+    jobs = make_workload("uniform:200,900,20,60", 40, 16.0)
     pool = {f"e{number}": shared for number in range(8)}
-    run = simulate_cluster(pool, jobs, make_router("least-requests", 0))
-    num_batches = sum(len(each.record.micro_batches) for each in run.engines.values())
+    cluster = SimulatedCluster(make_router("least-requests", 0))
+    for name, engine in pool.items():
+        cluster.add_engine(name, engine)
+    cluster.submit_each(jobs)
+    num_predictions = count_calls(cluster.run)[LayerRoofline.seconds.__code__]
+    engines = cluster.run().engines.values()
+    num_batches = sum(len(each.record.micro_batches) for each in engines)
     assert num_batches <= num_predictions <= 1.2 * num_batches
 
 
-def test_snapshots_of_request_counts_are_made_when_the_count_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    num_snapshots = 0
-    snapshot = EngineGeneration.snapshot
-
-    def count(self: EngineGeneration, now: float) -> EngineSnapshot:
-        nonlocal num_snapshots
-        num_snapshots += 1
-        return snapshot(self, now)
-
-    monkeypatch.setattr(EngineGeneration, "snapshot", count)
+@pytest.mark.full
+def test_snapshots_of_request_counts_are_made_when_the_count_has_changed() -> None:
     jobs = make_workload("uniform:200,900,20,60", 80, 16.0)
     engines = {f"engine-{index}": deployment() for index in range(8)}
-    simulate_cluster(engines, jobs, make_router("least-requests", 0))
+    router = make_router("least-requests", 0)
+    counts = count_calls(lambda: simulate_cluster(engines, jobs, router))
+    num_snapshots = counts[EngineGeneration.snapshot.__code__]
     assert len(jobs) < num_snapshots < MAX_SNAPSHOTS_PER_ARRIVAL * len(jobs)
 
 
-def test_events_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_events = 0
-    push = EventLoop.push
-
-    def count(self: EventLoop, *arguments: Any) -> None:
-        nonlocal num_events
-        num_events += 1
-        push(self, *arguments)
-
-    monkeypatch.setattr(EventLoop, "push", count)
-    run = simulate(deployment(), decodes(64))
-    assert 8 < num_events / len(run.micro_batches) < MAX_EVENTS_PER_BATCH
+def test_events_per_micro_batch() -> None:
+    runs: list[RunRecord] = []
+    counts = count_calls(lambda: runs.append(simulate(deployment(), decodes(64))))
+    num_events = counts[EventLoop.push.__code__]
+    assert 8 < num_events / len(runs[0].micro_batches) < MAX_EVENTS_PER_BATCH
 
 
+@pytest.mark.full
 def test_a_record_has_no_object_per_micro_batch() -> None:
     simulate(deployment(), decodes(2))
     records, counts = [], []

@@ -18,7 +18,7 @@ from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.options import SimulationConfig, build_deployment
 from gllm.sim.replay import replay_calls, replay_step_times
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
 from tests.support.scheduler.linear_pipeline import LinearCost
 
 LATENCY = 0.06
@@ -38,12 +38,12 @@ def deploy(depth: int | str | None, max_in_flight: int = 12) -> Deployment:
 @cache
 def run(depth: int | str | None) -> tuple[RunRecord, list[StepLogEvent]]:
     jobs = make_workload("azure-conv", 30, 8.0)
-    requests = [
-        (time, request._replace(max_tokens=min(request.max_tokens, 50)))
-        for time, request in to_scheduler_requests(jobs)
-        if len(request.prompt_token_ids) < 3000
+    shorter = [
+        WorkloadRequest(job.arrival_seconds, job.num_prompt_tokens, min(job.num_output_tokens, 50))
+        for job in jobs
+        if job.num_prompt_tokens < 3000
     ]
-    return serve_requests(deploy(depth), requests)
+    return serve_requests(deploy(depth), to_scheduler_requests(shorter))
 
 
 def largest_in_flight(record: RunRecord) -> int:

@@ -12,6 +12,7 @@ from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from tests.support.full_cases import full_but
 
 
 def encode_log(seed: int, policy: str = "balance", max_num_seqs: int = 256) -> bytes:
@@ -24,7 +25,10 @@ def encode_log(seed: int, policy: str = "balance", max_num_seqs: int = 256) -> b
     return b"\n".join(map(msgspec.json.encode, events))
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
+@pytest.mark.parametrize(
+    "policy",
+    full_but(("throttle", "sarathi"), [name for name in POLICY_NAMES if name != "auto"]),
+)
 def test_a_seed_and_a_configuration_give_the_same_bytes(policy: str) -> None:
     log = encode_log(3, policy)
     assert log == encode_log(3, policy)
@@ -37,12 +41,11 @@ def test_another_process_with_other_hashes_gives_the_same_bytes() -> None:
         "import sys; from tests.sim.test_determinism import encode_log;"
         "sys.stdout.buffer.write(encode_log(3))"
     )
-    for hash_seed in ("1", "2"):
-        other = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            check=True,
-        )
-        assert other.stdout == encode_log(3)
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        check=True,
+    )
+    assert other.stdout == encode_log(3)

@@ -13,7 +13,14 @@ from gllm.sim.costs.distserve import (
 )
 
 PREFILL = StageWork(0, 500, ((0, 300), (0, 200)), 0, 0, 2)
-DECODE = StageWork(0, 10, (), 10, 5000, 10)
+
+
+def decodes(count: int, context: int) -> StageWork:
+    """Return a step of decodes that attend to `context` tokens together."""
+    return StageWork(0, count, (), count, context, count)
+
+
+DECODE = decodes(10, 5000)
 
 
 def test_a_prefill_and_a_decode_by_hand() -> None:
@@ -46,7 +53,7 @@ def test_chunks_add_up_to_the_prompt_and_both_phases_read_the_weights_once() -> 
         for chunk in ((0, 250), (250, 250))
     )
     assert parts == pytest.approx(whole - fixed)
-    mixed = PREFILL._replace(num_tokens=510, num_decodes=10, num_decode_context_tokens=5000)
+    mixed = StageWork(0, 510, PREFILL.prefill_chunks, 10, 5000, PREFILL.num_sampled_rows)
     both = cost.stage_seconds(0, PREFILL) + cost.stage_seconds(0, DECODE)
     smaller = min(coefficients.prefill.constant, coefficients.small_decode.constant)
     assert cost.stage_seconds(0, mixed) == pytest.approx(both - (smaller + 1) / 1e3)
@@ -67,9 +74,9 @@ def test_negative_coefficients_count_as_nothing() -> None:
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (DECODE._replace(num_decodes=193), "decodes is 193, but was measured from 1 to 192"),
+        (decodes(193, 5000), "decodes is 193, but was measured from 1 to 192"),
         (
-            DECODE._replace(num_decode_context_tokens=49_153),
+            decodes(10, 49_153),
             "decode context is 49153, but was measured from 4 to 49152",
         ),
         (
@@ -92,13 +99,10 @@ def test_contexts_are_extrapolated_where_the_caller_says_so() -> None:
     coefficients = read_coefficients("distserve", "opt-13b", 1)
     cost = DistServeCostModel(coefficients, extrapolates_context=True)
     assert "decode context" not in cost.ranges
-    times = [
-        cost.stage_seconds(0, DECODE._replace(num_decode_context_tokens=context))
-        for context in (40_000, 50_000, 60_000)
-    ]
+    times = [cost.stage_seconds(0, decodes(10, context)) for context in (40_000, 50_000, 60_000)]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0])
     with pytest.raises(CostRangeError, match="decodes is 193"):
-        cost.stage_seconds(0, DECODE._replace(num_decodes=193))
+        cost.stage_seconds(0, decodes(193, 5000))
 
 
 def test_work_below_the_measured_batches_costs_the_least_and_is_counted() -> None:

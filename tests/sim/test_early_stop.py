@@ -28,7 +28,7 @@ CONFIG = SimulationConfig(
 RULE = CapacityRule(min_requests=100, usual_requests=200, min_seconds=20.0)
 
 
-@settings(max_examples=num_examples(12, 200), deadline=None)
+@settings(max_examples=num_examples(6, 200), deadline=None)
 @given(
     st.floats(2.0, 12.0),
     st.sampled_from((0.05, 0.5, 2.0)),
@@ -78,7 +78,7 @@ def test_a_bounded_run_is_not_changed() -> None:
     assert list(stopped.micro_batches) == list(whole.micro_batches)
 
 
-@pytest.mark.parametrize("text", ["", "ttft:p90=0.6"])
+@pytest.mark.parametrize("text", [pytest.param("", marks=pytest.mark.full), "ttft:p90=0.6"])
 def test_the_capacity_is_that_of_whole_runs(text: str) -> None:
     limits = parse_limits(text) if text else NO_LIMITS
     rule = replace(

@@ -1,27 +1,31 @@
 """Engines with event loops of their own: many events of one in a row, and the run of one heap."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from random import Random
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.observability.step_log import StepLogEvent
+from gllm.observability.step_log import ScheduleEvent, StepLogEvent
 from gllm.routing.policy_registry import make_policy
-from gllm.sim.cluster import cluster
 from gllm.sim.cluster.changes import ClusterChange, EngineFailure
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
-from gllm.sim.cluster.engine import ClusterEngine
-from gllm.sim.cluster.router import PolicyRouter, RouterNeeds
+from gllm.sim.cluster.earliest_ends import EarliestEnds
+from gllm.sim.cluster.router import ROUTED_IN_A_ROW, PolicyRouter, RouterNeeds
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import EventLoop
+from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from gllm.sim.workloads.requests import (
+    WorkloadRequest,
+    make_workload,
+    to_scheduler_requests,
+)
 from tests.sim.test_cluster_changes import clusters, failures
 from tests.support.examples import num_examples
 from tests.support.sim.cluster_parts import make_deployment
@@ -100,12 +104,14 @@ def simulate_engines(
     policy: str,
     changes: list[ClusterChange],
     is_one_heap: bool,
+    num_in_a_row: int = ROUTED_IN_A_ROW,
 ) -> tuple[ClusterRun, bytes]:
     """Return a run, and all that it wrote and recorded.
 
     With one heap a router that reads numbers of requests reads them in the statistics.
     """
     router = PolicyRouter(make_policy(policy, Random(0)))
+    router.num_routed_in_a_row = num_in_a_row
     assert not router.lets_wait
     router.lets_wait = is_one_heap
     if is_one_heap and router.needs.only_counts:
@@ -122,21 +128,42 @@ def simulate_engines(
     return run, msgspec.json.encode(results, enc_hook=vars)
 
 
-def check_bounds(patch: pytest.MonkeyPatch) -> None:
-    """Assert from now on that no request ends before the time that its engine has for it."""
-    on_finished = ClusterEngine.on_finished
+SIZES = st.tuples(st.floats(0.0, 2.0), st.integers(1, 20), st.integers(1, 12))
+"""Arrival in seconds, prompt tokens and output tokens of a request."""
 
-    def checked(engine: ClusterEngine, seqs: list[int], now: float) -> None:
-        bounds = {seq: bound for bound, seq in engine._ends._heap}
-        assert all(bounds.get(seq, 0.0) <= now for seq in seqs)
-        on_finished(engine, seqs, now)
 
-    patch.setattr(ClusterEngine, "on_finished", checked)
+@settings(max_examples=num_examples(40, 1000))
+@given(st.lists(SIZES, min_size=1, max_size=8), st.integers(1, 3), st.sampled_from([0.03, 0.17]))
+def test_no_request_ends_before_the_bound_of_its_engine(
+    sizes: list[tuple[float, int, int]], num_stages: int, interval: float
+) -> None:
+    deployment = make_deployment(num_stages)
+    recorder = RunRecorder(deployment.start_event(0.0))
+    pipeline = SimulatedPipeline(deployment.scheduler, deployment.cost, [recorder])
+    ends, bounds, now = EarliestEnds(deployment.cost, num_stages), [(inf, set[int]())], 0.0
+    requests = to_scheduler_requests([WorkloadRequest(*size) for size in sorted(sizes)])
+    pipeline.submit_each(requests)
+    added = unfinished = {-1}
+    while unfinished or len(added) <= len(requests):
+        now += interval
+        pipeline.loop.run(now)
+        served = recorder.record.requests
+        for time, request in requests:
+            if request.seq in served.keys() - added:
+                ends.add(request.seq, request.max_tokens, time)
+        added = {-1, *served}
+        unfinished = {seq for seq, each in served.items() if each.line.num_tokens < each.max_tokens}
+        ends.update(pipeline, unfinished, now)
+        bounds.append((ends.time, unfinished))
+    assert ends.time == inf
+    finish_times = {seq: each.line.times[-1] for seq, each in served.items()}
+    for bound, unfinished in bounds:
+        assert bound <= min((finish_times[seq] for seq in unfinished), default=inf)
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-requests", "power-of-two", "predict"])
 @settings(
-    max_examples=num_examples(40, 1500), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=num_examples(15, 1500), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(data=st.data(), num_in_a_row=st.sampled_from([1, 2, 1024]))
 def test_loops_of_engines_change_nothing(
@@ -144,10 +171,7 @@ def test_loops_of_engines_change_nothing(
 ) -> None:
     deployments, jobs = data.draw(clusters())
     changes = data.draw(failures(list(deployments)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "ROUTED_IN_A_ROW", num_in_a_row)
-        check_bounds(patch)
-        _, apart = simulate_engines(deployments, jobs, policy, changes, False)
+    _, apart = simulate_engines(deployments, jobs, policy, changes, False, num_in_a_row)
     _, together = simulate_engines(deployments, jobs, policy, changes, True)
     assert apart == together
 
@@ -164,17 +188,21 @@ def test_a_request_waits_for_the_engine_that_holds_it_while_another_one_works() 
     assert simulate_engines(engines, jobs, "round-robin", [failure], True)[1] == apart
 
 
-def record_turns(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedPipeline]:
-    """Return the list that gets the pipeline of each turn of a driver."""
-    turns: list[SimulatedPipeline] = []
-    take_turn = SimulatedPipeline._take_turn
+def count_switches(
+    engines: dict[str, Deployment], jobs: Iterable[WorkloadRequest], router: PolicyRouter
+) -> tuple[int, int]:
+    """Return the number of planned steps of all engines, and how often another engine has one."""
+    planners: list[str] = []
 
-    def count_turn(self: SimulatedPipeline, *arguments: Any) -> None:
-        turns.append(self)
-        take_turn(self, *arguments)
+    def open_log(name: str) -> Callable[[StepLogEvent], None]:
+        def write(event: StepLogEvent) -> None:
+            if isinstance(event, ScheduleEvent):
+                planners.append(name)
 
-    monkeypatch.setattr(SimulatedPipeline, "_take_turn", count_turn)
-    return turns
+        return write
+
+    simulate_cluster(engines, jobs, router, open_log=open_log)
+    return len(planners), sum(one != two for one, two in pairwise(planners))
 
 
 @pytest.mark.parametrize("policy", ["least-requests", "least-tokens", "predict"])
@@ -189,36 +217,31 @@ def test_requests_of_a_dead_engine_are_routed_by_loads_with_each_other(policy: s
 
 
 @pytest.mark.parametrize("is_one_heap", [False, True])
-def test_events_of_an_engine_happen_in_a_row(
-    is_one_heap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_of_an_engine_happen_in_a_row(is_one_heap: bool) -> None:
     """An engine that goes on finds its data in the cache if no other one ran in between."""
-    turns = record_turns(monkeypatch)
-    monkeypatch.setattr(cluster, "ROUTED_IN_A_ROW", NUM_ENGINES * NUM_REQUESTS // 2)
+    router = PolicyRouter(make_policy("round-robin", Random(0)))
+    router.lets_wait = is_one_heap
+    router.num_routed_in_a_row = NUM_ENGINES * NUM_REQUESTS // 2
     jobs = make_workload("fixed:16,16", NUM_ENGINES * NUM_REQUESTS, 8.0)
     engines = {f"engine-{index}": make_deployment(2) for index in range(NUM_ENGINES)}
-    simulate_engines(engines, jobs, "round-robin", [], is_one_heap)
-    num_switches = sum(one is not two for one, two in pairwise(turns))
+    num_turns, num_switches = count_switches(engines, jobs, router)
     if is_one_heap:
-        assert num_switches > len(turns) / 4
+        assert num_switches > num_turns / 4
     else:
         # Two halves of the requests, and what is under way after each of them.
-        assert num_switches < 3 * NUM_ENGINES < len(turns) / 50
+        assert num_switches < 3 * NUM_ENGINES < num_turns / 50
 
 
 @pytest.mark.parametrize(
     ("policy", "reads_counts"),
     [("least-requests", True), ("power-of-two", True), ("predict", False)],
 )
-def test_engines_wait_while_none_of_their_requests_can_end(
-    policy: str, reads_counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_wait_while_none_of_their_requests_can_end(policy: str, reads_counts: bool) -> None:
     """A policy that reads numbers of requests wakes one of eight engines per arrival."""
-    turns = record_turns(monkeypatch)
     engine = roofline_deployment("qwen2.5-32b", "L20", 4, 2048)
     engines = {f"engine-{index}": engine for index in range(8)}
-    jobs = make_workload("uniform:100,400,4,16", 400, 35.0)
-    simulate_cluster(engines, jobs, PolicyRouter(make_policy(policy, Random(0))))
-    num_switches = sum(one is not two for one, two in pairwise(turns))
+    jobs = make_workload("uniform:100,400,4,16", 200, 35.0)
+    router = PolicyRouter(make_policy(policy, Random(0)))
+    _, num_switches = count_switches(engines, jobs, router)
     assert (num_switches < 1.5 * len(jobs)) == reads_counts
     assert num_switches > 0.5 * len(jobs)

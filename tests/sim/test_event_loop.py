@@ -63,6 +63,7 @@ def test_a_stream_of_events_is_read_one_ahead() -> None:
         loop.run()
 
 
+@pytest.mark.full
 def test_garbage_collection_pauses_during_a_run_and_has_nothing_to_do() -> None:
     """Reference cycles do not grow with the number of requests, so a paused collector costs no
     memory."""

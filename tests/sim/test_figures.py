@@ -18,6 +18,7 @@ from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.batch_figures import measure_micro_batches, operator_shares, summarize_batches
 from gllm.sim.metrics.cluster_report import format_engine_table, summarize_cluster
 from gllm.sim.metrics.delays import (
+    RunLoad,
     measure_load,
     measure_rate_trial,
     scheduling_delays,
@@ -134,7 +135,7 @@ def test_load_of_a_run() -> None:
     assert growing.is_overloaded
     assert growing.overload == 0.0
     assert describe_load(growing)[1].startswith("overloaded, delays are ")
-    worse = describe_load(growing._replace(sustained_rate=0.5))
+    worse = describe_load(RunLoad(growing.offered_rate, 0.5, growing.trial))
     assert worse[1].startswith("overloaded by 100 %: scheduling delay")
     assert len(describe_load(steady)) == 1
     at_once = measure_load([served(0.0, 1.0), served(0.0, 2.0)], 2.0)

@@ -13,9 +13,10 @@ from gllm.commands.simulate import main as simulate
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.base import CostRangeError
-from gllm.sim.costs.forest import ForestCostModel, aggregate, combine_chunks
+from gllm.sim.costs.forest import MS, ForestCostModel, aggregate, combine_chunks
 from gllm.sim.costs.forest_cache import predict_cached
 from gllm.sim.costs.operator_tables import OperatorTables
+from tests.support.sim.call_counts import count_calls
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = operators.ATTENTION
@@ -29,18 +30,10 @@ def decode(count: int, context: int) -> StageWork:
     return StageWork(0, count, (), count, count * context, count)
 
 
-class RecordedQueries:
-    """Table of prefill attention that records what is looked up in it."""
-
-    length_range = (64.0, 4096.0)
-
-    def __init__(self) -> None:
-        self.queries: list[tuple[float, float]] = []
-
-    def at(self, kv: float, chunk: float) -> float:
-        """Return a constant time."""
-        self.queries.append((kv, chunk))
-        return 1.0
+def attention_seconds(cost: ForestCostModel, work: StageWork) -> tuple[float, float]:
+    """Return the seconds of a stage's attention of prefill and of decode."""
+    parts = cost.operator_seconds(0, work)
+    return parts["attention_prefill"], parts["attention_decode"]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +46,13 @@ def pipeline() -> ForestCostModel:
     return ForestCostModel(3)
 
 
-def test_operators_are_predicted_from_half_of_their_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.full
+def test_operators_are_predicted_from_half_of_their_samples() -> None:
     """Two folds instead of five, and forests of few trees, which predict worse than large ones."""
-    monkeypatch.setattr(operators, "NUM_TREES", 10)
     samples = operators.token_samples(*LLAMA_70B)
     assert len(samples) == 10
     for each in (*samples.values(), operators.decode_samples(), operators.prefill_samples()):
-        assert operators.cross_validated_mape(each, folds=2) <= 4, each.operator
+        assert operators.cross_validated_mape(each, folds=2, num_trees=10) <= 4, each.operator
 
 
 @pytest.mark.long
@@ -179,7 +170,7 @@ def test_work_below_the_range_costs_the_least_and_is_counted(
     work: StageWork, least: StageWork, name: str
 ) -> None:
     cost = ForestCostModel()
-    assert cost._attention_ms(work) == cost._attention_ms(least)
+    assert attention_seconds(cost, work) == attention_seconds(cost, least)
     assert cost.stage_seconds(0, work) > 0
     assert cost.num_below_range[name] >= 1
     fresh = ForestCostModel()
@@ -194,18 +185,17 @@ def test_chunks_are_combined_as_far_as_was_measured(cost: ForestCostModel) -> No
     assert sum(aggregate(late)) > 4096
     combined = list(combine_chunks(late, 4096))
     assert combined == [(3000, 500)] * 3
-    alone = [cost._attention_ms(prefill(chunk))[0] for chunk in late]
-    assert cost._attention_ms(prefill(*late))[0] == pytest.approx(sum(alone))
+    alone = [attention_seconds(cost, prefill(chunk))[0] for chunk in late]
+    assert attention_seconds(cost, prefill(*late))[0] == pytest.approx(sum(alone))
 
 
-def test_prefills_query_attention_at_their_equivalent_length(
-    cost: ForestCostModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prefills of 300 and 400 tokens query it at exactly 500, once (V4)."""
-    table = RecordedQueries()
-    monkeypatch.setattr(cost, "_prefill", table)
-    assert cost._attention_ms(prefill((0, 300), (0, 400))) == (1.0, 0.0)
-    assert table.queries == [(0.0, 500.0)]
+def test_prefills_have_attention_of_their_equivalent_length(cost: ForestCostModel) -> None:
+    """Prefills of 300 and 400 tokens cost as much as one of exactly 500 (V4)."""
+    seconds = attention_seconds(cost, prefill((0, 300), (0, 400)))
+    assert seconds == attention_seconds(cost, prefill((0, 500)))
+    # The cells beside it have other times.
+    assert seconds != attention_seconds(cost, prefill((0, 468)))
+    assert seconds != attention_seconds(cost, prefill((0, 516)))
 
 
 def test_operators_add_up_to_the_stage(cost: ForestCostModel, pipeline: ForestCostModel) -> None:
@@ -234,15 +224,17 @@ def test_every_corner_of_the_range_is_answered(cost: ForestCostModel) -> None:
         assert cost.stage_seconds(0, work) > 0
 
 
+@pytest.mark.full
 def test_the_grid_says_what_the_forest_says(cost: ForestCostModel) -> None:
     """At measured keys; between them the two may differ by a step."""
-    for samples, table in (
-        (operators.decode_samples(), lambda key: cost._decode.at(int(key[0]), key[1])),
-        (operators.prefill_samples(), lambda key: cost._prefill.at(key[0], key[1] ** 0.5)),
+    for samples, work in (
+        (operators.decode_samples(), lambda batch, kv: decode(int(batch), int(kv) + 1)),
+        (operators.prefill_samples(), lambda kv, square: prefill((int(kv), round(square**0.5)))),
     ):
         keys = samples.features[::97]
         expected = operators.OperatorForest(samples).predict(keys)
-        np.testing.assert_allclose([table(key) for key in keys], expected)
+        seconds = [sum(attention_seconds(cost, work(*key))) for key in keys]
+        np.testing.assert_allclose(seconds, expected * cost.layers[0] * MS)
 
 
 def test_a_forest_refuses_what_it_was_not_fitted_to() -> None:
@@ -284,14 +276,17 @@ def test_layers_have_to_add_up(stages: int, layers: tuple[int, ...] | None) -> N
         ForestCostModel(stages, layers=layers)
 
 
-def test_predictions_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_are_kept(tmp_path: Path) -> None:
     samples = operators.reshape_samples()
     keys = samples.features[:5]
     first = predict_cached(samples, keys, tmp_path)
-    monkeypatch.setattr(operators.OperatorForest, "__init__", None)
-    np.testing.assert_array_equal(predict_cached(samples, keys, tmp_path), first)
-    with pytest.raises(TypeError):  # Other keys are not in the cache.
-        predict_cached(samples, keys[:4], tmp_path)
+    again = []
+    calls = count_calls(lambda: again.append(predict_cached(samples, keys, tmp_path)))
+    assert not calls[operators.OperatorForest.predict.__code__]
+    np.testing.assert_array_equal(again, [first])
+    # Other keys are not in the cache.
+    calls = count_calls(lambda: predict_cached(samples, keys[:4], tmp_path))
+    assert calls[operators.OperatorForest.predict.__code__] == 1
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(
@@ -330,7 +325,9 @@ def test_the_readme_names_every_data_file() -> None:
             assert gzip.decompress(entry.read_bytes()).count(b"\n") > 100
 
 
-@pytest.mark.parametrize("workload", ["azure-conv", "arxiv-4k"])
+@pytest.mark.parametrize(
+    "workload", ["azure-conv", pytest.param("arxiv-4k", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("policy", ["sarathi", pytest.param("throttle", marks=pytest.mark.long)])
 def test_vidurs_profile_runs_traces_up_to_its_context(
     workload: str, policy: str, capsys: pytest.CaptureFixture[str]

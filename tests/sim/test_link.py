@@ -346,8 +346,8 @@ def test_stop_returns_the_unfinished_requests_and_drops_what_follows() -> None:
 def test_stop_resumes_the_living_choices_of_a_request() -> None:
     config = SchedulerConfig(block_size=4).resolve(1, 60, 100)
     pipeline = SimulatedPipeline(config, ConstantCostModel(0.125))
-    request = SchedulerRequest(3, list(range(8)), 20, n=3, age_seconds=1.0)
-    pipeline.submit(request, 0.0)
+    prompt = list(range(8))
+    pipeline.submit(SchedulerRequest(3, prompt, 20, n=3, age_seconds=1.0), 0.0)
     pipeline.loop.run(until=1.0)
     pipeline.abort([4], 1.0)
     (resumed,) = pipeline.stop(1.0)
@@ -356,11 +356,12 @@ def test_stop_resumes_the_living_choices_of_a_request() -> None:
     assert all(0 < len(output) < 20 for output in resumed.outputs)
     waiting = SimulatedPipeline(config, ConstantCostModel(0.125))
     waiting.submit(resumed, 5.0)
-    waiting.submit(request._replace(seq=9), 5.0)
+    waiting.submit(SchedulerRequest(9, prompt, 20, n=3, age_seconds=1.0), 5.0)
     # Choices that wait for their first one to compute the prompt are alive as well.
     assert waiting.stop(6.0) == [
-        resumed._replace(age_seconds=3.0), request._replace(seq=9, age_seconds=2.0)
-    ]  # fmt: skip
+        SchedulerRequest(3, prompt, 20, n=2, outputs=resumed.outputs, age_seconds=3.0),
+        SchedulerRequest(9, prompt, 20, n=3, age_seconds=2.0),
+    ]
 
 
 def test_links_that_do_not_fit_the_stages_are_refused() -> None:

@@ -92,7 +92,7 @@ def test_times_of_one_handoff() -> None:
 
 
 def test_decodes_begin_soon_after_their_kv_has_arrived() -> None:
-    jobs = [JOB._replace(arrival_seconds=index * STEP, num_output_tokens=20) for index in range(9)]
+    jobs = [WorkloadRequest(index * STEP, PROMPT, 20) for index in range(9)]
     run = serve(jobs, blocks=400)
     check_all_served(run, jobs)
     for index, record in run.handoffs.items():
@@ -103,7 +103,7 @@ def test_decodes_begin_soon_after_their_kv_has_arrived() -> None:
 
 
 def test_a_request_of_one_token_is_not_handed_over() -> None:
-    jobs = [JOB._replace(num_output_tokens=1)]
+    jobs = [WorkloadRequest(0.0, PROMPT, 1)]
     run = serve(jobs)
     check_all_served(run, jobs)
     assert not run.handoffs
@@ -111,7 +111,7 @@ def test_a_request_of_one_token_is_not_handed_over() -> None:
 
 def test_a_full_decode_engine_holds_up_the_prefill_engine() -> None:
     """Blocks wait at the source, so that its prompts wait as well."""
-    jobs = [JOB._replace(num_output_tokens=30)] * 24
+    jobs = [WorkloadRequest(0.0, PROMPT, 30)] * 24
     run = serve(jobs, blocks=20)
     check_all_served(run, jobs)
     ready = sorted(record.ready_time for record in run.handoffs.values())

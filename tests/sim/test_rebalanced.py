@@ -10,8 +10,7 @@ from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import LatencyModel, PlacementRules
 from gllm.sim.cluster.cluster import SimulatedCluster
 from gllm.sim.cluster.rebalanced import RebalancedRun, simulate_rebalanced
-from gllm.sim.cluster.requests import ClusterRequest
-from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment
 
 MODEL = LatencyModel(k1=0.003, c1=0.0, k2=1e-6, c2=1e-3, c3=0.05)
@@ -81,19 +80,15 @@ def test_an_engine_gives_back_only_what_it_has_not_begun() -> None:
     cluster = SimulatedCluster(FirstEngineRouter())
     cluster.add_engine("a", make_deployment())
     engine = cluster.engines["a"]
-    jobs = [WorkloadRequest(0.0, 12, 5), WorkloadRequest(0.0, 12, 5)]
-    cluster.submit_each(jobs)
+    cluster.submit_each([WorkloadRequest(time, 12, 5) for time in (0.0, 0.0, 0.02)])
     cluster.loop.run(0.01)
     # A step has 16 tokens: the first prompt and a part of the second.
     assert not engine.unstarted_seqs
     with pytest.raises(ValueError, match="unstarted"):
         engine.withdraw(1, cluster.loop.now)
-    job = WorkloadRequest(0.02, 12, 5)
-    _, request = next(iter(iterate_scheduler_requests([job])))
-    new = ClusterRequest(2, job, request._replace(seq=2), 0.02)
-    engine.submit(new, cluster._submissions, cluster.loop.now)
+    cluster.loop.run(0.02)
     assert engine.unstarted_seqs == [2]
-    assert engine.withdraw(2, cluster.loop.now) is new
+    assert engine.withdraw(2, cluster.loop.now).index == 2
     assert not engine.unstarted_seqs
     assert {index: each.line.num_tokens for index, each in cluster.run().requests.items()} == {
         0: 5, 1: 5, 2: 0,

@@ -34,6 +34,8 @@ from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests,
 from gllm.sim.metrics.run_record import RunRecord, StageReport
 from gllm.sim.replay import main, replay_calls, replay_step_times
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from tests.support.full_cases import full_but
+from tests.support.sim.step_logs import lengthen_first_row
 
 
 def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
@@ -42,10 +44,14 @@ def deployment(policy: str = "throttle", stages: int = 4) -> Deployment:
 
 
 def simulated(
-    policy: str = "throttle", stages: int = 4, seed: int = 0
+    policy: str = "throttle", stages: int = 4, seed: int = 0, num_requests: int = 24
 ) -> tuple[RunRecord, list[StepLogEvent]]:
-    jobs = make_workload("sharegpt-like", 24, 4.0, "gamma:2", seed)
+    jobs = make_workload("sharegpt-like", num_requests, 4.0, "gamma:2", seed)
     return serve_requests(deployment(policy, stages), to_scheduler_requests(jobs))
+
+
+QUICK_RUNS = [("throttle", 4), ("balance", 4), ("orca+", 4), ("tetri", 4)]
+"""Policies of unlike kinds: by tokens, by predicted time, static batches, prompts by length."""
 
 
 def write(events: list[StepLogEvent], path: Path) -> Path:
@@ -59,7 +65,7 @@ def write(events: list[StepLogEvent], path: Path) -> Path:
 @pytest.mark.parametrize(
     ("policy", "stages"),
     [
-        *((policy, 4) for policy in POLICY_NAMES),
+        *full_but(QUICK_RUNS, [(policy, 4) for policy in POLICY_NAMES]),
         ("throttle", 1),
         *(
             pytest.param(policy, 1, marks=pytest.mark.long)
@@ -111,14 +117,13 @@ def test_reports_of_steps_that_are_not_planned_are_left_out() -> None:
 
 
 def test_a_changed_plan_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, events = simulated()
+    _, events = simulated(num_requests=4)
     assert main([str(write(events, tmp_path / "log"))]) == 0
     index, event = next(
         (i, e) for i, e in enumerate(events) if isinstance(e, ScheduleEvent) and e.plan is not None
     )
     assert isinstance(event.plan, StepPlan)
-    row = event.plan.rows[0]
-    forged = event.plan._replace(rows=[row._replace(num_tokens=row.num_tokens + 1)])
+    forged = lengthen_first_row(event.plan)
     events[index] = ScheduleEvent(event.time, forged, event.parallelism)
     agreement = replay_calls(events)
     assert agreement.num_equal == agreement.num_plans - 1
@@ -197,6 +202,7 @@ def run_slow(cost: CostModel) -> list[StepLogEvent]:
     return serve_requests(slow, to_scheduler_requests(jobs))[1]
 
 
+@pytest.mark.full
 def test_a_slower_machine_is_divided_out(profile: CostProfile) -> None:
     both = compare_runs(run_slow(deployment().cost), profile)
     assert both.slowdown == pytest.approx(1.3, rel=0.05)
@@ -229,6 +235,7 @@ def test_each_part_of_a_run_has_the_speed_of_the_machine_then(profile: CostProfi
         assert sorted(errors)[12] < 0.1
 
 
+@pytest.mark.full
 def test_a_profile_leaves_interrupted_steps_out(profile: CostProfile) -> None:
     steps = [
         msgspec.structs.replace(step, stages=[20 * seconds for seconds in step.stages])
@@ -255,7 +262,7 @@ class InterruptedCostModel(DelegatingCostModel):
 
 
 def test_files_that_do_not_fit_are_refused(profile: CostProfile, tmp_path: Path) -> None:
-    _, events = simulated(stages=1)
+    _, events = simulated(stages=1, num_requests=2)
     log = write(events, tmp_path / "log")
     write_profile(profile, tmp_path / "p.json")
     with pytest.raises(ValueError, match="same --pp"):

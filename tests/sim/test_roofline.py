@@ -147,7 +147,7 @@ def test_no_micro_batch_undercuts_the_least(model: str, degree: int) -> None:
         decode(64, 500),
         prefill((0, 2)),
         prefill((9, 512)),
-        prefill((0, 2))._replace(num_sampled_rows=0),
+        prefill((0, 2), samples=0),
     ]
     for stage in range(2):
         least = cost.least_stage_seconds(stage)

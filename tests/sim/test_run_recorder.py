@@ -62,7 +62,7 @@ requests = st.lists(
 """(arrival, prompt, output, choices, priority, shares the prompt with others)."""
 
 
-@settings(max_examples=num_examples(40, 1000), deadline=None)
+@settings(max_examples=num_examples(15, 1000), deadline=None)
 @given(
     requests,
     st.sampled_from([name for name in POLICY_NAMES if name != "auto"]),

@@ -19,7 +19,7 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.link import SimulatedLink
 from gllm.sim.observer import PipelineObserver
-from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
+from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.support.sim.observers import CommitTimes, RecordedStages
 
@@ -75,7 +75,8 @@ def run_beside_prefill(policy: LinkPolicy) -> tuple[ObservedPolicy, RecordedStag
     observers: list[list[PipelineObserver]] = [[stages, commits], []]
     requests = (WorkloadRequest(0.0, 1, 200), WorkloadRequest(1.0, PROMPT_TOKENS, 1))
     for own, request in zip(observers, requests, strict=True):
-        links = make_pipeline_links(loop, 2)._replace(activations=[card])
+        own_links = make_pipeline_links(loop, 2)
+        links = PipelineLinks([card], own_links.plans, own_links.results)
         pipeline = SimulatedPipeline(config, cost, own, loop=loop, links=links)
         pipeline.submit_each(to_scheduler_requests([request]))
     loop.run()

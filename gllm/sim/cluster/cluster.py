@@ -21,7 +21,7 @@ from gllm.sim.cluster.engine import (
     EngineRun,
 )
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
-from gllm.sim.cluster.router import ROUTED_IN_A_ROW, ClusterRouter
+from gllm.sim.cluster.router import ClusterRouter
 from gllm.sim.cluster.transfers import KvTransfer, KvTransfers
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT, ARRIVAL, EventLoop
@@ -247,12 +247,13 @@ class SimulatedCluster:
 
         Args:
             jobs: Sorted by time. May be a generator: only the next requests are in memory, one or
-                ROUTED_IN_A_ROW.
+                `num_routed_in_a_row` of the router.
 
         Raises:
             ValueError: A request arrives before the previous one (raised by `run` for later ones).
         """
-        num_in_a_row = 1 if self._router.reads_engines else ROUTED_IN_A_ROW
+        router = self._router
+        num_in_a_row = 1 if router.reads_engines else router.num_routed_in_a_row
         self.loop.push_each(_with_requests(jobs), ARRIVAL, self._on_arrival, num_in_a_row)
 
     def _on_arrival(self, now: float, arrival: tuple[WorkloadRequest, SchedulerRequest]) -> None:

@@ -88,8 +88,12 @@ class ClusterRouter(ABC):
     """State of the engines that `route` reads."""
     reads_engines = True
     """True if `route` reads anything that the work of the engines changes, `needs.only_counts` set
-    aside. They then run up to each arrival; otherwise they run up to every ROUTED_IN_A_ROW-th, and
-    with `needs.only_counts` to any other one by which one of their requests may have ended."""
+    aside. They then run up to each arrival; otherwise they run up to every one of
+    `num_routed_in_a_row`, and with `needs.only_counts` to any other one by which one of their
+    requests may have ended."""
+    num_routed_in_a_row = ROUTED_IN_A_ROW
+    """Requests that are routed before the engines go on, unless `reads_engines`. More of them take
+    more memory, and let each engine run longer in the CPU's cache."""
     lets_wait = True
     """True if `route` lets a request wait though there are engines, until one of them admits or
     finishes another request. The events of all engines then happen in the order of time; otherwise

@@ -74,7 +74,7 @@ class OperatorForest:
         self.operator = samples.operator
         self.ranges = samples.ranges
         self._measures = samples.measures
-        self._model = _regressor()
+        self._model = _regressor(NUM_TREES)
         self._model.fit(samples.features, samples.milliseconds)
 
     def predict(self, features: Array) -> Array:
@@ -92,7 +92,9 @@ class OperatorForest:
         return np.asarray(self._model.predict(features), np.float64)
 
 
-def cross_validated_mape(samples: OperatorSamples, folds: int = 5, seed: int = 0) -> float:
+def cross_validated_mape(
+    samples: OperatorSamples, folds: int = 5, seed: int = 0, num_trees: int = NUM_TREES
+) -> float:
     """Mean absolute percentage error, in percent, of forests on samples they were not fitted to.
 
     The samples are shuffled once and dealt into folds. Each is held out in turn, and the errors of
@@ -102,7 +104,7 @@ def cross_validated_mape(samples: OperatorSamples, folds: int = 5, seed: int = 0
     errors = []
     for held in np.array_split(order, folds):
         rest = np.setdiff1d(order, held)
-        model = _regressor()
+        model = _regressor(num_trees)
         model.fit(samples.features[rest], samples.milliseconds[rest])
         truth = samples.milliseconds[held]
         errors.append(np.abs(model.predict(samples.features[held]) - truth) / truth)
@@ -283,7 +285,7 @@ def _listed(values: Sequence[str]) -> str:
     return ", ".join(values)
 
 
-def _regressor() -> Any:
+def _regressor(num_trees: int) -> Any:
     """Return an unfitted forest; the import is lazy because only this model needs scikit-learn."""
     try:
         ensemble = importlib.import_module("sklearn.ensemble")
@@ -292,5 +294,5 @@ def _regressor() -> Any:
             "the forest cost model needs scikit-learn: pip install gllm[sim]", name=error.name
         ) from error
     return ensemble.RandomForestRegressor(
-        n_estimators=NUM_TREES, max_depth=MAX_TREE_DEPTH, random_state=0, n_jobs=1
+        n_estimators=num_trees, max_depth=MAX_TREE_DEPTH, random_state=0, n_jobs=1
     )
