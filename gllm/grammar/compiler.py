@@ -14,6 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config.field_types import FieldError
@@ -34,6 +35,8 @@ MAX_WAITING = 64
 ANSWER_SECONDS = 60.0
 """Time without an answer after which the process is replaced. Its own limit is CPU time, of which
 it may get little on a busy machine."""
+START_SECONDS = 60.0
+"""Limit for the start of the process."""
 MAX_ANSWER_BYTES = 2**23
 """Size limit of an answer."""
 LIMIT_SIGNALS = {
@@ -44,6 +47,17 @@ LIMIT_SIGNALS = {
 """Signals that end the process if a grammar exceeds a limit, and these limits."""
 MAX_ATTEMPTS = 2
 """Number of processes that compile one grammar, if they end for another reason."""
+
+
+@dataclass(frozen=True)
+class CompilerLimits:
+    """Limits of a GrammarCompiler."""
+
+    max_cached_grammars: int = MAX_CACHED_GRAMMARS
+    max_cached_characters: int = MAX_CACHED_CHARACTERS
+    max_waiting: int = MAX_WAITING
+    answer_seconds: float = ANSWER_SECONDS
+    max_answer_bytes: int = MAX_ANSWER_BYTES
 
 
 class GrammarError(ValueError):
@@ -63,18 +77,38 @@ class GrammarCompiler:
         folder: The model folder.
         vocab_size: Vocabulary size of the model.
         eos_ids: Tokens that end a sequence.
+        limits: Limits of the cache and of answers.
+        process_module: Module that the process runs.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        limits: CompilerLimits | None = None,
+        process_module: str = PROCESS_MODULE,
+    ) -> None:
+        self._limits, self._process_module = limits or CompilerLimits(), process_module
         self._arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
         self._cache: OrderedDict[GrammarSource, tuple[str, str]] = OrderedDict()
         """Grammar and error by source, least recently used first."""
         self._num_cached_characters = 0
+        self._num_compiled = 0
         self._tasks: dict[GrammarSource, asyncio.Task[tuple[str, str]]] = {}
         self._lock = asyncio.Lock()
         self._process: Process | None = None
         self._is_fresh = False
         """True if the process has not compiled a grammar yet."""
+
+    def describe(self) -> dict[str, int | None]:
+        """Return the state of the compiler: its process, its work so far and its cache."""
+        return {
+            "process_id": None if self._process is None else self._process.pid,
+            "num_compiled": self._num_compiled,
+            "num_cached_grammars": len(self._cache),
+            "num_cached_characters": self._num_cached_characters,
+        }
 
     async def compile_structured_output(self, structured: StructuredOutput) -> str:
         """Return the compiled grammar of a structured output.
@@ -128,9 +162,9 @@ class GrammarCompiler:
         """Return the running compilation of a grammar, or start one."""
         if source in self._tasks:
             return self._tasks[source]
-        if len(self._tasks) >= MAX_WAITING:
+        if len(self._tasks) >= self._limits.max_waiting:
             raise CompilerBusyError(
-                f"{MAX_WAITING} grammars are waiting to be compiled: try again later"
+                f"{self._limits.max_waiting} grammars are waiting to be compiled: try again later"
             )
         task = asyncio.create_task(self._compile(source))
         self._tasks[source] = task
@@ -139,6 +173,7 @@ class GrammarCompiler:
 
     async def _compile(self, source: GrammarSource) -> tuple[str, str]:
         async with self._lock:
+            self._num_compiled += 1
             try:
                 answer = await self._request(source)
             except GrammarError as error:
@@ -150,8 +185,8 @@ class GrammarCompiler:
         self._cache[source] = answer
         self._num_cached_characters += _size(source, answer)
         while (
-            len(self._cache) > MAX_CACHED_GRAMMARS
-            or self._num_cached_characters > MAX_CACHED_CHARACTERS
+            len(self._cache) > self._limits.max_cached_grammars
+            or self._num_cached_characters > self._limits.max_cached_characters
         ):
             self._num_cached_characters -= _size(*self._cache.popitem(last=False))
 
@@ -198,19 +233,20 @@ class GrammarCompiler:
         except ConnectionError:
             return b""
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), ANSWER_SECONDS)
+            seconds = self._limits.answer_seconds
+            line = await asyncio.wait_for(process.stdout.readline(), seconds)
         except TimeoutError:
             await self._end()
             # The process did not get its CPU time: the machine is too busy.
             raise CompilerBusyError(
-                f"grammars cannot be compiled now (no answer in {ANSWER_SECONDS:g} s): "
-                "try again later"
+                f"grammars cannot be compiled now (no answer in {seconds:g} s): try again later"
             ) from None
         except ValueError:
             # The rest of the line would be read as the next answer.
             await self._end()
             raise GrammarError(
-                f"it is too complex: compiled it has over {MAX_ANSWER_BYTES >> 20} MiB"
+                "it is too complex: compiled it has over "
+                f"{self._limits.max_answer_bytes / 2**20:g} MiB"
             ) from None
         return _complete_line(line)
 
@@ -222,15 +258,16 @@ class GrammarCompiler:
         """
         # The limits apply to one thread, which is all that the process uses.
         environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = (sys.executable, "-m", PROCESS_MODULE, *self._arguments)
+        command = (sys.executable, "-m", self._process_module, *self._arguments)
+        limit = self._limits.max_answer_bytes
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, limit=MAX_ANSWER_BYTES, env=environment
+            *command, stdin=PIPE, stdout=PIPE, limit=limit, env=environment
         )
         self._process = process
         assert process.stdout is not None
         line = b""
         with suppress(TimeoutError):
-            line = _complete_line(await asyncio.wait_for(process.stdout.readline(), ANSWER_SECONDS))
+            line = _complete_line(await asyncio.wait_for(process.stdout.readline(), START_SECONDS))
         error = json.loads(line)[1] if line else ""
         if error or not line:
             await self._end()

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,10 +64,16 @@ def compile_grammar(source: list[str], tokens: Any) -> list[str]:
     return [grammar, ""]
 
 
-def compile_or_error(source: list[str], tokens: Any) -> list[str]:
-    """Return the result of `compile_grammar`, or an error if it raises."""
+CompileFunction = Callable[[list[str], Any], list[str]]
+"""Compiles a grammar as `compile_grammar`."""
+
+
+def compile_or_error(
+    source: list[str], tokens: Any, compile_source: CompileFunction = compile_grammar
+) -> list[str]:
+    """Return the result of `compile_source`, or an error if it raises."""
     try:
-        return compile_grammar(source, tokens)
+        return compile_source(source, tokens)
     except MemoryError:
         return ["", f"it is too complex: compiling takes more than {MEMORY_BYTES >> 20} MiB"]
     except BaseException as error:  # A panic of the library is no Exception.
@@ -93,7 +100,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def run(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
+def run(folder: Path, vocab_size: int, eos_ids: list[int], compile_source: CompileFunction) -> None:
     """Answer each line of standard input until its end."""
     from gllm.grammar.vocabulary import load_grammar_tokenizer
 
@@ -107,7 +114,7 @@ def run(folder: Path, vocab_size: int, eos_ids: list[int]) -> None:
     for line in sys.stdin:
         # The signal's default action ends the process.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        answer = compile_or_error(json.loads(line), tokens)
+        answer = compile_or_error(json.loads(line), tokens, compile_source)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write_answer(answer)
 
@@ -118,13 +125,14 @@ def _write_answer(answer: list[str]) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def main(compile_source: CompileFunction = compile_grammar) -> None:
     """Run the process; arguments: FOLDER VOCAB_SIZE EOS_ID..."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     setproctitle.setproctitle("gllm-grammar")
     folder, vocab_size, *eos_ids = sys.argv[1:]
     threading.stack_size(STACK_BYTES)
-    arguments = (Path(folder), int(vocab_size), [int(token) for token in eos_ids])
+    tokens = [int(token) for token in eos_ids]
+    arguments = (Path(folder), int(vocab_size), tokens, compile_source)
     thread = threading.Thread(target=run, args=arguments)
     thread.start()
     thread.join()

@@ -24,7 +24,7 @@ from gllm.kv_transfer.frames import KvConnection, KvFrameError, KvTransferError
 from gllm.kv_transfer.layout import KvLayout, KvMove, count_move_bytes
 from gllm.kv_transfer.pages import KvPages
 from gllm.kv_transfer.progress import open_progress
-from gllm.kv_transfer.source import KvSourceServer, KvSourceState, ServedCaches
+from gllm.kv_transfer.source import MAX_CONNECTIONS, KvSourceServer, KvSourceState, ServedCaches
 from gllm.kv_transfer.tickets import HeldBlocks, TicketError
 from gllm.kv_transfer.transfer_estimate import TransferEstimate
 from gllm.link.encodings import PLAIN
@@ -69,6 +69,8 @@ class KvMover:
         yield_to_activations: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        create_backend: Callable[[str], KvBackend] = make_backend,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         """Start to accept connections of other movers of this machine.
 
@@ -80,6 +82,8 @@ class KvMover:
             yield_to_activations: See ServedRead.
             clock: Time in seconds.
             sleep: Waits for a number of seconds, between two looks at the owner's layers.
+            create_backend: Creates a backend by its name, once per name.
+            max_connections: Largest number of connections that are served at the same time.
 
         Raises:
             ValueError: There is no such backend.
@@ -90,8 +94,9 @@ class KvMover:
         self._dial, self._clock = dial, clock
         self._state = KvSourceState(on_used=self._end_ticket)
         self._backends: dict[str, KvBackend] = {}
+        self._create_backend = create_backend
         self._source = KvSourceServer(
-            self._state, self._find_backend, yield_to_activations, clock, sleep
+            self._state, self._find_backend, yield_to_activations, clock, sleep, max_connections
         )
         self._fetches: dict[tuple[int, int], RunningFetch] = {}
         """Fetches that have not ended, by generation and number."""
@@ -109,6 +114,21 @@ class KvMover:
     def num_malformed(self) -> int:
         """Connections that have sent invalid frames."""
         return self._state.num_malformed
+
+    @property
+    def num_fetches(self) -> int:
+        """Number of fetches that have not ended."""
+        return len(self._fetches)
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        """Bytes that the fetches that have not ended have received."""
+        return sum(fetch.num_bytes for fetch in list(self._fetches.values()))
+
+    @property
+    def num_readers(self) -> int:
+        """Number of connections over which other movers read."""
+        return self._source.num_readers
 
     def machine(self, address: str = "", certificate: bytes = b"") -> KvMachine:
         """Return how other movers reach this one, with the caches that are open.
@@ -213,7 +233,7 @@ class KvMover:
     def _find_backend(self, name: str) -> KvBackend:
         """Return a backend, the same object for the same name. Raises ValueError, ImportError."""
         if name not in self._backends:
-            self._backends[name] = make_backend(name)
+            self._backends[name] = self._create_backend(name)
         return self._backends[name]
 
     def _end_ticket(self, ticket: int) -> None:

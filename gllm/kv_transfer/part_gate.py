@@ -43,6 +43,11 @@ class OwnerGate:
         self._num_tokens = self._num_parts = self._num_ready = 0
         self._is_computed: Callable[[int], bool] = lambda index: False
 
+    @property
+    def num_ready(self) -> int:
+        """Number of parts that are known to be computed."""
+        return self._num_ready
+
     def wait_for_tokens(self, are_scheduled: Callable[[], bool]) -> None:
         """Wait until a READ can be answered.
 
@@ -122,6 +127,11 @@ class ReceiverGate:
         self._connection, self._on_ready = connection, on_ready
         self._max_tokens, self._num_parts = num_tokens, num_parts
         self._num_tokens = self._num_ready = 0
+
+    @property
+    def num_ready(self) -> int:
+        """Number of parts that the owner has announced as computed."""
+        return self._num_ready
 
     def wait_for_tokens(self) -> int:
         """Wait until the owner has announced for how many tokens it answers; return their number.

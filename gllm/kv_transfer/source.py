@@ -110,6 +110,7 @@ class KvSourceServer:
         yield_to_activations: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         """Create a source.
 
@@ -119,12 +120,19 @@ class KvSourceServer:
             yield_to_activations: See ServedRead.
             clock: Time in seconds.
             sleep: Waits for a number of seconds.
+            max_connections: Largest number of connections that are served at the same time.
         """
+        self._max_connections = max_connections
         self._state, self._make_backend = state, make_backend
         self._clock, self._sleep = clock, sleep
         self._yield = yield_to_activations
         self._readers: dict[_Reader, threading.Thread] = {}
         """Open connections and their threads, the oldest first."""
+
+    @property
+    def num_readers(self) -> int:
+        """Number of open connections."""
+        return len(self._readers)
 
     def adopt(self, connection: KvConnection, address: str = "") -> None:
         """Serve a connection on a thread.
@@ -141,7 +149,7 @@ class KvSourceServer:
         refused = None
         with self._state.lock:
             self._readers[reader] = thread
-            if len(self._readers) > MAX_CONNECTIONS:
+            if len(self._readers) > self._max_connections:
                 refused = self._find_stranger()
                 del self._readers[refused]
             if refused is not reader:

@@ -28,9 +28,12 @@ class DeviceRankGroup(ABC):
     can_capture: ClassVar[bool]
     """True if collectives can be part of CUDA graphs."""
 
-    def __init__(self, host: StageGroups) -> None:
-        """Create from the groups of the same ranks in host memory."""
-        self._host = host
+    def __init__(self, host: StageGroups, cancel_seconds: float = CANCEL_SECONDS) -> None:
+        """Create from the groups of the same ranks in host memory.
+
+        cancel_seconds: limit for launches that are under way when the group is cancelled.
+        """
+        self._host, self._cancel_seconds = host, cancel_seconds
         self.rank, self.size = host.layers.rank, host.layers.size
         self._launching = threading.RLock()
         """Held while collectives are queued, so that none is aborted halfway."""
@@ -86,7 +89,7 @@ class DeviceRankGroup(ABC):
         self._is_cancelled = True
         self._host.layers.cancel()
         self._host.head.cancel()
-        is_held = self._launching.acquire(timeout=CANCEL_SECONDS)
+        is_held = self._launching.acquire(timeout=self._cancel_seconds)
         try:
             self._abort()
         finally:

@@ -83,13 +83,17 @@ def wait_for_peer(store: Store, rank: int) -> None:
     wait_until(lambda: store.check([f"rank {1 - rank} is there"]))
 
 
-def wait_until(done: Callable[[], bool], timeout: float = math.inf) -> bool:
+def wait_until(
+    done: Callable[[], bool],
+    timeout: float = math.inf,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
     """Sleep with growing pauses until `done()` is true; return False after `timeout` seconds."""
     pause, end = MIN_PAUSE_SECONDS, time.monotonic() + timeout
     while not done():
         if time.monotonic() > end:
             return False
-        time.sleep(pause)
+        sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
     return True
 
@@ -181,6 +185,8 @@ class NcclSender:
         """Open this end; see _NcclEndpoint."""
         common = (descriptors, shape, dtype, device)
         self._end = _NcclEndpoint(*common, SENDER_RANK, create_group, on_error, in_background)
+        self.monitor = self._end.monitor
+        """Monitor of the transfers of this end."""
         self._stream = stream
 
     def mark_begin(self, step: int) -> None:
@@ -230,6 +236,8 @@ class NcclReceiver:
         """Open this end; see _NcclEndpoint."""
         common = (descriptors, shape, dtype, device)
         self._end = _NcclEndpoint(*common, RECEIVER_RANK, create_group, on_error, in_background)
+        self.monitor = self._end.monitor
+        """Monitor of the transfers of this end."""
         self._stream = stream
         self._last: DeviceEvent | None = None
         """Event of the slot received last, to be recorded after the work that reads it."""

@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 from torch.nn import functional
 
 from gllm.transport.base import OnTransportError, TransportError
-from gllm.transport.device_group import DeviceRankGroup
+from gllm.transport.device_group import CANCEL_SECONDS, DeviceRankGroup
 from gllm.transport.device_streams import DeviceEvent, DeviceRuntime, DeviceStream
 from gllm.transport.groups import StageGroups
 from gllm.transport.nccl import TIMEOUT_SECONDS, create_communicator, wait_until
@@ -115,6 +115,7 @@ class NcclRankGroup(DeviceRankGroup):
         stream: DeviceStream,
         on_error: OnTransportError = lambda error: None,
         in_background: bool = True,
+        cancel_seconds: float = CANCEL_SECONDS,
     ) -> None:
         """Create from a communicator that is connected.
 
@@ -125,8 +126,9 @@ class NcclRankGroup(DeviceRankGroup):
             stream: compute stream; every method is called within it.
             on_error: called when collectives are aborted because they do not end.
             in_background: whether a thread monitors the steps.
+            cancel_seconds: limit for launches that are under way when the group is cancelled.
         """
-        super().__init__(host)
+        super().__init__(host, cancel_seconds)
         self._communicator, self._device, self._stream = communicator, device, stream
         self._aborting = _BackgroundAbort(communicator)
         self.monitor = TransferMonitor(

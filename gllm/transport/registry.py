@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
+    from gllm.transport.nccl import GroupFactory
 
 
 TRANSPORTS = MappingProxyType(
@@ -38,6 +39,7 @@ def open_edges(
     on_error: OnTransportError = lambda error: None,
     is_trusted: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
+    create_nccl_group: "GroupFactory | None" = None,
 ) -> tuple[list[Receiver], list[list[Sender]]]:
     """Open this worker's ends of its edges.
 
@@ -54,6 +56,7 @@ def open_edges(
         on_error: called if an edge fails on a background thread.
         is_trusted: True if NCCL, which encrypts nothing, may connect machines.
         is_cancelled: asked while the worker of another machine is awaited.
+        create_nccl_group: creates the process group of an NCCL edge, by default NCCL's.
 
     Returns:
         The receivers of the lanes, none on the first stage; and the senders of the lanes of each
@@ -73,7 +76,10 @@ def open_edges(
             # NCCL between machines is opened on a thread of its own.
             device[0].bind_thread()
         open_class = getattr(importlib.import_module(module), classes[end])
-        return open_class(edge.lane_descriptors(lane), *common)
+        options: dict[str, Any] = {}
+        if transport == "nccl" and create_nccl_group is not None:
+            options["create_group"] = create_nccl_group
+        return open_class(edge.lane_descriptors(lane), *common, **options)
 
     def open_first(edge: Edge, end: int) -> Any:
         if edge.transport != AUTO or not edge.is_remote:

@@ -46,13 +46,20 @@ def open_shared_groups(
     descriptors: list[int], rank: int, ranks: int, layout: RegionLayout
 ) -> StageGroups:
     """Open this rank's ends of both groups of a stage; see `gllm.transport.groups`."""
+    region = open_region_memory(descriptors, rank, ranks, layout)
+    return StageGroups(*(SharedMemoryGroup(GroupMemory(region, number)) for number in range(2)))
+
+
+def open_region_memory(
+    descriptors: list[int], rank: int, ranks: int, layout: RegionLayout
+) -> RegionMemory:
+    """Map the memory of both groups of a stage, as large as the layout requires."""
     # Recorded programs allocate for a power of two of tokens.
     rows = max(MIN_ROWS, 1 << (layout.max_tokens - 1).bit_length())
     head = max(HEAD_FLOATS, layout.vocab_rows) if layout.vocab_rows else 1
     value_bytes = max(4 * VALUES_PER_ROW * rows, _MEETING.size + MAX_ERROR_BYTES)
     capacities = [rows * layout.hidden_size, head]
-    region = RegionMemory(descriptors[0], rank, ranks, capacities, value_bytes)
-    return StageGroups(*(SharedMemoryGroup(GroupMemory(region, number)) for number in range(2)))
+    return RegionMemory(descriptors[0], rank, ranks, capacities, value_bytes)
 
 
 class SharedMemoryGroup:

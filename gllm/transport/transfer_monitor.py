@@ -78,6 +78,7 @@ class TransferMonitor:
         on_error: OnTransportError = lambda error: None,
         bind_thread: Callable[[], None] = lambda: None,
         subject: str = "the transfer",
+        check_interval: float = CHECK_INTERVAL_SECONDS,
     ) -> None:
         """Create a monitor; `start` runs it on a thread.
 
@@ -87,8 +88,9 @@ class TransferMonitor:
             on_error: called with a TransportError when transfers are aborted.
             bind_thread: called first on the monitoring thread.
             subject: name of a step's transfers in errors.
+            check_interval: seconds between two checks of the thread.
         """
-        self._subject = subject
+        self._subject, self._check_interval = subject, check_interval
         self.abort_reason = ""
         """Cause for which transfers were aborted; empty if they were not."""
         self._group, self._timeout = group, timeout
@@ -147,7 +149,7 @@ class TransferMonitor:
         try:
             self._bind_thread()
             while not self.abort_reason:
-                if self._has_stopped.wait(CHECK_INTERVAL_SECONDS):
+                if self._has_stopped.wait(self._check_interval):
                     return
                 self.check_transfers(time.monotonic())
         except Exception as error:

@@ -3,19 +3,26 @@
 import asyncio
 import os
 import signal
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar import compiler as module
 from gllm.grammar import compiler_process
-from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler, GrammarError
+from gllm.grammar.compiler import (
+    PROCESS_MODULE,
+    CompilerBusyError,
+    CompilerLimits,
+    GrammarCompiler,
+    GrammarError,
+)
 from gllm.grammar.sources.structured_output import GrammarSource
 from tests.support.text import dying_compiler
 from tests.support.text.grammar_writing import EOS, FOLDER, VOCABULARY
 
 GOOD = GrammarSource("regex", "[a-z]+")
+FATAL = GrammarSource("regex", dying_compiler.FATAL)
 HANGS = "start: T\nT: /(.*a.{15}.*)/ & /(.*b.{15}.*)/ & ~/.*c.{13}.*/ & /(.*d.{17}.*)/"
 RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000))
 WIDE = {f"p{i}": {"type": "string"} for i in range(3000)}
@@ -45,16 +52,38 @@ REFUSED = {
 }
 
 
-@pytest.fixture
-async def compiler():
-    made = GrammarCompiler(FOLDER, VOCABULARY, (EOS,))
+@asynccontextmanager
+async def opened(process_module=PROCESS_MODULE, **limits):
+    """A compiler, which is closed in the end."""
+    made = GrammarCompiler(FOLDER, VOCABULARY, (EOS,), CompilerLimits(**limits), process_module)
     yield made
     await made.close()
-    assert made._process is None
+    assert made.describe()["process_id"] is None
 
 
-async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler):
-    for number, (name, wanted) in enumerate(HOSTILE.items()):
+@pytest.fixture
+async def compiler():
+    async with opened() as made:
+        yield made
+
+
+def kill(compiler):
+    """Kill the process; return its id."""
+    process_id = compiler.describe()["process_id"]
+    os.kill(process_id, signal.SIGKILL)
+    return process_id
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["overflows the stack", "nested groups"],
+        pytest.param([*HOSTILE], marks=pytest.mark.full, id="all"),
+    ],
+)
+async def test_hostile_grammars_are_refused_and_the_next_one_is_served(compiler, names):
+    for number, name in enumerate(names):
+        wanted = HOSTILE[name]
         with pytest.raises(FieldError) as refused:
             await compiler.compile_structured_output(wanted)
         assert refused.value.param == "structured", name
@@ -74,24 +103,35 @@ async def test_an_answer_is_remembered_good_or_bad(compiler):
     bad = GrammarSource("regex", "(a")
     with pytest.raises(GrammarError) as first:
         await compiler.compile(bad)
-    compiler._process.kill()
+    kill(compiler)
     assert await compiler.compile(GOOD) == good
     with pytest.raises(GrammarError, match="invalid") as second:
         await compiler.compile(bad)
     assert str(first.value) == str(second.value)
+    assert compiler.describe()["num_compiled"] == 2
 
 
 async def test_a_process_that_is_gone_is_replaced(compiler):
     await compiler.compile(GOOD)
-    compiler._process.kill()
-    await compiler._process.wait()
+    process_id = kill(compiler)
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(process_id, 0)
+            await asyncio.sleep(0.01)
     assert await compiler.compile(GrammarSource("regex", "one"))
 
 
-@pytest.mark.parametrize("output", ["", '["half an ans'])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize(
+    ("number", "output"),
+    [
+        (signal.SIGKILL, ""),
+        (signal.SIGSEGV, '["half an ans'),
+        pytest.param(signal.SIGTERM, "", marks=pytest.mark.full),
+        pytest.param(signal.SIGABRT, '["half an ans', marks=pytest.mark.full),
+    ],
+)
 async def test_a_process_that_dies_over_a_good_grammar_is_replaced(
-    compiler, monkeypatch, tmp_path, number, output
+    monkeypatch, tmp_path, caplog, number, output
 ):
     """The grammar is not at fault, and is compiled by the next process.
 
@@ -99,70 +139,61 @@ async def test_a_process_that_dies_over_a_good_grammar_is_replaced(
     the kernel stops or ends another process only when that process gets a processor.
     """
     death = tmp_path / "death"
-    monkeypatch.setattr(module, "PROCESS_MODULE", dying_compiler.__name__)
     monkeypatch.setenv("DEATH", str(death))
-    await compiler.compile(GOOD)
-    first = compiler._process
-    death.write_text(f"{int(number)} {output}")
-    assert dying_compiler.FATAL in await compiler.compile(
-        GrammarSource("regex", dying_compiler.FATAL)
-    )
-    assert first.returncode == -number
-    assert compiler._process.pid != first.pid
-    assert not death.exists()
+    async with opened(dying_compiler.__name__) as compiler:
+        await compiler.compile(GOOD)
+        first = compiler.describe()["process_id"]
+        death.write_text(f"{int(number)} once {output}")
+        assert dying_compiler.FATAL in await compiler.compile(FATAL)
+        assert f"killed by {number.name}" in caplog.text
+        assert compiler.describe()["process_id"] != first
+        assert not death.exists()
 
 
 async def test_who_comes_behind_a_death_is_not_blamed(compiler):
     """Nobody has noticed it yet."""
     for i in range(2):
         await compiler.compile(GrammarSource("regex", f"before{i}"))
-        os.kill(compiler._process.pid, signal.SIGKILL)
+        kill(compiler)
         assert await compiler.compile(GrammarSource("regex", f"behind{i}"))
 
 
-async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(compiler, monkeypatch):
-    started = []
-    start = GrammarCompiler._start
-
-    async def start_and_kill(self):
-        process = await start(self)
-        assert process is not None
-        started.append(process.pid)
-        os.kill(process.pid, signal.SIGKILL)
-        return process
-
-    monkeypatch.setattr(GrammarCompiler, "_start", start_and_kill)
-    with pytest.raises(CompilerBusyError, match="killed by SIGKILL"):
-        await compiler.compile(GOOD)
-    assert len(started) == 2
-    assert not compiler._cache
-    monkeypatch.undo()
-    assert await compiler.compile(GOOD)
+async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(monkeypatch, tmp_path, caplog):
+    death = tmp_path / "death"
+    death.write_text(f"{int(signal.SIGKILL)} always ")
+    monkeypatch.setenv("DEATH", str(death))
+    async with opened(dying_compiler.__name__) as compiler:
+        with pytest.raises(CompilerBusyError, match="killed by SIGKILL"):
+            await compiler.compile(FATAL)
+        assert caplog.text.count("the process that compiles grammars ended") == 2
+        assert compiler.describe()["num_cached_grammars"] == 0
+        death.unlink()
+        assert await compiler.compile(FATAL)
 
 
 async def test_a_limit_is_named(compiler):
-    with pytest.raises(FieldError, match="stack of 4 MiB"):
-        await compiler.compile_structured_output(HOSTILE["overflows the stack"])
-    assert [bool(error) for _, error in compiler._cache.values()] == [True]
+    for _ in range(2):
+        with pytest.raises(FieldError, match="stack of 4 MiB"):
+            await compiler.compile_structured_output(HOSTILE["overflows the stack"])
+    assert compiler.describe()["num_compiled"] == 1
 
 
-async def test_an_answer_beyond_bounds_is_not_mixed_up_with_the_next(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 2**12)
-    with pytest.raises(GrammarError, match="too complex"):
-        await compiler.compile(GrammarSource("regex", "x" * 2**13))
-    assert "next" in await compiler.compile(GrammarSource("regex", "next"))
+async def test_an_answer_beyond_bounds_is_not_mixed_up_with_the_next():
+    async with opened(max_answer_bytes=2**12) as compiler:
+        with pytest.raises(GrammarError, match="too complex"):
+            await compiler.compile(GrammarSource("regex", "x" * 2**13))
+        assert "next" in await compiler.compile(GrammarSource("regex", "next"))
 
 
 @pytest.mark.parametrize(
     ("error", "told"),
     [(MemoryError(), "1024 MiB"), (ValueError("odd"), "odd"), (BaseException("panic"), "panic")],
 )
-def test_whatever_the_library_raises_is_an_answer(monkeypatch, error, told):
+def test_whatever_the_library_raises_is_an_answer(error, told):
     def raises(*_):
         raise error
 
-    monkeypatch.setattr(compiler_process, "compile_grammar", raises)
-    grammar, reason = compiler_process.compile_or_error(["regex", "a"], None)
+    grammar, reason = compiler_process.compile_or_error(["regex", "a"], None, raises)
     assert grammar == ""
     assert told in reason
 
@@ -188,61 +219,72 @@ async def test_who_waits_when_it_is_closed_is_told(compiler):
         await waiting
 
 
-async def test_one_without_an_answer_is_given_up(compiler, monkeypatch):
-    await compiler.compile(GOOD)
-    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.1)
-    with pytest.raises(CompilerBusyError, match="no answer in"):
-        await compiler.compile(GrammarSource("lark", HANGS))
-    assert compiler._process is None
-    monkeypatch.undo()
-    assert GrammarSource("lark", HANGS) not in compiler._cache
-    assert await compiler.compile(GrammarSource("regex", "next"))
+async def test_one_without_an_answer_is_given_up():
+    async with opened(answer_seconds=0.5) as compiler:
+        with pytest.raises(CompilerBusyError, match=r"no answer in 0\.5 s"):
+            await compiler.compile(GrammarSource("lark", HANGS))
+        state = compiler.describe()
+        assert (state["process_id"], state["num_cached_grammars"]) == (None, 0)
+        assert await compiler.compile(GrammarSource("regex", "next"))
 
 
-async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler, monkeypatch):
-    asked = []
-    ask = GrammarCompiler._request
-
-    async def counted(self, source):
-        asked.append(source)
-        return await ask(self, source)
-
-    monkeypatch.setattr(GrammarCompiler, "_request", counted)
+async def test_one_grammar_is_compiled_once_for_all_that_wait(compiler):
     answers = await asyncio.gather(*(compiler.compile(GOOD) for _ in range(10)))
     assert len(set(answers)) == 1
-    assert asked == [GOOD]
+    assert compiler.describe()["num_compiled"] == 1
 
 
-async def test_those_that_wait_are_bounded(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_WAITING", 3)
+async def test_those_that_wait_are_bounded():
     sources = [GrammarSource("regex", f"b{{{i}}}") for i in range(1, 9)]
-    tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
-    answers = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(one, CompilerBusyError) for one in answers] == [False] * 3 + [True] * 5
-    assert await compiler.compile(sources[-1])
+    async with opened(max_waiting=3) as compiler:
+        tasks = [asyncio.create_task(compiler.compile(source)) for source in sources]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(one, CompilerBusyError) for one in answers] == [False] * 3 + [True] * 5
+        assert await compiler.compile(sources[-1])
 
 
-async def test_what_is_remembered_is_bounded(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_CACHED_GRAMMARS", 3)
-    for i in range(1, 6):
-        await compiler.compile(GrammarSource("regex", f"c{{{i}}}"))
-    assert [source.text for source in compiler._cache] == ["c{3}", "c{4}", "c{5}"]
-    await compiler.compile(GrammarSource("regex", "c{3}"))
-    await compiler.compile(GOOD)
-    assert [source.text for source in compiler._cache] == ["c{5}", "c{3}", "[a-z]+"]
-    monkeypatch.setattr(module, "MAX_CACHED_CHARACTERS", compiler._num_cached_characters)
-    await compiler.compile(GrammarSource("regex", "d" * 1000))
-    assert (
-        compiler._num_cached_characters <= module.MAX_CACHED_CHARACTERS or len(compiler._cache) == 0
-    )
+async def compiled_anew(compiler, *texts):
+    """Compile regular expressions; return those that were not remembered."""
+    anew = []
+    for text in texts:
+        before = compiler.describe()["num_compiled"]
+        await compiler.compile(GrammarSource("regex", text))
+        if compiler.describe()["num_compiled"] > before:
+            anew.append(text)
+    return anew
+
+
+async def test_the_grammars_used_last_are_remembered():
+    texts = [f"c{i}" for i in range(6)]
+    async with opened(max_cached_grammars=3) as compiler:
+        assert await compiled_anew(compiler, *texts) == texts
+        assert await compiled_anew(compiler, *texts[3:]) == []
+        # The least recently used one makes room.
+        assert await compiled_anew(compiler, "c3", "d") == ["d"]
+        assert compiler.describe()["num_cached_grammars"] == 3
+        assert await compiled_anew(compiler, "d", "c3", "c5") == []
+        assert await compiled_anew(compiler, "c4") == ["c4"]
+
+
+async def test_characters_that_are_remembered_are_bounded():
+    async with opened() as compiler:
+        await compiled_anew(compiler, "a{2}", "b{3}")
+        both = compiler.describe()["num_cached_characters"]
+    async with opened(max_cached_characters=both) as compiler:
+        await compiled_anew(compiler, "a{2}", "b{3}")
+        assert compiler.describe()["num_cached_grammars"] == 2
+        assert await compiled_anew(compiler, "c", "b{3}", "a{2}") == ["c", "a{2}"]
+        await compiled_anew(compiler, "d" * 1000)
+        state = compiler.describe()
+        assert (state["num_cached_grammars"], state["num_cached_characters"]) == (0, 0)
 
 
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(tmp_path):
     compiler = GrammarCompiler(tmp_path, VOCABULARY, (EOS,))
     with pytest.raises(CompilerBusyError, match="does not start"):
         await compiler.compile(GOOD)
-    assert not compiler._cache
-    assert compiler._process is None
+    state = compiler.describe()
+    assert (state["process_id"], state["num_cached_grammars"]) == (None, 0)
 
 
 async def test_a_model_without_an_end_has_no_grammars():

@@ -4,12 +4,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import cast
 
 import numpy as np
 import pytest
 
-from gllm.kv_transfer import source
 from gllm.kv_transfer.backend_names import check_backend_name
 from gllm.kv_transfer.backends.base import FetchTarget, KvBackend
 from gllm.kv_transfer.backends.mock import MockBackend
@@ -119,10 +117,12 @@ def test_blocks_that_are_revoked_before_the_last_byte_are_discarded(is_remote: b
     owner = CachedEngine(cut_layouts(1, 1))
     owner.listen()
     owner.serve(make_contents(10, seed=3), BLOCKS, 7)
-    receiver = CachedEngine(cut_layouts(1, 1), dial=dial_plain)
+    receiver = CachedEngine(
+        cut_layouts(1, 1),
+        dial=dial_plain,
+        create_backend=lambda name: RevokingBackend(make_backend(name)),
+    )
     sides.append(owner)
-    name = "tcp" if is_remote else "shm"
-    receiver.mover._backends[name] = RevokingBackend(make_backend(name))
     fetched = receiver.fetch(FetchKv(1, 7, owner.endpoint(is_remote), 0, 10, BLOCKS))
     assert not fetched.is_ok
     assert "did not keep the blocks until the end" in fetched.cause
@@ -232,7 +232,7 @@ def test_int8_on_the_wire_is_near_and_smaller() -> None:
 
 @pytest.mark.parametrize("gigabytes_per_second", [0.5, 25.0, 300.0])
 def test_mock_delay_is_kappa_times_length_over_bandwidth(
-    owner: CachedEngine, receiver: CachedEngine, gigabytes_per_second: float
+    owner: CachedEngine, gigabytes_per_second: float
 ) -> None:
     now = [0.0]
 
@@ -241,11 +241,12 @@ def test_mock_delay_is_kappa_times_length_over_bandwidth(
 
     rate = gigabytes_per_second * 1e3
     backend = MockBackend(make_backend("shm"), rate, clock=lambda: now[0], sleep=sleep)
-    receiver.mover._backends["shm"] = cast(KvBackend, backend)
+    receiver = CachedEngine(cut_layouts(1, 1), create_backend=lambda name: backend)
     fetched = receiver.fetch(FetchKv(1, 7, owner.endpoint(), 0, 10, BLOCKS))
     assert fetched.is_ok, fetched.cause
     kappa = receiver.pages[0].layout.bytes_per_token
     assert now[0] == pytest.approx(kappa * 10 / rate, rel=0.1)
+    receiver.mover.close()
 
 
 @pytest.mark.parametrize("name", ["infiniband", "mock:", "mock:-1", "mock:inf"])
@@ -311,9 +312,10 @@ def _is_open(connection: socket.socket) -> bool:
     return False
 
 
-def test_strangers_keep_no_reader_out(owner: CachedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_CONNECTIONS", 3)
+def test_strangers_keep_no_reader_out() -> None:
+    owner = CachedEngine(cut_layouts(1, 1), max_connections=3)
     with ExitStack() as stack:
+        stack.callback(owner.mover.close)
 
         def connect(address: str) -> socket.socket:
             own, other = socket.socketpair()

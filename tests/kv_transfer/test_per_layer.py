@@ -4,12 +4,11 @@ The owner's workers compute in the sleep of its mover: one layer each time the m
 """
 
 import time
-from collections.abc import Callable, Sized
-from typing import cast
+from collections.abc import Callable
+from itertools import product
 
 import pytest
 
-from gllm.kv_transfer.backends.base import KvBackend
 from gllm.kv_transfer.backends.mock import MockBackend
 from gllm.kv_transfer.backends.registry import make_backend
 from gllm.kv_transfer.pages import Bytes
@@ -78,9 +77,23 @@ def read_all(engine: CachedEngine) -> list[Bytes]:
     ]
 
 
-@pytest.mark.parametrize("is_remote", [False, True])
-@pytest.mark.parametrize("owner_cut", CUTS)
-@pytest.mark.parametrize("cut", CUTS)
+QUICK = {
+    ((1, 1), (1, 1), False),
+    ((2, 1), (1, 2), True),
+    ((1, 2), (2, 1), False),
+    ((2, 2), (1, 1), True),
+    ((1, 1), (2, 2), True),
+}
+"""Cuts of the owner and of the receiver, and True for two machines; test_pairs.py has all cuts."""
+
+
+@pytest.mark.parametrize(
+    ("owner_cut", "cut", "is_remote"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
+        for case in product(CUTS, CUTS, [False, True])
+    ],
+)
 def test_both_modes_give_identical_bytes(
     owner_cut: tuple[int, int], cut: tuple[int, int], is_remote: bool
 ) -> None:
@@ -102,8 +115,8 @@ def test_both_modes_give_identical_bytes(
 def measure_visible_seconds(num_tokens: int, threshold: int, layer_transfer: float) -> float:
     """Return the time from the end of the prefill to the end of the fetch, on a mock link."""
     owner = ComputingEngine((1, 1), num_tokens)
-    receiver = CachedEngine(cut_layouts(1, 1, block_size=6))
-    layer_bytes = receiver.pages[0].layout.bytes_per_token * num_tokens // NUM_LAYERS
+    (layout,) = layouts = cut_layouts(1, 1, block_size=6)
+    layer_bytes = layout.bytes_per_token * num_tokens // NUM_LAYERS
 
     def sleep(seconds: float) -> None:
         owner.now += seconds
@@ -111,15 +124,15 @@ def measure_visible_seconds(num_tokens: int, threshold: int, layer_transfer: flo
     backend = MockBackend(
         make_backend("shm"), layer_bytes / layer_transfer, clock=lambda: owner.now, sleep=sleep
     )
-    receiver.mover._backends["shm"] = cast(KvBackend, backend)
+    receiver = CachedEngine(layouts, create_backend=lambda name: backend)
 
     def await_copies(num_computed: int) -> None:
         """Wait until the receiver has copied all layers: the clock stands still meanwhile."""
         end = time.monotonic() + WAIT_SECONDS
-        for fetch in receiver.mover._fetches.values():
-            while fetch.num_bytes < num_computed * layer_bytes:
-                assert time.monotonic() < end
-                time.sleep(0.001)
+        mover, num_bytes = receiver.mover, num_computed * layer_bytes
+        while mover.num_fetches and mover.num_fetched_bytes < num_bytes:
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
     owner.on_layer = await_copies
     mode = TransferModePolicy(threshold).choose(num_tokens)
@@ -149,10 +162,10 @@ def test_slow_links_send_while_the_owner_computes() -> None:
     assert visible == pytest.approx((2.5 * NUM_LAYERS + 1 - NUM_LAYERS) * LAYER_SECONDS)
 
 
-def await_no(entries: Sized) -> None:
-    """Wait until other threads have removed all entries."""
+def await_none(count: Callable[[], int]) -> None:
+    """Wait until other threads have ended all that is counted."""
     end = time.monotonic() + WAIT_SECONDS
-    while entries:
+    while count():
         assert time.monotonic() < end
         time.sleep(0.001)
 
@@ -169,8 +182,8 @@ def run_failing(is_remote: bool, fail: Callable[[ComputingEngine, CachedEngine],
     owner.on_layer = on_layer
     fetched = receiver.fetch(fetch_command(20, owner.endpoint(is_remote), TransferMode.PER_LAYER))
     assert not fetched.is_ok
-    await_no(receiver.mover._fetches)
-    await_no(owner.mover._source._readers)
+    await_none(lambda: receiver.mover.num_fetches)
+    await_none(lambda: owner.mover.num_readers)
     for engine in (owner, receiver):
         engine.mover.close()
     return fetched.cause
@@ -199,7 +212,7 @@ def test_cancelled_fetch_ends_at_both_sides(is_remote: bool) -> None:
         receiver.mover.handle(CancelKvFetch(1))
         # No layer follows. The owner sees the end of the connection when it sends again.
         owner.num_computed = NUM_LAYERS
-        await_no(receiver.mover._fetches)
+        await_none(lambda: receiver.mover.num_fetches)
 
     assert run_failing(is_remote, cancel) == "the fetch was cancelled"
 

@@ -102,4 +102,4 @@ def test_gates_agree_on_what_is_ready(batches: list[int]) -> None:
             gate.wait_for_part(index)
             receiver.wait_for_part(index)
             assert index < num_computed
-            assert gate._num_ready == receiver._num_ready == num_computed
+            assert gate.num_ready == receiver.num_ready == num_computed

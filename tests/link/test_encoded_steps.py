@@ -51,7 +51,7 @@ class SizedChunks:
         return Chunk(0, min(self.num_bytes, waiting[0].remaining_bytes))
 
 
-@settings(max_examples=num_examples(15, 300))
+@settings(max_examples=num_examples(8, 300))
 @given(st.integers(60, 5000), st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_encoded_steps_pass_from_ring_to_ring(chunk_bytes: int, steps: list[int]) -> None:
     """A step of no tokens has failed."""
@@ -99,6 +99,7 @@ def test_other_encoding_is_refused_with_both_names() -> None:
         assert "give all machines the same" in lost.cause
 
 
+@pytest.mark.full
 def test_formats_that_differ_are_refused() -> None:
     with Mover("head", encoding="int8") as source, Mover("other", encoding="int8") as target:
         sent, received = connect(source, target)

@@ -54,7 +54,7 @@ def test_int8_halves_the_bytes(hidden_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@settings(max_examples=num_examples(60, 2000))
+@settings(max_examples=num_examples(25, 2000))
 @given(data=st.data())
 def test_int8_errors_are_half_a_level(dtype: torch.dtype, data: st.DataObject) -> None:
     largest = torch.finfo(dtype).max
@@ -114,7 +114,7 @@ def test_rows_can_be_decoded_as_they_arrive(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@settings(max_examples=num_examples(60, 2000))
+@settings(max_examples=num_examples(25, 2000))
 @given(data=st.binary(min_size=20, max_size=20))
 def test_any_bytes_can_be_decoded(dtype: torch.dtype, data: bytes) -> None:
     received = torch.zeros(2, 8, dtype=dtype)

@@ -12,7 +12,7 @@ from tests.support.network.proxies import Proxy
 NUM_TOKENS, NUM_STEPS = 16, 8
 
 
-@pytest.mark.parametrize("has_tls", [True, False])
+@pytest.mark.parametrize("has_tls", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_only_without_tls_are_activations_readable(has_tls: bool) -> None:
     """A relay between two data movers keeps all bytes of their connection."""
     with Mover("head", has_tls) as source, Mover("other", has_tls) as target:

@@ -33,6 +33,7 @@ from gllm.transport.base import EdgeLayout
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
 from tests.support.examples import num_examples
 from tests.support.network.mover_processes import Files, payload_of, write_step
+from tests.support.network.records import replaced
 
 LAYOUT = EdgeLayout(slots=3, max_tokens=4, hidden_size=6, itemsize=4)
 NAME = EdgeName(2**64 - 1, 2**32 - 1, 2**16 - 1)
@@ -64,8 +65,8 @@ def test_any_bytes_are_a_header_or_an_error(data: bytes, has_magic: bool) -> Non
 def test_other_frames_are_limited_and_name_no_slot(frame_class: FrameClass) -> None:
     header = FrameHeader(frame_class, *NAME, 0, 0, 0, 0, MAX_BYTES[frame_class])
     assert unpack_frame(header.pack()) == header
-    longer = header._replace(length=header.length + 1)
-    for invalid in (longer, header._replace(slot=1), header._replace(step=1)):
+    longer = replaced(header, length=header.length + 1)
+    for invalid in (longer, replaced(header, slot=1), replaced(header, step=1)):
         with pytest.raises(FrameError, match=frame_class.name):
             unpack_frame(invalid.pack())
 
@@ -74,8 +75,7 @@ def test_other_frames_are_limited_and_name_no_slot(frame_class: FrameClass) -> N
 def test_a_frame_of_another_edge_is_named(field: str) -> None:
     header = FrameHeader(FrameClass.ACTIVATIONS, *NAME, 0, 0, 0, 0, 0)
     assert NAME.find_difference(header) == ""
-    changed = FrameHeader(**{**header._asdict(), field: 1})
-    assert field in NAME.find_difference(changed)
+    assert field in NAME.find_difference(replaced(header, **{field: 1}))
 
 
 @given(st.binary(max_size=64))
@@ -115,7 +115,7 @@ def chunk_of(source: Ring, step: int) -> LinkChunk:
     return chunk
 
 
-@settings(max_examples=num_examples(20, 500))
+@settings(max_examples=num_examples(10, 500))
 @given(st.lists(st.tuples(st.integers(0, 4), st.text(max_size=20)), max_size=12))
 def test_steps_pass_from_ring_to_ring(steps: list[tuple[int, str]]) -> None:
     ends = Files(), Files()
@@ -191,7 +191,7 @@ HEADS = st.builds(
 
 
 @pytest.mark.parametrize("encoding", [None, Int8Encoding()])
-@settings(max_examples=num_examples(100, 5000))
+@settings(max_examples=num_examples(40, 5000))
 @given(st.lists(st.tuples(st.fixed_dictionaries(FIELDS), HEADS), min_size=1, max_size=8))
 def test_frames_write_within_their_slot_or_not_at_all(
     encoding: LinkEncoding | None, frames: list

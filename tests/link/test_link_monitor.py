@@ -17,6 +17,7 @@ from gllm.link.link_monitor import (
 )
 from gllm.link.tcp import SO_MAX_PACING_RATE, TCP_NOTSENT_LOWAT, TcpInfo
 from gllm.pacing.send_rate import DRAIN_SHARE, MIN_UNSENT_BYTES, PACING_SHARE, TRIAL_SHARE
+from tests.support.network.records import replaced
 
 SEGMENT = 1448
 RATE = 5e6
@@ -63,7 +64,8 @@ class Course:
         while self.now < end:
             self.now += 1.01 * SAMPLE_SECONDS
             num_delivered += rate * 1.01 * SAMPLE_SECONDS / SEGMENT
-            self.connection.info = self.connection.info._replace(
+            self.connection.info = replaced(
+                self.connection.info,
                 bytes_per_second=kernel_rate,
                 round_trip_seconds=round_trip,
                 num_delivered=round(num_delivered),
@@ -72,6 +74,11 @@ class Course:
             )
             self.monitor.check_supply()
             self.monitor.observe(self.now, is_busy, has_prefill=is_busy)
+
+    def fall_silent(self) -> None:
+        """Deliver all that was sent, and send no more."""
+        info = self.connection.info
+        self.connection.info = replaced(info, unacknowledged_bytes=0, unsent_bytes=0)
 
 
 def test_prefills_are_paced_once_the_link_is_known() -> None:
@@ -142,7 +149,9 @@ def test_only_silence_is_probed_and_once_until_the_answer() -> None:
     course.send(2)
     assert not monitor.should_probe(course.now)
     assert 0 <= monitor.seconds_to_sample(course.now) <= SAMPLE_SECONDS
-    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0, unsent_bytes=0)
+    course.connection.info = replaced(
+        course.connection.info, unacknowledged_bytes=0, unsent_bytes=0
+    )
     begin = course.now
     monitor.observe(begin + 2 * SAMPLE_SECONDS, is_busy=False, has_prefill=False)
     wait = monitor.seconds_to_sample(begin + 2 * SAMPLE_SECONDS)
@@ -160,7 +169,9 @@ def test_a_connection_that_carries_steps_stays_warm() -> None:
     course = Course()
     course.send(2)
     course.send(2, round_trip=0.1)
-    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0, unsent_bytes=0)
+    course.connection.info = replaced(
+        course.connection.info, unacknowledged_bytes=0, unsent_bytes=0
+    )
     monitor, begin = course.monitor, course.now
 
     def probes(since: float, until: float) -> int:
@@ -186,7 +197,9 @@ def test_slow_links_and_plain_connections_are_probed_seldom(is_shaped: bool, rat
     course.send(2, rate)
     course.send(2, rate, round_trip=0.1)
     assert course.monitor.estimator.bytes_per_second == pytest.approx(rate, rel=0.05)
-    course.connection.info = course.connection.info._replace(unacknowledged_bytes=0, unsent_bytes=0)
+    course.connection.info = replaced(
+        course.connection.info, unacknowledged_bytes=0, unsent_bytes=0
+    )
     course.monitor.observe(course.now + 0.05, is_busy=False, has_prefill=False)
     assert not course.monitor.should_probe(course.now + 0.9)
     assert course.monitor.should_probe(course.now + 1.1)

@@ -90,7 +90,11 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     ("has_tls", "target_dials", "num_lanes"),
-    [(True, True, 2), (False, False, 1), pytest.param(True, False, 2, marks=LONG)],
+    [
+        (True, True, 2),
+        pytest.param(False, False, 1, marks=pytest.mark.full),
+        pytest.param(True, False, 2, marks=LONG),
+    ],
 )
 def test_connections_that_are_reset_lose_no_step(
     has_tls: bool, target_dials: bool, num_lanes: int
@@ -101,9 +105,9 @@ def test_connections_that_are_reset_lose_no_step(
         files = connect(
             source, target, target_dials=target_dials, address=proxy.address, num_lanes=num_lanes
         )
-        streams = [Stream(files, 600, lane) for lane in range(num_lanes)]
+        streams = [Stream(files, 300, lane) for lane in range(num_lanes)]
         for cut in range(5):
-            streams[-1].wait_until(100 * cut + order.randrange(80))
+            streams[-1].wait_until(50 * cut + order.randrange(40))
             proxy.reset()
         for stream in streams:
             stream.wait()
@@ -149,7 +153,7 @@ def test_connection_that_goes_silent_is_replaced() -> None:
 def test_an_edge_that_stays_disconnected_is_lost_and_can_come_back() -> None:
     with movers(True, node_timeout=0.25) as (source, target):
         proxy = Proxy(target.port)
-        stream = Stream(connect(source, target, address=proxy.address), 1500)
+        stream = Stream(connect(source, target, address=proxy.address), 500)
         stream.wait_until(10)
         proxy.close()
         for mover in (source, target):

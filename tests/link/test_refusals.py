@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-import gllm.link.connection as link_connection
 from gllm.link.commands import LinkEdgeLost, LinkIdentity, LinkPeer, LinkReport, OpenLinkEdge
+from gllm.link.connection import HANDSHAKE_SECONDS, FrameConnection, receive_answer
 from gllm.link.frames import (
     FRAME,
     EdgeAnswer,
@@ -34,6 +34,7 @@ from tests.support.network.mover_processes import (
     read_step,
     write_step,
 )
+from tests.support.network.records import replaced
 
 NAME = EdgeName(RUN, 1, 3)
 HELLO_BYTES = NAME.header(FrameClass.HELLO, b"")[:4]
@@ -98,10 +99,10 @@ def open_edge(mover: Mover) -> socket.socket:
 
 
 OTHER_EDGES = [
-    (NAME._replace(run=5), None, "its run is 5, here is run 77"),
-    (NAME._replace(generation=0), None, "edge 3 of generation 0 is not open here"),
-    (NAME._replace(generation=2), None, "edge 3 of generation 2 is not open here"),
-    (NAME._replace(edge=4), None, "edge 4 of generation 1 is not open here"),
+    (replaced(NAME, run=5), None, "its run is 5, here is run 77"),
+    (replaced(NAME, generation=0), None, "edge 3 of generation 0 is not open here"),
+    (replaced(NAME, generation=2), None, "edge 3 of generation 2 is not open here"),
+    (replaced(NAME, edge=4), None, "edge 4 of generation 1 is not open here"),
     (NAME, EdgeHello("stranger", "other", True), "stranger expects other, but this is other"),
     (NAME, EdgeHello("head", "third", True), "head expects third, but this is other"),
     (NAME, EdgeHello("head", "other", False), "both ends have the same part"),
@@ -134,7 +135,8 @@ def refused_frames() -> list[bytes]:
 
     def frame(payload: bytes = head, **fields: int) -> bytes:
         values = {"lane": 0, "slot": 0, "step": 0, "offset": 0, "length": len(payload), **fields}
-        name = NAME._replace(**{key: values.pop(key) for key in NAME._fields if key in values})
+        names = ("run", "generation", "edge")
+        name = replaced(NAME, **{key: values.pop(key) for key in names if key in values})
         return FrameHeader(FrameClass.ACTIVATIONS, *name, **values).pack() + payload
 
     return [
@@ -204,7 +206,7 @@ def send_malformed(port: int, count: int, source: str) -> None:
                 connection.recv(1)
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=LONG)])
+@pytest.mark.parametrize("count", [400, pytest.param(100_000, marks=LONG)])
 def test_malformed_first_frames_are_all_counted(plain_mover: Mover, count: int) -> None:
     files, sources = open_receiver(plain_mover), [f"127.0.0.{number}" for number in range(2, 6)]
     share = count // len(sources)
@@ -229,7 +231,7 @@ def test_malformed_first_frames_are_all_counted(plain_mover: Mover, count: int) 
     ("has_tls", "begin"),
     [
         (True, b"\x16\x03\x01\x3f\xff\x01\x00\x3f\xfb\x03\x03"),
-        (False, HELLO_BYTES),
+        pytest.param(False, HELLO_BYTES, marks=pytest.mark.full),
         pytest.param(True, b"", marks=LONG),
         pytest.param(False, b"", marks=LONG),
     ],
@@ -255,6 +257,7 @@ def test_a_stranger_who_sends_before_the_handshake_costs_little(
             connection.close()
 
 
+@pytest.mark.full
 def test_many_silent_strangers_are_closed_and_members_get_through() -> None:
     with Mover("other") as mover, Mover("head") as peer:
         files = connect(peer, mover, edge=0)
@@ -289,6 +292,7 @@ def test_silent_strangers_push_out_nobody_of_another_address(plain_mover: Mover)
             stranger.close()
 
 
+@pytest.mark.full
 def test_a_member_with_an_invalid_certificate_keeps_nobody_out() -> None:
     with Mover("head") as source, Mover("other") as target:
         broken = LinkPeer("broken", "", b"no certificate")
@@ -311,7 +315,13 @@ def serve_answers(listening: socket.socket, resume: bytes, count: list[int]) -> 
                         pass
 
 
-@pytest.mark.parametrize("resume", [b"\xc1", encode_payload(EdgeResume([], -1))])
+@pytest.mark.parametrize(
+    "resume",
+    [
+        pytest.param(b"\xc1", marks=pytest.mark.full, id="no message"),
+        pytest.param(encode_payload(EdgeResume([], -1)), id="no step"),
+    ],
+)
 def test_a_member_whose_first_frames_are_invalid_is_dialed_with_pauses(resume: bytes) -> None:
     count = [0]
     with (
@@ -328,16 +338,18 @@ def test_a_member_whose_first_frames_are_invalid_is_dialed_with_pauses(resume: b
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def test_the_rest_of_a_first_frame_is_not_awaited_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_connection, "HANDSHAKE_SECONDS", 0.05)
+def test_the_rest_of_a_first_frame_is_not_awaited_forever() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         socket.create_connection(listening.getsockname()) as own,
         listening.accept()[0] as other,
     ):
         other.sendall(NAME.header(FrameClass.ANSWER, b"answer")[:-1])
+        connection = FrameConnection(own)
+        assert connection.payload_timeout == HANDSHAKE_SECONDS
+        connection.payload_timeout = 0.05
         with pytest.raises(TimeoutError):
-            link_connection.receive_answer(link_connection.FrameConnection(own))
+            receive_answer(connection)
 
 
 def expect_loss(mover: Mover, text: str) -> None:

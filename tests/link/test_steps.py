@@ -44,7 +44,7 @@ def move_steps(source: Ring, target: Ring, first: int, count: int, seed: int) ->
     ("has_tls", "target_dials"),
     [
         (True, False),
-        (False, True),
+        pytest.param(False, True, marks=pytest.mark.full),
         pytest.param(True, True, marks=pytest.mark.long),
         pytest.param(False, False, marks=pytest.mark.long),
     ],

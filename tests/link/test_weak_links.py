@@ -163,6 +163,7 @@ def error_of(link: LinkState, rate: float) -> float:
     return abs(link.bytes_per_second / (rate / 8 * PAYLOAD_SHARE) - 1)
 
 
+@pytest.mark.full
 def test_nothing_waits_for_a_round_trip_and_silence_costs_little() -> None:
     """A step of an idle pipeline arrives after one delay; probes measure the round trip."""
     with weak_link() as link:

@@ -32,7 +32,7 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=num_examples(150, 2000), deadline=None)
+@settings(max_examples=num_examples(50, 2000), deadline=None)
 @given(data=st.data())
 def test_random_ids(kind, data):
     tokenizer = KINDS[kind]
@@ -41,7 +41,7 @@ def test_random_ids(kind, data):
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
-@settings(max_examples=num_examples(100, 2000), deadline=None)
+@settings(max_examples=num_examples(40, 2000), deadline=None)
 @given(text=st.text(max_size=30))
 def test_texts_are_never_cut_inside_a_character(kind, text):
     tokenizer = KINDS[kind]
@@ -52,7 +52,7 @@ def test_texts_are_never_cut_inside_a_character(kind, text):
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=num_examples(100, 2000), deadline=None)
+@settings(max_examples=num_examples(40, 2000), deadline=None)
 @given(data=st.data())
 def test_cuts_do_not_matter(data):
     tokenizer = KINDS["byte-level"]
@@ -98,7 +98,7 @@ def test_unfinished_stop_string_is_shown_at_the_end():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=num_examples(60, 1000), deadline=None)
+@settings(max_examples=num_examples(30, 1000), deadline=None)
 @given(data=st.data())
 def test_special_tokens_are_shown_where_asked(kind, data):
     tokenizer = KINDS[kind]

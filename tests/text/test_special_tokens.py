@@ -78,7 +78,7 @@ def control(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
 harmless = st.text(st.sampled_from('aé <|imend_s>/[]{}"\\\n🎉好0'), max_size=12)
 
 
-@settings(max_examples=num_examples(50, 1000), deadline=None)
+@settings(max_examples=num_examples(25, 1000), deadline=None)
 @given(texts=st.lists(harmless, min_size=1, max_size=3))
 def test_texts_without_special_tokens_are_encoded_as_ever(tokenizer, texts):
     """Whether or not they take the way of marked text."""
@@ -128,7 +128,7 @@ def arguments(name: str, value: str, escaped: bool) -> str:
     return text.replace("<", "\\u003c") if escaped else text
 
 
-@settings(max_examples=num_examples(50, 1000), deadline=None)
+@settings(max_examples=num_examples(25, 1000), deadline=None)
 @given(st.lists(tricky, min_size=7, max_size=7), st.booleans())
 def test_no_text_of_a_request_makes_a_control_token(tokenizer, texts, escaped):
     function = {"name": "f", "arguments": arguments(texts[2], texts[3], escaped)}
@@ -191,7 +191,6 @@ def test_thousands_of_special_tokens_and_a_long_text():
     backend.add_special_tokens([f"<unused{i}>" for i in range(7000)])
     special = Tokenizer(backend).special_token_marker
     text = "<unused12" * 20_000 + "<unused12>" + "y" * 100_000 + "<unused6999>"
-    assert [text[begin:end] for begin, end in special._find(text)] == ["<unused12>", "<unused6999>"]
     assert special.mark(text, "#") == text.replace("12>", "#12>").replace("9>", "9>").replace(
         "<unused#12>", "<#unused12>"
     ).replace("<unused6999>", "<#unused6999>")

@@ -21,7 +21,7 @@ def plainly(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=num_examples(600, 10000), deadline=None)
+@settings(max_examples=num_examples(200, 10000), deadline=None)
 @given(
     text=st.text("aab", max_size=30),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
@@ -57,7 +57,7 @@ def test_first_to_be_complete_wins_and_releases_what_the_other_held():
     assert matcher.push("cd") == ("a", "bc")
 
 
-@settings(max_examples=num_examples(200, 3000), deadline=None)
+@settings(max_examples=num_examples(80, 3000), deadline=None)
 @given(
     text=st.lists(st.sampled_from(["a", "aab", "b" * 9, "a" * 40, "ab" * 20]), max_size=12),
     stops=st.lists(st.text("ab", min_size=15, max_size=60), max_size=3),
@@ -77,13 +77,6 @@ def test_long_stops_that_nearly_match(text, stops, size):
 
 def test_choices_share_what_is_prepared():
     """The largest stop strings: memory and comparisons do not grow with their length."""
-    stops = StopStrings(
-        ["a" * (MAX_STOP_CHARACTERS - 1) + chr(66 + i) for i in range(MAX_STOP_STRINGS)]
-    )
-    tracemalloc.start()
-    matchers = [StopMatcher(stops) for _ in range(128)]
-    assert tracemalloc.get_traced_memory()[0] < 128 * 1024
-    tracemalloc.stop()
     calls = 0
 
     class Counted(str):
@@ -92,11 +85,16 @@ def test_choices_share_what_is_prepared():
             calls += 1
             return super().startswith(*tail)
 
-    stops._by_first = {char: tuple(map(Counted, group)) for char, group in stops._by_first.items()}
+    longest = "a" * (MAX_STOP_CHARACTERS - 1)
+    stops = StopStrings([Counted(longest + chr(66 + i)) for i in range(MAX_STOP_STRINGS)])
+    tracemalloc.start()
+    matchers = [StopMatcher(stops) for _ in range(128)]
+    assert tracemalloc.get_traced_memory()[0] < 128 * 1024
+    tracemalloc.stop()
     matcher, text = matchers[0], ("a" * 500 + "b") * 20
     shown = "".join(matcher.push(char)[0] for char in text) + matcher.finish()
     assert shown == text
-    assert calls <= 2 * MAX_STOP_STRINGS * len(text)
+    assert 0 < calls <= 2 * MAX_STOP_STRINGS * len(text)
 
 
 def test_no_stops():

@@ -4,7 +4,6 @@ import queue
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from gllm.transport.base import EdgeClosedError, EdgeLayout, StepFailedError, TransportError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.host_staging import HostStagingReceiver, HostStagingSender
-from tests.support.gpu.fake_streams import FakeQueues
+from tests.support.gpu.fake_streams import FakeEvent, FakeQueues
 
 SHAPE = EdgeLayout(slots=3, max_tokens=8, hidden_size=5, itemsize=4)
 STEPS = 9
@@ -76,17 +75,20 @@ def test_the_receiver_is_not_woken_too_early(edge: Edge) -> None:
 def test_a_copy_that_fails_is_reported(edge: Edge) -> None:
     """By the thread that would have woken the receiver."""
     reported: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    with FakeQueues() as queues:
+
+    class LostEvent(FakeEvent):
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    class LostQueues(FakeQueues):
+        def event(self, timed: bool = False) -> FakeEvent:
+            return LostEvent(self)
+
+    with LostQueues() as queues:
         stream = queues.stream()
         ends = edge.descriptors, SHAPE, torch.float32, queues, stream
         sender = HostStagingSender(*ends, on_error=reported.put)
-
-        class Lost:
-            def synchronize(self) -> None:
-                raise RuntimeError("an illegal memory access was encountered")
-
-        lost: Any = Lost()
-        sender._sent.put((0, 4, lost))
+        sender.send(0, queues.zeros((4, 5), torch.float32))
         assert "illegal memory" in str(reported.get(timeout=60))
         assert queues.bound == {"host-staging"}
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import distributed
 
 from gllm.kernels.all_reduce import GroupClosedError
-from gllm.transport import device_group, nccl
+from gllm.transport import nccl
 from gllm.transport.base import TransportError
 from gllm.transport.device_group import DeviceRankGroup
 from gllm.transport.nccl_group import NcclRankGroup
@@ -131,10 +131,26 @@ def worked(
 CASES = [("nccl", False), ("nccl", True), ("staged", False)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6))]
+)
 @pytest.mark.parametrize(("kind", "captured"), CASES)
 def test_any_order_gives_the_collectives(kind: str, captured: bool, seed: int) -> None:
     assert worked(seed, kind, captured)[0] == [expected(rank) for rank in range(RANKS)]
+
+
+def waits_of(kind: str) -> set[str]:
+    """Return the places in the groups' files that wait."""
+    return {wait for wait in worked(0, kind)[1] if "_group.py" in wait and "test_" not in wait}
+
+
+WAITS = {"nccl": 5, "staged": 2}
+"""Number of places that wait, by kind of group."""
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_every_wait_is_there(kind: str) -> None:
+    assert len(waits_of(kind)) == WAITS[kind]
 
 
 def work_often(kind: str, wait: str, captured: bool = False) -> None:
@@ -149,17 +165,17 @@ def goes_wrong(seed: int, kind: str, wait: str) -> bool:
         return True
 
 
-@pytest.mark.parametrize(("kind", "count"), [("nccl", 5), ("staged", 2)])
-def test_no_wait_can_be_spared(kind: str, count: int) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("kind", WAITS)
+def test_no_wait_can_be_spared(kind: str) -> None:
     """Clocks miss it, and so do numbers."""
-    waits = {wait for wait in worked(0, kind)[1] if "_group.py" in wait and "test_" not in wait}
-    assert len(waits) == count
-    for wait in waits:
+    for wait in waits_of(kind):
         with pytest.raises(Race):
             work_often(kind, wait)
         assert any(goes_wrong(seed, kind, wait) for seed in range(40)), wait
 
 
+@pytest.mark.full
 def test_no_wait_of_a_graph_can_be_spared() -> None:
     """What is not joined does not end with the graph."""
     waits = {wait for wait in worked(0, captured=True)[1] if wait.startswith("nccl_group.py")}
@@ -187,32 +203,53 @@ def test_ranks_that_call_different_collectives_are_found() -> None:
         turns.run([partial(one, rank) for rank in range(2)])
 
 
+class Wire:
+    """A communicator that is only aborted."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.is_aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.is_aborted.set()
+
+
+class Alone:
+    """A group of one rank."""
+
+    def __init__(self, device: Any, **options: Any) -> None:
+        self.host = fake_host_groups(1, Turns(0))[0]
+        self.wire = Wire()
+        self.faults: list[BaseException] = []
+        options |= {"on_error": self.faults.append, "in_background": False}
+        self.group = NcclRankGroup(self.host, cast(Any, self.wire), device, device, **options)
+
+    @property
+    def is_host_cancelled(self) -> bool:
+        """Whether the groups in host memory are cancelled."""
+        layers, head = self.host
+        assert isinstance(layers, FakeHostGroup)
+        assert isinstance(head, FakeHostGroup)
+        return layers.is_cancelled and head.is_cancelled
+
+
 @contextmanager
-def alone(**options: Any) -> Iterator[tuple[NcclRankGroup, Any, list[BaseException]]]:
-    """A group of one rank on a device that does everything at once."""
-
-    class Wire:
-        aborts = 0
-
-        def abort(self) -> None:
-            self.aborts += 1
-
-    host = fake_host_groups(1, Turns(0))[0]
-    wire: Any = Wire()
-    device: Any = DirectQueues()
-    faults: list[BaseException] = []
-    group = NcclRankGroup(host, wire, device, device, faults.append, in_background=False)
-    yield group, wire, faults
-    group.close()
-    assert wire.aborts == 1
+def alone(device: Any = None, **options: Any) -> Iterator[Alone]:
+    """A group of one rank, by default on a device that does everything at once."""
+    made = Alone(DirectQueues() if device is None else device, **options)
+    yield made
+    made.group.close()
+    assert made.wire.aborts == 1
 
 
 def test_a_cancelled_group_ends_its_collectives_and_takes_no_more() -> None:
-    with alone() as (group, wire, faults):
+    with alone() as rank:
+        group = rank.group
         group.cancel()
         group.cancel()
-        group._aborting.wait()
-        assert wire.aborts == 1
+        assert rank.wire.is_aborted.wait(60)
+        assert rank.wire.aborts == 1
         for call in (
             lambda: group.sum(torch.ones(1, 1), None, torch.float32),
             lambda: group.maximum(torch.ones(1)),
@@ -222,49 +259,45 @@ def test_a_cancelled_group_ends_its_collectives_and_takes_no_more() -> None:
         ):
             with pytest.raises(GroupClosedError):
                 call()
-        host = group._host
-        assert isinstance(host.layers, FakeHostGroup)
-        assert isinstance(host.head, FakeHostGroup)
-        assert host.layers.is_cancelled
-        assert host.head.is_cancelled
-        assert faults == []
+        assert rank.is_host_cancelled
+        assert rank.faults == []
 
 
 def test_a_launch_ends_before_its_collectives_are_aborted() -> None:
-    with alone() as (group, wire, _):
-        with group.launching():
-            thread = threading.Thread(target=group.cancel)
+    with alone(cancel_seconds=60.0) as rank:
+        with rank.group.launching():
+            thread = threading.Thread(target=rank.group.cancel)
             thread.start()
-            while not group._is_cancelled:
+            while not rank.is_host_cancelled:
                 time.sleep(0.001)
-            assert wire.aborts == 0
+            assert not rank.wire.is_aborted.wait(0.05)
         thread.join(60)
-        group._aborting.wait()
-        assert wire.aborts == 1
+        assert rank.wire.is_aborted.wait(60)
 
 
-def test_a_launch_behind_a_stuck_collective_delays_a_cancel_only_so_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_group, "CANCEL_SECONDS", 0.01)
-    with alone() as (group, wire, _), group.launching():
-        thread = threading.Thread(target=group.cancel)
+def test_a_launch_behind_a_stuck_collective_delays_a_cancel_only_so_long() -> None:
+    with alone(cancel_seconds=0.01) as rank, rank.group.launching():
+        thread = threading.Thread(target=rank.group.cancel)
         thread.start()
         thread.join(60)
-        group._aborting.wait()
-        assert wire.aborts == 1
+        assert rank.wire.is_aborted.wait(60)
 
 
-def test_a_step_that_does_not_end_cancels_the_group_and_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with alone() as (group, wire, faults):
-        monkeypatch.setattr(DirectQueues, "query", lambda self: False)
+class StuckQueues(DirectQueues):
+    """A device that reaches no event."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_step_that_does_not_end_cancels_the_group_and_is_named() -> None:
+    with alone(StuckQueues()) as rank:
+        group = rank.group
         group.end_step(3)
         group.monitor.check_transfers(time.monotonic() + nccl.TIMEOUT_SECONDS + 1)
-        group._aborting.wait()
-        assert wire.aborts == 1
-        assert [str(fault) for fault in faults] == ["the collectives of step 3 did not end in 60 s"]
+        assert rank.wire.is_aborted.wait(60)
+        expected = "the collectives of step 3 did not end in 60 s"
+        assert [str(fault) for fault in rank.faults] == [expected]
         with pytest.raises(TransportError, match="step 3"):
             group.end_step(4)
         with pytest.raises(GroupClosedError):

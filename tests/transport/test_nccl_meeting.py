@@ -71,10 +71,10 @@ def test_ranks_are_connected_once_a_first_sum_is_done() -> None:
     assert device.has_waited
 
 
-def connection_error(store: Any, create: Callable[..., Any], timeout: float) -> str:
+def connection_error(store: Any, create: Callable[..., Any], timeout: float, rank: int = 1) -> str:
     device: Any = Reached()
     with pytest.raises(TransportError) as caught:
-        connect(store, 1, 3, device, device, create, timeout)
+        connect(store, rank, 3, device, device, create, timeout)
     return str(caught.value)
 
 
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         text = connection_error(store, blocks, 0.05)
         assert text == "the ranks did not connect by NCCL in 0.05 s: rank 0, 2 of 3 is missing"
         for other in (0, 2):
-            store.set(nccl_group._key(other), "")
+            connection_error(store, blocks, 0.01, other)
         assert "all ranks have begun to; NCCL_DEBUG" in connection_error(store, blocks, 0.05)
     finally:
         release.set()

@@ -168,7 +168,6 @@ def test_waiting_for_another_machine_ends_when_the_edge_is_cancelled(
 )
 def test_workers_of_two_machines_open_the_same_transport(
     local: tuple[Edge, Edge],
-    monkeypatch: pytest.MonkeyPatch,
     default: str,
     is_trusted: bool,
     classes: tuple[type, type],
@@ -176,12 +175,6 @@ def test_workers_of_two_machines_open_the_same_transport(
     def gloo(store: Any, rank: int) -> Any:
         return distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
 
-    for end in (NcclSender.__init__, NcclReceiver.__init__):
-        changed = [
-            gloo if getattr(each, "__name__", "") == "create_nccl_group" else each
-            for each in end.__defaults__ or ()
-        ]
-        monkeypatch.setattr(end, "__defaults__", tuple(changed))
     queues: Any = HostQueues()
     device = None if default == "shared-memory" else (queues, queues)
 
@@ -189,7 +182,14 @@ def test_workers_of_two_machines_open_the_same_transport(
         incoming = local[1] if rank == RECEIVER_RANK else None
         outgoing = [local[0]] if rank == SENDER_RANK else []
         receivers, senders = open_edges(
-            incoming, outgoing, default, SHAPE, torch.float32, device, is_trusted=is_trusted
+            incoming,
+            outgoing,
+            default,
+            SHAPE,
+            torch.float32,
+            device,
+            is_trusted=is_trusted,
+            create_nccl_group=gloo,
         )
         return receivers[0] if receivers else senders[0][0]
 

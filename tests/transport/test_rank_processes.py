@@ -27,8 +27,16 @@ def run_trials(kernels: str, **options: float) -> list[dict[str, int]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("kernels", ["native", OFF])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "kernels"),
+    [
+        (2, "native"),
+        *(
+            pytest.param(ranks, kernels, marks=pytest.mark.full)
+            for ranks, kernels in ((4, "native"), (2, OFF), (4, OFF))
+        ),
+    ],
+)
 def test_results_under_random_delays_are_right(kernels: str, ranks: int) -> None:
     collectives = 600 if kernels == "native" else 200
     assert run_trials(kernels, ranks=ranks, collectives=collectives) == [{"done": ranks}]
@@ -39,10 +47,18 @@ def check_kills(trials: list[dict[str, int]], ranks: int) -> None:
     assert all(trial == {"killed": 1, "closed": ranks - 1} for trial in trials), trials
 
 
-@pytest.mark.parametrize("kernels", ["native", OFF])
-def test_a_killed_rank_leaves_a_clean_end(kernels: str) -> None:
-    trials = run_trials(kernels, ranks=3, collectives=10**6, kill=0.05, trials=8)
-    check_kills(trials, 3)
+@pytest.mark.parametrize(
+    ("kernels", "trials"),
+    [
+        ("native", 2),
+        pytest.param("native", 8, marks=pytest.mark.full),
+        pytest.param(OFF, 8, marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_rank_leaves_a_clean_end(kernels: str, trials: int) -> None:
+    ends = run_trials(kernels, ranks=3, collectives=10**6, kill=0.05, trials=trials)
+    assert len(ends) == trials
+    check_kills(ends, 3)
 
 
 @pytest.mark.long

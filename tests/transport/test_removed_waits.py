@@ -5,16 +5,19 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError, RankGroup
+from gllm.kernels.all_reduce import GroupClosedError, GroupMismatchError
 from gllm.kernels.native import library
+from gllm.kernels.native.builds import select_build
 from gllm.kernels.native.group_structures import (
     BarrierArguments,
     CancelArguments,
@@ -22,10 +25,10 @@ from gllm.kernels.native.group_structures import (
 )
 from gllm.kernels.native.library import KernelLibrary
 from gllm.kernels.native.program import record_kernels
-from gllm.transport.region import RegionLayout
-from gllm.transport.region_memory import PARTS, Collective, GroupMemory
-from gllm.transport.shared_region import SharedMemoryGroup
-from tests.kernels.test_all_reduce import open_ranks
+from gllm.transport.region import Region, RegionLayout, create_region
+from gllm.transport.region_memory import PARTS, Collective, GroupMemory, make_tag
+from gllm.transport.shared_region import SharedMemoryGroup, open_region_memory
+from tests.support.models.kernel_builds import using_build
 
 SOURCE = Path(library.__file__).with_name("all_reduce.cpp")
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -36,7 +39,6 @@ SLOW_SECONDS = 0.002
 """Time that the slow rank lets pass before it writes its part, and before it reads the other."""
 NOTICE_SECONDS = 0.8
 """Time after which a rank hangs: less than the longest sleep of one for which no bell rings."""
-REAL_LIBRARY = library.load_library()
 REMOVED = {
     "nothing": ("", ""),
     "the wait for the other ranks' parts": (
@@ -67,25 +69,28 @@ REMOVED = {
 class _ChangedLibrary(KernelLibrary):
     """A build of the kernels whose collectives are those of another source."""
 
-    def __init__(self, base: KernelLibrary, path: Path) -> None:
-        self._functions = dict(base._functions)
-        self._run = base._run
+    def __init__(self, base: Path, path: Path) -> None:
+        super().__init__(base)
         changed = ctypes.CDLL(str(path))
         names: dict[str, Any] = {
             "gllm_reduce": ReduceArguments,
             "gllm_barrier": BarrierArguments,
             "gllm_cancel": CancelArguments,
         }
+        self.changed = {}
         for name, arguments in names.items():
             function = changed[name]
             function.argtypes, function.restype = [ctypes.POINTER(arguments)], None
-            self._functions[arguments] = function
+            self.changed[arguments] = function
+
+    def function(self, arguments: ctypes.Structure) -> Any:
+        return self.changed.get(type(arguments)) or super().function(arguments)
 
 
 @pytest.fixture
-def removed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Use collectives without a wait of REMOVED; return its name."""
-    base = library.load_library()
+def removed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Use collectives without a wait of REMOVED; yield its name."""
+    base = select_build().path
     if COMPILER is None or base is None:
         pytest.skip("no compiler or no compiled kernels")
     name: str = request.param
@@ -96,31 +101,57 @@ def removed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     changed.write_text(source.replace(before, after, 1) if before else source)
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-psabi", f"-I{SOURCE.parent}"]
     subprocess.run([COMPILER, *flags, changed, "-o", target], check=True)
-    opened = _ChangedLibrary(base, target)
-    monkeypatch.setattr(library, "load_library", lambda: opened)
-    return name
+    with library.using_library(_ChangedLibrary(base, target)):
+        yield name
+
+
+class Rank:
+    """A rank's end of a group, and its memory."""
+
+    def __init__(self, region: Region, number: int) -> None:
+        self.memory = GroupMemory(open_region_memory(region.descriptors, number, 2, LAYOUT), 0)
+        self.group = SharedMemoryGroup(self.memory)
+        self.number = number
+
+    def part_of(self, rank: int, place: int) -> Tensor:
+        """Return the part of a rank in a place, [ROWS, WIDTH] float32."""
+        memory = self.memory.places[rank][place][: 4 * ROWS * WIDTH]
+        return memory.view(torch.float32).view(ROWS, WIDTH)
+
+    def finish_sum(self, place: int) -> None:
+        """Wait until both parts of a sum are in their place."""
+        tag, kernels = make_tag(Collective.SUM, place, ROWS, WIDTH), library.current_library()
+        if kernels is None:
+            self.memory.wait_at_barrier(place, tag)
+            return
+        kernels(BarrierArguments(self.memory.pointer, tag, place, False))
+        self.group.check()
 
 
 class Ranks:
     """Two ranks as threads, which end within `timeout` seconds unless a wake-up is missing."""
 
     def __init__(self, timeout: float) -> None:
-        self.groups = open_ranks(2, LAYOUT)
+        region = create_region("test-waits")
+        self.ranks = [Rank(region, number) for number in range(2)]
+        region.close()
         self.timeout = timeout
 
-    def run(self, function: Callable[[RankGroup], bool]) -> bool:
+    def run(self, function: Callable[[Rank], bool]) -> bool:
         """Return whether a function ends in time and is true on both ranks."""
         results: list[bool] = []
 
-        def run_one(group: RankGroup) -> None:
+        def run_one(rank: Rank) -> None:
             try:
-                results.append(function(group))
+                results.append(function(rank))
             except (GroupClosedError, GroupMismatchError):
                 results.append(False)
             if not results[-1]:
-                group.cancel()
+                rank.group.cancel()
 
-        threads = [threading.Thread(target=run_one, args=(group,)) for group in self.groups]
+        threads = [
+            threading.Thread(target=copy_context().run, args=(run_one, rank)) for rank in self.ranks
+        ]
         for thread in threads:
             thread.start()
         end = time.monotonic() + self.timeout
@@ -133,54 +164,53 @@ class Ranks:
     def _release(self, threads: list[threading.Thread]) -> None:
         """End threads that hang."""
         while any(thread.is_alive() for thread in threads):
-            for group in self.groups:
-                memory = memory_of(group)
+            for rank in self.ranks:
+                memory = rank.memory
                 for line in memory.lines:
                     line.sequence = memory.state.sequence
-                if REAL_LIBRARY is not None:
-                    REAL_LIBRARY(CancelArguments(memory.pointer))
+                rank.group.cancel()
             time.sleep(0.01)
 
 
-def memory_of(group: RankGroup) -> GroupMemory:
-    assert isinstance(group, SharedMemoryGroup)
-    return group._memory
-
-
-def sum_slowly(group: RankGroup, next_place: Callable[[], int]) -> bool:
+def sum_slowly(rank: Rank, next_place: Callable[[], int]) -> bool:
     """Take part in sums as rank 1: write late, read late; return whether rank 0's parts are right.
 
     next_place: returns the place of the next sum.
     """
-    assert isinstance(group, SharedMemoryGroup)
     for number in range(NUM_SUMS):
         place = next_place()
         time.sleep(SLOW_SECONDS)
-        group._part(1, place, ROWS, WIDTH).fill_(number + 1)
-        group._barrier(Collective.SUM, place, ROWS, WIDTH)
+        rank.part_of(1, place).fill_(number + 1)
+        rank.finish_sum(place)
         time.sleep(SLOW_SECONDS)
-        if not bool((group._part(0, place, ROWS, WIDTH) == number).all()):
+        if not bool((rank.part_of(0, place) == number).all()):
             return False
     return True
 
 
-def acquire_first_place(group: RankGroup) -> int:
+def acquire_first_place(rank: Rank) -> int:
     """Wait as a recorded program does before it writes to its first place; return the place."""
-    kernels = library.load_library()
+    kernels = library.current_library()
     assert kernels is not None
-    kernels(BarrierArguments(memory_of(group).pointer, 0, PARTS[0], True))
+    kernels(BarrierArguments(rank.memory.pointer, 0, PARTS[0], True))
     return PARTS[0]
 
 
-def sum_recorded(group: RankGroup, is_copied: bool) -> bool:
+def next_eager_place(rank: Rank) -> int:
+    """Return the place of the next eager sum: not that of the last, the first one if need be."""
+    last = rank.memory.last_used(PARTS)
+    return next(place for place in reversed(PARTS) if place != last)
+
+
+def sum_recorded(rank: Rank, is_copied: bool) -> bool:
     """Run a recorded program of one sum, whose place is always the same.
 
     is_copied: the sum itself writes the part to its place.
     """
-    if group.rank:
-        return sum_slowly(group, partial(acquire_first_place, group))
-    memory = torch.empty(4 * ROWS * WIDTH, dtype=torch.uint8)
-    kernels = library.load_library()
+    if rank.number:
+        return sum_slowly(rank, partial(acquire_first_place, rank))
+    group, memory = rank.group, torch.empty(4 * ROWS * WIDTH, dtype=torch.uint8)
+    kernels = library.current_library()
     assert kernels is not None
     elsewhere = torch.empty(ROWS, WIDTH)
     with record_kernels(kernels, ROWS, memory) as recorder:
@@ -197,55 +227,63 @@ def sum_recorded(group: RankGroup, is_copied: bool) -> bool:
     return True
 
 
-def sum_in_place(group: RankGroup) -> bool:
+def sum_in_place(rank: Rank) -> bool:
     """Return whether recorded sums of parts in the group's memory are right."""
-    return sum_recorded(group, is_copied=False)
+    return sum_recorded(rank, is_copied=False)
 
 
-def sum_copies(group: RankGroup) -> bool:
+def sum_copies(rank: Rank) -> bool:
     """Return whether recorded sums of parts elsewhere are right."""
-    return sum_recorded(group, is_copied=True)
+    return sum_recorded(rank, is_copied=True)
 
 
-def sum_eagerly(group: RankGroup) -> bool:
+def sum_eagerly(rank: Rank) -> bool:
     """Return whether eager sums are right."""
-    if group.rank:
-        assert isinstance(group, SharedMemoryGroup)
-        return sum_slowly(group, partial(group._next_place, PARTS))
+    if rank.number:
+        return sum_slowly(rank, partial(next_eager_place, rank))
     for number in range(NUM_SUMS):
-        part = group.partial(ROWS, WIDTH)
+        part = rank.group.partial(ROWS, WIDTH)
         assert part is not None
         part.fill_(number)
-        if not bool((group.sum(part, None, torch.float32) == 2 * number + 1).all()):
+        if not bool((rank.group.sum(part, None, torch.float32) == 2 * number + 1).all()):
             return False
     return True
 
 
-def sum_late(group: RankGroup) -> bool:
+def sum_late(rank: Rank) -> bool:
     """Sum where one rank sleeps until the other one arrives."""
-    time.sleep(0.05 * group.rank)
-    return bool(group.sum(torch.ones(1, 4), None, torch.float32)[0, 0] == 2)
+    time.sleep(0.05 * rank.number)
+    return bool(rank.group.sum(torch.ones(1, 4), None, torch.float32)[0, 0] == 2)
 
 
-def cancel(group: RankGroup) -> bool:
-    """Return whether a wait ends by the other rank's `cancel`."""
-    if group.rank:
+def cancel(rank: Rank) -> bool:
+    """Return whether a wait ends by the other rank's cancellation."""
+    kernels = library.current_library()
+    assert kernels is not None
+    if rank.number:
         time.sleep(0.05)
-        group.cancel()
+        kernels(CancelArguments(rank.memory.pointer))
         return True
     with pytest.raises(GroupClosedError):
-        group.sum(torch.ones(1, 4), None, torch.float32)
+        rank.group.sum(torch.ones(1, 4), None, torch.float32)
     return True
 
 
 CHECKS = (sum_in_place, sum_copies, sum_eagerly, sum_late, cancel)
 
 
-@pytest.mark.parametrize("removed", ["nothing"], indirect=True)
-def test_with_every_wait_sums_are_right(removed: str) -> None:
+@pytest.mark.skipif(library.load_library() is None, reason="no compiled kernels")
+def test_with_every_wait_sums_are_right() -> None:
     assert [check.__name__ for check in CHECKS if not Ranks(60).run(check)] == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("removed", ["nothing"], indirect=True)
+def test_the_source_compiled_alone_has_every_wait(removed: str) -> None:
+    assert [check.__name__ for check in CHECKS if not Ranks(60).run(check)] == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("removed", "check"),
     [
@@ -258,18 +296,10 @@ def test_with_every_wait_sums_are_right(removed: str) -> None:
     ],
     indirect=["removed"],
 )
-def test_a_removed_wait_is_noticed(removed: str, check: Callable[[RankGroup], bool]) -> None:
+def test_a_removed_wait_is_noticed(removed: str, check: Callable[[Rank], bool]) -> None:
     assert not Ranks(NOTICE_SECONDS).run(check)
 
 
-def test_without_alternating_places_sums_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SharedMemoryGroup, "_next_place", lambda group, places: places[0])
-    assert not Ranks(5).run(sum_eagerly)
-
-
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_without_polling_sums_are_wrong(is_removed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load_library", lambda: None)
-    if is_removed:
-        monkeypatch.setattr(GroupMemory, "_poll", lambda memory: None)
-    assert Ranks(60).run(sum_eagerly) is not is_removed
+def test_sums_of_slow_ranks_without_compiled_kernels_are_right() -> None:
+    with using_build("torch"):
+        assert Ranks(60).run(sum_eagerly)

@@ -69,7 +69,7 @@ def test_activations_of_another_plan_are_a_fault(ends: Ends, step: int, tokens: 
     sender, receiver = ends
     sender.send(0, torch.ones(2, 5))
     if step:
-        os.eventfd_write(receiver._ring.event, 1)
+        os.eventfd_write(receiver.event, 1)
         receiver.receive(0, 2)
     with pytest.raises(TransportError):
         receiver.receive(step, tokens)

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from gllm.transport import transfer_monitor
 from gllm.transport.base import TransportError
 from gllm.transport.transfer_monitor import TransferMonitor
 from tests.transport.test_nccl import DirectQueues
@@ -53,7 +52,12 @@ class Watched(TransferMonitor):
     def __init__(self) -> None:
         self.group = Aborted()
         self.faults: list[BaseException] = []
-        super().__init__(self.group, 10.0, self.faults.append)
+        self.has_reported = threading.Event()
+        super().__init__(self.group, 10.0, self.report, check_interval=0.0)
+
+    def report(self, error: BaseException) -> None:
+        self.faults.append(error)
+        self.has_reported.set()
 
     def follow(self, step: int, transfer: FakeTransfer, now: float) -> None:
         self.add(step, transfer, transfer, now)  # type: ignore[arg-type]
@@ -105,38 +109,41 @@ def test_transfers_that_end_well_are_forgotten(kind: type[FakeTransfer]) -> None
         transfer.is_behind = True
     watch.check_transfers(5.0)
     watch.check()
-    assert not watch._in_flight
     watch.check_transfers(100.0)
     assert watch.group.times == 0
 
 
-def test_a_watch_that_fails_breaks_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_that_fails_breaks_its_edge() -> None:
     class Odd(FakeTransfer):
         def is_completed(self) -> bool:
             raise ValueError("driver shut down")
 
-    monkeypatch.setattr(transfer_monitor, "CHECK_INTERVAL_SECONDS", 0.0)
-    watch, reported = Watched(), threading.Event()
-    watch._on_error = lambda error: reported.set()
+    watch = Watched()
     watch.follow(1, Odd(), 0.0)
     watch.start()
-    assert reported.wait(60)
+    assert watch.has_reported.wait(60)
     with pytest.raises(TransportError, match="driver shut down"):
         watch.check()
 
 
-def test_the_thread_of_a_monitor_uses_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_monitor, "CHECK_INTERVAL_SECONDS", 0.0)
+def test_the_thread_of_a_monitor_uses_its_device() -> None:
     queues, looked = DirectQueues(), threading.Event()
-    monkeypatch.setattr(TransferMonitor, "check_transfers", lambda watch, now: looked.set())
-    TransferMonitor(Aborted(), 1.0, bind_thread=queues.bind_thread).start()
+
+    class Looking(TransferMonitor):
+        def check_transfers(self, now: float) -> None:
+            looked.set()
+
+    monitor = Looking(Aborted(), 1.0, bind_thread=queues.bind_thread, check_interval=0.0)
+    monitor.start()
     assert looked.wait(60)
+    monitor.stop()
     assert queues.bound == {"nccl-watch"}
 
 
 def test_a_stopped_monitor_has_no_thread() -> None:
+    before = set(threading.enumerate())
     monitor = TransferMonitor(Aborted(), 1.0)
     monitor.start()
+    assert len(set(threading.enumerate()) - before) == 1
     monitor.stop()
-    assert monitor._thread is not None
-    assert not monitor._thread.is_alive()
+    assert not set(threading.enumerate()) - before

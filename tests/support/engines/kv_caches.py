@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -49,7 +49,9 @@ class CachedEngine:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         counts_layers: bool = False,
+        **options: Any,
     ) -> None:
+        """`options` are further ones of KvMover."""
         self.reports: queue.Queue[KvReport] = queue.Queue()
         self.mover = KvMover(
             lambda generation, report: self.reports.put(report),
@@ -59,6 +61,7 @@ class CachedEngine:
             yield_to_activations,
             clock,
             sleep,
+            **options,
         )
         descriptors = [os.memfd_create("cache") for _ in layouts]
         for descriptor, layout in zip(descriptors, layouts, strict=True):

@@ -4,12 +4,10 @@ import json
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from gllm.config.field_types import FieldError
 from gllm.config.limits import MAX_MESSAGES
-from gllm.text.chat import template as template_module
-from gllm.text.chat.template import ChatTemplate, load_chat_template
+from gllm.text.chat.template import MAX_CHARACTERS, ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.support.text import tokenizers as some
 
@@ -80,6 +78,8 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.fixture(scope="module")
 def peer():
     """transformers' tokenizer, with which templates are published."""
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(tokenizer_object=some.byte_level(), **TOKENS)
 
 
@@ -168,11 +168,13 @@ def test_templates_are_fenced_in(source):
     assert caught.value.param == "messages"
 
 
-def test_output_is_bounded(monkeypatch):
-    monkeypatch.setattr(template_module, "MAX_CHARACTERS", 1000)
-    source = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
+def test_output_is_bounded():
+    chat = [{"role": "user", "content": "x" * 2**17}]
+    repeat = "{{% for i in range({}) %}}{{{{ messages[0].content }}}}{{% endfor %}}"
+    count = MAX_CHARACTERS // 2**17
+    assert len(ChatTemplate(repeat.format(count), {}).render(chat)) == MAX_CHARACTERS
     with pytest.raises(FieldError, match="too large"):
-        ChatTemplate(source, {}).render(CHAT)
+        ChatTemplate(repeat.format(count + 1), {}).render(chat)
 
 
 def test_places_a_template_may_be_in(tmp_path):
@@ -227,6 +229,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_special_tokens_are_those_of_transformers(case, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
     config, special = SETTINGS[case]
     folder = some.save(tmp_path, some.byte_level(), chat_template=NAMED_TOKENS, **config)
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
@@ -240,6 +244,8 @@ def test_special_tokens_are_those_of_transformers(case, tmp_path):
 
 @pytest.mark.parametrize("default", ["jinja", "json"])
 def test_additional_templates_are_those_of_transformers(default, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
     chat = [{"role": "user", "content": "x"}]
     config = {"chat_template": "plain {{ messages[0].content }}"} if default == "json" else {}
     folder = some.save(tmp_path, some.byte_level(), bos_token="<s>", **config)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from gllm.config.field_types import FieldError
 from gllm.text.chat.messages import normalize_messages
@@ -51,6 +50,8 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "description"
 
 @pytest.mark.parametrize("content", [None, "", "See:"])
 def test_as_transformers(content):
+    from transformers import PreTrainedTokenizerFast
+
     peer = PreTrainedTokenizerFast(tokenizer_object=some.byte_level())
     for source, theirs in ((AS_OBJECT, VALUES), (AS_TEXT, TEXT)):
         if source == AS_TEXT and content is None:

@@ -104,14 +104,14 @@ OBJECTS = st.dictionaries(st.text(max_size=5), VALUES, max_size=4)
     [row for row in FORMATS if row[0] not in ("qwen3_coder", "glm45")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-@settings(max_examples=num_examples(40, 500), deadline=None)
+@settings(max_examples=num_examples(20, 500), deadline=None)
 @given(calls=st.lists(st.tuples(st.sampled_from(sorted(TOOLS)), OBJECTS), min_size=1, max_size=3))
 def test_any_arguments_of_json_formats(name, write, calls):
     assert said(message_of(name, write(calls))) == ("", "", calls)
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
-@settings(max_examples=num_examples(100, 1500), deadline=None)
+@settings(max_examples=num_examples(35, 1500), deadline=None)
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(
         lambda text: "</" not in text
@@ -205,7 +205,7 @@ def bare(events):
 
 
 @pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, None])
-@settings(max_examples=num_examples(100, 1500), deadline=None)
+@settings(max_examples=num_examples(35, 1500), deadline=None)
 @given(
     text=TEXTS,
     cuts=st.lists(st.integers(0, 120), max_size=12),
@@ -220,7 +220,7 @@ def test_cuts_do_not_matter(name, text, cuts, tags, within):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@settings(max_examples=num_examples(120, 2000), deadline=None)
+@settings(max_examples=num_examples(45, 2000), deadline=None)
 @given(text=TEXTS)
 @example(text='<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>')
 def test_calls_are_valid_and_nothing_is_lost(name, text):

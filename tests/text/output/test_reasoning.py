@@ -46,7 +46,7 @@ def test_split(text, within, reasoning, content):
     assert read(other, within, "mistral") == (reasoning, shown)
 
 
-@settings(max_examples=num_examples(200, 5000), deadline=None)
+@settings(max_examples=num_examples(100, 5000), deadline=None)
 @given(
     pieces=st.lists(st.sampled_from(["<think>", "</think>", "<", "think", ">", " ", "a"])),
     within=st.booleans(),
