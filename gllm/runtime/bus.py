@@ -18,7 +18,15 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.lifecycle import Hello
 from gllm.runtime.authenticator import Authenticator
-from gllm.runtime.bus_socket import CLOSED, MAX_QUEUED_FRAMES, NEW_KEYS, BusSocket, Decode, is_ipv6
+from gllm.runtime.bus_socket import (
+    CLOSED,
+    HANDSHAKE_SECONDS,
+    MAX_QUEUED_FRAMES,
+    NEW_KEYS,
+    BusSocket,
+    Decode,
+    is_ipv6,
+)
 from gllm.runtime.connections import UNKNOWN_ADDRESS, HubConnection, HubConnections, RefusedPeers
 from gllm.runtime.session import (
     ANY_GENERATION,
@@ -73,6 +81,7 @@ class Hub(BusSocket):
         decode: Decode,
         authenticator: Authenticator | None = None,
         max_guests: int = 0,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
         """Create a hub that is bound to no address.
 
@@ -82,8 +91,10 @@ class Hub(BusSocket):
             decode: decoder of the messages that the peers may send.
             authenticator: of the same context; None if peers need no node secret.
             max_guests: maximum sessions of senders that are not expected.
+            handshake_seconds: time limit of the handshake of a peer.
         """
-        super().__init__(context, zmq.ROUTER, MAX_QUEUED_FRAMES if max_guests else 0)
+        num_frames = MAX_QUEUED_FRAMES if max_guests else 0
+        super().__init__(context, zmq.ROUTER, num_frames, handshake_seconds)
         # A send to a peer that is gone fails instead of being dropped.
         self._socket.router_mandatory = True
         self.refused = RefusedPeers()
@@ -118,6 +129,11 @@ class Hub(BusSocket):
         """Frames of earlier generations, other runs and sessions that have ended."""
         open_sessions = self._by_sender.values()
         return self._num_stale + sum(each.receiver.num_dropped for each in open_sessions)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, with and without a session."""
+        return self._connections.num_open
 
     def bind(self, address: str) -> str:
         """Bind to an address; return it with the port that was chosen, if any."""

@@ -33,14 +33,25 @@ class BusSocket(ABC):
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, max_queued_frames: int = 0
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        max_queued_frames: int = 0,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
-        """Create the socket; `max_queued_frames` for each peer and direction, 0: no limit."""
+        """Create the socket.
+
+        Args:
+            context: of the process.
+            kind: type of a ZeroMQ socket.
+            max_queued_frames: for each peer and direction; 0 for no limit.
+            handshake_seconds: time limit of a handshake.
+        """
         self._socket = context.socket(kind)
         self._socket.sndhwm = self._socket.rcvhwm = max_queued_frames
         self._socket.linger = 0
         self._socket.maxmsgsize = MAX_FRAME_BYTES
-        self._socket.handshake_ivl = int(HANDSHAKE_SECONDS * 1000)
+        self._socket.handshake_ivl = int(handshake_seconds * 1000)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILURES
         )

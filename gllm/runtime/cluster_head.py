@@ -49,6 +49,7 @@ class ClusterHead:
         facts: JoinFacts,
         degrees: Sequence[int],
         recovery_timeout: float = 60.0,
+        make_links: Callable[..., LinkProcess] | None = None,
     ) -> None:
         """Create the head of a cluster that nobody has joined.
 
@@ -58,6 +59,7 @@ class ClusterHead:
             facts: of this machine, which the agents have to share.
             degrees: ranks of each stage of the engine.
             recovery_timeout: time in seconds after which agents without a head end.
+            make_links: creates the data mover of this machine; None for a process.
 
         Raises:
             ValueError: the address, the secret or the number of stages cannot be used.
@@ -74,6 +76,7 @@ class ClusterHead:
         self.hub = NodeHub(config, secret_file, self.run, facts, self.name, recovery_timeout)
         self._certificate: NodeCertificate | None = None
         self._has_secret = secret_file is not None
+        self._make_links = make_links
         self._links: LinkProcess | None = None
         self._peer = LinkPeer(self.name, "", b"")
         self._messages: AgentMessageHandler | None = None
@@ -280,7 +283,8 @@ class ClusterHead:
         if self._has_secret:
             self._certificate = create_certificate()
         listen = format_host_port(host, config.data_port) if config.data_port else ""
-        self._links = LinkProcess(
+        make_links = self._make_links or LinkProcess
+        self._links = make_links(
             self.name,
             listen,
             self._certificate,

@@ -110,6 +110,11 @@ class HubConnections:
         self._failure = ""
         """Cause of the handshake failure whose connection ends with the next event."""
 
+    @property
+    def num_open(self) -> int:
+        """Open connections, with and without a session."""
+        return len(self._open)
+
     def get(self, descriptor: int) -> HubConnection | None:
         """Return the open connection with a descriptor."""
         return self._open.get(descriptor)

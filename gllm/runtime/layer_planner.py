@@ -7,7 +7,7 @@ that use them. This module imports no torch.
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gllm.cluster.balance import BalanceLimits, BetterCut, Rebalancer
@@ -52,6 +52,7 @@ class LayerPlanner:
         layers: Sequence[range],
         costs: StageCosts,
         limits: BalanceLimits | None = None,
+        find_gpu_models: Callable[[], set[str]] = find_gpu_models,
     ) -> None:
         """Create the planner of an engine that has not started.
 
@@ -60,8 +61,10 @@ class LayerPlanner:
             layers: of each stage, as configured or by weights.
             costs: of the model's layers, the same on every stage, until they are measured.
             limits: conditions under which another division is proposed; None for the defaults.
+            find_gpu_models: returns the models of this machine's GPUs.
         """
         self._config = config
+        self._find_gpu_models = find_gpu_models
         self._layers = list(layers)
         self._costs = [costs] * len(self._layers)
         self._memory: list[StageMemory] | None = None
@@ -99,7 +102,7 @@ class LayerPlanner:
         return (
             len(set(config.stage_degrees)) > 1
             or len(set(config.debug_slowdown)) > 1
-            or (uses_gpus and len(find_gpu_models()) > 1)
+            or (uses_gpus and len(self._find_gpu_models()) > 1)
             or may_differ_in_speed(self._nodes, self._degrees, self._machines, uses_gpus)
         )
 

@@ -70,15 +70,30 @@ class StepSizes:
 class LayerProbe:
     """Some consecutive layers of the model on the worker's device."""
 
-    def __init__(self, assignment: StageAssignment, model: ModelConfig, layers: range) -> None:
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        model: ModelConfig,
+        layers: range,
+        clock: Callable[[], float] = time.thread_time,
+        num_gpus: int | None = None,
+    ) -> None:
         """Choose the device.
+
+        Args:
+            assignment: of the worker.
+            model: the whole model.
+            layers: indices of the layers.
+            clock: CPU time of the calling thread in seconds.
+            num_gpus: GPUs that the worker may use; None to count them.
 
         Raises:
             FieldError: the layers cannot be computed as configured.
         """
-        self._backend = create_backend(
-            assignment, model, count_gpus(assignment.config.device), layers
-        )
+        if num_gpus is None:
+            num_gpus = count_gpus(assignment.config.device)
+        self._backend = create_backend(assignment, model, num_gpus, layers)
+        self._clock = clock
         self._folder = Path(assignment.model_folder)
         self._slowdown = assignment.config.slowdown_of(assignment.stage)
         self._rank, self._num_ranks = assignment.rank, assignment.num_ranks
@@ -153,9 +168,9 @@ class LayerProbe:
             shape = sum(row.num_tokens for row in rows), executor.model.hidden_size
             hidden = torch.ones(shape, dtype=executor.dtype, device=executor.device)
         # CPU time, because other programs would interrupt nearly every step on a busy machine.
-        begin = time.thread_time()
+        begin = self._clock()
         output = executor.compute(batch, hidden)
-        seconds = time.thread_time() - begin
+        seconds = self._clock() - begin
         if executor.is_asynchronous:
             seconds = executor.wait(batch).busy
         if executor.has_sampler:

@@ -25,26 +25,29 @@ class LinkTimesReporter:
         self,
         read: Callable[[], LinkTimes | None],
         send: Callable[[WireMessage], None],
+        report_seconds: float = REPORT_SECONDS,
     ) -> None:
         """Start, on the running event loop.
 
         Args:
             read: returns the present times; None while no driver can use them.
             send: sends a message to the driver of the present generation.
+            report_seconds: time between two looks at the measurements.
         """
         self._read = read
         self._send = send
+        self._report_seconds = report_seconds
         self._sent: LinkTimes | None = None
         """Times that the present driver has."""
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(REPORT_SECONDS, self._report)
+        self._timer = self._loop.call_later(self._report_seconds, self._report)
 
     def close(self) -> None:
         """Send nothing any more."""
         self._timer.cancel()
 
     def _report(self) -> None:
-        self._timer = self._loop.call_later(REPORT_SECONDS, self._report)
+        self._timer = self._loop.call_later(self._report_seconds, self._report)
         times = self._read()
         if times is None:
             self._sent = None

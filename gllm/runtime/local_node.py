@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,18 +77,25 @@ class LocalNode(Node):
     while the parent imports its own dependencies and reads the model's configuration.
     """
 
-    def __init__(self, num_processes: int, node_name: str = LOCAL_NODE) -> None:
+    def __init__(
+        self,
+        num_processes: int,
+        node_name: str = LOCAL_NODE,
+        popen: "Callable[..., subprocess.Popen[bytes]]" = subprocess.Popen,
+    ) -> None:
         """Start the first processes.
 
         Args:
             num_processes: number of them.
             node_name: name of this machine in placements.
+            popen: starts a process; see subprocess.Popen.
 
         Raises:
             ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
         """
         select_build()
         super().__init__(node_name=node_name)
+        self._popen = popen
         self.workers: dict[int, WorkerProcess] = {}
         """Workers that have not been reaped, by sender."""
         self._unused: deque[WorkerProcess] = deque()
@@ -198,7 +206,7 @@ class LocalNode(Node):
         descriptors = [inherited.fileno(), stacks, self._kernel_ratios]
         numbers = map(str, (*descriptors, os.getpid()))
         try:
-            process = subprocess.Popen(
+            process = self._popen(
                 [sys.executable, "-m", "gllm.runtime", *numbers],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,

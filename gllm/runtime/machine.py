@@ -5,7 +5,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,16 @@ POWERCAP = Path("/sys/class/powercap")
 """Folder of the kernel's energy counters (RAPL)."""
 MIN_INTERVAL_SECONDS = 0.5
 """Shortest interval over which utilization and power are measured."""
+
+
+class HostSensors(Protocol):
+    """Sensors of the processors; the module psutil has this interface."""
+
+    def cpu_percent(self) -> float:
+        """Return the utilization since the last call, in percent."""
+
+    def sensors_temperatures(self) -> Mapping[str, Sequence[Any]]:
+        """Return the temperatures by device, each with `current` in degrees Celsius."""
 
 
 class GpuSample(Protocol):
@@ -131,6 +141,8 @@ class MachineMonitor:
         gpus: GpuSample | None = None,
         power: PowerMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sensors: HostSensors = psutil,
+        proc: Path = PROC,
     ) -> None:
         """Start to measure.
 
@@ -138,14 +150,18 @@ class MachineMonitor:
             gpus: of the machine; None to find them.
             power: of the processors; None for the kernel's counters.
             clock: monotonic time in seconds.
+            sensors: utilization and temperatures of the processors.
+            proc: mount point of the process file system, which has the memory.
         """
+        self._sensors = sensors
+        self._proc = proc
         self._gpus = find_gpus() if gpus is None else gpus
         self._power = PowerMeter() if power is None else power
         self._clock = clock
         self._read_at = clock()
         self._load = NodeLoad()
         # The first call begins the interval of the next one.
-        psutil.cpu_percent()
+        sensors.cpu_percent()
 
     @property
     def gpu_names(self) -> list[str]:
@@ -160,10 +176,11 @@ class MachineMonitor:
         self._read_at = now
         utilization, watts, degrees = self._gpus.read()
         powers = [self._power.read(), *watts]
-        temperatures = [*_read_temperatures(), *(each for each in degrees if each is not None)]
+        temperatures = _read_temperatures(self._sensors)
+        temperatures += [each for each in degrees if each is not None]
         self._load = NodeLoad(
-            cpu_utilization=psutil.cpu_percent() / 100,
-            memory_available_bytes=_available_memory(),
+            cpu_utilization=self._sensors.cpu_percent() / 100,
+            memory_available_bytes=_available_memory(self._proc),
             gpu_utilization=utilization,
             power_watts=_sum_known(powers),
             temperature_celsius=max(temperatures, default=None),
@@ -197,7 +214,7 @@ def read_facts(
         certificate=certificate,
         devices=devices or [],
         num_cores=count_cores(),
-        memory_bytes=_available_memory() or 0,
+        memory_bytes=_available_memory(PROC) or 0,
     )
 
 
@@ -248,21 +265,21 @@ def is_own_address(host: str) -> bool:
     return any(str(info[4][0]) in own for info in socket.getaddrinfo(host, None))
 
 
-def _available_memory() -> int | None:
+def _available_memory(proc: Path) -> int | None:
     try:
-        return available_memory_bytes()
+        return available_memory_bytes(proc)
     except (OSError, KeyError):
         return None
 
 
-def _read_temperatures() -> list[float]:
+def _read_temperatures(sensors: HostSensors) -> list[float]:
     """Return all temperatures in degrees Celsius; empty where there are no sensors."""
     try:
-        sensors = psutil.sensors_temperatures()
+        groups = sensors.sensors_temperatures()
     except (AttributeError, OSError, ValueError):
         return []
     # Absent sensors report 0 or less.
-    return [each.current for group in sensors.values() for each in group if each.current > 0]
+    return [each.current for group in groups.values() for each in group if each.current > 0]
 
 
 def _sum_known(values: list[float | None]) -> float | None:

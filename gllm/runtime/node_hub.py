@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
@@ -27,7 +28,7 @@ from gllm.messages.nodes import (
     WelcomeNode,
 )
 from gllm.runtime.agent_session import AgentSession, NodeListener
-from gllm.runtime.authenticator import Authenticator
+from gllm.runtime.authenticator import RELOAD_SECONDS, Authenticator
 from gllm.runtime.bus import Hub
 from gllm.runtime.bus_socket import CLOSED
 from gllm.runtime.engine_error import EngineError
@@ -52,6 +53,15 @@ _EXTRA_GUESTS = 8
 """Sessions beyond the nodes, so that a node that is too many is told so."""
 
 
+@dataclass(frozen=True)
+class NodeHubTimes:
+    """Intervals and limits of a `NodeHub`, in seconds."""
+
+    join_seconds: float = JOIN_SECONDS
+    log_seconds: float = LOG_SECONDS
+    reload_seconds: float = RELOAD_SECONDS
+
+
 class NodeHub:
     """Accepts agents, and knows who is a member."""
 
@@ -63,6 +73,7 @@ class NodeHub:
         facts: JoinFacts,
         name: str = LOCAL_NODE,
         recovery_timeout: float = 60.0,
+        times: NodeHubTimes = NodeHubTimes(),
     ) -> None:
         """Create a hub that is not bound.
 
@@ -73,6 +84,7 @@ class NodeHub:
             facts: of the head, which the agents have to share; see NodeAdmission.
             name: of the head's own node, which no agent may have.
             recovery_timeout: time in seconds after which agents without a head end.
+            times: intervals and limits.
 
         Raises:
             ValueError: the address or the secret cannot be used; the message says what to do.
@@ -94,6 +106,7 @@ class NodeHub:
         self._bind_address = node_hub_address(config)
         check_hub_address(self._bind_address, self._secret is not None)
         self._recovery_timeout = recovery_timeout
+        self._times = times
         self._admission = NodeAdmission(facts, name)
         self.membership = Membership(
             config.nnodes, config.node_timeout, config.join_timeout, config.max_spares
@@ -117,6 +130,14 @@ class NodeHub:
         """Connections and nodes that were refused, by IP address."""
         return {} if self._hub is None else dict(self._hub.refused.by_address)
 
+    def describe(self) -> dict[str, int]:
+        """Return what the hub keeps of its peers: connections, sessions, and those yet to join."""
+        return {
+            "connections": 0 if self._hub is None else self._hub.num_connections,
+            "sessions": len(self._by_sender),
+            "joining": len(self._waiting),
+        }
+
     def start(self) -> None:
         """Bind the address and accept agents.
 
@@ -128,7 +149,7 @@ class NodeHub:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         authenticator = None
         if self._secret is not None:
-            authenticator = Authenticator(self._context, self._secret)
+            authenticator = Authenticator(self._context, self._secret, self._times.reload_seconds)
         max_guests = self.config.nnodes + self.config.max_spares + _EXTRA_GUESTS
         hub = Hub(self._context, NODE_RUN, self._admission.decode, authenticator, max_guests)
         self._hub = hub
@@ -155,7 +176,7 @@ class NodeHub:
         self.start()
         now = time.monotonic()
         self.membership.begin(now)
-        next_log = now + LOG_SECONDS
+        next_log = now + self._times.log_seconds
         while not self.membership.is_complete:
             now = time.monotonic()
             missing = self.membership.describe_missing()
@@ -168,7 +189,7 @@ class NodeHub:
                 await self.stop(cause, is_failure=True)
                 raise EngineError(cause)
             if now >= next_log:
-                next_log = now + LOG_SECONDS
+                next_log = now + self._times.log_seconds
                 log.info("waiting for nodes at %s: %s", self.address, missing)
             self._has_changed.clear()
             # Not past the deadline by much; refusals do not count as changes.
@@ -259,7 +280,7 @@ class NodeHub:
             if session is not None:
                 self._on_message(session, message, now)
             elif isinstance(message, Hello):
-                self._waiting[sender] = now + JOIN_SECONDS
+                self._waiting[sender] = now + self._times.join_seconds
             elif self._waiting.pop(sender, None) is not None:
                 if isinstance(message, JoinCluster):
                     self._join(sender, message, now)
@@ -388,7 +409,7 @@ class NodeHub:
         for sender, until in list(self._waiting.items()):
             if until <= now:
                 del self._waiting[sender]
-                self._drop(sender, f"no JoinCluster within {JOIN_SECONDS:g} seconds")
+                self._drop(sender, f"no JoinCluster within {self._times.join_seconds:g} seconds")
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -59,14 +59,24 @@ class StageProbe:
     result: StageMeasured
     """Known once `run` has ended without an error."""
 
-    def __init__(self, assignment: StageAssignment, cache: ProbeCache | None = None) -> None:
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        cache: ProbeCache | None = None,
+        measured_seconds: float = MEASURED_SECONDS,
+        make_probe: Callable[[StageAssignment, ModelConfig, range], LayerProbe] = LayerProbe,
+    ) -> None:
         """Create a probe.
 
         Args:
             assignment: with preliminary layers.
             cache: of earlier measurements; None for the default folder.
+            measured_seconds: time after which a step is not repeated any more.
+            make_probe: loads some layers and times their steps.
         """
         self._assignment = assignment
+        self._measured_seconds = measured_seconds
+        self._make_probe = make_probe
         self._cache = ProbeCache() if cache is None else cache
         self._is_cancelled = False
 
@@ -87,7 +97,7 @@ class StageProbe:
         model = read_config(Path(assignment.model_folder))
         last = model.model.num_layers - 1
         # Without weights: only to know what decides the times.
-        numerics = LayerProbe(assignment, model, range(last, last + 1)).executor.numerics
+        numerics = self._make_probe(assignment, model, range(last, last + 1)).executor.numerics
         key = create_key(assignment, numerics)
         cached = self._cache.load(key)
         measured = cached or self._measure(model)
@@ -158,7 +168,7 @@ class StageProbe:
         """
         for span in spans:
             self._check_cancelled()
-            probe = LayerProbe(self._assignment, model, span)
+            probe = self._make_probe(self._assignment, model, span)
             probe.load()
             probes[span] = probe
 
@@ -169,10 +179,12 @@ class StageProbe:
             for span, probe in probes.items()
             for should_sample in ([False, True] if probe.executor.is_last else [False])
         ]
-        parts = []
-        for time_step in (LayerProbe.decode, LayerProbe.prefill):
-            steps = [partial(time_step, probes[span], each) for span, each in variants]
-            parts.append(_repeat(steps, self._check_cancelled))
+        decodes = [partial(probes[span].decode, each) for span, each in variants]
+        prefills = [partial(probes[span].prefill, each) for span, each in variants]
+        parts = [
+            _repeat(steps, self._check_cancelled, self._measured_seconds)
+            for steps in (decodes, prefills)
+        ]
         times = {
             variant: decode + prefill / DECODES_PER_CHUNK
             for variant, decode, prefill in zip(variants, *parts, strict=True)
@@ -255,11 +267,18 @@ def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
 
 
 def _repeat(
-    steps: Sequence[Callable[[], float]], check_cancelled: Callable[[], None]
+    steps: Sequence[Callable[[], float]],
+    check_cancelled: Callable[[], None],
+    measured_seconds: float,
 ) -> list[float]:
     """Return the least time of each step over several repetitions, which is disturbed least.
 
     Steps whose times are compared take turns, so that the load of the machine is the same.
+
+    Args:
+        steps: return the time of a step.
+        check_cancelled: raises an error to end the measurement.
+        measured_seconds: time per step after which it is not repeated any more.
     """
     for _ in range(WARM_UP_STEPS):
         for time_step in steps:
@@ -269,6 +288,6 @@ def _repeat(
         check_cancelled()
         seconds = [time_step() for time_step in steps]
         best, total = list(map(min, best, seconds)), total + sum(seconds)
-        if repetition + 1 >= MIN_REPETITIONS and total > MEASURED_SECONDS * len(steps):
+        if repetition + 1 >= MIN_REPETITIONS and total > measured_seconds * len(steps):
             break
     return best

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,12 +25,17 @@ VERSION = 2
 """Increased whenever measurements of earlier versions cannot be compared with new ones."""
 
 
-def create_key(assignment: StageAssignment, numerics: str) -> str:
+def create_key(
+    assignment: StageAssignment,
+    numerics: str,
+    describe_device: Callable[[bool], str] = describe_device,
+) -> str:
     """Return the digest of everything that decides the result of a probe.
 
     Args:
         assignment: of the worker.
         numerics: dtypes, quantization, device and kernels of the executor.
+        describe_device: returns a description of the GPU if its argument is true, else of the CPU.
     """
     config = assignment.config
     parts = (

@@ -36,18 +36,20 @@ class SessionError(Exception):
 class SessionSender:
     """Sending direction of a session: turns encoded messages into numbered frames."""
 
-    def __init__(self, run: int) -> None:
+    def __init__(self, run: int, max_part_bytes: int = _MAX_PART_BYTES) -> None:
         self._run = run
+        self._max_part_bytes = max_part_bytes
         self._next_number = 0
 
     def frames(self, payload: bytes, generation: int) -> list[bytes]:
         """Return the frames of an encoded message, to be sent in this order."""
         # All parts but the last one are full.
-        num_left = (len(payload) - 1) // _MAX_PART_BYTES if payload else 0
+        size = self._max_part_bytes
+        num_left = (len(payload) - 1) // size if payload else 0
         frames = []
-        for start in range(0, (num_left + 1) * _MAX_PART_BYTES, _MAX_PART_BYTES):
+        for start in range(0, (num_left + 1) * size, size):
             header = HEADER.pack(self._run, generation, self._next_number, num_left)
-            frames.append(header + (payload[start : start + _MAX_PART_BYTES]))
+            frames.append(header + (payload[start : start + size]))
             self._next_number += 1
             num_left -= 1
         return frames
@@ -61,7 +63,11 @@ class SessionReceiver:
     """
 
     def __init__(
-        self, run: int, decode: Callable[[bytes], AnyMessage], generation: int = ANY_GENERATION
+        self,
+        run: int,
+        decode: Callable[[bytes], AnyMessage],
+        generation: int = ANY_GENERATION,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         """Create the receiver.
 
@@ -69,6 +75,7 @@ class SessionReceiver:
             run: of this head process.
             decode: decoder of the messages that the peer's role may send.
             generation: the current one; ANY_GENERATION before the first.
+            max_kept_bytes: size limit of the messages of later generations.
         """
         self.num_stale = 0
         """Messages of earlier generations."""
@@ -77,6 +84,7 @@ class SessionReceiver:
         self._run = run
         self._decode = decode
         self._generation = generation
+        self._max_kept_bytes = max_kept_bytes
         self._next_number = 0
         self._parts: list[bytes] = []
         """Parts of an incomplete message."""
@@ -152,7 +160,7 @@ class SessionReceiver:
     def _keep(self, payload: bytes, generation: int) -> None:
         """Keep a message of a later generation; decoded now, so that `advance` cannot fail."""
         self._num_kept_bytes += len(payload)
-        if self._num_kept_bytes > MAX_KEPT_BYTES:
+        if self._num_kept_bytes > self._max_kept_bytes:
             raise SessionError("too many messages of a later generation")
         self._kept.append((generation, self._decode_message(payload)))
 

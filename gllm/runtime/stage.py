@@ -136,6 +136,11 @@ class StageRunner:
         # Others may keep this object for longer, but the memory of the groups is freed now.
         self._groups = None
 
+    @property
+    def is_closed(self) -> bool:
+        """True once `close` was called, although a step may still be under way."""
+        return self._is_closed
+
     def _report(self, result: StepDone | GrammarReady) -> None:
         """Pass a message for the driver to the event loop; called on any thread."""
         self._loop.call_soon_threadsafe(self._deliver, result)

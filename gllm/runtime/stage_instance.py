@@ -104,6 +104,12 @@ class StageInstance:
         """Loader of the weights."""
         return self._resources.loader
 
+    @property
+    def has_leases(self) -> bool:
+        """True while leases of KV blocks can end without a message, for which turns are taken."""
+        driver = self._driver
+        return driver is not None and driver.kv is not None and driver.kv.is_active
+
     def load(self) -> None:
         """Load the weights, open edges and groups on a thread; report StageLoaded."""
         self._resources.load(partial(self._call_soon, self._send))
@@ -201,10 +207,7 @@ class StageInstance:
 
     def _schedule_turn(self) -> None:
         """Take a turn later if leases of KV blocks can end without a message."""
-        driver = self._driver
-        if driver is None or driver.kv is None or not driver.kv.is_active:
-            return
-        if self._turn_timer is None:
+        if self.has_leases and self._turn_timer is None:
             self._turn_timer = self._loop.call_later(TURN_SECONDS, self._on_turn_timer)
 
     def _on_turn_timer(self) -> None:

@@ -13,7 +13,6 @@ from gllm.messages.lifecycle import StageLoaded
 from gllm.messages.measurement import StageMeasured
 from gllm.messages.nodes import NodeFacts
 from gllm.models.partition import StageCosts
-from gllm.runtime import layer_planner
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.machine_speeds import Machine
 from gllm.runtime.probe_cache import ProbeCache
@@ -22,24 +21,21 @@ COSTS = StageCosts((1.0,) * 12)
 LIMITS = BalanceLimits(window_seconds=1.0, num_windows=1, min_steps=1)
 
 
-def plan(stages: int = 2, **options: Any) -> LayerPlanner:
+def plan(
+    stages: int = 2, gpu_models: tuple[str, ...] = ("Model: H100",), **options: Any
+) -> LayerPlanner:
     config = EngineConfig.from_options(
         "demo", pipeline_parallel_size=stages, max_model_len=64, **options
     )
     size = 12 // stages
     layers = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
-    return LayerPlanner(config, layers, COSTS, LIMITS)
+    return LayerPlanner(config, layers, COSTS, LIMITS, lambda: set(gpu_models))
 
 
 def measured(stage: int, seconds: float, rank: int = 0, **fields: Any) -> StageMeasured:
     return StageMeasured(
         stage, rank, [seconds] * 12, 2 * seconds * stage, 0.0, [100] * 12, 10, 20, **fields
     )
-
-
-@pytest.fixture(autouse=True)
-def one_gpu_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_planner, "find_gpu_models", lambda: {"Model: H100"})
 
 
 @pytest.mark.parametrize(
@@ -61,11 +57,9 @@ def test_speeds_are_measured_where_they_may_differ(options: dict[str, Any], expe
 
 
 @pytest.mark.parametrize(("device", "expected"), [("auto", True), ("cpu", False)])
-def test_different_gpus_are_measured(
-    device: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_planner, "find_gpu_models", lambda: {"Model: H100", "Model: L4"})
-    assert plan(device=device).should_measure == expected
+def test_different_gpus_are_measured(device: str, expected: bool) -> None:
+    models = ("Model: H100", "Model: L4")
+    assert plan(gpu_models=models, device=device).should_measure == expected
 
 
 def machine(

@@ -3,9 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import zmq
@@ -26,8 +25,8 @@ SECONDS = 60.0
 class Head:
     """The parent's end: exits and messages of workers."""
 
-    def __init__(self, folder: Path, num_processes: int = 1) -> None:
-        self.node = LocalNode(num_processes)
+    def __init__(self, folder: Path, node: LocalNode | None = None) -> None:
+        self.node = node or LocalNode(1)
         self.address = f"ipc://{folder}/hub"
         self.exits: dict[int, str] = {}
         self.stacks: dict[int, str] = {}
@@ -63,6 +62,10 @@ class Head:
         for sender in list(self.node.workers):
             self.hub.send(sender, Shutdown())
         await self.node.stop()
+        self.end()
+
+    def end(self) -> None:
+        """End all sessions at once."""
         self.hub.close()
         self._context.term()
 
@@ -82,6 +85,7 @@ def test_processes_without_an_identity_leave_nothing_behind() -> None:
     assert num_open() == before
 
 
+@pytest.mark.full
 async def test_a_process_whose_parent_closes_the_channel_exits(tmp_path: Path) -> None:
     node = LocalNode(1)
     node._unused[0].channel.close()
@@ -94,11 +98,11 @@ def test_a_build_of_kernels_that_is_none_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLLM_CPU_KERNELS", "sse9")
-    monkeypatch.setattr(LocalNode, "_start_process", lambda *_: pytest.fail("a worker was started"))
     with pytest.raises(ValueError, match="GLLM_CPU_KERNELS is 'sse9', but has to be one of"):
-        LocalNode(1)
+        LocalNode(1, popen=lambda *_, **__: pytest.fail("a worker was started"))
 
 
+@pytest.mark.full
 async def test_the_life_of_workers_without_a_stage(tmp_path: Path) -> None:
     """One that was there before, one that is started on demand, and their ends."""
     before = num_open()
@@ -143,8 +147,10 @@ async def stopped(head: Head, sender: int) -> None:
 
 
 async def test_a_stopped_worker_writes_its_stacks_once_it_goes_on(tmp_path: Path) -> None:
+    before = num_open()
     head = Head(tmp_path)
     pid = head.spawn(1)
+    await head.wait_for(Hello, 1)
     await head.wait_for(Heartbeat, 1)
     os.kill(pid, signal.SIGSTOP)
     await stopped(head, 1)
@@ -154,30 +160,31 @@ async def test_a_stopped_worker_writes_its_stacks_once_it_goes_on(tmp_path: Path
     async with asyncio.timeout(SECONDS):
         while "run_worker" not in head.node.read_stacks(1):
             await asyncio.sleep(0.02)
+    head.node.kill(1)
+    assert await head.wait_for_exit(1) == f"process {pid} was killed by SIGKILL"
+    assert "run_worker" in head.stacks[1]
+    assert head.node.sample(1) is None
     await head.close()
+    assert num_open() == before
 
 
+@pytest.mark.full
 async def test_a_worker_exits_with_its_parent(tmp_path: Path) -> None:
     """The parent's end of the session is gone, and that of its channel too."""
     head = Head(tmp_path)
     pid = head.spawn(1)
     await head.wait_for(Heartbeat, 1)
-    head.hub.close()
+    head.end()
     assert await head.wait_for_exit(1) == f"process {pid} exited with 1"
     await head.node.stop()
-    head._context.term()
 
 
-async def test_a_failed_start_is_an_error_of_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = Head(tmp_path, num_processes=0)
-    before = num_open()
-
-    def fail(*_: Any, **__: Any) -> None:
+async def test_a_failed_start_is_an_error_of_the_system(tmp_path: Path) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
         raise BlockingIOError("no process is left")
 
-    monkeypatch.setattr(subprocess, "Popen", fail)
+    head = Head(tmp_path, LocalNode(0, popen=fail))
+    before = num_open()
     with pytest.raises(OSError, match="no process"):
         head.spawn(1)
     assert num_open() == before

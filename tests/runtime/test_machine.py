@@ -3,10 +3,8 @@
 import socket
 import types
 
-import psutil
 import pytest
 
-from gllm.runtime import machine
 from gllm.runtime.machine import (
     MachineMonitor,
     NamedGpus,
@@ -31,6 +29,21 @@ class Gpus:
 
     def read(self):
         return [0.5, None], [200.0, None], [60.0, None]
+
+
+class Sensors:
+    """Sensors of the processors, or a machine without any."""
+
+    def __init__(self, *temperatures):
+        self.temperatures = [types.SimpleNamespace(current=each) for each in temperatures]
+
+    def cpu_percent(self):
+        return 37.5
+
+    def sensors_temperatures(self):
+        if not self.temperatures:
+            raise OSError
+        return {"coretemp": self.temperatures}
 
 
 class NvmlError(Exception):
@@ -66,13 +79,11 @@ def write_counter(folder, microjoules, package=0):
     counter.write_text(f"{microjoules}\n")
 
 
-def test_load_of_all_sensors(tmp_path, monkeypatch):
+def test_load_of_all_sensors(tmp_path):
     clock = Clock()
     write_counter(tmp_path, 1_000_000)
-    temperatures = [types.SimpleNamespace(current=each) for each in (0, 41.0, 70.5)]
-    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: {"coretemp": temperatures})
-    monkeypatch.setattr(psutil, "cpu_percent", lambda: 37.5)
-    monitor = MachineMonitor(Gpus(), PowerMeter(tmp_path, clock), clock)
+    sensors = Sensors(0, 41.0, 70.5)
+    monitor = MachineMonitor(Gpus(), PowerMeter(tmp_path, clock), clock, sensors)
     assert monitor.read().cpu_utilization is None
     clock.now += 2
     write_counter(tmp_path, 21_000_000)
@@ -85,18 +96,13 @@ def test_load_of_all_sensors(tmp_path, monkeypatch):
     assert monitor.gpu_names == ["A", "B"]
 
 
-def test_load_without_sensors(tmp_path, monkeypatch):
+def test_load_without_sensors(tmp_path):
     clock = Clock()
-
-    def fail():
-        raise OSError
-
-    monkeypatch.setattr(psutil, "sensors_temperatures", fail)
-    monkeypatch.setattr(machine, "available_memory_bytes", fail)
-    monitor = MachineMonitor(NamedGpus(tmp_path), PowerMeter(tmp_path, clock), clock)
+    power = PowerMeter(tmp_path, clock)
+    monitor = MachineMonitor(NamedGpus(tmp_path), power, clock, Sensors(), tmp_path)
     clock.now += 1
     load = monitor.read()
-    assert load.cpu_utilization is not None
+    assert load.cpu_utilization == 0.375
     assert load.memory_available_bytes is load.power_watts is load.temperature_celsius is None
     assert load.gpu_utilization == []
 
@@ -137,6 +143,15 @@ def test_gpus_of_the_drivers_list(tmp_path):
     gpus = NamedGpus(tmp_path)
     assert gpus.names == ["NVIDIA H200"]
     assert gpus.read() == ([None], [None], [None])
+
+
+def test_sensors_of_this_machine():
+    clock = Clock()
+    monitor = MachineMonitor(clock=clock)
+    clock.now += 1
+    load = monitor.read()
+    assert load.cpu_utilization is not None
+    assert load.memory_available_bytes
 
 
 def test_facts():

@@ -1,6 +1,7 @@
 """Nodes join the head, are refused with the cause, fall silent, return, and break the rules."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -27,9 +28,9 @@ from gllm.messages.nodes import (
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.bus_socket import NEW_KEYS
-from gllm.runtime.connections import HubConnection
 from gllm.runtime.engine_error import EngineError
-from gllm.runtime.node_hub import NODE_RUN, NodeHub
+from gllm.runtime.node_admission import node_hub_address
+from gllm.runtime.node_hub import NODE_RUN, NodeHub, NodeHubTimes
 from gllm.runtime.security import SecretFile, add_secret, create_secret_file, drop_secret
 from gllm.runtime.session import HEADER
 from tests.support.nodes.fake_agent import (
@@ -39,6 +40,7 @@ from tests.support.nodes.fake_agent import (
     RUN,
     FakeAgent,
     HubUnderTest,
+    RawPeer,
     RecordingListener,
     make_join,
     until,
@@ -99,33 +101,33 @@ async def test_messages_of_a_member_reach_the_listener_in_order(end: HubUnderTes
     ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "cause"),
-    [
-        ({"protocol": 99}, "protocol"),
-        ({"facts": msgspec.structs.replace(NODE_FACTS, version="0.9")}, "gllm 0.9"),
-        ({"model_hash": "another"}, "hash"),
-        ({"config": CONFIG.replace(b"2", b"4", 1)}, "pipeline_parallel_size is 4"),
-        ({"config": b"{]"}, "cannot be read"),
-        ({"rank": 7}, "no node rank 7"),
-        ({"rank": 0}, "the head itself"),
-        ({"name": "head"}, "--node-name"),
-        ({"name": "local"}, "--node-name"),
-        ({"name": "a\nb"}, "printable"),
-    ],
-)
-async def test_a_node_that_differs_is_refused_for_good(
-    end: HubUnderTest, fields: dict[str, Any], cause: str
-) -> None:
-    agent = end.dial(make_join(**({"name": "one"} | fields)))
-    await until(lambda: agent.refusal)
-    assert agent.refusal is not None
-    assert cause in agent.refusal.cause
-    assert agent.refusal.is_final
-    assert not end.hub.sessions
-    await until(lambda: agent.lost)
-    assert end.hub.refused_peers == {"127.0.0.1": 1}
-    assert cause in end.hub.membership.describe_missing()
+DIFFERENCES: list[tuple[dict[str, Any], str]] = [
+    ({"protocol": 99}, "protocol"),
+    ({"facts": msgspec.structs.replace(NODE_FACTS, version="0.9")}, "gllm 0.9"),
+    ({"model_hash": "another"}, "hash"),
+    ({"config": CONFIG.replace(b"2", b"4", 1)}, "pipeline_parallel_size is 4"),
+    ({"config": b"{]"}, "cannot be read"),
+    ({"rank": 7}, "no node rank 7"),
+    ({"rank": 0}, "the head itself"),
+    ({"name": "head"}, "--node-name"),
+    ({"name": "local"}, "--node-name"),
+    ({"name": "a\nb"}, "printable"),
+]
+
+
+async def test_nodes_that_differ_are_refused_for_good(end: HubUnderTest) -> None:
+    agents = []
+    for number, (fields, cause) in enumerate(DIFFERENCES, start=1):
+        agent = end.dial(make_join(**({"name": "one"} | fields)))
+        agents.append(agent)
+        await until(lambda: agent.refusal)  # noqa: B023
+        assert agent.refusal is not None
+        assert cause in agent.refusal.cause
+        assert agent.refusal.is_final
+        assert not end.hub.sessions
+        assert end.hub.refused_peers == {"127.0.0.1": number}
+        assert cause in end.hub.membership.describe_missing()
+    await until(lambda: all(agent.lost for agent in agents))
 
 
 async def test_own_values_of_a_machine_are_no_difference(end: HubUnderTest) -> None:
@@ -175,9 +177,24 @@ async def test_another_session_of_the_same_agent_replaces_the_first(end: HubUnde
     assert not second.lost
 
 
-async def test_a_silent_node_is_lost(end: HubUnderTest) -> None:
-    object.__setattr__(end.hub.config, "node_timeout", 1.0)
-    end.hub.membership._node_timeout = 1.0
+@contextlib.asynccontextmanager
+async def hub_of(*arguments: Any, **options: Any) -> AsyncIterator[HubUnderTest]:
+    """A hub with other options, which accepts agents."""
+    under_test = HubUnderTest(*arguments, **options)
+    under_test.hub.start()
+    try:
+        yield under_test
+    finally:
+        await under_test.close()
+
+
+async def test_a_silent_node_is_lost() -> None:
+    async with hub_of(node_timeout=1.0) as end:
+        await check_silence(end)
+
+
+async def check_silence(end: HubUnderTest) -> None:
+    """One of two nodes falls silent, and is lost."""
     listener = RecordingListener(end.hub)
     silent, beating = end.dial(make_join("one")), end.dial(make_join("two", None))
     silent.beat()
@@ -221,12 +238,9 @@ async def test_missing_nodes_are_named() -> None:
         await end.close()
 
 
-async def test_forming_ends_when_all_have_joined(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("gllm.runtime.node_hub.LOG_SECONDS", 0.05)
+async def test_forming_ends_when_all_have_joined(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gllm.runtime.node_hub")
-    end = HubUnderTest(nnodes=3)
+    end = HubUnderTest(times=NodeHubTimes(log_seconds=0.05), nnodes=3, max_spares=1)
     forming = asyncio.create_task(end.hub.form())
     try:
         await until(lambda: "waiting for nodes" in caplog.text)
@@ -235,7 +249,6 @@ async def test_forming_ends_when_all_have_joined(
         end.dial(make_join("first", 1))
         assert await forming == ["first", "second"]
         # Nodes that come later are spares, up to a limit.
-        object.__setattr__(end.hub.membership, "_max_spares", 1)
         spare = end.dial(make_join("spare", None))
         await until(lambda: spare.is_welcome)
         assert end.hub.membership.spares == ["spare"]
@@ -262,18 +275,22 @@ async def test_wrong_secret_is_counted_by_address(secured: HubUnderTest, tmp_pat
     await until(lambda: member.is_welcome)
 
 
-async def test_a_new_secret_is_no_death(secured: HubUnderTest, tmp_path: Path) -> None:
+async def test_a_new_secret_is_no_death(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    create_secret_file(path)
+    times = NodeHubTimes(reload_seconds=0.05)
+    async with hub_of(str(path), SecretFile(path).keys[0], times) as secured:
+        await check_new_secret(secured, path)
+
+
+async def check_new_secret(secured: HubUnderTest, path: Path) -> None:
+    """A node that has joined with a secret that is replaced joins again with the new one."""
     listener = RecordingListener(secured.hub)
     join = make_join("one")
     agent = secured.dial(join)
     await until(lambda: agent.is_welcome)
-    path = tmp_path / "secret"
     add_secret(path)
     drop_secret(path)
-    hub = secured.hub._hub
-    assert hub is not None
-    assert hub._authenticator is not None
-    hub._authenticator._reload()
     await until(lambda: listener.lost)
     assert listener.lost == [("one", NEW_KEYS, False, False)]
     again = secured.dial(join, SecretFile(path).keys[0])
@@ -293,21 +310,16 @@ async def test_off_loopback_a_secret_is_required() -> None:
         NodeHub(NodesConfig(nnodes=2, master_addr="0.0.0.0:29600"), None, 1, HEAD_FACTS)
     with pytest.raises(ValueError, match="--master-addr"):
         NodeHub(NodesConfig(nnodes=2), None, 1, HEAD_FACTS)
-    hub = NodeHub(
-        NodesConfig(nnodes=2, master_addr="203.0.113.7:29600", node_listen="127.0.0.1:29600"),
-        None,
-        1,
-        HEAD_FACTS,
-    )
-    assert hub._bind_address == "tcp://127.0.0.1:29600"
+    config = NodesConfig(nnodes=2, master_addr="203.0.113.7:29600", node_listen="127.0.0.1:29600")
+    NodeHub(config, None, 1, HEAD_FACTS)
+    assert node_hub_address(config) == "tcp://127.0.0.1:29600"
 
 
 async def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        end = HubUnderTest()
-        end.hub._bind_address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        end = HubUnderTest(master_addr=f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(OSError, match="cannot listen"):
             end.hub.start()
         await end.close()
@@ -347,13 +359,12 @@ async def test_nothing_is_accepted_before_a_node_has_joined(end: HubUnderTest) -
     assert end.hub.refused_peers == {"127.0.0.1": 1}
 
 
-async def test_a_session_without_join_is_closed(
-    end: HubUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gllm.runtime.node_hub.JOIN_SECONDS", 0.1)
-    agent = end.dial()
-    await until(lambda: agent.lost)
-    assert end.hub.refused_peers == {"127.0.0.1": 1}
+async def test_a_session_without_join_is_closed() -> None:
+    async with hub_of(times=NodeHubTimes(join_seconds=0.1)) as end:
+        agent = end.dial()
+        await until(lambda: agent.lost)
+        assert end.hub.refused_peers == {"127.0.0.1": 1}
+        assert end.hub.describe()["joining"] == 0
 
 
 async def test_two_joins_or_an_error_of_the_handler_end_one_session(end: HubUnderTest) -> None:
@@ -379,11 +390,15 @@ async def test_ten_thousand_malformed_frames_of_agents_harm_nobody(end: HubUnder
     await until(lambda: member.is_welcome)
     num_sent = 0
     for round_number in range(20):
-        agent = end.dial(make_join(f"agent {round_number}", None) if round_number % 2 else None)
+        peer = RawPeer(end.context, end.hub.address)
         if round_number % 2:
-            await until(lambda: agent.is_welcome)  # noqa: B023
-        num_sent += send_garbage(agent, rng, 500)
-        await until(lambda: agent.lost)  # noqa: B023
+            name = f"agent {round_number}"
+            peer.send(make_join(name, None))
+            await until(lambda: name in end.hub.sessions)  # noqa: B023
+        num_sent += send_garbage(peer, rng, 500)
+        await until(lambda: end.hub.num_malformed == round_number + 1)  # noqa: B023
+        await until(lambda: end.hub.describe()["connections"] == 1)
+        peer.close()
     # The first frame ends a session, and those behind it are dropped.
     assert num_sent == 10_000
     assert end.hub.num_malformed == 20
@@ -393,7 +408,7 @@ async def test_ten_thousand_malformed_frames_of_agents_harm_nobody(end: HubUnder
     assert end.hub.membership.nodes["member"].is_alive
 
 
-def send_garbage(agent: FakeAgent, rng: random.Random, count: int) -> int:
+def send_garbage(peer: RawPeer, rng: random.Random, count: int) -> int:
     """Send frames that are no messages of an agent."""
     for number in range(count):
         if rng.random() < 0.5:
@@ -401,7 +416,7 @@ def send_garbage(agent: FakeAgent, rng: random.Random, count: int) -> int:
         else:
             header = HEADER.pack(NODE_RUN, 0, number + 10, 0)
             frame = header + rng.randbytes(rng.randrange(200))
-        agent.spoke._socket.send(frame)
+        peer.send_frame(frame)
     return count
 
 
@@ -415,12 +430,12 @@ async def test_a_stranger_who_sends_no_hello_is_closed(end: HubUnderTest) -> Non
 
 
 async def test_connections_are_released(end: HubUnderTest) -> None:
-    assert end.hub._hub is not None
-    connections: dict[int, HubConnection] = end.hub._hub._connections._open
     for number in range(5):
         agent = end.dial(make_join("one", agent=number))
         await until(lambda: agent.is_welcome)  # noqa: B023
         agent.close()
-        await until(lambda: not end.hub.sessions and not connections)
-    assert not end.hub._by_sender
-    assert not end.hub._waiting
+        await until(lambda: not end.hub.sessions and not end.hub.describe()["connections"])
+    stranger = end.dial()
+    await until(lambda: end.hub.describe()["joining"] == 1)
+    stranger.close()
+    await until(lambda: not any(end.hub.describe().values()))

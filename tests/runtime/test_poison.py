@@ -19,7 +19,7 @@ POISON = 777
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-def let_die(workers: LocalWorkers, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def let_die(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the first stage whenever it computes the token."""
     compute, loop = CpuExecutor.compute, asyncio.get_running_loop()
 
@@ -28,7 +28,7 @@ def let_die(workers: LocalWorkers, engine: Engine, monkeypatch: pytest.MonkeyPat
             killed = threading.Event()
 
             def kill() -> None:
-                workers.kill(engine._supervisor.senders[0])
+                workers.kill(workers.sender_of(0))
                 killed.set()
 
             loop.call_soon_threadsafe(kill)
@@ -47,12 +47,12 @@ async def run(engine: Engine, prompt: list[int]) -> tuple[list[int], str, str]:
     return tokens, str(reason), kind
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
 async def test_a_request_that_kills_workers_ends_alone(
     stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with local_engine(stages, max_restarts=2) as (engine, workers):
-        let_die(workers, engine, monkeypatch)
+        let_die(workers, monkeypatch)
         others = [asyncio.create_task(run(engine, [5, i])) for i in range(4)]
         while engine.status().stats.steps < 5:
             await asyncio.sleep(0)

@@ -1,10 +1,15 @@
 """The probe of a worker's speed: what it measures, and when it measures again."""
 
+import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu.host import HostQueues
 from gllm.cluster.placement import Slot, make_placement
@@ -13,12 +18,17 @@ from gllm.messages.measurement import StageMeasured
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.spec import LayerSpec, MLPSpec
-from gllm.runtime import layer_probe
-from gllm.runtime import probe as probe_module
 from gllm.runtime.assignment import StageAssignment
 from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.device import set_num_threads
 from gllm.runtime.layer_probe import LayerProbe, StepSizes
-from gllm.runtime.probe import ProbeCancelledError, StageProbe, find_kinds
+from gllm.runtime.probe import (
+    DECODES_PER_CHUNK,
+    MAX_KINDS,
+    ProbeCancelledError,
+    StageProbe,
+    find_kinds,
+)
 from gllm.runtime.probe_cache import ProbeCache, create_key
 from tests.support.gpu.device_stage import as_on_a_device
 
@@ -38,16 +48,42 @@ def assign(stage: int, **options: Any) -> StageAssignment:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure less, and keep this process's threads."""
-    monkeypatch.setattr(probe_module, "MEASURED_SECONDS", 0.01)
-    monkeypatch.setattr(probe_module, "set_num_threads", lambda count: None)
+def threads() -> Iterator[None]:
+    """Keep the threads of this process."""
+    before = torch.get_num_threads()
+    yield
+    set_num_threads(before)
 
 
-def measure(assignment: StageAssignment, folder: Path) -> StageMeasured:
-    probe = StageProbe(assignment, ProbeCache(folder))
+def measure(assignment: StageAssignment, folder: Path, **options: Any) -> StageMeasured:
+    probe = StageProbe(assignment, ProbeCache(folder), **{"measured_seconds": 0.01} | options)
     probe.run()
     return probe.result
+
+
+class ForgetfulProbe(LayerProbe):
+    """Layers on a device that does not keep weights."""
+
+    def load(self) -> None:
+        super().load()
+        self.executor.keeps_weights = False
+
+
+class UnloadedProbe(LayerProbe):
+    """Layers that must not be loaded."""
+
+    def load(self) -> None:
+        raise AssertionError("it is measured again")
+
+
+class ClockProbe(LayerProbe):
+    """Layers with a clock of their own: 2 units per layer, 1 per step and 5 for the head."""
+
+    def decode(self, should_sample: bool) -> float:
+        head = 5.0 * (should_sample and self.executor.is_last)
+        return 1.0 + 2.0 * len(self.executor.layers) + head
+
+    prefill = decode
 
 
 def test_layers_and_head_of_the_demo_are_measured(tmp_path: Path) -> None:
@@ -72,23 +108,17 @@ def test_layers_and_head_of_the_demo_are_measured(tmp_path: Path) -> None:
     assert first.layer_bytes[1] >= 4 * weights
 
 
-def test_a_measurement_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_is_kept(tmp_path: Path) -> None:
     assignment = assign(1)
-    monkeypatch.setattr(CpuExecutor, "keeps_weights", False)
-    first = measure(assignment, tmp_path)
+    first = measure(assignment, tmp_path, make_probe=ForgetfulProbe)
     assert not first.keeps_weights
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("it is measured again")
-
-    monkeypatch.setattr(LayerProbe, "load", fail)
-    again = measure(assignment, tmp_path)
+    again = measure(assignment, tmp_path, make_probe=UnloadedProbe)
     assert again.layer_seconds == first.layer_seconds
     assert again.keeps_weights, "nothing was loaded, so the process can go on"
     for path in tmp_path.iterdir():
         path.write_text("{")
     with pytest.raises(AssertionError, match="measured again"):
-        measure(assignment, tmp_path)
+        measure(assignment, tmp_path, make_probe=UnloadedProbe)
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
@@ -96,7 +126,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert measure(assign(0), tmp_path / "file" / "folder").layer_seconds
 
 
-def test_everything_that_decides_the_speed_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_decides_the_speed_is_in_the_key(tmp_path: Path) -> None:
     first = assign(0)
     keys = [
         create_key(first, "cpu: portable"),
@@ -107,26 +137,29 @@ def test_everything_that_decides_the_speed_is_in_the_key(monkeypatch: pytest.Mon
         create_key(replace_config(first, max_model_len=256), "cpu: portable"),
     ]
     assert create_key(assign(0, debug_slowdown=(1, 2)), "cpu: portable") == keys[0]
-    monkeypatch.setattr("gllm.runtime.probe_cache.describe_device", lambda is_gpu: "other")
-    keys.append(create_key(first, "cpu: portable"))
-    monkeypatch.setattr("gllm.runtime.probe_cache.hash_model", lambda folder: "other")
-    keys.append(create_key(first, "cpu: portable"))
+    keys.append(create_key(first, "cpu: portable", lambda is_gpu: "other"))
+    other = shutil.copytree(DEMO, tmp_path / "model")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 1.5}))
+    keys.append(create_key(replace_config(first, other), "cpu: portable"))
     assert len(set(keys)) == len(keys)
 
 
-def replace_config(assignment: StageAssignment, **options: Any) -> StageAssignment:
+def replace_config(
+    assignment: StageAssignment, folder: Path = DEMO, **options: Any
+) -> StageAssignment:
     config = replace(assignment.config, **options)
-    return StageAssignment(assignment.placement, assignment.sender, config, str(DEMO), "")
+    return StageAssignment(assignment.placement, assignment.sender, config, str(folder), "")
 
 
-def test_the_factor_of_a_slowed_stage_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_factor_of_a_slowed_stage_counts(tmp_path: Path) -> None:
     clock = iter(range(10**9))
-    monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))
-    monkeypatch.setattr(probe_module, "MEASURED_SECONDS", 10.0)
-    plain = measure(assign(0), tmp_path)
-    slowed = measure(assign(0, debug_slowdown=(3, 1)), tmp_path)
+    options: dict[str, Any] = {
+        "measured_seconds": 10.0,
+        "make_probe": partial(LayerProbe, clock=lambda: float(next(clock))),
+    }
+    plain = measure(assign(0), tmp_path, **options)
+    slowed = measure(assign(0, debug_slowdown=(3, 1)), tmp_path, **options)
     assert slowed.layer_seconds == pytest.approx([3 * each for each in plain.layer_seconds])
     assert slowed.step_seconds == pytest.approx(3 * plain.step_seconds)
 
@@ -150,7 +183,7 @@ def test_one_layer_of_each_kind_is_measured() -> None:
     others: list[LayerSpec] = [
         replace(spec, mlp=replace(spec.mlp, intermediate_size=size)) for size in range(9)
     ]
-    assert len(find_kinds(others)) == probe_module.MAX_KINDS
+    assert len(find_kinds(others)) == MAX_KINDS
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 100])
@@ -178,31 +211,23 @@ def test_a_rank_is_measured_on_a_device(
     """The groups of a device have more to do than those of a CPU."""
     pytest.importorskip("triton")
     monkeypatch.setattr("gllm.runtime.cuda.backend.CudaRuntime", lambda index: HostQueues())
-    monkeypatch.setattr(layer_probe, "count_gpus", lambda device: 2)
     config = EngineConfig.from_options(
         "demo", tensor_parallel_size=2, max_model_len=512, max_num_batched_tokens=64
     )
     placement = make_placement(1, [(0, 6)], [Slot(1), Slot(2)], [2])
     assignment = StageAssignment(placement, rank + 1, config, str(DEMO), "", is_probe=True)
     with as_on_a_device():
-        measured = measure(assignment, tmp_path)
+        measured = measure(assignment, tmp_path, make_probe=partial(LayerProbe, num_gpus=2))
     assert all(0 < seconds < 1 for seconds in measured.layer_seconds)
     assert measured.rank == rank
     assert measured.available_bytes is not None
     assert not measured.keeps_weights
 
 
-def test_the_head_is_what_sampling_adds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a clock of its own: 2 units per layer, 1 per step and 5 for the head."""
-
-    def time_step(probe: LayerProbe, rows: Any, should_sample: bool) -> float:
-        executor = probe.executor
-        return 1.0 + 2.0 * len(executor.layers) + 5.0 * (should_sample and executor.is_last)
-
-    monkeypatch.setattr(LayerProbe, "_time_step", time_step)
-    share = 1 + 1 / probe_module.DECODES_PER_CHUNK
-    last = measure(assign(1), tmp_path)
+def test_the_head_is_what_sampling_adds(tmp_path: Path) -> None:
+    share = 1 + 1 / DECODES_PER_CHUNK
+    last = measure(assign(1), tmp_path, make_probe=ClockProbe)
     assert last.layer_seconds == pytest.approx([2.0 * share] * 6)
     assert last.step_seconds == pytest.approx(share)
     assert last.head_seconds == pytest.approx(5.0 * share)
-    assert measure(assign(0), tmp_path).head_seconds == 0.0
+    assert measure(assign(0), tmp_path, make_probe=ClockProbe).head_seconds == 0.0

@@ -1,5 +1,7 @@
 """Counters of a server over the generations of its engine."""
 
+from typing import get_type_hints
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ GAUGES = (
     "held_blocks",
     "in_flight_prefill_tokens",
 )
-COUNTERS = [name for name in SchedulerStats._fields if name not in GAUGES]
+COUNTERS = [name for name in get_type_hints(SchedulerStats) if name not in GAUGES]
 
 increments = st.lists(st.integers(0, 5), min_size=len(COUNTERS), max_size=len(COUNTERS))
 turns = st.lists(st.one_of(st.none(), st.tuples(increments, st.integers(0, 3))), max_size=30)
@@ -46,10 +48,8 @@ def test_counters_are_sums_over_all_generations(
             continue
         numbers, stage = turn
         counters = {name: getattr(stats, name) for name in COUNTERS}
-        stats = stats._replace(
-            running=stage,
-            **{n: counters[n] + k for n, k in zip(COUNTERS, numbers, strict=True)},
-        )
+        sums = {n: counters[n] + k for n, k in zip(COUNTERS, numbers, strict=True)}
+        stats = SchedulerStats(**sums, running=stage)
         for name, number in zip(COUNTERS, numbers, strict=True):
             expected[name] += number
         steps[stage] = steps.get(stage, 0) + numbers[0]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from gllm.messages.codec import decode_for_head, encode
 from gllm.messages.lifecycle import StageFailed
-from gllm.runtime import session as session_module
 from gllm.runtime.session import (
     ANY_GENERATION,
     HEADER,
+    MAX_KEPT_BYTES,
     SessionError,
     SessionReceiver,
     SessionSender,
@@ -68,7 +68,8 @@ class History:
 
     def connect(self) -> Link:
         run = RUN if self.rng.random() < 0.8 else OTHER_RUN
-        return Link(SessionSender(run), SessionReceiver(RUN, decode_for_head, self.generation), run)
+        receiver = SessionReceiver(RUN, decode_for_head, self.generation, KEPT_BYTES)
+        return Link(SessionSender(run, PART_BYTES), receiver, run)
 
     def play(self, num_actions: int) -> None:
         """Take random actions and check after each; sessions that have ended make room."""
@@ -197,17 +198,14 @@ class History:
 @settings(max_examples=num_examples(25, 2000), deadline=None)
 @given(st.integers(0, 2**32))
 def test_sessions_deliver_what_arrives_in_order_once(seed: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "_MAX_PART_BYTES", PART_BYTES)
-        patch.setattr(session_module, "MAX_KEPT_BYTES", KEPT_BYTES)
-        History(random.Random(seed)).play(400)
+    History(random.Random(seed)).play(400)
 
 
 def test_what_is_kept_back_is_bounded() -> None:
     receiver = SessionReceiver(RUN, decode_for_head, 1)
     sender = SessionSender(RUN)
     payload = encode(StageFailed(0, "x" * 2**20))
-    count = session_module.MAX_KEPT_BYTES // len(payload)
+    count = MAX_KEPT_BYTES // len(payload)
     for frame in (frame for _ in range(count) for frame in sender.frames(payload, 2)):
         assert receiver.receive(frame) is None
     with pytest.raises(SessionError, match="too many"):

@@ -47,6 +47,8 @@ class Reports(Results):
     def __init__(self) -> None:
         super().__init__()
         self.grammars: list[GrammarReady] = []
+        self.threads: set[threading.Thread] = set()
+        """Threads of the stage."""
 
     def add(self, message: Any) -> None:
         if isinstance(message, GrammarReady):
@@ -62,12 +64,15 @@ def start(executor: Executor, **ends: Any) -> tuple[StageRunner, Reports]:
         [end for end in [ends.get(name)] if end is not None] for name in ("receiver", "sender")
     )
     executor.has_sampler = not senders
+    before = set(threading.enumerate())
     stage = StageRunner(executor, receivers, senders, *handlers)  # type: ignore[arg-type]
+    reports.threads = set(threading.enumerate()) - before
+    assert reports.threads
     return stage, reports
 
 
-def check_ended(stage: StageRunner, reports: Reports) -> None:
-    assert not any(thread.is_alive() for thread in stage._threads)
+def check_ended(reports: Reports) -> None:
+    assert not any(thread.is_alive() for thread in reports.threads)
     assert not reports.faults
 
 
@@ -88,7 +93,7 @@ async def test_an_idle_stage_ends(receiver: FakeReceiver | None, is_device: bool
     executor = Executor(wait=Device().wait) if is_device else Executor()
     stage, reports = start(executor, receiver=receiver)
     await asyncio.to_thread(stage.close)
-    check_ended(stage, reports)
+    check_ended(reports)
 
 
 @pytest.mark.parametrize("receiver", [None, FakeReceiver()])
@@ -102,12 +107,12 @@ async def test_a_step_that_computes_ends_first_and_is_dropped(
         stage.run_plan(plan(step))
     assert await asyncio.to_thread(executor.computing.wait, 60)
     closing = asyncio.ensure_future(asyncio.to_thread(stage.close))
-    while not stage._is_closed:
+    while not stage.is_closed:
         await asyncio.sleep(0.01)
     assert not closing.done()
     executor.may_compute.set()
     await closing
-    check_ended(stage, reports)
+    check_ended(reports)
     await asyncio.sleep(0)
     assert reports.queue.empty()
     assert "compute 5" not in executor.log
@@ -122,7 +127,7 @@ async def test_a_stage_that_waits_for_activations_ends() -> None:
         stage.run_plan(plan(step))
     await asyncio.sleep(0.05)
     await asyncio.to_thread(stage.close)
-    check_ended(stage, reports)
+    check_ended(reports)
     receiver.close()
     edge.close()
 
@@ -136,7 +141,7 @@ async def test_a_thread_that_waits_for_a_grammar_ends() -> None:
     while executor.log[-1:] != ["compute 5"]:
         await asyncio.sleep(0.01)
     await asyncio.to_thread(stage.close)
-    check_ended(stage, reports)
+    check_ended(reports)
     assert executor.failed == CLOSED
     assert reports.queue.empty()
 
@@ -154,7 +159,7 @@ async def test_a_grammar_that_compiles_meanwhile_is_not_reported(outcome: str) -
     else:
         assert executor.compiling.cancel()
     await asyncio.sleep(0)
-    check_ended(stage, reports)
+    check_ended(reports)
     assert not reports.grammars
 
 
@@ -177,12 +182,12 @@ async def test_a_device_finishes_its_step_first() -> None:
     while len(sender.sent) < 2:
         await asyncio.sleep(0.01)
     closing = asyncio.ensure_future(asyncio.to_thread(stage.close))
-    while not stage._is_closed:
+    while not stage.is_closed:
         await asyncio.sleep(0.01)
     assert not closing.done()
     device.ready.set()
     await closing
-    check_ended(stage, reports)
+    check_ended(reports)
 
 
 async def test_nothing_is_left_of_many_stages() -> None:
@@ -197,7 +202,7 @@ async def test_nothing_is_left_of_many_stages() -> None:
             stage.run_plan(plan(step))
         await reports.take(1)
         stage.close()
-        check_ended(stage, reports)
+        check_ended(reports)
         for end in (receiver, sender):
             end.close()
         edge.close()

@@ -1,6 +1,7 @@
 """Several ranks of a stage: they run the same steps, and fail or end together."""
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -61,6 +62,7 @@ class Ranks:
         self.results: list[list[Any]] = [[] for _ in ends]
         self.faults: list[list[BaseException]] = [[] for _ in ends]
         self.senders = [FakeSender() for _ in ends]
+        before = set(threading.enumerate())
         self.runners = []
         for rank, executor in enumerate(self.executors):
             executor.has_sampler = is_last and rank == 0
@@ -74,6 +76,8 @@ class Ranks:
                     groups=ends[rank],
                 )
             )
+
+        self.threads = set(threading.enumerate()) - before
 
     def run(self, *steps: int) -> None:
         for step in steps:
@@ -95,8 +99,8 @@ class Ranks:
 
     async def close(self) -> None:
         await asyncio.gather(*(asyncio.to_thread(runner.close) for runner in self.runners))
-        alive = [thread for runner in self.runners for thread in runner._threads]
-        assert not any(thread.is_alive() for thread in alive)
+        assert len(self.threads) >= NUM_RANKS
+        assert not any(thread.is_alive() for thread in self.threads)
 
 
 @pytest.mark.parametrize("has_receivers", [False, True])

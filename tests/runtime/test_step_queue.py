@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from gllm.scheduler.plan import ScheduledRow, StepPlan
 from gllm.transport.base import EdgeLayout, StepFailedError
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.registry import open_edges
+from gllm.transport.ring import Ring
 from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tests.runtime.test_stage import FakeSender, Results
 from tests.runtime.test_stage_close import Executor
@@ -53,18 +54,18 @@ def prepared(step: int, lane: int, turn: int) -> PreparedStep:
 class Getter:
     """Steps that a thread gets from a queue, and then receives, as a stage does."""
 
-    def __init__(self, queue: TwoLaneQueue) -> None:
+    def __init__(self, queue: TwoLaneQueue, receivers: Sequence[SharedMemoryReceiver] = ()) -> None:
         self.steps: list[int] = []
-        self._queue = queue
+        self._queue, self._receivers = queue, receivers
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         while (step := self._queue.get()) is not None:
-            if self._queue._receivers:
+            if self._receivers:
                 with suppress(StepFailedError):
-                    self._queue._receivers[step.plan.lane].receive(step.plan.turn, 1)
+                    self._receivers[step.plan.lane].receive(step.plan.turn, 1)
             with self._changed:
                 self.steps.append(step.plan.step)
                 self._changed.notify()
@@ -114,7 +115,7 @@ def test_prefill_waits_for_a_bounded_number_of_decodes() -> None:
 def test_a_step_needs_its_plan_and_its_activations(edge: Edge) -> None:
     receivers, (decode, prefill) = open_ends(edge)
     queue = TwoLaneQueue(receivers)
-    getter = Getter(queue)
+    getter = Getter(queue, receivers)
     hidden = torch.zeros(1, 3)
     # Activations without a plan, then the plan.
     decode.send(0, hidden)
@@ -137,11 +138,11 @@ def test_events_without_a_step_do_not_keep_a_core_busy(edge: Edge) -> None:
     """As a data mover writes them that was restarted."""
     receivers, (decode, _) = open_ends(edge)
     queue = TwoLaneQueue(receivers)
-    mover = decode._ring
+    mover = Ring(edge.descriptors[0], edge.descriptors[1], SHAPE)
     mover.begin_relay()
     decode.send(0, torch.zeros(1, 3))
     mover.begin_relay()
-    getter = Getter(queue)
+    getter = Getter(queue, receivers)
     queue.put(prepared(0, 0, 0))
     getter.expect(0)
     queue.put(prepared(1, 0, 1))
@@ -156,10 +157,11 @@ def test_events_without_a_step_do_not_keep_a_core_busy(edge: Edge) -> None:
 
 @pytest.mark.parametrize("steps", [[], [(0, 0, 0)], [(0, 1, 0), (1, 0, 0)]])
 def test_a_queue_that_waits_ends(edge: Edge, steps: list[tuple[int, int, int]]) -> None:
-    queue = TwoLaneQueue(open_ends(edge)[0])
+    receivers, _ = open_ends(edge)
+    queue = TwoLaneQueue(receivers)
     for step in steps:
         queue.put(prepared(*step))
-    getter = Getter(queue)
+    getter = Getter(queue, receivers)
     getter.stop()
     assert getter.steps == []
 

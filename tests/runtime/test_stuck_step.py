@@ -11,23 +11,29 @@ import torch
 from gllm.cluster.liveness import ProcessSample
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.runtime import liveness_watch
-from gllm.runtime import worker as worker_module
 from gllm.runtime.batch import Batch
-from gllm.runtime.cpu.executor import CpuExecutor
-from tests.support.engines.local_workers import LocalWorkers, local_engine
+from tests.support.engines.local_workers import LocalWorkers, local_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+STAGE_THREADS = ("_compute_steps", "_sample_steps")
+"""Names of the threads of a stage."""
 
 
-def sample_threads(workers: LocalWorkers, sender: int) -> ProcessSample | None:
-    """State of a worker by the threads that compute: they share the process with the test."""
-    worker = workers.workers.get(sender)
-    if worker is None or worker.instance is None or worker.instance._resources.runner is None:
-        return None
-    threads = worker.instance._resources.runner._threads
-    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident]
-    return ProcessSample(False, sum(map(time.clock_gettime, clocks)))
+class SampledWorkers(LocalWorkers):
+    """Workers whose CPU time is that of the threads that compute: they share the test's process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_killed = threading.Event()
+
+    def sample(self, sender: int) -> ProcessSample | None:
+        threads = [each for each in threading.enumerate() if each.name in STAGE_THREADS]
+        clocks = [time.pthread_getcpuclockid(each.ident) for each in threads if each.ident]
+        return ProcessSample(False, sum(map(time.clock_gettime, clocks)))
+
+    def kill(self, sender: int) -> None:
+        self.was_killed.set()
+        super().kill(sender)
 
 
 async def generate(engine: Engine) -> list[int]:
@@ -37,34 +43,26 @@ async def generate(engine: Engine) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
 async def test_a_worker_whose_step_does_not_end_is_replaced(
-    stage: int, monkeypatch: pytest.MonkeyPatch
+    stage: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_module, "CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(liveness_watch, "DUMP_SECONDS", 0.02)
-    monkeypatch.setattr(LocalWorkers, "sample", sample_threads)
-    compute, kill = CpuExecutor.compute, LocalWorkers.kill
-    may_block, was_killed = threading.Event(), threading.Event()
-
-    def compute_step(self: CpuExecutor, batch: Batch, hidden: torch.Tensor | None) -> Any:
-        if (self.layers.start > 0) == stage and may_block.is_set():
-            may_block.clear()
-            assert was_killed.wait(60)
-        return compute(self, batch, hidden)
-
-    def kill_worker(self: LocalWorkers, sender: int) -> None:
-        was_killed.set()
-        kill(self, sender)
-
-    monkeypatch.setattr(CpuExecutor, "compute", compute_step)
-    monkeypatch.setattr(LocalWorkers, "kill", kill_worker)
-    async with local_engine(2, freeze_timeout=0.3) as (engine, workers):
+    workers, may_block = SampledWorkers(), threading.Event()
+    async with Engine(local_config(2, freeze_timeout=0.3), node=workers) as engine:
         expected = await generate(engine)
-        stuck = engine._supervisor.senders[stage]
+        executor = workers.executors[stage]
+        compute = executor.compute
+
+        def compute_step(batch: Batch, hidden: torch.Tensor | None) -> Any:
+            if may_block.is_set():
+                may_block.clear()
+                assert workers.was_killed.wait(60)
+            return compute(batch, hidden)
+
+        executor.compute = compute_step
+        stuck = workers.sender_of(stage)
         may_block.set()
         assert await asyncio.wait_for(generate(engine), 60) == expected
-        status = engine.status()
-        assert status.recoveries == {"frozen": 1}
+        assert engine.status().recoveries == {"frozen": 1}
         assert stuck not in workers.workers
-        assert f"stage {stage} is frozen: its step" in engine._supervisor.deaths.cause
+    assert f"stage {stage} is frozen: its step" in caplog.text

@@ -1,23 +1,28 @@
 """An executor takes over the weights of a closed one, and nothing else."""
 
+import shutil
+import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gllm.config.engine import EngineConfig
+from gllm.config.sampling import StructuredOutput
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.models import loader
 from gllm.models.config import read_config
+from gllm.models.errors import ModelError
 from gllm.models.split import split_layers
-from gllm.runtime import stage_weights
 from gllm.runtime.cpu.executor import CpuExecutor
 from gllm.runtime.executor import WeightMemoryError
 from gllm.scheduler.plan import ScheduledRow, StepPlan
 from tests.support.models.tiny_models import save
+from tests.support.text.grammar_writing import FOLDER, compiled_grammar
 
 PROMPT = [5, 9, 3, 7]
 
@@ -54,25 +59,61 @@ def folder(tmp_path: Path) -> Path:
     return save("llama3", tmp_path)
 
 
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    """The demo model, which has a tokenizer."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "demo"))
+
+
+def weights_file(folder: Path) -> Path:
+    """Return the only file of weights in a folder."""
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+def replace_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Replace the file, so that weights that were mapped from the old one stay; the folder."""
+    path = weights_file(folder)
+    save_file(tensors, path.with_suffix(".new"), {"format": "pt"})
+    path.with_suffix(".new").rename(path)
+    return folder
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a tensor; None for embedding, final norm and LM head."""
+    _, found, rest = name.partition("layers.")
+    return int(rest.partition(".")[0]) if found else None
+
+
+def check_released(executor: CpuExecutor) -> None:
+    """The executor has no weights any more."""
+    with pytest.raises(AttributeError):
+        _ = executor.stage
+
+
+def compiles(executor: CpuExecutor) -> bool:
+    """Return True if a sequence with a grammar can be registered; its grammar is compiled."""
+    grammar = compiled_grammar(StructuredOutput(choice=("ab",)))
+    sampling = SequenceSamplingParams(temperature=0.0, grammar=grammar)
+    compiling = executor.register(RegisterSequences(77, 4, PROMPT, sampling))
+    assert compiling is not None
+    return bool(compiling.result(60))
+
+
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
-def test_generations_of_one_stage_sample_the_same(
-    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generations_of_one_stage_sample_the_same(folder: Path, options: dict[str, Any]) -> None:
     executor = load(make(folder, **options), folder)
     expected = sampled(executor, 16)
-    monkeypatch.setattr(
-        stage_weights, "Checkpoint", lambda *_, **__: pytest.fail("weights are read")
-    )
+    # Nothing can be read any more.
+    weights_file(folder).unlink()
     # Other sizes, so that a program of an old cache would write where nothing is any more.
     for num_blocks in (20, 8, 32):
-        cache = weakref.ref(executor._cache)
-        keys = weakref.ref(executor._cache.layers[0][0])
+        keys = weakref.ref(executor.layer_caches[0][0])
         executor.close()
-        assert cache() is None
         assert keys() is None
         previous, executor = executor, make(folder, **options)
         load(executor, folder, previous)
-        assert not hasattr(previous, "_stage")
+        check_released(previous)
         assert executor.weight_bytes == previous.weight_bytes > 0
         assert sampled(executor, num_blocks) == expected
 
@@ -80,12 +121,12 @@ def test_generations_of_one_stage_sample_the_same(
 def test_a_program_is_recorded_again_for_the_new_cache(folder: Path) -> None:
     executor = load(make(folder), folder)
     sampled(executor, 16)
-    layers = executor._stage.layers
+    layers = executor.stage.layers
     if not layers.is_program:
         pytest.skip("this build of kernels records no program")
     executor.close()
     successor = load(make(folder), folder, executor)
-    assert successor._stage.layers is layers
+    assert successor.stage.layers is layers
     assert [layers.is_program, sampled(successor, 16) != [], layers.is_program] == [
         False,
         True,
@@ -106,7 +147,7 @@ def test_other_weights_are_freed_and_read_again(
     folder: Path, own: dict[str, Any], others: dict[str, Any]
 ) -> None:
     previous = load(make(folder, **others), folder)
-    weights = weakref.ref(previous._stage)
+    weights = weakref.ref(previous.stage)
     previous.close()
     executor = load(make(folder, **own), folder, previous)
     assert weights() is None
@@ -141,48 +182,52 @@ def test_sequences_of_the_old_generation_are_unknown(folder: Path) -> None:
         executor.prepare(StepPlan(0, [ScheduledRow(1, 0, 0, 1, [0], [], True)], []))
 
 
-def test_the_vocabulary_of_grammars_is_kept(folder: Path) -> None:
-    executor = load(make(folder), folder)
-    grammars = executor._grammars
+def test_the_vocabulary_of_grammars_is_kept(demo: Path) -> None:
+    executor = load(make(demo), demo)
+    assert compiles(executor)
+    # Nobody can read a vocabulary any more.
+    (demo / "tokenizer.json").unlink()
     executor.close()
-    successor = load(make(folder), folder, executor)
-    assert successor._grammars is grammars is not None
-    assert executor._grammars is None
+    successor = load(make(demo), demo, executor)
+    executor.release_weights()
+    assert compiles(successor)
     before = torch.get_num_threads()
     successor.close()
     successor.release_weights()
-    assert grammars._mask_threads._shutdown
+    # The mask threads end by themselves.
+    end = time.monotonic() + 60
+    while any(each.name.startswith("grammar-") for each in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert torch.get_num_threads() == before
 
 
-def test_a_change_of_layers_reads_only_those_that_are_missing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_layers_reads_only_those_that_are_missing(folder: Path) -> None:
     whole = load(make(folder), folder)
     expected = sampled(whole, 16)
     whole.close()
-    numbers: list[int] = []
-    read = loader.Checkpoint._tensor
-
-    def count(self: Any, name: str, *rest: Any) -> Any:
-        numbers.append(int(name.split("layers.")[1].split(".")[0]) if "layers." in name else -1)
-        return read(self, name, *rest)
-
-    monkeypatch.setattr(loader.Checkpoint, "_tensor", count)
+    tensors = load_file(weights_file(folder))
+    # Embedding and LM head share a matrix, so a stage that loses one of them reads the other.
+    ends = {name: each for name, each in tensors.items() if layer_of(name) is None}
+    replace_weights(folder, ends)
     num_layers = whole.model.num_layers
     first = load(make(folder, stages=2), folder, whole)
-    # Embedding and LM head share a matrix, so a stage that loses one of them reads the other.
-    assert set(numbers) <= {-1}
     assert first.layers.stop < num_layers
     first.close()
-    numbers.clear()
-    again = load(make(folder), folder, first)
-    assert set(numbers) == {-1, *range(first.layers.stop, num_layers)}
+    missing = range(first.layers.stop, num_layers)
+    replace_weights(folder, ends)
+    with pytest.raises(ModelError, match=f"layers.{missing.start}"):
+        load(make(folder), folder, first)
+    first = load(make(folder, stages=2), replace_weights(folder, tensors))
+    first.close()
+    later = {name: each for name, each in tensors.items() if layer_of(name) in missing}
+    again = load(make(folder), replace_weights(folder, ends | later), first)
     assert again.weight_bytes == whole.weight_bytes
     assert sampled(again, 16) == expected
 
 
-def test_layers_are_read_beside_an_executor_that_computes(folder: Path) -> None:
+def test_layers_are_read_beside_an_executor_that_computes(demo: Path) -> None:
+    folder = demo
     expected = sampled(load(make(folder), folder), 16)
     running = load(make(folder, stages=2), folder)
     before = running.weight_bytes
@@ -194,8 +239,8 @@ def test_layers_are_read_beside_an_executor_that_computes(folder: Path) -> None:
     running.close()
     successor = make(folder)
     successor.load(folder, lambda done, total: pytest.fail("read") if not total else None, [beside])
-    assert not hasattr(beside, "_stage")
-    assert successor._grammars is not None
+    check_released(beside)
+    assert compiles(successor)
     assert sampled(successor, 16) == expected
 
 

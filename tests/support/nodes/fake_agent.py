@@ -12,7 +12,8 @@ import zmq
 from gllm.cluster.join_check import JoinFacts
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage, decode_for_agent
+from gllm.messages.codec import AnyMessage, decode_for_agent, encode
+from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import (
     PROTOCOL,
     JoinCluster,
@@ -25,15 +26,18 @@ from gllm.messages.nodes import (
     WorkerSample,
 )
 from gllm.runtime.agent_session import AgentSession
-from gllm.runtime.node_hub import NODE_RUN, NodeHub
+from gllm.runtime.node_hub import NODE_RUN, NodeHub, NodeHubTimes
 from gllm.runtime.security import KeyPair
+from gllm.runtime.session import ANY_GENERATION, SessionSender
 from gllm.runtime.spoke import Spoke
+from tests.support.network.ports import free_port
 
 RUN = 77
 """Number of the head's start."""
 CONFIG = msgspec.json.encode({"model": "demo", "pipeline_parallel_size": 2, "threads": 3})
 """Engine configuration of the head."""
 HEAD_FACTS = JoinFacts(PROTOCOL, "1.0", "demo", "hash-of-demo", CONFIG)
+DEFAULT_TIMES = NodeHubTimes()
 NODE_FACTS = NodeFacts("host", "system", "1.0", "127.0.0.1", 29601, "", b"", [], 2, 10**9)
 
 
@@ -120,6 +124,29 @@ class FakeAgent:
         self.spoke.close()
 
 
+class RawPeer:
+    """A connection to the hub of the nodes that sends messages, and bytes that are none."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        # As of other peers, its session ends with the connection.
+        self._socket.reconnect_ivl = -1
+        self._socket.connect(address)
+        self._session = SessionSender(NODE_RUN)
+        self.send(Hello(secrets.randbits(62)))
+
+    def send(self, message: WireMessage) -> None:
+        for frame in self._session.frames(encode(message), ANY_GENERATION):
+            self.send_frame(frame)
+
+    def send_frame(self, frame: bytes) -> None:
+        self._socket.send(frame)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class RecordingListener:
     """Welcomes every node and records what follows."""
 
@@ -150,13 +177,15 @@ class HubUnderTest:
     """A hub on a free port of this machine, and its agents."""
 
     def __init__(
-        self, secret_file: str | None = None, keys: KeyPair | None = None, **options: Any
+        self,
+        secret_file: str | None = None,
+        keys: KeyPair | None = None,
+        times: NodeHubTimes = DEFAULT_TIMES,
+        **options: Any,
     ) -> None:
-        defaults: dict[str, Any] = {"nnodes": 2, "master_addr": "127.0.0.1:1"}
+        defaults: dict[str, Any] = {"nnodes": 2, "master_addr": f"127.0.0.1:{free_port()}"}
         config = NodesConfig(**(defaults | options))
-        self.hub = NodeHub(config, secret_file, RUN, HEAD_FACTS, "head")
-        # Port 0 is no address that others could dial, so it is not in the configuration.
-        self.hub._bind_address = "tcp://127.0.0.1:0"
+        self.hub = NodeHub(config, secret_file, RUN, HEAD_FACTS, "head", times=times)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = keys
         self.agents: list[FakeAgent] = []

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import zmq
 
 from gllm.cluster.placement import EdgeSpec
@@ -39,7 +38,9 @@ from gllm.runtime.assignment import NodeAssignment, decode_node_assignment
 from gllm.runtime.cluster_head import ClusterHead
 from gllm.runtime.edge_gate import remote_edges
 from gllm.runtime.layer_planner import LayerPlanner
+from gllm.runtime.link_process import LinkProcess
 from gllm.runtime.supervisor import Supervisor
+from tests.support.network.ports import free_port
 from tests.support.nodes.fake_agent import HEAD_FACTS, FakeAgent, make_join, until
 from tests.support.nodes.scripted_node import ScriptedNode
 
@@ -119,10 +120,11 @@ class ScriptedAgent(FakeAgent):
                 self.exit(sender, "exited with 0")
 
 
-class FakeLinks:
+class FakeLinks(LinkProcess):
     """Data mover of the head that connects nothing."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.links: list[LinkState] = []
         self.refused: dict[str, int] = {}
         self.opened: list[Any] = []
@@ -150,11 +152,14 @@ class ClusterUnderTest:
         layers = [range(stage, stage + 1) for stage in range(num_stages)]
         planner = LayerPlanner(config, layers, StageCosts((1.0,) * num_stages))
         self.supervisor = Supervisor(config, planner, lambda done, total: None, nodes)
-        self.cluster = ClusterHead(nodes, None, HEAD_FACTS, config.stage_degrees)
-        self.cluster.hub._bind_address = "tcp://127.0.0.1:0"
+        self.cluster = ClusterHead(
+            nodes, None, HEAD_FACTS, config.stage_degrees, make_links=FakeLinks
+        )
         self.node = ScriptedNode()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.agents: list[ScriptedAgent] = []
+        self.has_started = False
+        """True once all agents have joined and the supervisor starts."""
 
     async def dial(self, name: str, rank: int | None = None, **fields: Any) -> ScriptedAgent:
         """Add an agent."""
@@ -166,6 +171,7 @@ class ClusterUnderTest:
     async def start(self) -> None:
         """Wait for the agents and start the engine."""
         names = await self.cluster.form()
+        self.has_started = True
         self.supervisor.set_nodes(names, self.cluster.machines)
         await self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG, self.cluster)
 
@@ -178,13 +184,12 @@ class ClusterUnderTest:
 
 @asynccontextmanager
 async def cluster_of(
-    monkeypatch: pytest.MonkeyPatch, num_nodes: int = 2, num_stages: int = 2, **options: Any
+    num_nodes: int = 2, num_stages: int = 2, **options: Any
 ) -> AsyncIterator[ClusterUnderTest]:
     """An engine that has not started, and one agent for each node but the first."""
-    monkeypatch.setattr("gllm.runtime.cluster_head.LinkProcess", FakeLinks)
     nodes = NodesConfig(
         nnodes=num_nodes,
-        master_addr="127.0.0.1:1",
+        master_addr=f"127.0.0.1:{free_port()}",
         data_port=0,
         **{name: options.pop(name) for name in list(options) if name.startswith("node_")},
     )
@@ -192,7 +197,7 @@ async def cluster_of(
     try:
         yield under_test
     finally:
-        if hasattr(under_test.supervisor, "_head"):
+        if under_test.has_started:
             await under_test.close()
         else:
             await under_test.cluster.stop("the test is over")

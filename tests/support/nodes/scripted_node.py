@@ -103,6 +103,10 @@ class ScriptedWorker:
         if self.is_alive:
             self._spoke.send(message)
 
+    def disconnect(self) -> None:
+        """End the session with the head; the process goes on."""
+        self._spoke.close()
+
     def end(self) -> None:
         """End at once."""
         self.is_alive = False
