@@ -293,7 +293,7 @@ async def test_another_secret_is_no_member(tmp_path: Path) -> None:
     create_secret_file(tmp_path / "secret")
     create_secret_file(tmp_path / "other")
     head = FakeHead(tmp_path / "secret")
-    agent = RunningAgent(head, node_secret_file=str(tmp_path / "other"), join_timeout=1.0)
+    agent = RunningAgent(head, node_secret_file=str(tmp_path / "other"), join_timeout=0.5)
     assert await agent.ended() == 1
     assert "secret" in agent.agent.status().cause
     assert head.hub.refused.num_refused

@@ -360,6 +360,7 @@ def talk(address: str, sender: int, limit: int) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.full
 async def test_processes_killed_frozen_and_told_to_end(wires: Wires) -> None:
     spawn = multiprocessing.get_context("spawn")
     processes = {}

@@ -16,6 +16,7 @@ from gllm.runtime.cuda.staging import InputStaging
 from gllm.runtime.executor import DeviceTime
 from gllm.scheduler.plan import ON_DEVICE
 from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.full_cases import full_but
 from tests.support.gpu.device_stage import BLOCK_SIZE, NUM_BLOCKS, as_on_a_device, executor_on
 from tests.support.gpu.fake_streams import FakeQueues
 from tests.support.models.tiny_models import save
@@ -54,7 +55,7 @@ def steps(queues: FakeQueues, executor: CudaExecutor, book: Pipeline) -> list[De
 
 
 @pytest.mark.parametrize("graphs", [0, 2])
-@pytest.mark.parametrize("slow", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("slow", full_but([True], [False, True]))
 def test_a_slow_host_makes_no_step_longer(
     folder: Path, graphs: int, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from gllm.runtime.cuda.attention_plans import plan_table_attention
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.support.engines.pipeline import GREEDY, Pipeline
 from tests.support.examples import num_examples
+from tests.support.full_cases import full_but
 from tests.support.gpu import fake_flash_attention
 from tests.support.gpu.device_stage import (
     BLOCK_SIZE,
@@ -218,13 +219,7 @@ def test_any_order_gives_what_the_cpu_gives(
     check(results, expected[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("embeddings", "everything") else pytest.param(name, marks=pytest.mark.full)
-        for name in SPECIALS
-    ],
-)
+@pytest.mark.parametrize("name", full_but(("embeddings", "everything"), SPECIALS))
 def test_no_step_waits_but_for_its_tokens(folder: Path, plans: list[StepPlan], name: str) -> None:
     """Whatever its rows ask, with a device that does nothing until somebody waits: who builds steps
     waits for nothing, who puts them into streams for memory of the host alone to be refilled."""
@@ -303,7 +298,7 @@ def test_an_operation_that_waits_is_found(
             executor.compute(batch, None)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
+@pytest.mark.parametrize("seed", full_but([0], range(3)))
 def test_attention_by_torch_without_graphs(
     folder: Path,
     plans: list[StepPlan],
@@ -317,7 +312,7 @@ def test_attention_by_torch_without_graphs(
     assert queues.num_replays == 0
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
+@pytest.mark.parametrize("seed", full_but([0], range(3)))
 def test_attention_by_flash_attention_in_graphs(
     folder: Path,
     plans: list[StepPlan],
@@ -332,7 +327,7 @@ def test_attention_by_flash_attention_in_graphs(
     assert queues.num_replays == DECODES + 2
 
 
-@pytest.mark.parametrize("graphs", [0, 4])
+@pytest.mark.parametrize("graphs", full_but([4], [0, 4]))
 def test_a_cache_in_fp8(folder: Path, plans: list[StepPlan], graphs: int) -> None:
     expected = expected_of(folder, plans, {}, kv_cache_dtype="fp8")
     results, _ = run(folder, plans, 0, graphs, given={"kv_cache_dtype": "fp8"})
@@ -361,7 +356,7 @@ def run_often(folder: Path, plans: list[StepPlan], ignored: str, **options: obje
         run(folder, plans, seed, 0, ignored=ignored, **options)
 
 
-@pytest.mark.parametrize("name", ["everything", pytest.param("greedy", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", full_but(["everything"], ["greedy", "everything"]))
 def test_no_wait_can_be_spared(folder: Path, plans: list[StepPlan], name: str) -> None:
     _, queues = run(folder, plans, 0, 4, special=SPECIALS[name])
     assert len(queues.waits) == 6

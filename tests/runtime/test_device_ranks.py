@@ -188,6 +188,7 @@ def run_often(folder: Path, plans: list[StepPlan], graphs: int, wait: str) -> No
         Ranks(folder, seed).run(plans, SPECIALS["greedy"], graphs, ignored=wait)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("graphs", [0, pytest.param(4, marks=pytest.mark.long)])
 def test_no_wait_around_a_collective_can_be_spared(
     folder: Path, plans: list[StepPlan], graphs: int

@@ -69,22 +69,22 @@ def reported(output: ChoiceOutput) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("request_name", "options"),
+    ("request_name", "every", "options"),
     [
-        ("looking back", {}),
-        pytest.param("prompt log-probabilities", {}, marks=pytest.mark.full),
-        pytest.param("grammar", {}, marks=pytest.mark.full),
-        pytest.param("looking back", {"async_scheduling": False}, marks=pytest.mark.long),
+        ("looking back", 4, {}),
+        *(pytest.param(name, 1, {}, marks=pytest.mark.full) for name in REQUESTS),
+        pytest.param("looking back", 1, {"async_scheduling": False}, marks=pytest.mark.long),
     ],
 )
 def test_death_at_every_position(
-    queues: FakeQueues, folder: Path, request_name: str, options: dict[str, Any]
+    queues: FakeQueues, folder: Path, request_name: str, every: int, options: dict[str, Any]
 ) -> None:
+    """Or, in `make test`, at some of them."""
     stages = stages_on(queues, folder, 1, **options)
     request = Request(PROMPT, REQUESTS[request_name], 9, stop_ids=[0])
     (whole,) = run_undisturbed(stages, request)[-1]
     assert len(whole.tokens) > 6
-    for length in range(len(whole.tokens)):
+    for length in range(0, len(whole.tokens), every):
         was_told = length % 3 > 0
         (output,) = Generation(stages, request, [whole.cut(length, was_told)]).run()
         assert reported(output) == reported(whole), length

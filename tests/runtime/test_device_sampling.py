@@ -77,8 +77,12 @@ def queues() -> Iterator[FakeQueues]:
 @pytest.mark.parametrize(
     ("blocks", "options"),
     [
-        (40, {"max_prefill_tokens": 4, "min_prefill_tokens": 4, "max_num_batched_tokens": 8}),
         (16, {"prefix_cache": False}),
+        pytest.param(
+            40,
+            {"max_prefill_tokens": 4, "min_prefill_tokens": 4, "max_num_batched_tokens": 8},
+            marks=pytest.mark.full,
+        ),
         pytest.param(40, {}, marks=pytest.mark.full),
         pytest.param(40, {"async_scheduling": False}, marks=pytest.mark.full),
         pytest.param(16, {}, marks=pytest.mark.full),

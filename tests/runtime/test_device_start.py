@@ -15,6 +15,7 @@ from gllm.runtime.cuda.executor import CudaExecutor
 from gllm.runtime.cuda.graphs import graph_sizes
 from gllm.transport.registry import open_edges
 from tests.support.engines.local_workers import local_engine
+from tests.support.full_cases import full_but
 from tests.support.gpu.device_stage import BLOCK_SIZE, as_on_a_device, executor_on, host_as_gpu
 from tests.support.gpu.fake_streams import FakeQueues
 from tests.support.models.tiny_models import save
@@ -30,7 +31,7 @@ async def tokens_of(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize(
     ("stages", "lanes"),
-    [(2, "2"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, "1"), (2, "1")))],
+    full_but([(2, "2")], [(1, "1"), (2, "1"), (2, "2")]),
 )
 async def test_edges_are_open_before_the_memory_left_is_divided(
     stages: int, lanes: str, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """Stages against transformers, through plans: every family, cut, chunking and mixture."""
 
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from gllm.messages.steps import RegisterSequences
 from gllm.scheduler.plan import ON_DEVICE, StepPlan
 from tests.runtime.test_greedy import KINDS
 from tests.support.engines.pipeline import GREEDY, Pipeline
+from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import FAMILIES, SMALL, reference, save
 
 TOLERANCE = 1e-4
@@ -60,12 +62,7 @@ def all_logits(pipeline: Pipeline, seq: int, chunk: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"),
-    [
-        pytest.param(family, seed, marks=[] if seed == at % 3 else pytest.mark.full)
-        for at, family in enumerate(FAMILIES)
-        for seed in range(3)
-    ],
+    ("family", "seed"), full_but([*zip(FAMILIES, cycle(range(3)))], product(FAMILIES, range(3)))
 )
 def test_logits_match_transformers(
     folders: dict[tuple[str, int], Path], family: str, seed: int
@@ -203,10 +200,7 @@ def test_n_choices_draw_from_streams_of_their_own(
     assert len(set(alone)) > 1
 
 
-@pytest.mark.parametrize(
-    "family",
-    [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", full_but(KINDS, FAMILIES))
 def test_bfloat16_stays_close(folders: dict[tuple[str, int], Path], family: str) -> None:
     """Weights are wide and layers few, so errors are large; a wrong type or order gives more."""
     prompt = prompt_of(37, 0)

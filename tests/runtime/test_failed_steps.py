@@ -24,7 +24,9 @@ async def collect(engine: Engine, prompt: list[int], params: SamplingParams) -> 
     return [delta async for delta in engine.generate(prompt, params)]
 
 
-@pytest.mark.parametrize("place", ["prepare", "compute", "sample"])
+@pytest.mark.parametrize(
+    "place", ["prepare", "sample", pytest.param("compute", marks=pytest.mark.full)]
+)
 async def test_a_failed_step_with_a_grammar_holds_nobody_up(
     place: str,
 ) -> None:

@@ -38,7 +38,7 @@ def has_resources(pids: list[int], expected: list[list[int]]) -> bool:
     return resources(pids) == expected
 
 
-@pytest.mark.parametrize("num_generations", [7, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_generations", [6, pytest.param(20, marks=pytest.mark.full)])
 async def test_generations_of_two_processes_leave_nothing_behind(num_generations: int) -> None:
     """Same tokens, and the same descriptors, threads, mappings and memory in each generation."""
     node = LocalNode(2)

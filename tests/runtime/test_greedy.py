@@ -5,7 +5,7 @@ as the limit of micro-batches in flight allows.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -27,6 +27,7 @@ from gllm.scheduler.config import POLICY_NAMES
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import FAMILIES, SMALL, reference, save
 from tests.support.scheduler.pipeline import RESERVING_POLICIES
 
@@ -145,7 +146,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
 ESSENTIAL = ("whole prompts", "chunked over four stages, cached", "preempted")
 """Settings that show each kind of batch and each kind of stage; the others combine them anew, and
 the tests below have all combinations with one family."""
-KINDS = ("qwen2-window", "gemma2", "bloom", "mixtral", "deepseek-v2")
+KINDS = ("gemma2", "bloom", "mixtral", "deepseek-v2")
 """Families with every kind of attention and feed-forward layer. The logits of the others are
 compared in test_executor.py."""
 
@@ -155,10 +156,7 @@ compared in test_executor.py."""
     [ESSENTIAL, pytest.param(sorted({*SETTINGS} - {*ESSENTIAL}), marks=pytest.mark.long)],
     ids=["essential", "others"],
 )
-@pytest.mark.parametrize(
-    "family",
-    [name if name in KINDS else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", full_but(KINDS, FAMILIES))
 def test_every_family_in_every_setting(
     family: str, settings: Sequence[str], tmp_path: Path
 ) -> None:
@@ -170,16 +168,16 @@ def test_every_family_in_every_setting(
         assert bool(pipeline.scheduler.stats().preemptions) == name.startswith("preempted"), name
 
 
-def policy_cases(*stages: int) -> list[Any]:
-    """Policies, stages and whether prefixes are cached: each policy once in `make test`, each pair
-    of values in `make test-all`."""
+def policy_cases(*stages: int, quick: Collection[str] = POLICY_NAMES) -> list[Any]:
+    """Policies, stages and whether prefixes are cached: each policy of `quick` once in `make test`,
+    each pair of values in `make test-all`."""
     cases = []
     for at, policy in enumerate(POLICY_NAMES):
         for (index, count), has_cache in product(enumerate(stages), (False, True)):
             completes_pairs = has_cache == ((at // 2 + index) % 2 == 0)
             mark = pytest.mark.full if completes_pairs else pytest.mark.long
-            marks = [] if completes_pairs and index == at % 2 else [mark]
-            cases.append(pytest.param(policy, count, has_cache, marks=marks))
+            is_quick = policy in quick and completes_pairs and index == at % 2
+            cases.append(pytest.param(policy, count, has_cache, marks=[] if is_quick else [mark]))
     return cases
 
 
@@ -189,7 +187,11 @@ def test_every_policy_chunked(folder: Path, policy: str, stages: int, prefix_cac
     check(Scheduled(folder, stages, options=options))
 
 
-@pytest.mark.parametrize(("policy", "stages", "prefix_cache"), policy_cases(1, 2))
+PREEMPTING = ("throttle", "balance", "vllm", "orca+", "prefill-first", "splitwise")
+"""Policies that preempt or reserve in different ways."""
+
+
+@pytest.mark.parametrize(("policy", "stages", "prefix_cache"), policy_cases(1, 2, quick=PREEMPTING))
 def test_under_forced_preemption(
     folder: Path, policy: str, stages: int, prefix_cache: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """Models with 8-bit linear maps: the same tokens in every setting, logits near to float32's."""
 
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gllm.models.attention import Attention, LatentAttention
 from gllm.models.feed_forward import MLP, Experts
 from tests.runtime.test_greedy import SETTINGS, Scheduled, prompts
 from tests.support.engines.pipeline import Pipeline
+from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import save
 
 FAMILIES = ("qwen2", "gemma3", "gpt2", "falcon-40b", "baichuan2-13b", "qwen2-moe", "deepseek-v2")
@@ -21,10 +23,7 @@ TOLERANCE = 0.15
 router may pick another expert; bfloat16 alone is off by up to half of it."""
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen2", *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES[1:])],
-)
+@pytest.mark.parametrize("family", full_but(["qwen2"], FAMILIES))
 def test_the_same_tokens_in_every_setting(family: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path)
     made = {}
@@ -54,12 +53,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        pytest.param(family, dtype, marks=[] if DTYPES[at % 3] == dtype else pytest.mark.full)
-        for at, family in enumerate(FAMILIES)
-        for dtype in DTYPES
-    ],
+    ("family", "dtype"), full_but([*zip(FAMILIES, cycle(DTYPES))], product(FAMILIES, DTYPES))
 )
 def test_logits_are_near_those_of_float32(family: str, dtype: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path)

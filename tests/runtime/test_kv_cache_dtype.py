@@ -12,6 +12,7 @@ from gllm.kernels import attention_torch
 from gllm.kernels.native.library import load_library
 from gllm.runtime.device import choose_cache_dtype
 from tests.support.engines.pipeline import Pipeline
+from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import save
 
 DENSE = ("llama3", "gemma2", "bloom", "baichuan2-13b")
@@ -44,7 +45,7 @@ def error(folder: Path, kept: str) -> float:
     return ((actual - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", full_but(("gemma2", "bloom"), DENSE))
 def test_logits_are_off_by_what_rounding_takes(family: str, tmp_path: Path) -> None:
     folder = save(family, tmp_path)
     errors = {kept: error(folder, kept) for kept in ROUNDING}

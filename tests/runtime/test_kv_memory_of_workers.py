@@ -20,6 +20,7 @@ from gllm.messages.lifecycle import StageReady
 from gllm.runtime.kv_cache import map_zeros
 from gllm.runtime.report_handler import ReportHandler
 from tests.support.engines.local_workers import LocalWorkers, local_engine
+from tests.support.full_cases import full_but
 from tests.support.gpu.device_stage import host_as_gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -82,7 +83,8 @@ def check_pages(layout: KvLayout | None, descriptor: int, executor: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("stages", "ranks"), [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)]
+    ("stages", "ranks"),
+    full_but([(1, 2)], [(1, 1), (2, 1), (1, 2)]),
 )
 async def test_other_processes_can_read_the_keys_and_values_of_each_worker(
     stages: int, ranks: int, layouts: dict[int, KvLayout | None]
