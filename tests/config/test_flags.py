@@ -100,7 +100,14 @@ def checked(action: argparse.Action) -> tuple[FlagType, str]:
     return flag, describe_range(flag.kind, flag.range)
 
 
-@pytest.mark.parametrize("command", PARSERS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        # Their flags are of the same types, which `test_the_command_line_says_which_flag` checks.
+        pytest.param(name, marks=[] if name == "serve" else [pytest.mark.full])
+        for name in PARSERS
+    ],
+)
 @settings(max_examples=num_examples(4, 60), deadline=None)
 @given(data=st.data())
 def test_values_out_of_range_are_refused(command: str, data: st.DataObject) -> None:

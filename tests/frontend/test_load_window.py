@@ -13,6 +13,12 @@ def test_rates_cover_the_time_since_the_first_reading():
     assert window.add(LoadReading(104.0, 90, 20, 14)) == (10.0, 0.9)
 
 
+def test_one_token_is_enough_for_a_hit_rate():
+    window = LoadWindow()
+    window.add(LoadReading(0.0, 0, 7, 3))
+    assert window.add(LoadReading(1.0, 0, 8, 4)) == (0.0, 1.0)
+
+
 def test_rates_forget_what_is_older_than_the_window():
     window = LoadWindow()
     rates = [

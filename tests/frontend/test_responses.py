@@ -1,6 +1,7 @@
 """POST /v1/responses: what is asked reaches the engine, what comes back is in the API's shape."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -151,6 +152,17 @@ async def test_instructions_come_first(server):
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_calls_of_custom_tools_have_their_input_as_an_argument():
+    call = {"type": "custom_tool_call", "call_id": "c1", "name": "shell", "input": 'ls "a"'}
+    result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "b"}
+    asked, said, told = messages_of(input=[{"role": "user", "content": "Look."}, call, result])
+    assert asked == {"role": "user", "content": "Look."}
+    (made,) = said["tool_calls"]
+    assert (made["id"], made["function"]["name"]) == ("c1", "shell")
+    assert json.loads(made["function"]["arguments"]) == {"input": 'ls "a"'}
+    assert told == {"role": "tool", "tool_call_id": "c1", "content": "b"}
 
 
 def test_items_of_one_turn_are_one_message():

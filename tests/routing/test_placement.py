@@ -60,7 +60,7 @@ def test_check_of_the_kv_cache_agrees_with_each_future_step() -> None:
     rng = Random(0)
     only_e = PlacementRules(constraints=frozenset("e"))
     verdicts = []
-    for _ in range(1000):
+    for _ in range(500):
         batch = []
         for _ in range(rng.randint(1, 12)):
             output = rng.choice((0, rng.randint(1, 80)))
@@ -73,7 +73,7 @@ def test_check_of_the_kv_cache_agrees_with_each_future_step() -> None:
         assert is_admitted == all(held <= memory for held in held_by_step(batch))
         assert peak_kv_tokens(batch) == peak
         verdicts.append(is_admitted)
-    assert 300 < sum(verdicts) < 700
+    assert 150 < sum(verdicts) < 350
 
 
 def test_each_constraint_refuses_by_itself() -> None:
@@ -166,7 +166,9 @@ def test_ongoing_requests_follow_their_tokens() -> None:
     assert len(ongoing) == 1
 
 
-@pytest.mark.parametrize("workload", ["azure-conv", "sharegpt"])
+@pytest.mark.parametrize(
+    "workload", ["azure-conv", pytest.param("sharegpt", marks=pytest.mark.full)]
+)
 def test_predicted_outputs_are_unbiased(workload: str) -> None:
     lengths = load_trace(TRACES[workload]).lengths
     half = len(lengths) // 2

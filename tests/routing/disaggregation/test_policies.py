@@ -114,7 +114,7 @@ class Course:
 
 
 @ALL
-@settings(max_examples=num_examples(20, 400), deadline=None)
+@settings(max_examples=num_examples(8, 400), deadline=None)
 @given(data=st.data())
 def test_loads_are_those_of_the_unfinished_requests(name: str, data: st.DataObject) -> None:
     course = Course(name, data.draw(st.integers(0, 1000)))
