@@ -13,11 +13,9 @@ import zmq
 
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
 from gllm.messages.lifecycle import Hello, InitializeCache, Shutdown, StageFailed, StageReady
-from gllm.runtime import authenticator as authenticator_module
-from gllm.runtime import bus, bus_socket
 from gllm.runtime.authenticator import Authenticator
 from gllm.runtime.bus import Hub
-from gllm.runtime.bus_socket import CLOSED
+from gllm.runtime.bus_socket import CLOSED, MAX_QUEUED_FRAMES
 from gllm.runtime.connections import MAX_STRANGERS, UNKNOWN_ADDRESS
 from gllm.runtime.security import (
     KeyPair,
@@ -53,12 +51,12 @@ class Dialer:
 class Fleet:
     """A hub with guests on a port of this machine."""
 
-    def __init__(self, secret: SecretFile | None) -> None:
+    def __init__(self, secret: SecretFile | None, **limits: float) -> None:
         self.secret = secret
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.outside: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.authenticator = Authenticator(self.context, secret) if secret else None
-        self.hub = Hub(self.context, 0, decode_for_head, self.authenticator, MAX_GUESTS)
+        self.authenticator = Authenticator(self.context, secret, 0.01) if secret else None
+        self.hub = Hub(self.context, 0, decode_for_head, self.authenticator, MAX_GUESTS, **limits)
         self.address = self.hub.bind("tcp://127.0.0.1:0")
         self.messages: list[tuple[int, Any]] = []
         self.lost: list[tuple[int, str]] = []
@@ -99,9 +97,8 @@ def new_secret(path: Path) -> SecretFile:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     """A hub that needs a node secret."""
-    monkeypatch.setattr(authenticator_module, "RELOAD_SECONDS", 0.01)
     fleet = Fleet(new_secret(tmp_path / "secret"))
     yield fleet
     fleet.close()
@@ -195,11 +192,8 @@ async def test_key_of_a_stranger_who_knows_the_hub_is_not_accepted(fleet: Fleet)
     assert fleet.messages == []
 
 
-async def test_nobody_is_admitted_without_an_authenticator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bus_socket, "HANDSHAKE_SECONDS", 0.2)
-    fleet = Fleet(new_secret(tmp_path / "secret"))
+async def test_nobody_is_admitted_without_an_authenticator(tmp_path: Path) -> None:
+    fleet = Fleet(new_secret(tmp_path / "secret"), handshake_seconds=0.2)
     assert fleet.authenticator is not None
     fleet.authenticator.close()
     dialer = fleet.member(1)
@@ -412,16 +406,18 @@ async def test_hub_that_is_not_there(plain: Fleet) -> None:
     assert dialer.lost == [UNREACHABLE]
 
 
-async def test_a_peer_that_receives_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus, "MAX_QUEUED_FRAMES", 10)
-    fleet = Fleet(None)
-    with fleet.outside.socket(zmq.DEALER) as lazy:
+async def test_a_peer_that_receives_nothing_is_lost(plain: Fleet) -> None:
+    message = StageFailed(0, "x" * 4000)
+    with plain.outside.socket(zmq.DEALER) as lazy:
         lazy.linger, lazy.reconnect_ivl, lazy.rcvhwm = 0, -1, 1
-        lazy.connect(fleet.address)
+        lazy.connect(plain.address)
         lazy.send(HEADER.pack(0, 0, 0, 0) + encode(Hello(1)))
-        await until(lambda: fleet.has(1))
-        while not fleet.lost:
-            fleet.hub.send(1, StageFailed(0, "x" * 500_000))
+        await until(lambda: plain.has(1))
+        num_sent = 0
+        while not plain.lost:
+            for _ in range(500):
+                plain.hub.send(1, message)
+            num_sent += 500
             await asyncio.sleep(0)
-    assert fleet.lost == [(1, CLOSED)]
-    fleet.close()
+    assert plain.lost == [(1, CLOSED)]
+    assert num_sent >= MAX_QUEUED_FRAMES
