@@ -105,6 +105,10 @@ async def run_logged(
         return list(read_step_log(log))
 
 
+LoggedServer = Callable[[EngineConfig, list[WorkloadRequest]], list[StepLogEvent]]
+"""Serves jobs with an engine; returns the step log."""
+
+
 def serve_logged(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[StepLogEvent]:
     """Serve jobs with an engine of their own; the step log. For callers without an event loop."""
 

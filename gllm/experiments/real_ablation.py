@@ -16,7 +16,7 @@ from gllm.experiments.ablation import (
     ablation_table,
 )
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
-from gllm.experiments.real import serve_logged
+from gllm.experiments.real import LoggedServer, serve_logged
 from gllm.observability.progress import ProgressBar, show_progress
 from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import build_run_record
@@ -29,12 +29,17 @@ LENGTH_SCALE = 0.2
 """Factor on the trace's lengths: the demo model's context is 1,024 tokens."""
 
 
-def run(options: ExperimentOptions) -> ExperimentResult:
-    """Every policy on the same jobs, round by round, medians over the rounds."""
+def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> ExperimentResult:
+    """Serve the same jobs with every policy, round by round; return medians over the rounds.
+
+    Args:
+        options: Of the experiment.
+        serve: Serves the jobs.
+    """
     stages, count, rounds = (STAGES[:1], 12, 1) if options.quick else (STAGES, REQUESTS, ROUNDS)
     total = len(stages) * (1 + rounds * len(POLICIES))
     with show_progress("run", total, is_shown=options.progress) as bar:
-        groups = dict(_measure_policies(number, count, rounds, bar) for number in stages)
+        groups = dict(_measure_policies(serve, number, count, rounds, bar) for number in stages)
     text = (
         f"The demo model on this machine, {count} requests of azure-conv's lengths x "
         f"{LENGTH_SCALE}, Poisson arrivals at what throttle serves with all requests there at "
@@ -51,16 +56,17 @@ def run(options: ExperimentOptions) -> ExperimentResult:
 
 
 def _measure_policies(
-    num_stages: int, count: int, rounds: int, bar: ProgressBar
+    serve: LoggedServer, num_stages: int, count: int, rounds: int, bar: ProgressBar
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     """Return the setting of a number of stages, and the figures of each policy."""
-    most = len(_jobs(count, 1.0)) / _seconds(_figures(num_stages, "throttle", _static(count)))
+    static = _figures(serve, num_stages, "throttle", _static(count))
+    most = len(_jobs(count, 1.0)) / _seconds(static)
     bar.update()
     jobs = _jobs(count, SATURATED * most)
     found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     for turn in range(rounds):
         for policy in POLICIES if turn % 2 == 0 else reversed(POLICIES):
-            found[policy].append(_figures(num_stages, policy, jobs))
+            found[policy].append(_figures(serve, num_stages, policy, jobs))
             bar.update()
     name = f"demo at --pp {num_stages}, {SATURATED * most:.1f}/s"
     return name, {policy: median_figures(figures) for policy, figures in found.items()}
@@ -96,9 +102,11 @@ def _shorter(job: WorkloadRequest) -> WorkloadRequest:
     )
 
 
-def _figures(stages: int, policy: str, jobs: list[WorkloadRequest]) -> dict[str, Any]:
+def _figures(
+    serve: LoggedServer, stages: int, policy: str, jobs: list[WorkloadRequest]
+) -> dict[str, Any]:
     config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
-    return summarize_run(build_run_record(serve_logged(config, jobs)))
+    return summarize_run(build_run_record(serve(config, jobs)))
 
 
 def _seconds(figures: dict[str, Any]) -> float:

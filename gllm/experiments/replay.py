@@ -6,7 +6,7 @@ from gllm.config.engine import EngineConfig
 from gllm.experiments.base import ExperimentOptions, ExperimentResult
 from gllm.experiments.claims import ExpectedLimit, PaperClaim
 from gllm.experiments.parallel import map_parallel
-from gllm.experiments.real import serve_logged
+from gllm.experiments.real import LoggedServer, serve_logged
 from gllm.observability.step_log import StepLogEvent
 from gllm.sim.metrics.report import format_table
 from gllm.sim.replay import replay_calls, replay_step_times
@@ -29,20 +29,25 @@ LATENCY_LIMIT = 0.01
 """Largest error of TTFT and E2EL, as a share."""
 
 
-def _serve(count: int, run: tuple[int, str]) -> list[StepLogEvent]:
+def _serve(serve: LoggedServer, count: int, run: tuple[int, str]) -> list[StepLogEvent]:
     """Serve the load with a number of stages and a policy; return the step log."""
     stages, policy = run
     config = EngineConfig.from_options("demo", pipeline_parallel_size=stages, policy=policy)
-    return serve_logged(config, make_workload(WORKLOAD, count, RATE, "gamma:2", seed=5))
+    return serve(config, make_workload(WORKLOAD, count, RATE, "gamma:2", seed=5))
 
 
-def run(options: ExperimentOptions) -> ExperimentResult:
-    """Serve the load on this machine's engine, once for each run, and replay the log."""
+def run(options: ExperimentOptions, serve: LoggedServer = serve_logged) -> ExperimentResult:
+    """Serve the load on this machine's engine, once for each run, and replay the log.
+
+    Args:
+        options: Of the experiment.
+        serve: Serves the load.
+    """
     count = 12 if options.quick else REQUESTS
     rows, least_calls, least_times = [], 1.0, 1.0
     errors: dict[str, list[float]] = {"ttft": [], "e2el": []}
     runs = RUNS[2:3] if options.quick else RUNS
-    logs = map_parallel(partial(_serve, count), runs, 1, options.progress)
+    logs = map_parallel(partial(_serve, serve, count), runs, 1, options.progress)
     for (stages, policy), events in zip(runs, logs, strict=True):
         calls, times = replay_calls(events), replay_step_times(events)
         least_calls = min(least_calls, calls.share)

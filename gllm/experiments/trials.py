@@ -99,6 +99,10 @@ def simulate_trial(trial: SimulationTrial) -> RunRecord:
     return simulate(replace(deployment, scheduler=config), jobs)
 
 
+TrialSimulator = Callable[[SimulationTrial], RunRecord]
+"""Runs a trial."""
+
+
 def summarize_trial(trial: SimulationTrial) -> dict[str, Any]:
     """Return the figures of a trial, as `summarize_run` returns them."""
     return summarize_run(simulate_trial(trial), *(trial.slo or (None, None)))
@@ -116,19 +120,23 @@ class TrialAtRate:
     """Trial at any request rate, for the search of its capacity."""
 
     trial: SimulationTrial
+    simulate: TrialSimulator = simulate_trial
 
     def __call__(self, rate: float) -> RateTrial:
         """Simulate the trial at a rate in requests per second."""
         requests = CAPACITY_RULE.num_requests(rate, max(self.trial.requests, CAPACITY_REQUESTS))
-        return measure_rate_trial(simulate_trial(replace(self.trial, rate=rate, requests=requests)))
+        run = self.simulate(replace(self.trial, rate=rate, requests=requests))
+        return measure_rate_trial(run)
 
 
-def estimate_capacity(trial: SimulationTrial) -> float:
+def estimate_capacity(trial: SimulationTrial, simulate: TrialSimulator = simulate_trial) -> float:
     """Return the steady throughput in requests per second if all requests arrive at once."""
-    return steady_throughput(simulate_trial(replace(trial, arrivals="static")))[1]
+    return steady_throughput(simulate(replace(trial, arrivals="static")))[1]
 
 
-def measure_capacity(trial: SimulationTrial, jobs: int = 1) -> float:
+def measure_capacity(
+    trial: SimulationTrial, jobs: int = 1, simulate: TrialSimulator = simulate_trial
+) -> float:
     """Return the highest request rate that a trial sustains, in requests per second.
 
     Its rule is CAPACITY_RULE, with at least CAPACITY_REQUESTS requests at each rate.
@@ -136,8 +144,8 @@ def measure_capacity(trial: SimulationTrial, jobs: int = 1) -> float:
     Raises:
         ValueError: No rate is sustained.
     """
-    start_rate = START_SHARE * estimate_capacity(trial)
-    return find_capacity(TrialAtRate(trial), start_rate, CAPACITY_RULE, jobs).rate
+    start_rate = START_SHARE * estimate_capacity(trial, simulate)
+    return find_capacity(TrialAtRate(trial, simulate), start_rate, CAPACITY_RULE, jobs).rate
 
 
 _capacities: dict[tuple[SimulationTrial, bool], float] = {}
@@ -145,7 +153,10 @@ _capacities: dict[tuple[SimulationTrial, bool], float] = {}
 
 
 def plan_rates(
-    trials: Sequence[SimulationTrial], shares: Sequence[float], options: ExperimentOptions
+    trials: Sequence[SimulationTrial],
+    shares: Sequence[float],
+    options: ExperimentOptions,
+    simulate: TrialSimulator = simulate_trial,
 ) -> list[list[SimulationTrial]]:
     """Return each trial at request rates of these shares of its capacity.
 
@@ -153,11 +164,11 @@ def plan_rates(
     """
     unknown = [each for each in dict.fromkeys(trials) if (each, options.quick) not in _capacities]
     if options.quick:
-        measure: Callable[[SimulationTrial], float] = estimate_capacity
+        measure = partial(estimate_capacity, simulate=simulate)
     elif len(unknown) == 1:
-        measure = partial(measure_capacity, jobs=options.jobs)
+        measure = partial(measure_capacity, jobs=options.jobs, simulate=simulate)
     else:
-        measure = measure_capacity
+        measure = partial(measure_capacity, simulate=simulate)
     measured = map_parallel(measure, unknown, options.jobs, options.progress, "capacity")
     for trial, capacity in zip(unknown, measured, strict=True):
         _capacities[trial, options.quick] = capacity

@@ -124,7 +124,7 @@ def run(options: ExperimentOptions) -> ExperimentResult:
     claims = [
         *_direction_claims(directions),
         *_headline_claims(rows, ours),
-        *_platform_claims(platform_rows, figures),
+        *platform_claims(platform_rows, figures),
         *compute.claims,
     ]
     return ExperimentResult(
@@ -256,13 +256,13 @@ def _stages_table(stages: Sequence[int], figures: SimulatedFigures) -> str:
     )
 
 
-def _margin_factor(cells: Sequence[tuple[float, float]]) -> float:
+def margin_factor(cells: Sequence[tuple[float, float]]) -> float:
     """Return revenue over cost per token/s from (tokens per second, margin in per cent)."""
     return fmean((1 + margin / 100) / tokens for tokens, margin in cells)
 
 
 def _platform_factor() -> float:
-    return _margin_factor(
+    return margin_factor(
         [
             (cell.tokens_per_second, row.margins[system])
             for row in PLATFORM_ROWS
@@ -306,7 +306,7 @@ def _server_table(rates: Sequence[int], figures: SimulatedFigures) -> str:
     lines = []
     for server, system in SERVER_SYSTEMS.items():
         cells = SERVERS[server]
-        factor = _margin_factor([(cell.tokens_per_second, cell.margin) for cell in cells.values()])
+        factor = margin_factor([(cell.tokens_per_second, cell.margin) for cell in cells.values()])
         for rate in rates:
             paper = cells[rate]
             ours = figures[replace(SERVER_SETTINGS[server], rate=rate), system]
@@ -355,7 +355,8 @@ def _headline_claims(rows: Sequence[LatencyRow], ours: Ours) -> list[PaperClaim]
     return claims
 
 
-def _platform_claims(rows: Sequence[PlatformRow], figures: SimulatedFigures) -> list[PaperClaim]:
+def platform_claims(rows: Sequence[PlatformRow], figures: SimulatedFigures) -> list[PaperClaim]:
+    """Return the claims on the averages of each platform's latencies."""
     claims = []
     for metric, averages in (("ttft", TTFT_AVERAGES), ("tpot", TPOT_AVERAGES)):
         for base, stated in averages.items():

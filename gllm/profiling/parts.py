@@ -21,7 +21,7 @@ CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MAX_CONTEXT_TOKENS = 8192
 """Contexts of all decodes of a step together: more takes memory and teaches little."""
 REPEATS = 5
-"""Times that each step is computed; the median counts."""
+"""Times that each step is computed by default."""
 
 
 def list_steps(longest: int) -> list[StepRows]:
@@ -72,6 +72,7 @@ def measure_spans(
     longest: int,
     num_ranks: int = 1,
     on_step: Callable[[], object] = lambda: None,
+    repeats: int = REPEATS,
 ) -> list[SpanSample]:
     """Time steps of parts of a model, loaded one after the other.
 
@@ -82,6 +83,7 @@ def measure_spans(
         longest: Tokens of the longest prompt.
         num_ranks: Ranks that share the layers of each stage.
         on_step: Called after each step.
+        repeats: Times that each step is computed; the median counts.
 
     Raises:
         FieldError: A part cannot be computed as configured.
@@ -93,7 +95,7 @@ def measure_spans(
     torch.set_num_threads(threads_per_worker(config.threads, num_ranks * len(layers)))
     try:
         for span in list_spans(num_layers, max(layers)):
-            samples += _measure_span(config, folder, span, longest, num_ranks, on_step)
+            samples += _measure_span(config, folder, span, longest, num_ranks, on_step, repeats)
     finally:
         torch.set_num_threads(threads)
     return samples
@@ -124,6 +126,7 @@ def _measure_span(
     longest: int,
     num_ranks: int,
     on_step: Callable[[], object],
+    repeats: int,
 ) -> list[SpanSample]:
     """Time the steps of some layers; the last ones are timed without the LM head too."""
     steps, samples = list_steps(longest), []
@@ -131,7 +134,7 @@ def _measure_span(
         is_first, is_last = timed.executor.is_first, timed.executor.is_last
         for rows in steps:
             for should_sample in (True, False) if is_last else (True,):
-                work, seconds = timed.repeat_step(rows, REPEATS, should_sample)
+                work, seconds = timed.repeat_step(rows, repeats, should_sample)
                 step = StepSample.of(work, [seconds])
                 samples.append(SpanSample(len(span), is_first, is_last, step))
                 on_step()

@@ -16,14 +16,14 @@ from gllm.platform.master import Master
 from gllm.runtime.security import create_secret_file
 from tests.commands.test_node_join import SECONDS, get, node_process, read_until
 from tests.doctor.test_head_probe import make_facts
+from tests.support.network.ports import free_port
 from tests.support.nodes.agent_head import RunningAgent
 
 
 @pytest.fixture
 async def master() -> AsyncIterator[Master]:
     """A master without nodes."""
-    running = Master(ClusterConfig(hub="127.0.0.1:1"))
-    running._hub._bind_address = "tcp://127.0.0.1:0"
+    running = Master(ClusterConfig(hub=f"127.0.0.1:{free_port()}"))
     running.start()
     yield running
     await running.stop()

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
@@ -158,6 +157,6 @@ def test_an_extra_process_of_a_launcher_ends(capsys, monkeypatch):
     for name, value in {
         "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
     }.items():  # fmt: skip
-        monkeypatch.setitem(os.environ, name, value)
+        monkeypatch.setenv(name, value)
     assert serve.main(["demo", "--pp", "2"]) == 0
     assert "LOCAL_RANK" in capsys.readouterr().out

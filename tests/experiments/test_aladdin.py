@@ -1,5 +1,7 @@
 """Aladdin's fleets in the simulator, and the example of its figure."""
 
+import pytest
+
 from gllm.experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
 from gllm.experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
 from gllm.experiments.aladdin_rebalancing import RebalancingTask, compare_fleet, run_rebalanced
@@ -17,12 +19,14 @@ def test_shortest_queue_overfills_a_worker_that_the_best_placement_does_not() ->
     assert example_peaks() == (10, 7)
 
 
+@pytest.mark.full
 def test_long_prompts_need_half_the_workers_of_the_shortest_queue() -> None:
     aladdin, queue = attainment("aladdin", 6), attainment("least-tokens", 12)
     assert aladdin.attainment >= queue.attainment
     assert aladdin.attainment >= 0.95
 
 
+@pytest.mark.full
 def test_prompts_without_regard_to_slack_lose_a_third_of_the_attainment() -> None:
     careful, careless = attainment("aladdin", 6), attainment("aladdin", 6, without="d")
     assert careless.attainment <= careful.attainment - 0.3
@@ -44,6 +48,7 @@ def test_a_prompt_delays_the_second_token_of_one_that_was_placed_before_it() -> 
     assert not is_delayed_by_earlier(request, [request, served(0.9, 1.65)])
 
 
+@pytest.mark.full
 def test_requests_that_miss_are_short_and_delayed_by_prompts_placed_before() -> None:
     search = FleetSearchTask("sharegpt", 4.0, "aladdin", seconds=40.0)
     few, many = (find_misses(MissTask(search, count)) for count in (8, 16))
@@ -55,6 +60,7 @@ def test_requests_that_miss_are_short_and_delayed_by_prompts_placed_before() -> 
     assert not many.num_late_first
 
 
+@pytest.mark.full
 def test_rebalancing_of_a_fleet_moves_unstarted_requests_only() -> None:
     search = FleetSearchTask("sharegpt-like", 8.0, "aladdin", seconds=40.0)
     task = RebalancingTask(search, 5)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.experiments import distserve_seeds
 from gllm.experiments.base import ExperimentOptions
 from gllm.experiments.distserve import run
 from gllm.experiments.distserve_decode import decode_points
@@ -15,12 +14,10 @@ from gllm.experiments.distserve_queue import (
     simulated_mean,
     stage_seconds,
 )
-from gllm.experiments.distserve_search import (
-    place_for_rate,
-)
+from gllm.experiments.distserve_search import place_for_rate
+from gllm.experiments.distserve_seeds import measure_seeds, seeds_table
 from gllm.experiments.distserve_study import WorkloadResult
 from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
-from gllm.plan.goodput import measurement
 from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
 from gllm.plan.goodput.measurement import PHASE_TARGET, GoodputTask, measure_goodput
 from gllm.plan.goodput.placement import PhaseGoodput
@@ -130,19 +127,14 @@ def test_the_quick_page_has_its_tables_and_claims() -> None:
     assert set(result.plots) == {"distserve.svg"}
 
 
-def test_goodputs_by_seed_are_those_of_searches_with_these_seeds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(distserve_seeds, "SYSTEMS", ("DistServe",))
-    monkeypatch.setattr(distserve_seeds, "SEEDS", range(3))
-    # Overload shows in few requests already.
-    monkeypatch.setattr(measurement, "MAX_GROWTH", 2)
+@pytest.mark.full
+def test_goodputs_by_seed_are_those_of_searches_with_these_seeds() -> None:
     workload = WORKLOADS[0]
     result = WorkloadResult(workload)
     result.add_goodput(workload.distserve, 1.0)
-    by_seed = distserve_seeds.measure_seeds(result, replace(OPTIONS, requests=24))
+    by_seed = measure_seeds(result, OPTIONS, ("DistServe",), range(3))
     limits = workload.ttft, workload.tpot
-    task = GoodputTask(workload.distserve, workload.lengths, *limits, 24, seed=2)
+    task = GoodputTask(workload.distserve, workload.lengths, *limits, OPTIONS.requests, seed=2)
     assert by_seed["DistServe"][2] == measure_goodput(task) / workload.distserve.num_gpus
     assert len(set(by_seed["DistServe"])) > 1
-    assert "| 1.00 to 1.00 " in distserve_seeds.seeds_table(result, by_seed)
+    assert "| 1.00 to 1.00 " in seeds_table(result, by_seed)

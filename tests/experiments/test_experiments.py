@@ -2,10 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +17,7 @@ from gllm.experiments import (
     hexgen2_claims,
     hexgen2_simulated,
     hexgen2_tables,
-    parallel,
     profile,
-    real,
     real_ablation,
     replay,
     trials,
@@ -33,15 +30,20 @@ from gllm.experiments.real_ablation import median_figures
 from gllm.experiments.slo import coverage, interpolate_rate
 from gllm.experiments.trials import SimulationTrial
 from gllm.observability import progress
-from gllm.observability.step_log import StepLogEvent
+from gllm.observability.latency import RequestTimeline
+from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.plan.hetero import simulation
 from gllm.plan.hetero.planner import PlanProblem
 from gllm.plan.hetero.search import RefinementBudget
-from gllm.profiling import parts
-from gllm.sim.capacity import RateTrial
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import StepTime
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
+from gllm.sim.metrics.micro_batch_table import MicroBatch
+from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from tests.support.full_cases import full_but
 
 PAGES = Path(__file__).parents[2] / "docs" / "experiments"
 MEASURED = ("replay", "link-encoding", "kv-theta", "prediction")
@@ -58,30 +60,42 @@ SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
             (module, "CHECKPOINTS", (25, 50, 100))
             for module in (hexgen2_cases, hexgen2_claims, hexgen2_tables)
         ),
-    ]
+    ],
+    # Every kind of workload, but fewer requests and tokens of each; progress of each step.
+    "prediction": [
+        (profile, "DECODE_TOKENS", 10),
+        (profile, "REPEATS", 2),
+        (profile, "BURST", 6),
+        (profile, "BURSTS", 2),
+        (profile, "SHARES", (0.3, 0.6)),
+        (progress, "MAX_SECONDS", 0.0),
+    ],
 }
-"""Sizes of simulations and searches that `--requests` does not set."""
+"""Sizes of simulations, searches and profiles that no flag sets."""
 CLOSED_FORMS = ("interference",)
 """Experiments that simulate nothing."""
+QUICK = ("interference", "distserve-runs")
+"""Experiments of `make test`: one in closed forms, and one that simulates in several processes."""
+OPTIONS = ExperimentOptions(quick=True, progress=False, jobs=1)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
-@pytest.mark.parametrize("requests", ["8", pytest.param("24", marks=pytest.mark.long)])
-def test_simulated(
-    name: str, requests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, constant, value in SMALL.get(name, []):
+@pytest.fixture
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of the experiment, whose sizes are small."""
+    experiment: str = request.param
+    for module, constant, value in SMALL.get(experiment, []):
         monkeypatch.setattr(module, constant, value)
-    pools = []
+    return experiment
 
-    def open_pool(num_processes: int) -> ProcessPoolExecutor:
-        pools.append(num_processes)
-        return ProcessPoolExecutor(num_processes)
 
-    monkeypatch.setattr(parallel, "ProcessPoolExecutor", open_pool)
+@pytest.mark.parametrize("name", full_but(QUICK, SIMULATED), indirect=True)
+@pytest.mark.parametrize("requests", ["8", pytest.param("24", marks=pytest.mark.long)])
+def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
+    cpu_seconds = getrusage(RUSAGE_CHILDREN).ru_utime
     flags = ["--requests", requests, "--jobs", "2", "--output", str(tmp_path)]
     assert main([name, "--quick", *flags]) == 0
-    assert set(pools) == (set() if name in CLOSED_FORMS else {2})
+    uses_processes = getrusage(RUSAGE_CHILDREN).ru_utime > cpu_seconds
+    assert uses_processes == (name not in CLOSED_FORMS)
     page = (tmp_path / f"{name}.md").read_text()
     assert f"`gllm experiment {name} --requests {requests} --quick`" in page
     assert "simulated" in page.lower()
@@ -102,23 +116,19 @@ def test_loss_of_link_encodings(tmp_path: Path) -> None:
     assert "aim: <= 0.530 x" in page
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["prediction"], indirect=True)
 def test_prediction_of_the_real_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A small profile: every kind of workload, but fewer requests and tokens of each.
-    numbers = {"DECODE_TOKENS": 10, "REPEATS": 2, "BURST": 6, "BURSTS": 2, "SHARES": (0.3, 0.6)}
-    for name, number in numbers.items():
-        monkeypatch.setattr(profile, name, number)
-    monkeypatch.setattr(parts, "REPEATS", 1)
-    monkeypatch.setattr(progress, "MAX_SECONDS", 0.0)
     # How near it comes depends on what else the machine does; that it says so does not.
-    assert main(["prediction", "--quick", "--output", str(tmp_path)]) == 0
+    assert main([name, "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "prediction.md").read_text()
     for metric in ("TTFT", "TPOT", "E2EL"):
         assert f"median {metric}, ms" in page
     assert "SLO attainment at speed" in page
     lines = re.findall(r"^(.+): (\d+) of (\d+), \d+ s$", capsys.readouterr().err, re.MULTILINE)
-    ends = {name: (done, total) for name, done, total in lines}
+    ends = {title: (done, total) for title, done, total in lines}
     assert sorted(ends) == ["parts of the model", "profile"]
     assert all(done == total for done, total in ends.values())
 
@@ -131,14 +141,14 @@ def serve_simulated(config: EngineConfig, jobs: list[WorkloadRequest]) -> list[S
     return serve_requests(deployment, to_scheduler_requests(jobs))[1]
 
 
-def test_replay_of_known_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "serve_logged", serve_simulated)
-    assert main(["replay", "--quick", "--output", str(tmp_path)]) == 0
-    page = (tmp_path / "replay.md").read_text()
-    assert page.count("100.0 %") == 4  # a row, the aim of the calls, both figures
-    assert "**miss**" not in page
+def test_replay_of_known_times(tmp_path: Path) -> None:
+    page = write_result(replay.run(OPTIONS, serve_simulated), "replay", "gllm", tmp_path)
+    text = page.read_text()
+    assert text.count("100.0 %") == 4  # a row, the aim of the calls, both figures
+    assert "**miss**" not in text
 
 
+@pytest.mark.full
 def test_replay_of_the_real_engine(tmp_path: Path) -> None:
     assert main(["replay", "--quick", "--output", str(tmp_path)]) == 0
     lines = (tmp_path / "replay.md").read_text().splitlines()
@@ -148,15 +158,15 @@ def test_replay_of_the_real_engine(tmp_path: Path) -> None:
     assert calls.count("100.0 %") == 2
 
 
-@pytest.mark.parametrize(
-    "serve", [serve_simulated, pytest.param(real.serve_logged, marks=pytest.mark.long)]
-)
-def test_the_real_ablation(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    serve: Callable[[EngineConfig, list[WorkloadRequest]], list[StepLogEvent]],
-) -> None:
-    monkeypatch.setattr(real_ablation, "serve_logged", serve)
+def test_ablation_of_a_simulated_pipeline() -> None:
+    result = real_ablation.run(OPTIONS, serve_simulated)
+    assert "demo at --pp 2" in result.text
+    assert BASE in result.text
+    assert result.plots
+
+
+@pytest.mark.long
+def test_the_real_ablation(tmp_path: Path) -> None:
     assert main(["ablation", "--real", "--quick", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "ablation-real.md").read_text()
     assert "demo at --pp 2" in page
@@ -205,6 +215,7 @@ def test_pages_name_valid_commands(page: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_made_by_line_repeats_the_page(tmp_path: Path) -> None:
     first, second = tmp_path / "a folder", tmp_path / "second"
     arguments = ["volatility", "weak-links", "--requests", "8", "--quick", "--jobs", "2"]
@@ -232,33 +243,51 @@ def test_reading_curves() -> None:
     assert slope(figures[:3]) == 2.0
 
 
-def test_rates_are_shares_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A queue whose delays exceed the limit beyond 4.0 requests per second.
-    requests = []
+class QueueSimulator:
+    """Queue of one server in place of a pipeline: it serves 4 requests per second."""
 
-    def simulate_queue(trial: SimulationTrial) -> float:
-        requests.append(trial.requests)
-        return trial.rate
+    service_seconds = 0.25
 
-    monkeypatch.setattr(trials, "simulate_trial", simulate_queue)
-    monkeypatch.setattr(trials, "estimate_capacity", lambda trial: 3.0)
-    monkeypatch.setattr(
-        trials,
-        "measure_rate_trial",
-        lambda rate: RateTrial(2000, 1.0 if rate <= 4.0 else 9.0, 0.1, 0.1),
-    )
-    monkeypatch.setattr(trials, "_capacities", {})
-    base = SimulationTrial(trials.L20_32B, "azure-conv", "throttle", 1.0, 100)
-    ((half, full),) = trials.plan_rates([base], (0.5, 1.0), ExperimentOptions(jobs=1))
-    assert 4.0 / 1.025 < full.rate <= 4.0
+    def __init__(self) -> None:
+        self.num_requests: list[int] = []
+        """Of each simulation."""
+
+    def __call__(self, trial: SimulationTrial) -> RunRecord:
+        """Return a run with regular arrivals."""
+        self.num_requests.append(trial.requests)
+        config = SchedulerConfig().resolve(1, 10, 16)
+        steps: list[MicroBatch] = []
+        start = StartEvent(0.0, "queue", [1], config, "simulator")
+        run = RunRecord(start, micro_batches=steps)
+        end = 0.0
+        for seq in range(trial.requests):
+            arrival = 0.0 if trial.arrivals == "static" else seq / trial.rate
+            begin = max(end, arrival)
+            end = begin + self.service_seconds
+            line = RequestTimeline(arrival, [end], 1)
+            run.requests[seq] = ServedRequest(1, 1, line, first_scheduled_time=begin)
+            work = StageWork(seq, 1, ((0, 1),), 0, 0, 1)
+            steps.append(MicroBatch(begin, work, 1, 0, [StepTime(seq, begin, end)], end))
+        return run
+
+
+def test_rates_are_shares_of_capacity() -> None:
+    queue = QueueSimulator()
+    base = SimulationTrial(trials.L20_32B, "azure-conv", "throttle", 1.0, 100, seed=99)
+    options = ExperimentOptions(progress=False, jobs=1)
+    ((half, full),) = trials.plan_rates([base], (0.5, 1.0), options, queue)
+    assert full.rate == pytest.approx(4.0, rel=0.026)
     assert half.rate == pytest.approx(full.rate / 2)
     assert full.requests == 100
-    assert min(requests) == trials.CAPACITY_REQUESTS
-    num_simulations = len(requests)
-    assert trials.plan_rates([base], (1.0,), ExperimentOptions(jobs=1)) == [[full]]
-    assert len(requests) == num_simulations  # The capacity is known.
-    quick = trials.plan_rates([base], (1.0,), ExperimentOptions(quick=True, jobs=1))
-    assert quick[0][0].rate == 3.0
+    # The first simulation estimates the capacity.
+    assert queue.num_requests[0] == 100
+    assert min(queue.num_requests[1:]) == trials.CAPACITY_REQUESTS
+    num_simulations = len(queue.num_requests)
+    assert trials.plan_rates([base], (1.0,), options, queue) == [[full]]
+    assert len(queue.num_requests) == num_simulations  # The capacity is known.
+    ((quick,),) = trials.plan_rates([base], (1.0,), OPTIONS, queue)
+    assert quick.rate == pytest.approx(4.0, rel=0.1)
+    assert len(queue.num_requests) == num_simulations + 1
 
 
 def test_medians_over_rounds() -> None:

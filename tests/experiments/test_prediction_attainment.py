@@ -1,5 +1,7 @@
 """Attainments of predictions: limits of their own loads, and the sign of the error."""
 
+import pytest
+
 from gllm.config.engine import EngineConfig
 from gllm.experiments.claims import ExpectedLimit
 from gllm.experiments.prediction_attainment import (
@@ -36,6 +38,7 @@ def test_a_right_prediction_has_no_error_and_a_share_between_its_limits() -> Non
     assert claim.verdict.is_met
 
 
+@pytest.mark.full
 def test_a_prediction_that_is_too_fast_by_a_fifth_misses() -> None:
     predicted = serve(0.008)
     attainment = compare_attainment(RunComparison(serve(0.01), predicted, 1.0, predicted))

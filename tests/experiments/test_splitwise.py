@@ -18,6 +18,7 @@ def are_slos_met(num_token: int, rate: float, seed: int, has_mixed_pool: bool = 
     return serves_point(point, has_mixed_pool)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seed", "rate", "share"),
     [

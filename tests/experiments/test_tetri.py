@@ -28,6 +28,7 @@ def change(workload: str, metric: str) -> float:
     return getattr(ours, metric) / getattr(base, metric) - 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("workload", "metric", "limit"),
     [("LPHD", "ttft", -0.9), ("Mixed", "ttft", -0.7), ("Mixed", "jct", -0.4)],
@@ -45,6 +46,7 @@ def test_heavy_decodes_are_spread(num_engines: int) -> None:
     assert most < mean_most_heavy("random", num_engines, 20)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_heavy_decodes_are_spread_better_than_at_random(lengths: str) -> None:
     for num_engines in (2, 8):
@@ -65,6 +67,7 @@ def test_short_prompts_first_lower_the_mean_ttft(seed: int) -> None:
     assert ttfts["sjf, 128"] <= 0.6 * ttfts["sjf"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", ["mixed", "sharegpt"])
 def test_dynamic_reservation_avoids_preemptions(lengths: str) -> None:
     greedy = admit_decodes(AdmissionCase(lengths, 16384, "greedy"))
@@ -73,6 +76,7 @@ def test_dynamic_reservation_avoids_preemptions(lengths: str) -> None:
     assert dynamic.jct <= 0.95 * greedy.jct
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lengths", "capacity"),
     [

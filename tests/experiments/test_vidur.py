@@ -28,6 +28,7 @@ def find_best(workload: str) -> AssessedDesign:
     return best
 
 
+@pytest.mark.full
 def test_the_matrix_of_closed_forms_has_a_wrong_design_that_costs_more() -> None:
     best = {workload: find_best(workload) for workload in WORKLOADS}
     costs = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gllm.experiments.claims import PaperClaim
-from gllm.experiments.weak_links import _margin_factor, _platform_claims
+from gllm.experiments.weak_links import margin_factor, platform_claims
 from gllm.experiments.weak_links_directions import compare_directions, far_cells, mean_factor
 from gllm.experiments.weak_links_paper import (
     ABLATION,
@@ -45,7 +45,7 @@ def test_differences_are_named_and_doubtful_rows_are_not_counted() -> None:
     def slower_molink(row: LatencyRow, system: str) -> PaperLatencies:
         cell = row.cells[system]
         is_wrong = system == "molink" and row.label in ("50 ms", "30 ms")
-        return cell._replace(tpot=3 * cell.tpot) if is_wrong else cell
+        return PaperLatencies(cell.ttft, 3 * cell.tpot, cell.e2el) if is_wrong else cell
 
     directions = compare_directions(LATENCY_ROWS, slower_molink, ABLATION)
     missed = [each.name for each in directions if not each.agrees]
@@ -68,7 +68,7 @@ def test_averages_follow_from_the_platform_table() -> None:
         for row in PLATFORM_ROWS
         for system in ("vllm", "molink platform")
     }
-    claims = _platform_claims(PLATFORM_ROWS, figures)
+    claims = platform_claims(PLATFORM_ROWS, figures)
     stated: list[PaperClaim] = [each for each in claims if "platform's" in each.quantity]
     assert len(stated) == 4
     assert all(each.verdict.is_met for each in stated)
@@ -83,7 +83,7 @@ def test_margins_are_proportional_to_tokens_but_for_one_cell() -> None:
             is_close = abs(margin - row.margins[system]) < 0.6
             assert is_close != (bool(row.doubt) and system == "molink")
     for cells in SERVERS.values():
-        server_factor = _margin_factor([(c.tokens_per_second, c.margin) for c in cells.values()])
+        server_factor = margin_factor([(c.tokens_per_second, c.margin) for c in cells.values()])
         for server in cells.values():
             margin = 100 * (server_factor * server.tokens_per_second - 1)
             assert margin == pytest.approx(server.margin, abs=6)

@@ -62,7 +62,10 @@ def compare_with_exhaustive(problem: DesignProblem, space: DesignSpace) -> tuple
     return len(found.evaluated), len(everything.evaluated)
 
 
-@pytest.mark.parametrize(("objective", "rate"), [("qps-per-dollar", None), ("cost", 1.0)])
+@pytest.mark.parametrize(
+    ("objective", "rate"),
+    [("qps-per-dollar", None), pytest.param("cost", 1.0, marks=pytest.mark.full)],
+)
 def test_the_search_finds_the_best_of_an_exhaustive_evaluation(
     objective: str, rate: float | None
 ) -> None:

@@ -16,6 +16,7 @@ from gllm.plan.capacity import (
 )
 from gllm.plan.latency_limits import NO_LIMITS, LatencyLimits, parse_limits
 from gllm.sim.options import SimulationConfig
+from tests.support.full_cases import full_but
 
 CONFIG = SimulationConfig(
     model="qwen2.5-32b",
@@ -28,7 +29,9 @@ CONFIG = SimulationConfig(
 RULE = replace(PLAN_RULES["vidur"], min_seconds=10.0, max_p99_delay_seconds=1.0)
 
 
-@pytest.mark.parametrize("limits", [NO_LIMITS, parse_limits("ttft:p90=0.6")])
+@pytest.mark.parametrize(
+    "limits", [pytest.param(NO_LIMITS, marks=pytest.mark.full), parse_limits("ttft:p90=0.6")]
+)
 def test_the_capacity_within_limits_is_that_of_a_fine_grid(limits: LatencyLimits) -> None:
     capacity = measure_capacity(CONFIG, 2.0, RULE, limits)
     assert len(capacity.trials) <= RULE.max_trials
@@ -42,6 +45,7 @@ def test_the_capacity_within_limits_is_that_of_a_fine_grid(limits: LatencyLimits
     assert not all(sustained[1:])
 
 
+@pytest.mark.full
 def test_limits_lower_the_capacity() -> None:
     rates = [
         measure_capacity(CONFIG, 2.0, RULE, parse_limits(text)).rate
@@ -50,7 +54,7 @@ def test_limits_lower_the_capacity() -> None:
     assert rates[0] > rates[1] > rates[2] == 0
 
 
-@pytest.mark.parametrize("name", sorted(PLAN_RULES))
+@pytest.mark.parametrize("name", full_but(["vidur"], sorted(PLAN_RULES)))
 def test_a_spent_budget_leaves_the_highest_rate_so_far(name: str) -> None:
     rule = replace(
         PLAN_RULES[name], min_seconds=10.0, usual_requests=40, min_requests=40, max_growth=None

@@ -17,6 +17,7 @@ from gllm.observability import progress
 from gllm.profiling.collectives import time_all_reduce, time_send
 from gllm.profiling.operator_profile import OperatorPoints, OperatorProfiler, count_points
 from gllm.profiling.span import StepRows, TimedSpan
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.costs.operator_tables import OperatorTables
@@ -95,8 +96,9 @@ def test_a_forest_reads_the_folder(folder: Path) -> None:
         parts = cost.operator_seconds(1, work)
         assert sum(parts.values()) == pytest.approx(cost.stage_seconds(1, work))
         assert (parts["collectives"] > 0) == (tp == 2)
+        longer = StageWork(0, 129, work.prefill_chunks, 0, 0, 1)
         with pytest.raises(CostRangeError, match="the operator profile: num_tokens is 129"):
-            cost.stage_seconds(0, work._replace(num_tokens=129))
+            cost.stage_seconds(0, longer)
     with pytest.raises(ValueError, match=r"\('this-cpu', 'demo', 4\) .*choose from"):
         ForestCostModel(tp=4, tables=OperatorTables(folder))
 
@@ -107,8 +109,6 @@ def test_the_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "MAX_SECONDS", 0.0)
-    for name in ("plots.plot_latencies", "plots.plot_tokens", "plots.plot_gantt"):
-        monkeypatch.setattr(f"gllm.sim.metrics.{name}", lambda run, path: None)
     output = Path("operators")
     flags = ["--operators", "--operator-tp", "2", "--operator-tokens", "96", "--operator-batch"]
     small = [*flags, "4", "--operator-stride", "16", "--operator-repeats", "1"]

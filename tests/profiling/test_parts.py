@@ -79,18 +79,15 @@ def test_a_step_of_some_layers_has_its_work(num_ranks: int) -> None:
     assert 0 < seconds < 10
 
 
-def test_the_demo_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "REPEATS", 1)
-    monkeypatch.setattr(parts, "CONTEXT_SHARES", (0.1,))
-    monkeypatch.setattr(parts, "CHUNKS", (32,))
+def test_the_demo_in_parts() -> None:
     num_steps = 0
 
     def count() -> None:
         nonlocal num_steps
         num_steps += 1
 
-    samples = measure_spans(config(), Path(DEMO), [6], 200, on_step=count)
-    assert num_steps == len(samples) == count_span_steps(6, [6], 200)
+    samples = measure_spans(config(), Path(DEMO), [6], 40, on_step=count, repeats=1)
+    assert num_steps == len(samples) == count_span_steps(6, [6], 40)
     kinds = {(each.layers, each.is_first, each.is_last) for each in samples}
     assert kinds == {(6, True, True), (3, True, False), (3, False, True), (1, False, False)}
     assert {each.step.samples > 0 for each in samples if each.is_last} == {True, False}

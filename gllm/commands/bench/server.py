@@ -9,6 +9,7 @@ import aiohttp
 FALLBACK_VOCABULARY = 256
 """Vocabulary size assumed if the server does not report it."""
 POLL_SECONDS = 0.5
+"""Time between two attempts to reach the server."""
 
 
 class TargetServerError(Exception):
@@ -23,9 +24,20 @@ class ServedModel(NamedTuple):
 
 
 async def wait_until_ready(
-    session: aiohttp.ClientSession, base_url: str, model: str | None, seconds: float
+    session: aiohttp.ClientSession,
+    base_url: str,
+    model: str | None,
+    seconds: float,
+    poll_seconds: float = POLL_SECONDS,
 ) -> ServedModel:
     """Wait until the server is healthy and return the named model, or the first that it serves.
+
+    Args:
+        session: Session of all requests.
+        base_url: URL of the server.
+        model: Name of the model; None for the first one.
+        seconds: Time after which the wait ends.
+        poll_seconds: Time between two attempts.
 
     Raises:
         TargetServerError: The time is over, or the server refuses access.
@@ -39,7 +51,7 @@ async def wait_until_ready(
                 return await _describe(session, base_url, model)
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or reason
-        await asyncio.sleep(min(POLL_SECONDS, seconds_left))
+        await asyncio.sleep(min(poll_seconds, seconds_left))
     raise TargetServerError(
         f"no server is ready at {base_url} within {seconds:g} s ({reason}): start one, or set "
         "--base-url"

@@ -21,6 +21,7 @@ from gllm.plan.goodput.measurement import (
 )
 from gllm.plan.goodput.phase_bounds import (
     CONSTRAINTS,
+    PhaseLimits,
     binding_constraint,
     bound_decode,
     bound_prefill,
@@ -214,24 +215,10 @@ class GoodputPlanner:
         return outcome, outcome.attainment(problem.ttft, problem.tpot)
 
     def _bound(self, phase: str, engine: Parallelism) -> CandidateBound:
-        """Return the closed forms of a phase on an engine, requests per second."""
+        """Return the closed forms of a phase on an engine, which are computed once."""
         key = phase, engine
         if key not in self._bounds:
-            admission = "auto" if phase == "prefill" else "distserve"
-            try:
-                deployment = make_engine(
-                    self.problem.costs,
-                    self.problem.model,
-                    engine,
-                    "distserve",
-                    admission,
-                    phase == "prefill",
-                )
-            except ValueError as error:
-                self._bounds[key] = CandidateBound(0.0, 0.0, _reason_of(error))
-            else:
-                function = bound_prefill if phase == "prefill" else bound_decode
-                self._bounds[key] = function(deployment, self._limits)
+            self._bounds[key] = bound_phase(self.problem, self._limits, phase, engine)
         return self._bounds[key]
 
     def _per_gpu(self, phase: str, engine: Parallelism) -> CandidateBound:
@@ -276,6 +263,28 @@ class GoodputPlanner:
         system = problem.make_system(unit.prefill, unit.decode)
         task = problem.make_task(system, "", problem.target, bound)
         return self._measure(task) / unit.num_gpus
+
+
+def bound_phase(
+    problem: GoodputProblem, limits: PhaseLimits, phase: str, engine: Parallelism
+) -> CandidateBound:
+    """Return the closed forms of a phase on an engine, requests per second.
+
+    Args:
+        problem: Model and costs.
+        limits: Limits of the problem, and the requests whose lengths count.
+        phase: prefill or decode.
+        engine: The engine; it may be too small for the model.
+    """
+    admission = "auto" if phase == "prefill" else "distserve"
+    has_prefill = phase == "prefill"
+    try:
+        deployment = make_engine(
+            problem.costs, problem.model, engine, "distserve", admission, has_prefill
+        )
+    except ValueError as error:
+        return CandidateBound(0.0, 0.0, _reason_of(error))
+    return (bound_prefill if has_prefill else bound_decode)(deployment, limits)
 
 
 def _reason_of(error: ValueError) -> str:

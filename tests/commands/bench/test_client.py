@@ -136,7 +136,7 @@ async def test_what_flags_change_of_it() -> None:
         load=LoadConfig(seed=40),
     )
     async with running(server) as url, open_session(config, None) as session:
-        body = request_body(config, "fake", 2, PLANNED._replace(prompt="Hi"))
+        body = request_body(config, "fake", 2, PlannedRequest(0.0, "Hi", 3, 4))
         await send(session, url + config.endpoint, body, 1)
     (sent,) = server.bodies
     assert sent["messages"] == [{"role": "user", "content": "Hi"}]

@@ -185,6 +185,7 @@ def test_details_are_lists_of_equal_length() -> None:
     assert lists["errors"] == ["", "", "", "HTTP 503: full"]
 
 
+@pytest.mark.full
 def test_plots(tmp_path: Path) -> None:
     for lines in ([o.timeline for o in OUTCOMES[:3]], [RequestTimeline(0.0, [1.0, 2.0], 2)], []):
         names = plot_load(lines, "a model", tmp_path / "plots")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from gllm.commands.bench import server as module
 from gllm.commands.bench.client import open_session
 from gllm.commands.bench.options import ServeConfig
 from gllm.commands.bench.server import ServedModel, TargetServerError, wait_until_ready
@@ -13,7 +12,7 @@ async def described(
     server: FakeServer, model: str | None = None, seconds: float = 20.0
 ) -> ServedModel:
     async with running(server) as url, open_session(ServeConfig(), None) as session:
-        return await wait_until_ready(session, url, model, seconds)
+        return await wait_until_ready(session, url, model, seconds, poll_seconds=0.001)
 
 
 async def test_the_first_model_and_its_vocabulary() -> None:
@@ -23,8 +22,7 @@ async def test_the_first_model_and_its_vocabulary() -> None:
     assert await described(plain) == ServedModel("plain", 256)
 
 
-async def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.001)
+async def test_a_server_that_loads_is_waited_for() -> None:
     server = FakeServer(refusals=[503, 500, 404])
     assert await described(server) == ServedModel("fake", 50)
     assert server.refusals == []

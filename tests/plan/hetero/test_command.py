@@ -111,7 +111,7 @@ SETTINGS = ("het1", "het2", "het3", "het4")
 @pytest.mark.parametrize(
     ("cluster", "model", "workload"),
     [
-        ("case-e", "opt-30b", "HPHD"),
+        pytest.param("case-e", "opt-30b", "HPHD", marks=pytest.mark.full),
         # Its pipeline of prefill has 56,000 tokens of KV cache, prompts of up to 8,000 tokens.
         ("het2", "llama-2-70b", "HPLD"),
         *(
@@ -137,6 +137,7 @@ def test_sample_of_a_class_has_its_lengths_all_the_time() -> None:
     assert sample == sample_workload("HPLD", 400, 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("clusters", "workloads"),
     [

@@ -22,6 +22,7 @@ from gllm.plan.hetero.roofline_costs import RooflineCosts
 from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
 from gllm.plan.hetero.workload import mean_lengths
 from gllm.sim.hardware.models import MODELS
+from tests.support.full_cases import full_but
 from tests.support.sim.hetero_oracle import all_partitions, best_flow
 
 FIXTURES = [
@@ -34,6 +35,7 @@ FIXTURES = [
     ({"h100": 1, "a100": 3, "a6000": 4}, "llama-2-13b", "LPLD"),
     ({"l40": 4, "a6000": 4}, "opt-30b", "LPHD"),
 ]
+QUICK_FIXTURES = (FIXTURES[0], FIXTURES[3], FIXTURES[5])
 
 
 def make_planner(cluster, model, workload, costs=RooflineCosts, rule=PipelineCredit.PIPELINED):
@@ -51,7 +53,7 @@ def search(planner, model: str, workload: str, budget=None, changes=guided_chang
     return LocalSearch(PlanEvaluator(planner), budget or RefinementBudget(), 0, changes).run(first)
 
 
-@pytest.mark.parametrize(("counts", "model", "workload"), FIXTURES)
+@pytest.mark.parametrize(("counts", "model", "workload"), full_but(QUICK_FIXTURES, FIXTURES))
 @pytest.mark.parametrize("rule", [PipelineCredit.PIPELINED, PipelineCredit.CREDITED])
 def test_flow_is_near_the_best_of_all_partitions(counts, model, workload, rule) -> None:
     cluster = build_cluster(counts)
@@ -112,6 +114,7 @@ def rival_flows(planner, seed: int, budget: int, model: str, workload: str) -> d
     return {name: each.best.score.flow for name, each in results.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [75, pytest.param(1200, marks=pytest.mark.long)])
 def test_guided_search_is_no_worse_in_most_seeds(budget: int) -> None:
     model, workload = "llama-2-70b", "HPHD"
@@ -174,6 +177,7 @@ def test_large_clusters_need_few_evaluations(
     assert result.num_flows < num_flows
 
 
+@pytest.mark.full
 def test_whole_search_ends_before_its_budget() -> None:
     planner = make_planner(build_cluster(SETTING_1), "llama-2-70b", "HPHD")
     budget = RefinementBudget()
