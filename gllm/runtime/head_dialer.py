@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import shlex
 import time
 from collections.abc import Awaitable, Callable
@@ -98,7 +99,8 @@ class HeadDialer:
             Exit status of the agent, and the cause.
         """
         loop = asyncio.get_running_loop()
-        limit, num_failures, backoff = self._config.join_timeout, 0, Backoff(Random())
+        backoff = Backoff(Random(secrets.randbits(64)))
+        limit, num_failures = self._config.join_timeout, 0
         deadline = loop.time() + limit
         while True:
             try:

@@ -1,5 +1,6 @@
 """Recovery of an engine by its configuration."""
 
+import secrets
 from random import Random
 
 from gllm.cluster.records import RecoveryLimits
@@ -22,7 +23,7 @@ def make_recovery(
     recovery = Recovery(
         planner.bounds,
         make_recovery_limits(config, nodes),
-        Random(),
+        Random(secrets.randbits(64)),
         config.stage_degrees,
         planner.should_measure,
         recut=planner.recut,

@@ -15,6 +15,7 @@ import zmq
 
 from gllm.cluster.actions import Action, AssignGeneration
 from gllm.cluster.node_layout import NodeShape
+from gllm.cluster.placement import Placement
 from gllm.cluster.records import RecoveryState
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
@@ -171,10 +172,14 @@ class Supervisor:
         return self._head.nodes.local
 
     @property
+    def placement(self) -> Placement | None:
+        """Workers, layers and nodes of the present generation; None before the first."""
+        return self._recovery.placement
+
+    @property
     def senders(self) -> list[int]:
         """Workers of the present generation, by stage, then by rank."""
-        placement = self._recovery.placement
-        return [] if placement is None else placement.senders
+        return [] if self.placement is None else self.placement.senders
 
     @property
     def num_blocks(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.simulation.fleet_scenario import FleetLimits, FleetScenario
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -19,12 +19,14 @@ def ends(scenario: FleetScenario) -> set[str]:
     return {end for reader in scenario.readers for end, _ in reader.ends.values()}
 
 
-@settings(max_examples=num_examples(5, 1000), deadline=None)
-@given(SEEDS, st.integers(0, 10))
-def test_requests_outlive_every_engine(seed: int, num_faults: int) -> None:
+@further_runs(2)
+@settings(max_examples=num_examples(2, 1000), deadline=None)
+@given(seed=SEEDS, num_faults=st.integers(0, 10))
+def test_requests_outlive_every_engine(run: int, seed: int, num_faults: int) -> None:
     FleetScenario(seed, FleetLimits(num_faults=num_faults)).play()
 
 
+@pytest.mark.full
 def test_without_faults_everything_ends_without_an_error() -> None:
     scenario = FleetScenario(1, FleetLimits(num_faults=0, has_bad_requests=False))
     scenario.play()
@@ -34,7 +36,7 @@ def test_without_faults_everything_ends_without_an_error() -> None:
 
 def test_a_rolling_restart_of_the_fleet_costs_no_request() -> None:
     limits = FleetLimits(
-        num_requests=120, num_engines=3, has_bad_requests=False, is_rolling_restart=True
+        num_requests=60, num_engines=3, has_bad_requests=False, is_rolling_restart=True
     )
     scenario = FleetScenario(6, limits)
     scenario.play()
@@ -44,6 +46,7 @@ def test_a_rolling_restart_of_the_fleet_costs_no_request() -> None:
     assert len(scenario.readers) > limits.num_requests / 2
 
 
+@pytest.mark.full
 def test_the_same_seed_is_the_same_life() -> None:
     first, second = (FleetScenario(7, FleetLimits(num_requests=10, num_faults=6)) for _ in range(2))
     first.play()

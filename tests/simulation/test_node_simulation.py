@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.simulation.node_scenario import NodeLimits, NodeScenario
 
 
@@ -35,6 +35,7 @@ def ends(scenario: NodeScenario) -> set[str]:
     return {end for reader in scenario.readers for end, _ in reader.ends.values()}
 
 
+@pytest.mark.full
 def test_without_faults_everything_ends_without_an_error() -> None:
     scenario = play()
     assert ends(scenario) <= {"stop", "length", "abort"}
@@ -68,7 +69,10 @@ def test_layers_are_cut_anew_over_the_machines_left() -> None:
     assert scenario.nodes_used == [BEFORE, ["local", "local", "node-2"]]
     assert len(scenario.supervisor.layers) == 3
     assert scenario.num_served_deaths == scenario.num_start_deaths + 1
-    # Both machines are lost, one after the other: the head has all layers.
+
+
+@pytest.mark.full
+def test_the_head_has_all_layers_once_both_other_machines_are_lost() -> None:
     strikes = ((20.0, "power", 0, 500.0), (40.0, "power", 1, 500.0))
     scenario = play(node_strikes=strikes)
     check_served(scenario)
@@ -128,6 +132,7 @@ def test_a_cut_of_the_network_costs_no_process(seed: int) -> None:
     assert scenario.num_served_deaths == scenario.num_start_deaths
 
 
+@pytest.mark.full
 def test_two_machines_are_lost_at_once() -> None:
     strikes = ((20.0, "power", 0, 4.0), (20.5, "network", 1, 8.0))
     scenario = play(node_strikes=strikes)
@@ -162,6 +167,7 @@ def test_a_spare_takes_the_stages_of_a_drained_machine(seed: int) -> None:
     assert scenario.drained == ["node-2"]
 
 
+@pytest.mark.full
 def test_a_machine_that_is_lost_while_it_is_drained_is_not_awaited() -> None:
     strikes = ((20.0, "drain", 0, 500.0), (20.01, "power", 0, 500.0))
     scenario = play(node_strikes=strikes)
@@ -169,6 +175,7 @@ def test_a_machine_that_is_lost_while_it_is_drained_is_not_awaited() -> None:
     assert scenario.nodes_used[-1] == ["local", "local", "node-2"]
 
 
+@pytest.mark.full
 def test_a_machine_is_not_drained_if_nobody_has_memory_for_its_layers() -> None:
     scenario = play(can_recut=False, node_strikes=((20.0, "drain", 0, 5.0),))
     check_served(scenario)
@@ -176,7 +183,8 @@ def test_a_machine_is_not_drained_if_nobody_has_memory_for_its_layers() -> None:
     assert scenario.drained == []
 
 
-@settings(max_examples=num_examples(5, 1500), deadline=None)
+@further_runs(2)
+@settings(max_examples=num_examples(3, 1500), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_faults=st.integers(0, 4),
@@ -187,6 +195,7 @@ def test_a_machine_is_not_drained_if_nobody_has_memory_for_its_layers() -> None:
     has_bombs=st.booleans(),
 )
 def test_requests_outlive_every_machine_but_the_head(
+    run: int,
     seed: int,
     num_faults: int,
     num_node_faults: int,
@@ -206,6 +215,7 @@ def test_requests_outlive_every_machine_but_the_head(
     NodeScenario(seed, limits).play()
 
 
+@pytest.mark.full
 def test_the_same_seed_is_the_same_life() -> None:
     first, second = (
         NodeScenario(11, NodeLimits(num_nodes=3, num_spares=1, num_faults=3, num_node_faults=4))

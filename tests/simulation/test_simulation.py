@@ -5,13 +5,16 @@ virtual clock, over a simulated network, node and stages. The fake model's token
 tokens before them, so that a token lost, doubled or misplaced changes the text.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.examples import num_examples
+from tests.support.examples import further_runs, num_examples
 from tests.support.simulation.scenario import Limits, Scenario
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -26,9 +29,10 @@ SLOW_STAGE = Limits(
 """Two stages, of which the second is slowed to a third of its speed."""
 
 
-@settings(max_examples=num_examples(16, 2000), deadline=None)
-@given(SEEDS, st.integers(0, 8))
-def test_requests_outlive_every_process(seed: int, num_faults: int) -> None:
+@further_runs(2)
+@settings(max_examples=num_examples(7, 2000), deadline=None)
+@given(seed=SEEDS, num_faults=st.integers(0, 8))
+def test_requests_outlive_every_process(run: int, seed: int, num_faults: int) -> None:
     Scenario(seed, Limits(num_faults=num_faults)).play()
 
 
@@ -62,9 +66,15 @@ STRIKES = {
 """Deaths at each moment of a life; with the same number of strikes as processes that end."""
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (3,)], ids=str)
-@pytest.mark.parametrize("kind", ["kill", "stop"])
-@pytest.mark.parametrize("name", STRIKES)
+def strike_cases() -> Iterator[Any]:
+    """Each moment with a death or a stop, of stages or of ranks in turn; all others are `full`."""
+    for number, name in enumerate(STRIKES):
+        for place, (kind, degrees) in enumerate(product(["kill", "stop"], [(1, 1, 1), (3,)])):
+            marks = [] if place == number % 4 else [pytest.mark.full]
+            yield pytest.param(name, kind, degrees, marks=marks, id=f"{name}-{kind}-{degrees}")
+
+
+@pytest.mark.parametrize(("name", "kind", "degrees"), list(strike_cases()))
 def test_a_death_at_each_moment_costs_that_process_and_a_pause(
     name: str, kind: str, degrees: tuple[int, ...]
 ) -> None:
@@ -90,7 +100,7 @@ def test_a_death_at_each_moment_costs_that_process_and_a_pause(
     assert len(scenario.readers) > 1
 
 
-@pytest.mark.parametrize("layers", ["auto", "even"])
+@pytest.mark.parametrize("layers", ["auto", pytest.param("even", marks=pytest.mark.full)])
 def test_a_slow_stage_gets_fewer_layers_and_no_request_notices(layers: str) -> None:
     """Before the first request by measuring, or later by the times of steps."""
     limits = replace(SLOW_STAGE, max_restarts=0, layers=layers)
@@ -135,7 +145,7 @@ def test_a_death_while_workers_measure_costs_no_request(name: str) -> None:
     assert scenario.readers
 
 
-@pytest.mark.parametrize("moment", ["closing", "closed"])
+@pytest.mark.parametrize("moment", ["closing", pytest.param("closed", marks=pytest.mark.full)])
 def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None:
     strikes = ((moment, 1, "kill"),)
     limits = replace(SLOW_STAGE, max_restarts=3, layers="even", strikes=strikes)
@@ -150,7 +160,7 @@ def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None
 
 
 def test_the_same_seed_is_the_same_life() -> None:
-    first, second = (Scenario(7, Limits(num_faults=6)) for _ in range(2))
+    first, second = (Scenario(7, Limits(num_faults=6, max_restarts=50)) for _ in range(2))
     first.play()
     second.play()
     assert first.faults == second.faults

@@ -14,6 +14,7 @@ from gllm.fleet.fleet import Fleet
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
+from gllm.routing.policy import RoutingPolicy
 from gllm.runtime.journal import JournalEntry
 from gllm.runtime.supervisor import EngineError
 from tests.support.simulation.clock import VirtualLoop
@@ -34,6 +35,11 @@ def raise_error(task: "asyncio.Task[None]") -> None:
     """Raise the unexpected error of a task, which ends the simulation."""
     if not task.cancelled():
         task.result()
+
+
+def describe_stages(num_stages: int) -> str:
+    """Return the numerics of an engine."""
+    return f"{num_stages} stages"
 
 
 class SimulatedEngine:
@@ -69,7 +75,6 @@ class SimulatedEngine:
         self.world = World(loop, rng, inner, on_moment)
         self.node = SimulatedNode(self.world)
         self.supervisor = create_supervisor(
-            rng,
             [1] * num_stages,
             max_num_seqs=rng.choice([2, 8]),
             max_restarts=rng.choice([0, 3, 50]),
@@ -100,7 +105,7 @@ class SimulatedEngine:
         was_alive, self.is_alive = self.is_alive, False
         self.network.unbind(self.process)
         self.process.end(is_killed=True)
-        self.node._on_exit = None
+        self.node.watch(lambda sender, description: None)
         for sender in list(self.node.workers):
             self.node.kill(sender)
         if was_alive:
@@ -142,7 +147,7 @@ class SimulatedEngine:
             "mixed",
             "model",
             MODEL_HASH,
-            f"{self.num_stages} stages",
+            describe_stages(self.num_stages),
             "0",
             MAX_MODEL_LEN,
             VOCAB_SIZE,
@@ -155,18 +160,20 @@ class SimulatedEngine:
 class SimulatedRouter:
     """One start of a router, and the readers of its requests."""
 
-    def __init__(self, name: str, network: Network, **options: Any) -> None:
+    def __init__(self, name: str, network: Network, policy: RoutingPolicy, **options: Any) -> None:
         """Create a router that has not started.
 
         Args:
             name: of the process.
             network: between engines and routers.
+            policy: chooses the engine of a request.
             options: of the router's configuration.
         """
         self.network = network
         self.process = Process(network.loop, name)
         self.readers: list[Reader] = []
-        self.fleet = Fleet(RouterConfig(model="demo", **options), MODEL_HASH, MAX_MODEL_LEN)
+        config = RouterConfig(model="demo", **options)
+        self.fleet = Fleet(config, MODEL_HASH, MAX_MODEL_LEN, policy=policy)
         self._count_submission = self.fleet.client._numerics.on_submission
         self.fleet.client._numerics.on_submission = self._on_submission  # type: ignore[method-assign]
         self._context = Context(network, self.process)
@@ -200,10 +207,22 @@ class SimulatedRouter:
     def _on_submission(self, entry: JournalEntry, engine: DispatchTarget) -> None:
         """Check that other numerics continue tokens only where no equal ones could."""
         if entry.numerics not in ("", engine.numerics):
-            records = self.fleet._dispatcher.records.values()
-            equal = [each for each in records if each.announce.numerics == entry.numerics]
-            assert not any(each.accepts_requests for each in equal)
+            assert not self.accepting_engines(entry.numerics)
         self._count_submission(entry, engine)
+
+    @property
+    def attached(self) -> list[str]:
+        """Names of the engines that are attached, in order."""
+        return [row.name for row in self.fleet.engines()]
+
+    def accepting_engines(self, numerics: str) -> list[str]:
+        """Return the names of the engines that take requests now and may continue such tokens."""
+        return [
+            row.name
+            for row in self.fleet.engines()
+            if row.state in ("ready", "ejected")
+            and numerics in ("", describe_stages(row.num_stages))
+        ]
 
     async def _start(self) -> None:
         LINKS.set(self._context)

@@ -11,11 +11,10 @@ import zmq
 
 from gllm.engine.interface import EngineUnavailableError
 from gllm.fleet import connection_pool
-from gllm.fleet import fleet as fleet_module
 from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.routing.policy_registry import POLICIES
+from gllm.routing.policy_registry import POLICIES, make_policy
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.fleet import LINKS, SimulatedEngine, SimulatedRouter
 from tests.support.simulation.head import patched_runtime
@@ -104,11 +103,9 @@ class FleetScenario:
         Raises:
             AssertionError: an invariant does not hold.
         """
-        with patched_runtime(self.loop, self.rng) as patch:
-            patch.setattr(connection_pool, "zmq", SIMULATED_ZMQ)
-            patch.setattr(connection_pool, "Hub", Hub)
-            patch.setattr(connection_pool, "Spoke", Spoke)
-            patch.setattr(fleet_module, "Random", lambda: Random(self.rng.random()))
+        sockets = {"zmq": SIMULATED_ZMQ, "Hub": Hub, "Spoke": Spoke}
+        parts = [(connection_pool, name, part) for name, part in sockets.items()]
+        with patched_runtime(self.loop, self.rng, parts):
             try:
                 self.loop.run_until_complete(self._run())
             finally:
@@ -160,7 +157,7 @@ class FleetScenario:
     def _is_whole(self) -> bool:
         """Return True if every engine is ready and attached to every router."""
         return all(
-            self.engines[name].is_ready and set(router.fleet._dispatcher.records) == set(self.names)
+            self.engines[name].is_ready and router.attached == self.names
             for router in self.routers
             for name in self.names
         )
@@ -207,11 +204,7 @@ class FleetScenario:
         if "unavailable" in reader.errors:
             # It was parked too long, and at this moment nobody can take it either.
             numerics = reader.stream.entry.numerics
-            able = [
-                record.name
-                for record in router.fleet._dispatcher.records.values()
-                if record.accepts_requests and numerics in ("", record.announce.numerics)
-            ]
+            able = router.accepting_engines(numerics)
             assert not able, f"{able} could take {reader.request}"
 
     def _abort(self, router: SimulatedRouter, reader: Reader) -> None:
@@ -226,9 +219,9 @@ class FleetScenario:
         router = SimulatedRouter(
             f"router {index}",
             self.network,
+            make_policy(self.policy, Random(self.rng.random())),
             hub="off" if self.do_routers_dial else address,
             engines=tuple(self.engine_addresses.values()) if self.do_routers_dial else (),
-            policy=self.policy,
             park_timeout=self.park_timeout,
             recovery_patience=self.rng.choice([0.0, 5.0]),
         )
@@ -300,7 +293,7 @@ class FleetScenario:
             for router in self.routers:
                 self.network.unite(engine.process, router.process)
                 # An operator lets all engines take requests again.
-                if engine.name in router.fleet._dispatcher.records:
+                if engine.name in router.attached:
                     router.fleet.undrain_engine(engine.name)
 
     def _on_moment(self, name: str, moment: str, process: Process) -> None:
@@ -369,14 +362,14 @@ class FleetScenario:
     def _drain(self) -> None:
         """Let a router drain an engine, with or without its running requests, and undrain it."""
         router = self.rng.choice(self.routers)
-        if names := sorted(router.fleet._dispatcher.records):
+        if names := router.attached:
             self.faults["drained"] += 1
             name = self.rng.choice(names)
             router.fleet.drain_engine(name, migrates=self.rng.random() < 0.5)
             self.loop.call_later(self.rng.uniform(0.1, 10.0), self._undrain, router, name)
 
     def _undrain(self, router: SimulatedRouter, name: str) -> None:
-        if router.is_alive and name in router.fleet._dispatcher.records:
+        if router.is_alive and name in router.attached:
             router.fleet.undrain_engine(name)
 
     def _restart(self) -> None:
@@ -428,8 +421,7 @@ class FleetScenario:
             for name, engine in self.engines.items()
         }
         routers = [
-            {name: record.state for name, record in router.fleet._dispatcher.records.items()}
-            for router in self.routers
+            {row.name: row.state for row in router.fleet.engines()} for router in self.routers
         ]
         waiting = [
             (reader.request.prompt, reader.ends, reader.stream.entry)

@@ -1,11 +1,13 @@
 """The head process of a simulated engine: the real supervisor, without sockets, files and time."""
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from random import Random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from gllm.cluster.balance import BalanceLimits
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.models.partition import StageCosts
-from gllm.runtime import deaths as deaths_module
 from gllm.runtime import supervisor as supervisor_module
 from gllm.runtime.layer_planner import LayerPlanner
 from gllm.runtime.supervisor import Supervisor
@@ -24,22 +25,26 @@ from tests.support.simulation.world import BLOCK_SIZE, LAYERS_PER_STAGE, MAX_MOD
 
 BALANCE_LIMITS = BalanceLimits(window_seconds=2.0, num_windows=2, min_steps=10, cooldown_seconds=5)
 """Smaller than those of a server, because lives are short."""
+Part = tuple[ModuleType, str, object]
+"""Module, name in it, and what replaces it in a simulation."""
 HEAD: ContextVar[Context] = ContextVar("HEAD")
 """Place of the ZeroMQ context with which a supervisor that starts reaches its workers."""
+_NUMBERS = count(1)
 
 
-class HeadAddress:
-    """Address of the head's hub."""
+class HubAddress:
+    """Address of the hub of the workers of a head or an agent: gllm.runtime.head_socket."""
 
     def __init__(self, hub: Any) -> None:
         self.connecting: set[int] = set()
         self._hub = hub
-        hub.bind("head")
+        self._address = f"hub {next(_NUMBERS)}"
+        hub.bind(self._address)
 
     def expect(self, sender: int) -> str:
         self._hub.expect(sender)
         self.connecting.add(sender)
-        return "head"
+        return self._address
 
     def on_connected(self, sender: int) -> None:
         self.connecting.discard(sender)
@@ -49,12 +54,11 @@ class HeadAddress:
 
 
 def create_supervisor(
-    rng: Random, degrees: Sequence[int], nodes: NodesConfig | None = None, **options: Any
+    degrees: Sequence[int], nodes: NodesConfig | None = None, **options: Any
 ) -> Supervisor:
     """Return a supervisor that has not started.
 
     Args:
-        rng: source of its jitter.
         degrees: ranks of each stage of the engine.
         nodes: machines of the engine; None for one.
         options: of the engine's configuration.
@@ -75,19 +79,26 @@ def create_supervisor(
         range(begin, begin + LAYERS_PER_STAGE) for begin in range(0, num_layers, LAYERS_PER_STAGE)
     ]
     planner = LayerPlanner(config, layers, StageCosts((1.0,) * num_layers), BALANCE_LIMITS)
-    supervisor = Supervisor(config, planner, lambda done, total: None, nodes)
-    supervisor._recovery._jitter.seed(rng.random())
-    return supervisor
+    return Supervisor(config, planner, lambda done, total: None, nodes)
 
 
 @contextmanager
-def patched_runtime(loop: VirtualLoop, rng: Random) -> Iterator[pytest.MonkeyPatch]:
-    """Replace the supervisor's sockets, the clock, random bits and files."""
+def patched_runtime(loop: VirtualLoop, rng: Random, parts: Sequence[Part] = ()) -> Iterator[None]:
+    """Replace the clock, random bits and the supervisor's sockets.
+
+    Args:
+        loop: has the clock.
+        rng: source of the random bits.
+        parts: further names of modules and what replaces them.
+    """
+    own: list[Part] = [
+        (time, "monotonic", loop.time),
+        (secrets, "randbits", rng.getrandbits),
+        (supervisor_module, "Hub", Hub),
+        (supervisor_module, "HeadSocket", HubAddress),
+        (supervisor_module, "zmq", SimpleNamespace(Context=HEAD.get)),
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor_module, "Hub", Hub)
-        patch.setattr(supervisor_module, "HeadSocket", HeadAddress)
-        patch.setattr(supervisor_module, "zmq", SimpleNamespace(Context=HEAD.get))
-        patch.setattr("secrets.randbits", rng.getrandbits)
-        patch.setattr(deaths_module.DeathLog, "keep_evidence", lambda *_: None)
-        patch.setattr(time, "monotonic", loop.time)
-        yield patch
+        for module, name, part in (*own, *parts):
+            patch.setattr(module, name, part)
+        yield

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextvars import copy_context
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,6 @@ from tests.support.simulation.process import Process
 from tests.support.simulation.world import World
 
 HEAD_ADDRESS = "127.0.0.1:29600"
-_NUMBERS = count(1)
-
-
-class AgentAddress:
-    """Address of the hub of an agent's workers."""
-
-    def __init__(self, hub: Any) -> None:
-        self.connecting: set[int] = set()
-        self._hub = hub
-        self._address = f"agent {next(_NUMBERS)}"
-        hub.bind(self._address)
-
-    def expect(self, sender: int) -> str:
-        self._hub.expect(sender)
-        self.connecting.add(sender)
-        return self._address
-
-    def on_connected(self, sender: int) -> None:
-        self.connecting.discard(sender)
-
-    def close(self) -> None:
-        """Nothing is left."""
 
 
 class Machine:

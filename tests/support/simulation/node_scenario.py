@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,15 +21,14 @@ from gllm.runtime import (
     cluster_head,
     driver_proxies,
     driver_relay,
-    head_dialer,
     head_session,
     node_hub,
 )
 from gllm.runtime.cluster_head import ClusterHead
 from gllm.runtime.supervisor import EngineError
-from tests.support.simulation.head import HEAD, patched_runtime
+from tests.support.simulation.head import HEAD, HubAddress, Part, patched_runtime
 from tests.support.simulation.links import LINK_WORLD, SimulatedLinks
-from tests.support.simulation.machines import HEAD_ADDRESS, AgentAddress, Machine
+from tests.support.simulation.machines import HEAD_ADDRESS, Machine
 from tests.support.simulation.network import Context, Hub, Spoke
 from tests.support.simulation.process import Process
 from tests.support.simulation.scenario import Limits, Scenario
@@ -91,7 +89,10 @@ class NodeScenario(Scenario):
 
     async def _start(self) -> None:
         facts = JoinFacts(PROTOCOL, __version__, "demo", "", b"")
-        cluster = self.cluster = ClusterHead(self._nodes_config(), None, facts, self.degrees, 60.0)
+        links: Any = SimulatedLinks
+        cluster = self.cluster = ClusterHead(
+            self._nodes_config(), None, facts, self.degrees, 60.0, make_links=links
+        )
         # A machine that the head has lost may compute on for a while; what it sends is dropped.
         members = cluster.hub.sessions
         self.world.is_lost = lambda process: (
@@ -106,7 +107,7 @@ class NodeScenario(Scenario):
         await self.supervisor.start(Path("demo"), self.node, DEFAULT_LOG_CONFIG, cluster)
 
     def _on_change(self) -> None:
-        placement = self.supervisor._recovery.placement
+        placement = self.supervisor.placement
         if placement is not None and placement.generation > len(self.nodes_used):
             nodes = {worker.stage: worker.node for worker in placement.workers}
             self.nodes_used.append(list(nodes.values()))
@@ -123,9 +124,9 @@ class NodeScenario(Scenario):
             seconds = rng.choice([0.5, 3.0, 8.0, 30.0, 200.0])
             self.loop.call_at(when, self._strike_node, kind, rng.choice(self.machines), seconds)
 
-    def _on_moment(self, moment: str, process: Process) -> None:
+    def on_moment(self, moment: str, process: Process) -> None:
         if moment != "bomb":
-            super()._on_moment(moment, process)
+            super().on_moment(moment, process)
             return
         for machine in self.machines:
             if machine.process is process.machine:
@@ -169,14 +170,14 @@ class NodeScenario(Scenario):
             self.network.unite(process, other)
 
     def _switch_on(self, machine: Machine) -> None:
-        if not machine.is_on and not self.supervisor._is_stopped:
+        if not machine.is_on and not self.supervisor.died.is_set():
             machine.start()
             assert machine.task is not None
             machine.task.add_done_callback(lambda task: self._on_agent_ended(machine, task))
 
     def _on_agent_ended(self, machine: Machine, task: "asyncio.Task[int]") -> None:
         """Start an agent again that has given up, as whatever manages the machines does."""
-        if task.cancelled() or self.supervisor._is_stopped:
+        if task.cancelled() or self.supervisor.died.is_set():
             return
         seconds = 1.0
         if task.exception() is None and not task.result():
@@ -185,8 +186,8 @@ class NodeScenario(Scenario):
             self.drained.append(machine.name)
         self.loop.call_later(seconds, self._switch_on, machine)
 
-    def _end_faults(self) -> None:
-        super()._end_faults()
+    def end_faults(self) -> None:
+        super().end_faults()
         self._is_ending = True
         processes = [self.head, *(each.process for each in self.machines)]
         for machine in self.machines:
@@ -227,9 +228,9 @@ class NodeScenario(Scenario):
         num_stages = self.rng.randint(self.node_limits.num_nodes, 4)
         return tuple(self.rng.choice([1, 1, 2]) for _ in range(num_stages))
 
-    def _draw_layers(self) -> dict[str, Any]:
+    def draw_layers(self) -> dict[str, Any]:
         # Even ones for lives whose course is given.
-        return {} if self.limits.slowdown is not None else super()._draw_layers()
+        return {} if self.limits.slowdown is not None else super().draw_layers()
 
     def _nodes_config(self) -> NodesConfig:
         return NodesConfig(nnodes=self.node_limits.num_nodes, node_rank=0, master_addr=HEAD_ADDRESS)
@@ -240,21 +241,18 @@ class NodeScenario(Scenario):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         """Replace sockets, the clock, files and machines."""
-        rng, zmq = self.rng, SimpleNamespace(Context=lambda *_: HEAD.get(), MAX_SOCKETS=0)
+        zmq = SimpleNamespace(Context=lambda *_: HEAD.get(), MAX_SOCKETS=0)
         facts = NodeFacts("head", "simulated", __version__, "127.0.0.1", 1, "", b"", [], 8, 2**30)
         monitor = SimpleNamespace(read=NodeLoad, gpu_names=[])
-        with patched_runtime(self.loop, rng) as patch:
-            for module in (node_hub, agent_workers, driver_relay):
-                patch.setattr(module, "Hub", Hub)
-            for module in (head_session, driver_proxies):
-                patch.setattr(module, "Spoke", Spoke)
-            patch.setattr(agent_workers, "HeadSocket", AgentAddress)
-            patch.setattr(agent, "zmq", zmq)
-            patch.setattr(node_hub, "zmq", zmq)
-            patch.setattr(head_dialer, "Random", lambda: Random(rng.random()))
-            patch.setattr(cluster_head, "LinkProcess", SimulatedLinks)
-            patch.setattr(cluster_head, "MachineMonitor", lambda: monitor)
-            patch.setattr(cluster_head, "read_facts", lambda *_: facts)
+        parts: list[Part] = [
+            *((module, "Hub", Hub) for module in (node_hub, agent_workers, driver_relay)),
+            *((module, "Spoke", Spoke) for module in (head_session, driver_proxies)),
+            *((module, "zmq", zmq) for module in (agent, node_hub)),
+            (agent_workers, "HeadSocket", HubAddress),
+            (cluster_head, "MachineMonitor", lambda: monitor),
+            (cluster_head, "read_facts", lambda *_: facts),
+        ]
+        with patched_runtime(self.loop, self.rng, parts):
             HEAD.set(Context(self.network, self.head))
-            LINK_WORLD.set((rng, self.head))
+            LINK_WORLD.set((self.rng, self.head))
             yield

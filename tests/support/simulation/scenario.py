@@ -70,7 +70,7 @@ class Scenario:
         self.limits = limits
         self.loop = VirtualLoop()
         self.network = Network(self.loop, self.rng)
-        self.world = World(self.loop, self.rng, self.network, self._on_moment)
+        self.world = World(self.loop, self.rng, self.network, self.on_moment)
         self.node = SimulatedNode(self.world)
         self.degrees = limits.degrees or self._draw_degrees()
         self.max_restarts = self.rng.choice([0, 3, 3, 50, 50, 50])
@@ -97,7 +97,8 @@ class Scenario:
         self.end_time = 0.0
         self.has_been_overdue = False
         """True if requests ended because a recovery took too long."""
-        self.supervisor = self._create_supervisor()
+        self.supervisor: Supervisor
+        """Of the life that is played."""
 
     def play(self) -> None:
         """Play the life and check it.
@@ -106,6 +107,7 @@ class Scenario:
             AssertionError: an invariant does not hold.
         """
         with self._patched():
+            self.supervisor = self._create_supervisor()
             try:
                 self.loop.run_until_complete(self._run())
             finally:
@@ -133,7 +135,7 @@ class Scenario:
             )
             self._submit()
         await asyncio.sleep(max(0.0, self.end_time - self.loop.time()))
-        self._end_faults()
+        self.end_faults()
         deadline = self.loop.time() + LAST_WAIT_SECONDS
         while not all(reader.is_done for reader in self.readers) or self.supervisor.state in (
             "loading",
@@ -157,7 +159,7 @@ class Scenario:
     async def _wait_for_machines(self) -> None:
         """Wait until other machines have heard of the end."""
 
-    def _end_faults(self) -> None:
+    def end_faults(self) -> None:
         """Let what is stopped for a short time go on; no fault strikes any more."""
         self.network.late_share = 0.0
         if not self.limits.strikes:
@@ -226,7 +228,7 @@ class Scenario:
     def num_deaths(self) -> int:
         return self.node.num_deaths
 
-    def _on_moment(self, moment: str, process: Process) -> None:
+    def on_moment(self, moment: str, process: Process) -> None:
         if moment == "poison":
             self._end(process, "poison")
             return
@@ -318,16 +320,14 @@ class Scenario:
             assert self.num_deaths > self.max_restarts
 
     def _describe(self) -> str:
-        recovery = self.supervisor._recovery
         waiting = [
             (reader.request.prompt, reader.ends, reader.stream.entry.seqs)
             for reader in self.readers
             if not reader.is_done
         ]
         return (
-            f"{self.supervisor.state}, {recovery.state}, generation {recovery.generation}, "
-            f"{recovery._pool.workers}, {recovery._pool.places}, waiting: {waiting}, "
-            f"faults: {self.faults}"
+            f"{self.supervisor.state}, {self.supervisor.state_cause}, "
+            f"{self.supervisor.placement}, waiting: {waiting}, faults: {self.faults}"
         )
 
     # Setup.
@@ -338,13 +338,12 @@ class Scenario:
 
     def _create_supervisor(self) -> Supervisor:
         return create_supervisor(
-            self.rng,
             self.degrees,
             max_num_seqs=self.rng.choice([2, 8]),
             max_restarts=self.max_restarts,
             recovery_timeout=self.recovery_timeout,
             standby_workers=self._draw_standbys(),
-            **self._draw_layers(),
+            **self.draw_layers(),
             **self._more_options(),
         )
 
@@ -357,7 +356,7 @@ class Scenario:
         """Return further options of `create_supervisor`."""
         return {}
 
-    def _draw_layers(self) -> dict[str, Any]:
+    def draw_layers(self) -> dict[str, Any]:
         """Draw the options by which layers are divided."""
         limits = self.limits
         if limits.slowdown is not None:
