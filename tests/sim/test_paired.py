@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES, make_pair_policy
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
+from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.cluster.changes import ClusterChange, EngineDrain, EngineFailure
 from gllm.sim.cluster.handoffs import KvNetwork, LinkFailure
-from gllm.sim.cluster.paired import PairedRun, simulate_pairs
+from gllm.sim.cluster.paired import RENEWAL_SECONDS, PairedRun, simulate_pairs
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
+from tests.support.sim.call_counts import count_calls
 
 STEP = 0.05
 """Seconds of a micro-batch on its only stage."""
@@ -127,6 +130,20 @@ def test_transfers_of_one_engine_share_its_link() -> None:
     seconds = PROMPT * BYTES_PER_TOKEN / 100
     gaps = [after - before for before, after in pairwise(arrivals)]
     assert gaps == pytest.approx([seconds] * 3)
+
+
+def test_leases_of_held_blocks_are_renewed_once_per_interval() -> None:
+    """Transfers that take longer than a lease arrive."""
+    jobs, runs = [JOB] * 3, list[PairedRun]()
+    bandwidth = PROMPT * BYTES_PER_TOKEN / (2 * HOLD_LEASE_SECONDS)
+    calls = count_calls(lambda: runs.append(serve(jobs, bandwidth=bandwidth)))
+    check_all_served(runs[0], jobs)
+    records = runs[0].handoffs.values()
+    assert all(record.is_ok for record in records)
+    held_seconds = sum((record.arrival_time or 0.0) - record.ready_time for record in records)
+    assert held_seconds > 12 * HOLD_LEASE_SECONDS - 1
+    num_renewals = calls[Scheduler.renew_holds.__code__]
+    assert num_renewals == pytest.approx(held_seconds / RENEWAL_SECONDS, abs=2 * len(jobs))
 
 
 def test_a_broken_link_means_prefill_at_the_decode_engine() -> None:
