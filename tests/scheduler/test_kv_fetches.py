@@ -240,6 +240,17 @@ def test_a_fetch_does_not_take_the_blocks_of_the_first_prompt() -> None:
     assert [fetch.seq for fetch in scheduler.take_fetches(0.0)] == [1]
 
 
+def test_a_fetch_starts_beside_the_first_prompt_once_that_is_admitted() -> None:
+    """There are blocks for both, but a prompt that is admitted later could take them back."""
+    chunks = {"max_prefill_tokens": 8, "min_prefill_tokens": 8, "max_num_batched_tokens": 8}
+    scheduler = make_scheduler(**chunks)
+    scheduler.add(SchedulerRequest(0, list(range(40, 60)), 2), 0.0)
+    scheduler.add(handed_off(1, 9), 0.0)
+    assert scheduler.take_fetches(0.0) == []
+    assert next_row(scheduler).num_tokens == 8
+    assert [fetch.seq for fetch in scheduler.take_fetches(0.0)] == [1]
+
+
 @pytest.mark.parametrize(("priority", "is_preempted"), [(0, False), (1, True)])
 def test_a_waiting_request_takes_the_blocks_of_a_fetch_of_worse_priority_only(
     priority: int, is_preempted: bool

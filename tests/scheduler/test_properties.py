@@ -127,7 +127,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     check_outputs(pipeline)
 
 
-@settings(max_examples=num_examples(20, 50), deadline=None, database=None)
+@settings(max_examples=num_examples(10, 50), deadline=None, database=None)
 @given(stages=st.integers(1, 8), decoding=st.integers(1, 40), lag=st.integers(0, 100))
 def test_constant_decodes_rotate(stages: int, decoding: int, lag: int) -> None:
     """RD constant, no memory stall: every sequence once per min(RD, stages) decode plans."""

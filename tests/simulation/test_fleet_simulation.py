@@ -36,7 +36,11 @@ def test_without_faults_everything_ends_without_an_error() -> None:
 
 def test_a_rolling_restart_of_the_fleet_costs_no_request() -> None:
     limits = FleetLimits(
-        num_requests=60, num_engines=3, has_bad_requests=False, is_rolling_restart=True
+        num_requests=40,
+        seconds=30.0,
+        num_engines=3,
+        has_bad_requests=False,
+        is_rolling_restart=True,
     )
     scenario = FleetScenario(6, limits)
     scenario.play()

@@ -160,7 +160,9 @@ def test_a_death_during_a_change_of_layers_costs_no_request(moment: str) -> None
 
 
 def test_the_same_seed_is_the_same_life() -> None:
-    first, second = (Scenario(7, Limits(num_faults=6, max_restarts=50)) for _ in range(2))
+    first, second = (
+        Scenario(7, Limits(num_faults=6, max_restarts=50, seconds=30.0)) for _ in range(2)
+    )
     first.play()
     second.play()
     assert first.faults == second.faults
