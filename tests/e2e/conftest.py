@@ -1,24 +1,27 @@
-"""A model small enough to be served for real in tests, and what one machine answers.
+"""A small model, what one machine answers, and servers that tests share.
 
-Both are made once for all workers of pytest-xdist.
+The model and the answers are made once for all processes of pytest-xdist.
 """
 
 import fcntl
 import os
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.servers.nodes import EXACT
+from tests.support.servers.pool import ServerFlags, ServerPool
 from tests.support.servers.recovery_load import Answer, Load
 from tests.support.servers.server import Server, serving
 from tests.support.text.tokenizers import CHATML, byte_level, save
 
 FOLDER = Path(__file__).parent
+POISON = 300
+"""A token whose embedding is not a number in the model `poisoned`."""
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -65,42 +68,58 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_once(tmp_path_factory, "tiny-model", save_tiny_model)
 
 
-LONGEST = (
-    "test_lm_eval",
-    "test_engine",
-    "test_faults",
-    "test_tensor_parallel",
-    "test_recovery",
-    "test_cluster",
-    "test_ray",
-    "test_structured",
-    "test_nodes",
-    "test_step_log",
-    "test_router",
-    "test_survive",
-    "test_conversation",
-    "test_answers",
-    "test_doors",
-    "test_uneven",
-    "test_serving",
-    "test_demo",
-    "test_bench",
-    "test_sampling",
-    "test_kv_kills",
-    "test_nodes_elastic",
-    "test_disaggregation",
-    "test_kv_pairs",
-)
-"""Files in the order of their time, the longest one first, so that no worker ends much later than
-the others; all others follow."""
+@pytest.fixture(scope="session")
+def poisoned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with one token that computes to nothing."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("poisoned")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "eos_token_id": 2}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ServerPool]:
+    """Servers that the tests of this process share."""
+    servers = ServerPool(max_servers=2)
+    yield servers
+    servers.close()
+
+
+def find_shared_server(item: pytest.Item) -> ServerFlags | None:
+    """Return the flags of the shared server that a test uses. See `share`."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return next((value for value in values if isinstance(value, ServerFlags)), None)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let one process of `--dist loadgroup` run all tests of a shared server.
+
+    Tests without a group may run anywhere. So a file whose tests share processes of their own names
+    a group.
+    """
+    if server := find_shared_server(item):
+        item.add_marker(pytest.mark.xdist_group(server.name))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests of this folder by LONGEST; `--no-loadscope-reorder` keeps this order."""
-    ranks = {f"{name}.py": rank for rank, name in enumerate(LONGEST)}
+    """Sort the tests of this folder: groups first, by name, then tests that run alone.
+
+    Groups take longer. If pytest-xdist keeps this order (`--no-loadscope-reorder`), no process ends
+    much later than the others.
+    """
+
+    def order(item: pytest.Item) -> tuple[bool, str]:
+        group = item.get_closest_marker("xdist_group")
+        return group is None, "" if group is None else group.args[0]
+
     places = [at for at, item in enumerate(items) if FOLDER in item.path.parents]
-    tests = [items[at] for at in places]
-    tests.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    tests = sorted((items[at] for at in places), key=order)
     for at, item in zip(places, tests, strict=True):
         items[at] = item
 
@@ -112,6 +131,8 @@ class Undisturbed(NamedTuple):
     """To requests of all kinds."""
     token_ids: list[list[int]]
     """To GREEDY, by prompt."""
+    stories: list[list[int]]
+    """Tokens of the continuations of OPENINGS."""
 
 
 GREEDY: dict[str, Any] = {
@@ -124,18 +145,28 @@ GREEDY: dict[str, Any] = {
 """A request with 100 prompts that have nothing in common."""
 
 
-def greedy_tokens(server: Server) -> list[list[int]]:
-    """The output tokens of each prompt of GREEDY."""
-    status, body = server.post("/v1/completions", GREEDY)
+OPENINGS: dict[str, Any] = {
+    **GREEDY,
+    "prompt": ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"],
+    "max_tokens": 48,
+}
+"""A request with longer outputs of texts that the model knows."""
+
+
+def greedy_tokens(server: Server, fields: dict[str, Any] = GREEDY) -> list[list[int]]:
+    """The output tokens of each prompt of a request such as GREEDY."""
+    status, body = server.post("/v1/completions", fields)
     assert status == 200, body
-    return [choice["token_ids"] for choice in body["choices"]]
+    choices = sorted(body["choices"], key=lambda choice: choice["index"])
+    return [choice["token_ids"] for choice in choices]
 
 
 def save_undisturbed(path: Path) -> None:
     """Write the answers of one machine."""
     with serving("demo", *EXACT) as server:
-        answers = Undisturbed(Load(server, "one machine").wait(), greedy_tokens(server))
-    path.write_bytes(pickle.dumps(answers))
+        answers = Load(server, "one machine").wait()
+        undisturbed = Undisturbed(answers, greedy_tokens(server), greedy_tokens(server, OPENINGS))
+    path.write_bytes(pickle.dumps(undisturbed))
 
 
 @pytest.fixture(scope="session")

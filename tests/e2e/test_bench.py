@@ -6,40 +6,37 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gllm.commands.bench.command import main
-from tests.support.servers.server import DEADLINE, Server, serving, wait_until
+from tests.support.servers.pool import TINY_TWO_STAGES, share
+from tests.support.servers.server import DEADLINE, Server, wait_until
 
 LOAD = ["--workload", "uniform:3,40,2,9", "--num-prompts", "12", "--no-progress"]
 
 
-@pytest.fixture(scope="module")
-def two_stages(tiny_model: Path) -> Iterator[Server]:
-    with serving(tiny_model, "--pp", "2") as server:
-        yield server
+server = share(TINY_TWO_STAGES)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         ["--request-rate", "50", "--max-concurrency", "4"],
-        ["--endpoint", "/v1/chat/completions"],
+        pytest.param(["--endpoint", "/v1/chat/completions"], marks=pytest.mark.full),
         ["--prompt-kind", "text", "--temperature", "1"],
     ],
 )
 def test_serve(
-    two_stages: Server,
+    server: Server,
     tiny_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
 ) -> None:
     file = tmp_path / "result.json"
-    to = ["--base-url", two_stages.url, "--save-result", str(file), "--save-detailed"]
+    to = ["--base-url", server.url, "--save-result", str(file), "--save-detailed"]
     assert main(["serve", *LOAD, *to, *flags, "--goodput", "e2el:1e9"]) == 0
     report = capsys.readouterr().out
     assert "Successful requests:                     12" in report
@@ -54,13 +51,14 @@ def test_serve(
     assert result["max_concurrent_requests"] <= (4 if "--max-concurrency" in flags else 12)
 
 
-def test_ctrl_c_ends_the_load_with_a_report(two_stages: Server) -> None:
+@pytest.mark.full
+def test_ctrl_c_ends_the_load_with_a_report(server: Server) -> None:
     code = "import sys; from gllm.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "bench", "serve", "--request-rate", "20"]
-    flags = ["--base-url", two_stages.url, "--workload", "fixed:5,2", "--no-progress"]
+    flags = ["--base-url", server.url, "--workload", "fixed:5,2", "--no-progress"]
 
     def count_served() -> int:
-        with urllib.request.urlopen(two_stages.url + "/metrics") as answer:
+        with urllib.request.urlopen(server.url + "/metrics") as answer:
             found = re.findall(rb"^gllm:request_success_total.* (\d+)", answer.read(), re.M)
         return sum(map(int, found))
 
@@ -76,8 +74,8 @@ def test_ctrl_c_ends_the_load_with_a_report(two_stages: Server) -> None:
     assert 1 <= int(completed[1]) < 1000
 
 
-def test_serve_counts_refusals(two_stages: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["serve", "--base-url", two_stages.url, *LOAD, "--num-warmups", "0"]
+def test_serve_counts_refusals(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["serve", "--base-url", server.url, *LOAD, "--num-warmups", "0"]
     assert main([*command, "--vocab-size", "1000000"]) == 1
     shown = capsys.readouterr()
     assert "12 failed: HTTP 400" in shown.err
@@ -91,6 +89,7 @@ def test_serve_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no server is ready at http://127.0.0.1:9" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_throughput(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     flags = ["--model", str(tiny_model), "--pp", "2", "--output-json", str(file)]
@@ -106,6 +105,7 @@ def test_throughput(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert result["num_requests"] == 12
 
 
+@pytest.mark.full
 def test_latency(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     batch = ["--input-len", "5", "--output-len", "3", "--batch-size", "2"]
@@ -125,7 +125,11 @@ def test_latency(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["throughput", "--workload", "nothing"], "workload 'nothing' is none of"),
         (["throughput", "--num-prompts", "0"], "argument --num-prompts: '0' has to be"),
-        (["throughput", "--workload", "fixed:2000,5", "--num-prompts", "1"], "context"),
+        pytest.param(
+            ["throughput", "--workload", "fixed:2000,5", "--num-prompts", "1"],
+            "context",
+            marks=pytest.mark.full,
+        ),
         (["latency", "--batch-size", "0"], "argument --batch-size: '0' has to be"),
         (["latency", "--model", "/nowhere"], "/nowhere"),
         (["serve", "--max-concurrency", "0"], "argument --max-concurrency: '0' has to be"),

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.servers.server import serving
+
+pytestmark = pytest.mark.full
 
 
 def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]":

@@ -110,20 +110,23 @@ def cluster(tmp_path: Path) -> Iterator[ClusterProcesses]:
         processes.close()
 
 
-def test_services_start_serve_end_and_die(cluster: ClusterProcesses) -> None:
-    body = {
-        "service_name": "chat",
-        "model_name": "demo",
-        "resource_specification": {"num_nodes": 2},
-        "inference_parameters": PARAMETERS,
-    }
-    status = cluster.call("POST", "/services", body)
+BODY = {
+    "service_name": "chat",
+    "model_name": "demo",
+    "resource_specification": {"num_nodes": 2},
+    "inference_parameters": PARAMETERS,
+}
+TEXT = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+
+
+def test_a_service_starts_serves_and_dies(cluster: ClusterProcesses) -> None:
+    """A service of two nodes that is killed fails with its cause; master and nodes go on."""
+    status = cluster.call("POST", "/services", BODY)
     assert sorted(status["nodes"]) == ["a", "b"]
     url = cluster.wait("ready", "chat")["url"]
     key = cluster.call("GET", "/services/chat/key")["api_key"]
-    text = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True}
-    assert request("POST", f"{url}/v1/completions", "another", text) == "invalid_api_key"
-    answer = request("POST", f"{url}/v1/completions", key, text)
+    assert request("POST", f"{url}/v1/completions", "another", TEXT) == "invalid_api_key"
+    answer = request("POST", f"{url}/v1/completions", key, TEXT)
     assert answer["usage"]["completion_tokens"] == 8
     rows = request("GET", f"{url}/nodes", key)["nodes"]
     assert sorted((row["name"], row["stages"]) for row in rows) in (
@@ -131,6 +134,24 @@ def test_services_start_serve_end_and_die(cluster: ClusterProcesses) -> None:
     )  # fmt: skip
     wait_until(lambda: cluster.call("GET", "/services/chat")["tokens"]["generated"] == 8)
     assert cluster.call("GET", "/services/chat")["requests"]["finished"] == 1
+
+    os.kill(descendants(cluster.nodes[status["head"]].pid)[1], signal.SIGKILL)
+    assert "it was killed by SIGKILL" in cluster.wait("failed", "chat")["cause"]
+    wait_until(lambda: cluster.free_nodes() == set(cluster.nodes))
+    assert cluster.master.status("/health") == 200
+
+    # All nodes end with the master.
+    cluster.master.process.send_signal(signal.SIGTERM)
+    assert cluster.master.end()[0] == 0
+    for node in cluster.nodes.values():
+        assert node.end()[0] == 0
+
+
+@pytest.mark.full
+def test_a_node_leaves_a_service_and_the_service_ends(cluster: ClusterProcesses) -> None:
+    status = cluster.call("POST", "/services", BODY)
+    url = cluster.wait("ready", "chat")["url"]
+    key = cluster.call("GET", "/services/chat/key")["api_key"]
 
     # A node leaves the running engine; no request fails, and the service goes on without it.
     member = next(name for name in status["nodes"] if name != status["head"])
@@ -140,7 +161,7 @@ def test_services_start_serve_end_and_die(cluster: ClusterProcesses) -> None:
     assert cluster.nodes.pop(member).end()[0] == 0
     status = cluster.call("GET", "/services/chat")
     assert (status["state"], status["nodes"]) == ("ready", [status["head"]])
-    assert request("POST", f"{url}/v1/completions", key, text)["usage"]["completion_tokens"] == 8
+    assert request("POST", f"{url}/v1/completions", key, TEXT)["usage"]["completion_tokens"] == 8
 
     started = [pid for node in cluster.nodes.values() for pid in descendants(node.pid)[1:]]
     assert cluster.call("DELETE", "/services/chat")["state"] == "stopping"
@@ -148,19 +169,3 @@ def test_services_start_serve_end_and_die(cluster: ClusterProcesses) -> None:
     assert cluster.call("DELETE", "/services/chat")["state"] == "absent"
     assert cluster.free_nodes() == set(cluster.nodes)
     wait_until(lambda: not any(map(alive, started)))
-
-    # A service that is killed fails with its cause; master and nodes go on.
-    one = {**body, "service_name": "one", "resource_specification": {}}
-    cluster.call("POST", "/services", one)
-    wait_until(lambda: cluster.call("GET", "/services/one")["url"])
-    head = cluster.call("GET", "/services/one")["head"]
-    os.kill(descendants(cluster.nodes[head].pid)[1], signal.SIGKILL)
-    assert "it was killed by SIGKILL" in cluster.wait("failed", "one")["cause"]
-    wait_until(lambda: cluster.free_nodes() == set(cluster.nodes))
-    assert cluster.master.status("/health") == 200
-
-    # All nodes end with the master.
-    cluster.master.process.send_signal(signal.SIGTERM)
-    assert cluster.master.end()[0] == 0
-    for node in cluster.nodes.values():
-        assert node.end()[0] == 0

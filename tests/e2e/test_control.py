@@ -2,28 +2,17 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_serving import gauge
 from tests.support.servers import conventions
 from tests.support.servers.conventions import LONG, get
+from tests.support.servers.metrics import gauge
+from tests.support.servers.pool import SMALL, TINY_TWO_STAGES, share
 from tests.support.servers.server import Server, serving, wait_until
 
-
-@pytest.fixture(scope="module")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, profiles: Path) -> Iterator[Server]:
-    log = str(profiles / "steps.jsonl")
-    flags = ["--pp", "2", "--kv-cache-memory", "64MiB", "--profile-dir", str(profiles)]
-    with serving(tiny_model, *flags, "--step-log", log) as started:
-        yield started
+server = share(TINY_TWO_STAGES)
 
 
 def cached(server: Server) -> int:
@@ -59,14 +48,18 @@ def test_abort_ends_a_running_request_and_frees_its_blocks(server: Server) -> No
     wait_until(lambda: gauge(server, "kv_cache_usage_perc") == 0)
 
 
-def test_a_profile_is_a_trace_of_every_stage(server: Server, profiles: Path) -> None:
-    assert server.post("/stop_profile", b"")[0] == 409
-    assert server.post("/start_profile", b"")[0] == 200
-    assert server.post("/start_profile", b"")[0] == 409
-    server.post("/v1/completions", LONG)
-    assert server.post("/stop_profile", b"")[0] == 200
+@pytest.mark.full
+def test_a_profile_is_a_trace_of_every_stage(tiny_model: Path, tmp_path: Path) -> None:
+    log = str(tmp_path / "steps.jsonl")
+    flags = ["--pp", "2", *SMALL, "--profile-dir", str(tmp_path), "--step-log", log]
+    with serving(tiny_model, *flags) as server:
+        assert server.post("/stop_profile", b"")[0] == 409
+        assert server.post("/start_profile", b"")[0] == 200
+        assert server.post("/start_profile", b"")[0] == 409
+        server.post("/v1/completions", LONG)
+        assert server.post("/stop_profile", b"")[0] == 200
     for stage in range(2):
-        (file,) = profiles.glob(f"stage-{stage}-*.json")
+        (file,) = tmp_path.glob(f"stage-{stage}-*.json")
         events = json.loads(file.read_text())["traceEvents"]
         assert any(event.get("name", "").startswith("step ") for event in events)
 

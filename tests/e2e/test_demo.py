@@ -9,13 +9,18 @@ from typing import Any
 import jsonschema
 import pytest
 
+from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
 from gllm.models.hub import DEMO
 from scripts.demo_model import grammar, metrics
 from scripts.demo_model.chat import Message, render_prompt
-from tests.support.servers.server import Server, serving
+from tests.support.servers.pool import DEMO_TWO_STAGES, share
+from tests.support.servers.server import Server
 
+server = share(DEMO_TWO_STAGES)
+in_one_process = pytest.mark.xdist_group("demo model")
+"""Group of the tests that share an engine."""
 QUESTIONS = Path(__file__).parents[1] / "data" / "demo_questions.jsonl"
 SHIPPED_BYTES = 8_000_000
 
@@ -35,7 +40,8 @@ TOOL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", progress=False, pipeline_parallel_size=2, kv_cache_memory=2**26) as made:
+    options: dict[str, Any] = {"pipeline_parallel_size": 2, "threads": 1, "dtype": "float32"}
+    with LLM("demo", progress=False, kv_cache_memory=2**26, **options) as made:
         yield made
 
 
@@ -48,6 +54,8 @@ def test_it_is_small() -> None:
     assert sum(os.path.getsize(file) for file in DEMO.iterdir()) <= SHIPPED_BYTES
 
 
+@pytest.mark.full
+@in_one_process
 def test_held_out_questions_are_answered(llm: LLM) -> None:
     rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     assert len(rows) == 300
@@ -56,6 +64,8 @@ def test_held_out_questions_are_answered(llm: LLM) -> None:
     assert metrics.exact_answer_rate(given, [row["answer"] for row in rows]) >= 0.8
 
 
+@pytest.mark.full
+@in_one_process
 def test_stories_are_in_the_language_and_about_their_hero(llm: LLM) -> None:
     heroes = grammar.story_heroes(40)
     requests = [f"Tell me a story about {hero.full_name}." for hero in heroes]
@@ -71,6 +81,8 @@ def test_stories_are_in_the_language_and_about_their_hero(llm: LLM) -> None:
         assert metrics.share(told) >= 0.9
 
 
+@pytest.mark.full
+@in_one_process
 def test_a_required_tool_call_and_its_result(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=200)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather in Rome?"}]
@@ -86,10 +98,64 @@ def test_a_required_tool_call_and_its_result(llm: LLM) -> None:
     assert (answer.content, answer.tool_calls) == (answer.text, [])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("demo", "--pp", "4") as started:
-        yield started
+@pytest.mark.full
+@in_one_process
+def test_the_demo_model_from_python(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=12, n=2, seed=1, logprobs=2, prompt_logprobs=1
+    )
+    story, cut = llm.generate(["Once upon a time there was a fox.", "Once"], params)
+    assert isinstance(story.prompt, str)
+    assert len(story.prompt_logprobs) == len(llm.engine.tokenizer.encode(story.prompt)) - 1
+    assert len(cut.prompt_logprobs) == len(llm.engine.tokenizer.encode("Once")) - 1
+    one, two = story.outputs
+    assert one.token_ids == two.token_ids
+    assert [entry.token for entry in one.logprobs] == one.token_ids
+    assert all(entry.rank == 1 for entry in one.logprobs)
+    # What the model wrote itself is likelier than what somebody else might have written.
+    again = llm.generate(
+        [llm.engine.tokenizer.encode(story.prompt) + one.token_ids, [9] * 20],
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+    )
+    own = [entry.logprob for entry in again[0].prompt_logprobs[-len(one.token_ids) :]]
+    assert own == pytest.approx([entry.logprob for entry in one.logprobs], abs=1e-3)
+    assert sum(own) / len(own) > sum(e.logprob for e in again[1].prompt_logprobs) / 19
+
+
+@pytest.mark.full
+@in_one_process
+def test_bad_words_of_the_demo_model(llm: LLM) -> None:
+    ask_for = [{"role": "user", "content": "Tell me a story about Otto the fox."}]
+    plain = llm.chat(ask_for, SamplingParams(temperature=0, max_tokens=60)).outputs[0].text
+    assert "fox" in plain
+    params = SamplingParams(temperature=0, max_tokens=60, bad_words=("fox", " Otto"))
+    text = llm.chat(ask_for, params).outputs[0].text
+    assert text
+    assert "fox" not in text
+    assert "Otto" not in text
+
+
+@pytest.mark.full
+@in_one_process
+def test_ids_outside_of_the_vocabulary_name_their_field(llm: LLM) -> None:
+    size = llm.engine.model.vocab_size
+    values: dict[str, Any] = {
+        "allowed_token_ids": (size,),
+        "logit_bias": {size: 1.0},
+        "stop_token_ids": (size,),
+    }
+    for name, value in values.items():
+        with pytest.raises(FieldError) as caught:
+            llm.generate(["x"], SamplingParams(**{name: value}))
+        assert caught.value.param == name
+
+
+@pytest.mark.full
+@in_one_process
+def test_truncated_prompts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=3, logprobs=0)
+    long, short = llm.generate([[9, 8, 7, 6, 5], [7, 6, 5]], params)
+    assert long.outputs == short.outputs
 
 
 def test_the_name_demo_is_served(server: Server) -> None:

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
-from tests.e2e.test_router import compare
 from tests.support.servers.fleet import Router
-from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Load, RepeatedLoad
-from tests.support.servers.server import children, serving, wait_until
+from tests.support.servers.nodes import EXACT
+from tests.support.servers.recovery_load import (
+    COMPLETIONS,
+    REQUESTS,
+    Load,
+    RepeatedLoad,
+    compare,
+)
+from tests.support.servers.server import children, wait_until
 
-EXACT = ["--dtype", "float32", "--threads", "1"]
-"""Flags with which a decoded token has the logits of the same token computed in a prefill."""
+pytestmark = pytest.mark.xdist_group("disaggregation")
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 PREFILL, DECODE = "prefiller", "decoder"
 COUNTERS = ("prefill_tokens", "decode_tokens", "fetched_tokens", "failed_fetches")
@@ -64,21 +68,16 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with pytest.MonkeyPatch.context() as patch:
-        # One build of the kernels for all engines; the choices that each one measures may differ.
-        patch.setenv(BUILD_VARIABLE, select_build().name)
-        router = Router("demo", "--preset", "distserve")
-        try:
-            started = Pair(router, Undisturbed({}, []))
-            started.start(PREFILL, "auto")
-            started.start(DECODE, "shm")
-            with serving("demo", *EXACT) as server:
-                alone = Undisturbed(Load(server, "one engine").wait(), greedy_tokens(server))
-            started.wait_until_connected()
-            yield Pair(router, alone)
-        finally:
-            router.close()
+def pair(undisturbed: Undisturbed) -> Iterator[Pair]:
+    router = Router("demo", "--preset", "distserve")
+    try:
+        started = Pair(router, undisturbed)
+        started.start(PREFILL, "auto")
+        started.start(DECODE, "shm")
+        started.wait_until_connected()
+        yield started
+    finally:
+        router.close()
 
 
 def check_100_prompts(pair: Pair) -> None:
@@ -155,7 +154,7 @@ def test_roles_change_under_load(pair: Pair) -> None:
     pair.wait_until_empty()
 
 
-@pytest.mark.parametrize("victim", [PREFILL, DECODE])
+@pytest.mark.parametrize("victim", [pytest.param(PREFILL, marks=pytest.mark.full), DECODE])
 def test_a_mover_that_dies_is_replaced(pair: Pair, victim: str) -> None:
     mover = pair.mover(victim)
     assert mover is not None
@@ -169,6 +168,7 @@ def test_a_mover_that_dies_is_replaced(pair: Pair, victim: str) -> None:
     pair.wait_until_empty()
 
 
+@pytest.mark.full
 def test_blocks_travel_as_frames(pair: Pair) -> None:
     pair.router.engines.pop(DECODE).close()
     wait_until(lambda: DECODE not in pair.router.rows())

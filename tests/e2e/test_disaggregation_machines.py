@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
 from gllm.runtime.security import create_secret_file
 from tests.support.servers.nodes import EXACT, NodeServer
 from tests.support.servers.recovery_load import COMPLETIONS
@@ -108,12 +107,6 @@ def running_machines(
         machines = Machines(rig, servers)
         machines.wait_until_ready()
         yield machines
-
-
-@pytest.fixture(autouse=True)
-def one_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let both engines use one build of the kernels."""
-    monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
 
 
 def test_blocks_travel_between_machines(tmp_path: Path) -> None:

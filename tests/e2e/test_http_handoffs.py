@@ -10,13 +10,12 @@ import pytest
 
 from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
-from tests.e2e.test_router import compare
 from tests.support.servers.fleet import Router
 from tests.support.servers.http_pair import BODIES, Pair, serving_pair
-from tests.support.servers.recovery_load import REQUESTS, Load
+from tests.support.servers.recovery_load import REQUESTS, Answer, RepeatedLoad, compare
 from tests.support.servers.server import wait_until
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines with HTTP")]
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +70,15 @@ def has_roles(router: Router, roles: dict[str, str]) -> bool:
     return {name: row["role"] for name, row in router.rows().items()} == roles
 
 
-def test_roles_are_changed_at_the_engines_too(pair: Pair) -> None:
+def test_roles_are_changed_at_the_engines_too(pair: Pair, expected: dict[str, Answer]) -> None:
     """T7: by commands of the engines, under load."""
     router = pair.router
-    expected = Load(router, "roles stay").wait()
-    load = Load(router, "roles change")
+    load = RepeatedLoad(router, "roles change")
     load.wait_for_events(2 * len(REQUESTS))
     router.change_role("p", "decode")
     router.change_role("d", "prefill")
     for name, role in (("p", "prefill"), ("d", "decode")):
         assert pair.post(name, "/pd_role_switch", new_role=role)["success"]
     wait_until(partial(has_roles, router, {"p": "prefill", "d": "decode"}))
-    assert load.is_running
-    compare(load.wait(), expected)
+    for answer in load.stop():
+        compare({answer.kind: answer}, expected)

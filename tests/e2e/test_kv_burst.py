@@ -37,6 +37,7 @@ class BlockCount:
         self.most_waiting_tokens = max(self.most_waiting_tokens, num_tokens)
 
 
+@pytest.mark.full
 async def test_a_burst_waits_at_the_engine_that_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     num_requests = 4 * NUM_BLOCKS * BLOCK_SIZE // (PROMPT_TOKENS + MAX_TOKENS)
     prompts = [each[:PROMPT_TOKENS] for each in make_prompts(200, 9, 120)]

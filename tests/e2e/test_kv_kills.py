@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from gllm.fleet.connection import PeerConnection
+from gllm.fleet.fleet_links import FleetLinks
+from gllm.messages.codec import AnyMessage
 from gllm.routing.handoff import Handoff, HandoffState
 from tests.support.servers.fleet import EngineProcess
 from tests.support.servers.kv_rig import KvRouter, generate
@@ -46,11 +48,26 @@ Case = tuple[Moment, str, str]
 """Moment, engine and victim."""
 
 
+def watch_links(after: Callable[[], None]) -> type[FleetLinks]:
+    """Return sessions of a router that call a function after each event."""
+
+    class WatchedLinks(FleetLinks):
+        def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
+            super().on_message(connection, message)
+            after()
+
+        def on_lost(self, connection: PeerConnection, cause: str) -> None:
+            super().on_lost(connection, cause)
+            after()
+
+    return WatchedLinks
+
+
 class KilledEngines(KvRouter):
     """A router, and engines that are processes of their own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch)
+        super().__init__(watch_links(self._note_unable))
         self.engines: dict[str, EngineProcess] = {}
         self.on_state: Callable[[Moment], None] = lambda state: None
         """Called when a hand-off comes to a state, and with PUSH."""
@@ -67,20 +84,12 @@ class KilledEngines(KvRouter):
                     self.on_state(PUSH)
 
         monkeypatch.setattr(Handoff, "__setattr__", watch)
-        links = self.router._fleet._links
-        for handler in ("on_message", "on_lost"):
-            monkeypatch.setattr(links, handler, self._watch_engines(getattr(links, handler)))
         self.policy.prefill, self.policy.decode = "P", "D"
 
-    def _watch_engines(self, handler: Callable[..., None]) -> Callable[..., None]:
+    def _note_unable(self) -> None:
         """Note who takes no hand-offs after each message: the state may be short."""
-
-        def handle(*arguments: Any) -> None:
-            handler(*arguments)
-            with self.errors.kept():
-                self.unable |= {"P", "D"} - self.able
-
-        return handle
+        with self.errors.kept():
+            self.unable |= {"P", "D"} - self.able
 
     async def start_missing(self) -> None:
         """Start the engines that do not run; wait until both take hand-offs."""
@@ -118,8 +127,7 @@ def is_mover(pid: int) -> bool:
 
 @asynccontextmanager
 async def killed_engines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KilledEngines]:
-    """A router with both engines. All kernels are those of the build: nothing is measured."""
-    monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
+    """A router with both engines."""
     rig = KilledEngines(monkeypatch)
     try:
         await rig.router.start()
@@ -173,7 +181,7 @@ async def check_abort(rig: KilledEngines, moment: Moment) -> None:
     with pytest.raises(asyncio.CancelledError):
         await request
     rig.on_state = lambda state: None
-    assert rig.router._fleet.client.num_requests == 0
+    assert rig.fleet.client.num_requests == 0
     await rig.until_empty()
 
 
@@ -196,9 +204,10 @@ async def check_cases(
             await rig.start_missing()
             await rig.router.reset_prefix_cache()
             await check_case(rig, case, expected[case[0]])
-        assert rig.router._fleet.client.num_inexact_migrations == 0
+        assert rig.fleet.client.num_inexact_migrations == 0
 
 
+@pytest.mark.full
 async def test_requests_survive_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     await check_cases(
         monkeypatch,

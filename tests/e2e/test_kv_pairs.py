@@ -69,6 +69,7 @@ async def check_pairs(
                 await check_pair(rig, f"P{cut}", f"D{other}", prompts, expected)
 
 
+@pytest.mark.full
 async def test_bytes_and_text_are_the_same_for_other_stages_and_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
-from tests.e2e.conftest import GREEDY
+from tests.e2e.conftest import GREEDY, Undisturbed
 from tests.e2e.test_disaggregation import DECODE, PREFILL, Pair
 from tests.support.servers.fleet import Router
 from tests.support.servers.recovery_load import COMPLETIONS
@@ -55,22 +54,21 @@ def complete(router: Router) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.full
+@pytest.mark.parametrize("preset", [pytest.param("splitwise", marks=pytest.mark.long), "tetri"])
 def test_prompts_from_theta_on_are_pushed_and_a_death_changes_no_text(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """S7, S9 and P1, with processes. The last engine answers alone.
 
     The router of tetri knows the decode engine of a pushed prompt by the report of its first chunk.
     """
-    # One build of the kernels for both engines: nothing is measured.
-    monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
     router, logs = Router("demo", "--preset", preset), (tmp_path / "prefill", tmp_path / "decode")
     try:
         flags = [*EXACT, "--preset", preset, *PRESETS[preset], "--kv-push-threshold", str(THETA)]
         for name, role, log in zip((PREFILL, DECODE), ("prefill", "decode"), logs, strict=True):
             router.start_engine(name, *flags, "--role", role, "--step-log", str(log))
-        pair = Pair(router, None)  # type: ignore[arg-type]
+        pair = Pair(router, undisturbed)
         wait_until(lambda: router.status("/version") == 200)
         pair.wait_until_connected()
         num_prefilled = pair.stats(DECODE)["prefill_tokens"]

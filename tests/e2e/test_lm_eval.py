@@ -1,18 +1,19 @@
-"""lm-evaluation-harness against a served model: the log-likelihoods are those of transformers."""
+"""lm-evaluation-harness against a served model of two stages."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.servers.server import Server, serving
+from tests.support.servers.pool import DEMO_TWO_STAGES, share
+from tests.support.servers.server import Server
 
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ROOT / "tests" / "data" / "demo_questions.jsonl"
 COUNT = 12
@@ -42,10 +43,7 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("demo", "--dtype", "float32", "--pp", "2", "--threads", "1") as started:
-        yield started
+server = share(DEMO_TWO_STAGES)
 
 
 def write_task(folder: Path) -> None:
@@ -84,10 +82,8 @@ def arguments(url: str, folder: Path, kind: str, task: str, *more: str) -> list[
     ]
 
 
-@pytest.fixture(scope="module")
-def samples(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def evaluate(server: Server, folder: Path) -> dict[str, list[Any]]:
     """Records of the harness on each question, by task."""
-    folder = tmp_path_factory.mktemp("harness")
     write_task(folder)
     runs = [
         arguments(server.url, folder, "local-completions", "demo_questions"),
@@ -107,15 +103,22 @@ def samples(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.timeout(900)
-def test_loglikelihoods_are_those_of_transformers(samples: dict[str, list[Any]]) -> None:
+def test_the_harness_reads_log_likelihoods_and_answers(server: Server, tmp_path: Path) -> None:
+    samples = evaluate(server, tmp_path)
+    assert [len(rows) for rows in samples.values()] == [COUNT, COUNT]
+    check_log_likelihoods(samples["demo_questions"])
+    check_answers(server, samples["demo_chat"])
+
+
+def check_log_likelihoods(samples: list[Any]) -> None:
+    """They are those of transformers."""
     import transformers
 
-    assert len(samples["demo_questions"]) == COUNT
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "gllm" / "demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         ROOT / "gllm" / "demo", dtype=torch.float32
     ).eval()
-    for sample in samples["demo_questions"]:
+    for sample in samples:
         for i, ((answered, _),) in enumerate(sample["resps"]):
             asked = sample["arguments"][f"gen_args_{i}"]
             context = tokenizer(asked["arg_0"])["input_ids"]
@@ -128,16 +131,12 @@ def test_loglikelihoods_are_those_of_transformers(samples: dict[str, list[Any]])
             assert abs(float(answered) - wanted) < 1e-3
 
 
-@pytest.mark.timeout(900)
-def test_answers_of_chats_are_the_demo_models(
-    server: Server, samples: dict[str, list[Any]]
-) -> None:
+def check_answers(server: Server, samples: list[Any]) -> None:
     """Every answer is that of one greedy request, and most are right."""
-    for sample in samples["demo_chat"]:
+    for sample in samples:
         chat = [{"role": "user", "content": sample["doc"]["question"]}]
         body = {"messages": chat, "temperature": 0, "max_tokens": 60}
         (answered,) = sample["resps"][0]
         answer = server.post("/v1/chat/completions", body)[1]
         assert answered == answer["choices"][0]["message"]["content"]
-    assert len(samples["demo_chat"]) == COUNT
-    assert sum(sample["exact_match"] for sample in samples["demo_chat"]) >= 0.8 * COUNT
+    assert sum(sample["exact_match"] for sample in samples) >= 0.8 * COUNT

@@ -19,13 +19,12 @@ from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, NodeHeartbeat, WorkerFrame
 from gllm.runtime.security import KeyPair, SecretFile
 from gllm.runtime.session import HEADER
-from tests.e2e.test_nodes import compare
-from tests.e2e.test_recovery import scrape
+from tests.support.servers.metrics import scrape
 from tests.support.servers.nodes import Cluster, running_cluster
-from tests.support.servers.recovery_load import Answer, Load
+from tests.support.servers.recovery_load import Answer, Load, compare
 from tests.support.servers.server import alive, wait_until
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("attacks")]
 
 NUM_STRANGERS = 2_000
 """Connections that never finish a handshake."""

@@ -7,9 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.net.rig import make_rig
 from gllm.__main__ import main
-from tests.e2e.test_nodes import compare, load_during
 from tests.support.servers.nodes import Cluster, running_cluster
-from tests.support.servers.recovery_load import Answer, Load
+from tests.support.servers.recovery_load import Answer, Load, compare, load_during
 from tests.support.servers.server import alive, wait_until
 
 
@@ -38,6 +37,7 @@ def drain(cluster: Cluster, machine: int) -> None:
     wait_until(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.full
 def test_a_machine_leaves_and_another_one_joins_under_load(
     tmp_path: Path, expected: dict[str, Answer]
 ) -> None:

@@ -13,14 +13,14 @@ import pytest
 from benchmarks.net import namespaces
 from benchmarks.net.proxy import TcpProxy
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
-from tests.e2e.test_nodes import compare, load_during
-from tests.e2e.test_recovery import scrape
+from tests.support.servers.metrics import scrape
 from tests.support.servers.nodes import DATA_PORT, EXACT, Cluster, running_cluster
-from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load
+from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load, compare, load_during
 from tests.support.servers.server import alive, serving, wait_until
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.xdist_group("node faults"),
     pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason())),
 ]
 
@@ -310,7 +310,7 @@ def test_requests_survive_the_head_behind_a_router(
     """Two engines, one of two machines: SIGKILL of its head under requests of all kinds."""
     hub = f"{rig.addresses[3]}:29500"
     cluster = Cluster(rig, tmp_path, 2, "--pp", "2", "--router", hub, "--name", "a")
-    flags = ["--hub", hub, "--policy", "round-robin", "--engine-timeout", "2", *cluster.security]
+    flags = ["--hub", hub, "--policy", "round-robin", "--engine-timeout", "10", *cluster.security]
     router = cluster.run(3, ["gllm.router", "demo", *flags])
     try:
         for rank in (0, 1):

@@ -20,14 +20,14 @@ from gllm.messages.codec import decode_for_agent
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, RefuseNode
 from gllm.runtime.security import SecretFile
 from gllm.runtime.spoke import Spoke
-from tests.e2e.test_nodes import compare, load_during
 from tests.support.network.plaintext import RUN_BYTES, runs_of
 from tests.support.servers.nodes import DATA_PORT, HEAD_PORT, Cluster, running_cluster
-from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load
+from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load, compare, load_during
 from tests.support.servers.server import wait_until
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.xdist_group("node security"),
     pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason())),
 ]
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}

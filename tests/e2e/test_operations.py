@@ -21,6 +21,7 @@ def metrics(server: Server) -> bytes:
         return answer.read()
 
 
+@pytest.mark.full
 def test_top_and_json_logs(tiny_model: Path) -> None:
     flags = ["--pp", "2", "--tp", "2,1", "--log-format", "json", "--log-level", "debug"]
     with serving(tiny_model, *flags, "--served-model-name", "tiny") as server:
@@ -46,16 +47,11 @@ def test_top_and_json_logs(tiny_model: Path) -> None:
     assert TEXT["prompt"] not in errors
 
 
-@pytest.mark.parametrize("by", ["flag", "environment"])
-def test_a_refusal_is_a_json_line_too(
-    tiny_model: Path, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.full
+def test_a_refusal_is_a_json_line_too(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = "collector:4318"
-    flags = ["--otlp-traces-endpoint", endpoint]
-    if by == "environment":
-        flags = []
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
-    code, errors = Server(str(tiny_model), "--log-format", "json", *flags).end()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint)
+    code, errors = Server(str(tiny_model), "--log-format", "json").end()
     assert code == 2
     (line,) = [json.loads(line) for line in errors.splitlines()]
     assert line["level"] == "critical"

@@ -5,70 +5,52 @@ import os
 import signal
 import urllib.error
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from gllm.commands.top.scrape import MetricsScrape, parse_metrics
-from gllm.kernels.native.builds import select_build
+from tests.support.servers.metrics import scrape
+from tests.support.servers.nodes import EXACT
 from tests.support.servers.poison import sitecustomize
 from tests.support.servers.poison.sitecustomize import POISON_TOKEN
-from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load, Part
+from tests.support.servers.recovery_load import (
+    COMPLETIONS,
+    RECOVERY,
+    REQUESTS,
+    Answer,
+    Load,
+    compare,
+    wait_until_ready,
+)
+from tests.support.servers.residue import Residue, leaks, owned_resources
 from tests.support.servers.server import Server, alive, serving, stages, wait_until
 
+pytestmark = pytest.mark.xdist_group("recovery")
 STAGES = {"driver": 0, "middle": 1, "last": 2}
 NUM_SEEDS = 20
-"""Seeds of each fault; `make test` has the first one."""
-EXACT = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64MiB"]
-"""Flags with which a decoded token has the logits of the same token computed in a prefill."""
-FREEZE_TIMEOUT = "2"
-"""Seconds for which a stopped worker is left alone."""
-RECOVERY = ["--freeze-timeout", FREEZE_TIMEOUT, "--recovery-timeout", "300"]
-"""Flags with which requests wait for a restarted worker, however long its start takes here."""
+"""Seeds of each fault."""
+MARKS = {
+    (signal.SIGKILL, "driver"): [],
+    (signal.SIGKILL, "last"): [pytest.mark.full],
+    (signal.SIGSTOP, "middle"): [],
+}
+"""Marks of the first seed's faults; those that are not named, and further seeds, are long."""
 
 
 def faults() -> list[Any]:
-    """All kinds of faults, those of `make test` unmarked."""
+    """All kinds of faults, with their marks."""
     cases = []
     for number in (signal.SIGKILL, signal.SIGSTOP):
         for stage in STAGES:
             for seed in range(NUM_SEEDS):
-                is_short = not seed and (number == signal.SIGKILL or stage == "middle")
-                marks = () if is_short else (pytest.mark.long,)
+                marks = [pytest.mark.long]
+                if not seed:
+                    marks = MARKS.get((number, stage), marks)
                 name = f"{number.name}-{stage}-{seed}"
                 cases.append(pytest.param(number, stage, seed, marks=marks, id=name))
     return cases
-
-
-def num_descriptors(pid: int) -> int:
-    """Number of open descriptors of a process, without the lock of the folder with evidence.
-
-    The frontend has the lock from the first death on.
-    """
-    num_open = 0
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):
-            num_open += not os.readlink(entry).endswith("/.lock")
-    return num_open
-
-
-def num_shared_mappings(pid: int) -> int:
-    """Number of mappings of anonymous files: edges, logs, plan records."""
-    return Path(f"/proc/{pid}/maps").read_text().count("/memfd:")
-
-
-def leftovers() -> set[Path]:
-    """Named files that a server may leave behind."""
-    return {*Path("/dev/shm").glob("*gllm*"), *Path(os.environ["TMPDIR"]).iterdir()}
-
-
-def scrape(server: Server) -> MetricsScrape:
-    """The server's metrics."""
-    with server.open("/metrics", None) as answer:
-        return parse_metrics(answer.read().decode(), 0.0)
 
 
 def recoveries(server: Server) -> float:
@@ -76,58 +58,31 @@ def recoveries(server: Server) -> float:
     return scrape(server).value("recoveries_total")
 
 
-def wait_until_ready(server: Server) -> None:
-    """Wait for the end of a recovery."""
-    wait_until(lambda: server.status("/ready") == 200)
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, expected: dict[str, Answer]
+) -> Iterator[Server]:
     """One server for all faults; at its end nothing of it may be left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
         path = [str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
-        before = leftovers()
         with serving("demo", "--pp", "3", *RECOVERY, *EXACT) as started:
+            # The grammar compiler starts with the first grammar, and its pipes stay.
+            path, fields = REQUESTS["grammar"]
+            assert started.post(path, {**fields, "max_tokens": 1})[0] == 200
             yield started
-            workers = started.workers()
+            residue = Residue(started)
             started.process.terminate()
             code, errors = started.end()
         assert code == 0, errors
-        assert not any(alive(pid) for pid in workers)
-        assert leftovers() <= before
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: Server) -> dict[str, Answer]:
-    """The answers of a run in which nothing fails."""
-    answers = Load(server, "undisturbed").wait()
-    assert all(not answer.errors for answer in answers.values())
-    assert answers["cached prefix"].cached_tokens > 32
-    return answers
-
-
-def compare(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    """Check that all answers are as expected; texts only where a BLAS does not order their sums."""
-    has_exact_texts = select_build().path is not None
-    for kind, answer in answers.items():
-        assert answer.errors == [], kind
-        if has_exact_texts:
-            assert answer.content == expected[kind].content, kind
-        else:
-            assert ends(answer) == ends(expected[kind]) != set(), kind
-
-
-def ends(answer: Answer) -> set[Part]:
-    """Return the places of the reasons for which choices ended."""
-    return {place for place in answer.values if place[-1] == "finish_reason"}
+        wait_until(lambda: not residue.remains())
 
 
 @pytest.mark.parametrize(("number", "stage", "seed"), faults())
 def test_a_fault_is_a_pause(
     server: Server,
-    undisturbed: dict[str, Answer],
+    expected: dict[str, Answer],
     number: signal.Signals,
     stage: str,
     seed: int,
@@ -135,8 +90,8 @@ def test_a_fault_is_a_pause(
     wait_until_ready(server)
     before, pids = scrape(server), stages(server.pid)
     survivors = [server.pid, *(pid for at, pid in pids.items() if at != STAGES[stage])]
-    owned = {pid: (num_descriptors(pid), num_shared_mappings(pid)) for pid in survivors}
-    total = sum(answer.num_events for answer in undisturbed.values())
+    owned = owned_resources(survivors)
+    total = sum(answer.num_events for answer in expected.values())
     moment = Random(f"{number} {stage} {seed}").randrange(1, total * 3 // 4)
 
     load = Load(server, f"{number} {stage} {seed}")
@@ -145,9 +100,9 @@ def test_a_fault_is_a_pause(
     os.kill(pids[STAGES[stage]], number)
     answers = load.wait()
 
-    compare(answers, undisturbed)
+    compare(answers, expected)
     cached = answers["cached prefix"].cached_tokens
-    assert cached == undisturbed["cached prefix"].cached_tokens or not had_begun["cached prefix"]
+    assert cached == expected["cached prefix"].cached_tokens or not had_begun["cached prefix"]
     wait_until_ready(server)
     after = scrape(server)
     assert after.follows(before), "a counter went backwards"
@@ -156,19 +111,10 @@ def test_a_fault_is_a_pause(
     assert after.value("recovery_seconds_count") == before.value("recovery_seconds_count") + 1
     assert not alive(pids[STAGES[stage]])
     assert sorted(stages(server.pid)) == sorted(pids)
-    wait_until(lambda: not leaks(owned), seconds=20)
+    wait_until(lambda: not leaks(owned))
 
 
-def leaks(owned: dict[int, tuple[int, int]]) -> set[int]:
-    """Processes that have more descriptors or mappings than before."""
-    return {
-        pid
-        for pid, (descriptors, mappings) in owned.items()
-        if num_descriptors(pid) > descriptors or num_shared_mappings(pid) > mappings
-    }
-
-
-def test_a_poison_request_ends_alone(server: Server, undisturbed: dict[str, Answer]) -> None:
+def test_a_poison_request_ends_alone(server: Server, expected: dict[str, Answer]) -> None:
     wait_until_ready(server)
     num_before = recoveries(server)
     poison = {"prompt": "A poison", "logit_bias": {str(POISON_TOKEN): 0.5}, "ignore_eos": True}
@@ -181,12 +127,13 @@ def test_a_poison_request_ends_alone(server: Server, undisturbed: dict[str, Answ
         error = failure.value
         assert (error.code, error.headers["x-should-retry"]) == (500, "false")
         assert b"request_poisoned" in error.read()
-    compare(load.wait(), undisturbed)
+    compare(load.wait(), expected)
     wait_until_ready(server)
     assert recoveries(server) == num_before + 3, "the second time the request is refused at once"
     assert server.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 3})[0] == 200
 
 
+@pytest.mark.full
 def test_a_recovery_that_takes_too_long(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from tests.support.servers import conventions
 from tests.support.servers.fleet import Router, serving_fleet
-from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load
+from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load, compare
 from tests.support.servers.server import wait_until
+
+pytestmark = pytest.mark.xdist_group("router")
 
 EXACT = ["--dtype", "float32", "--threads", "1"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
@@ -25,17 +27,19 @@ BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tok
 
 
 @pytest.fixture(scope="module")
-def router() -> Iterator[Router]:
-    with serving_fleet("demo", *EXACT, router_flags=ROUTER) as started:
+def router(expected: dict[str, Answer]) -> Iterator[Router]:
+    """A router with two engines, to which a second router may be added."""
+    with serving_fleet("demo", names=(), router_flags=ROUTER) as started:
+        for name in ("a", "b"):
+            start_engine(started, name)
+        started.wait_until_ready("a", "b")
         yield started
 
 
-@pytest.fixture(scope="module")
-def undisturbed(router: Router) -> dict[str, Answer]:
-    """The answers of a run in which nothing fails."""
-    answers = Load(router, "undisturbed").wait()
-    assert all(not answer.errors for answer in answers.values())
-    return answers
+def start_engine(router: Router, name: str) -> None:
+    """Start an engine that dials the router and the second one, whether or not that runs."""
+    both = f"127.0.0.1:{router.hub},127.0.0.1:{router.second_hub}"
+    router.start_engine(name, *EXACT, routers=both)
 
 
 def num_lost_engines(router: Router) -> int:
@@ -45,29 +49,31 @@ def num_lost_engines(router: Router) -> int:
         return lost.get("lost", 0)
 
 
-def compare(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
-    """Check that all answers are as expected."""
-    for kind, answer in answers.items():
-        assert answer.errors == [], kind
-        assert answer.content == expected[kind].content, kind
-
-
-def test_requests_are_divided(router: Router, undisturbed: dict[str, Answer]) -> None:
+def test_requests_are_divided(router: Router, expected: dict[str, Answer]) -> None:
+    """Their texts are those of one engine."""
+    compare(Load(router, "undisturbed").wait(), expected)
     rows = router.rows()
     assert sorted(rows) == ["a", "b"]
     assert all(row["num_dispatched"] >= len(REQUESTS) // 2 for row in rows.values())
     assert all(row["num_requests"] == 0 for row in rows.values())
 
 
+@pytest.mark.full
 def test_routers_of_other_projects_can_use_it(router: Router) -> None:
     conventions.check_rendered_requests(router)
     conventions.check_loads(router)
     conventions.check_sleep(router)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full),
+    ],
+)
 def test_an_engine_is_lost_under_load(
-    router: Router, undisturbed: dict[str, Answer], number: signal.Signals
+    router: Router, expected: dict[str, Answer], number: signal.Signals
 ) -> None:
     """Requests of all kinds continue on the other engine with the same text."""
     router.wait_until_ready("a", "b")
@@ -76,7 +82,7 @@ def test_an_engine_is_lost_under_load(
     load.wait_for_events(3 * len(REQUESTS))
     assert router.rows()["a"]["num_requests"] > 0
     router.engines["a"].kill(number)
-    compare(load.wait(), undisturbed)
+    compare(load.wait(), expected)
     assert num_lost_engines(router) == num_lost + 1
     assert "a" not in router.rows()
     if number == signal.SIGSTOP:
@@ -84,18 +90,18 @@ def test_an_engine_is_lost_under_load(
         router.engines["a"].kill(signal.SIGCONT)
     else:
         router.engines["a"].close()
-        router.start_engine("a", *EXACT)
+        start_engine(router, "a")
     router.wait_until_ready("a", "b")
 
 
-def test_drain_with_migration(router: Router, undisturbed: dict[str, Answer]) -> None:
+def test_drain_with_migration(router: Router, expected: dict[str, Answer]) -> None:
     router.wait_until_ready("a", "b")
     load = Load(router, "drain")
     load.wait_for_events(2 * len(REQUESTS))
     status, answer = router.post("/engines/b/drain?migrate=true", {})
     assert (status, answer["num_requests"]) == (200, 0)
     wait_until(lambda: router.rows()["b"]["state"] == "draining")
-    compare(load.wait(), undisturbed)
+    compare(load.wait(), expected)
     num_before = router.rows()["b"]["num_dispatched"]
     assert [router.post(COMPLETIONS, BODY)[0] for _ in range(4)] == [200] * 4
     assert router.rows()["b"]["num_dispatched"] == num_before
@@ -125,48 +131,57 @@ class Stream:
             self.answers.append(self._router.post(COMPLETIONS, BODY))
 
 
-def test_a_rolling_restart_has_no_error(router: Router, undisturbed: dict[str, Answer]) -> None:
+@pytest.mark.full
+def test_a_rolling_restart_has_no_error(router: Router, expected: dict[str, Answer]) -> None:
     streams = [Stream(router) for _ in range(2)]
     for name in ("a", "b"):
         load = Load(router, f"restart {name}")
         load.wait_for_events(len(REQUESTS))
         code, errors = router.engines[name].terminate()
         assert code == 0, errors
-        compare(load.wait(), undisturbed)
-        router.start_engine(name, *EXACT)
+        compare(load.wait(), expected)
+        start_engine(router, name)
         router.wait_until_ready("a", "b")
     answers = [answer for stream in streams for answer in stream.stop()]
     assert {status for status, _ in answers} == {200}
     assert len({answer["choices"][0]["text"] for _, answer in answers}) == 1
 
 
-def test_without_engines_requests_wait_and_a_second_router_takes_over(router: Router) -> None:
-    """One engine serves two routers; the end of one router ends its requests only."""
-    second = Router("demo", "--park-timeout", "1")
+@pytest.mark.full
+def test_without_engines_requests_are_refused_in_the_end() -> None:
+    router = Router("demo", "--park-timeout", "1")
     try:
-        wait_until(lambda: second.status("/version") == 200)
-        assert second.status("/ready") == 503
-        assert second.status("/health") == 200
+        wait_until(lambda: router.status("/version") == 200)
+        assert router.status("/ready") == 503
+        assert router.status("/health") == 200
         with pytest.raises(urllib.error.HTTPError) as failure:
-            second.open(COMPLETIONS, json.dumps(BODY).encode())
+            router.open(COMPLETIONS, json.dumps(BODY).encode())
         failure.value.close()
         assert failure.value.code == 503
         assert int(failure.value.headers["Retry-After"]) >= 1
+    finally:
+        router.close()
 
-        both = f"127.0.0.1:{router.hub},127.0.0.1:{second.hub}"
-        router.start_engine("c", *EXACT, routers=both)
-        router.wait_until_ready("a", "b", "c")
+
+def test_the_end_of_a_router_ends_its_requests_alone(router: Router) -> None:
+    """The engines serve two routers; one of them is killed."""
+    second = Router("demo", hub=router.second_hub)
+    try:
         wait_until(lambda: second.status("/ready") == 200)
+        router.wait_until_ready("a", "b")
         expected = router.post(COMPLETIONS, BODY)[1]["choices"]
         assert second.post(COMPLETIONS, BODY)[1]["choices"] == expected
 
-        long = {**BODY, "max_tokens": 1000}
-        events = second.stream(COMPLETIONS, long)
+        def num_running() -> int:
+            return sum(row["stats"]["running"] for row in router.rows().values())
+
+        wait_until(lambda: num_running() == 0)
+        events = second.stream(COMPLETIONS, {**BODY, "max_tokens": 1000})
         next(events)
-        wait_until(lambda: router.rows()["c"]["stats"]["running"] == 1)
+        wait_until(lambda: num_running() == 1)
         os.kill(second.pid, signal.SIGKILL)
         assert not any(event["choices"][0]["finish_reason"] for event in events)
-        wait_until(lambda: router.rows()["c"]["stats"]["running"] == 0)
+        wait_until(lambda: num_running() == 0)
         assert router.post(COMPLETIONS, BODY)[0] == 200
     finally:
         second.close()

@@ -1,17 +1,19 @@
 """Sampling fields over real processes: evaluation harnesses, penalties, bad words, seeds."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from gllm.config.field_types import FieldError
-from gllm.config.sampling import SamplingParams
-from gllm.engine.llm import LLM
-from tests.support.servers.server import Server, serving
+from tests.support.servers.pool import (
+    TINY_FOUR_STAGES,
+    TINY_ONE_STAGE,
+    TINY_TWO_STAGES,
+    share,
+)
+from tests.support.servers.server import Server
 
 PATH = "/v1/completions"
 PROMPT = "The pipeline moves tokens from stage to stage"
@@ -27,12 +29,11 @@ PENALIZED = {
 }
 
 
-@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.long), "4"])
-def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
-    small = ["--kv-cache-memory", "64MiB", "--max-prefill-tokens", "32"]
-    cap = ["--max-num-batched-tokens", "48"]
-    with serving(tiny_model, "--pp", request.param, *small, *cap) as started:
-        yield started
+server = share(
+    TINY_TWO_STAGES,
+    pytest.param(TINY_ONE_STAGE, marks=pytest.mark.full),
+    pytest.param(TINY_FOUR_STAGES, marks=pytest.mark.full),
+)
 
 
 @pytest.fixture(scope="module")
@@ -169,67 +170,3 @@ def test_the_openai_client(server: Server) -> None:
         assert entry.logprob == entry.top_logprobs[0].logprob
         assert sum(math.exp(other.logprob) for other in entry.top_logprobs) <= 1.001
     client.close()
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "threads": 1,
-        "pipeline_parallel_size": 2,
-        "kv_cache_memory": 2**26,
-    }
-    with LLM("demo", progress=False, **options) as made:
-        yield made
-
-
-def test_the_demo_model_from_python(llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=12, n=2, seed=1, logprobs=2, prompt_logprobs=1
-    )
-    story, cut = llm.generate(["Once upon a time there was a fox.", "Once"], params)
-    assert isinstance(story.prompt, str)
-    assert len(story.prompt_logprobs) == len(llm._engine.tokenizer.encode(story.prompt)) - 1
-    assert len(cut.prompt_logprobs) == len(llm._engine.tokenizer.encode("Once")) - 1
-    one, two = story.outputs
-    assert one.token_ids == two.token_ids
-    assert [entry.token for entry in one.logprobs] == one.token_ids
-    assert all(entry.rank == 1 for entry in one.logprobs)
-    # What the model wrote itself is likelier than what somebody else might have written.
-    again = llm.generate(
-        [llm._engine.tokenizer.encode(story.prompt) + one.token_ids, [9] * 20],
-        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
-    )
-    own = [entry.logprob for entry in again[0].prompt_logprobs[-len(one.token_ids) :]]
-    assert own == pytest.approx([entry.logprob for entry in one.logprobs], abs=1e-3)
-    assert sum(own) / len(own) > sum(e.logprob for e in again[1].prompt_logprobs) / 19
-
-
-def test_bad_words_of_the_demo_model(llm: LLM) -> None:
-    ask_for = [{"role": "user", "content": "Tell me a story about Otto the fox."}]
-    plain = llm.chat(ask_for, SamplingParams(temperature=0, max_tokens=60)).outputs[0].text
-    assert "fox" in plain
-    params = SamplingParams(temperature=0, max_tokens=60, bad_words=("fox", " Otto"))
-    text = llm.chat(ask_for, params).outputs[0].text
-    assert text
-    assert "fox" not in text
-    assert "Otto" not in text
-
-
-def test_ids_outside_of_the_vocabulary_name_their_field(llm: LLM) -> None:
-    size = llm._engine.model.vocab_size
-    values: dict[str, Any] = {
-        "allowed_token_ids": (size,),
-        "logit_bias": {size: 1.0},
-        "stop_token_ids": (size,),
-    }
-    for name, value in values.items():
-        with pytest.raises(FieldError) as caught:
-            llm.generate(["x"], SamplingParams(**{name: value}))
-        assert caught.value.param == name
-
-
-def test_truncated_prompts(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=3, logprobs=0)
-    long, short = llm.generate([[9, 8, 7, 6, 5], [7, 6, 5]], params)
-    assert long.outputs == short.outputs

@@ -11,16 +11,31 @@ import pytest
 
 from tests.frontend.test_errors import TABLE
 from tests.frontend.test_every_field import refused_bodies
-from tests.support.servers.server import Server, cpu_seconds, owned_bytes, serving, wait_until
+from tests.support.servers.metrics import by_stage, gauge
+from tests.support.servers.pool import (
+    TINY_FOUR_STAGES,
+    TINY_ONE_STAGE,
+    TINY_TWO_STAGES,
+    share,
+)
+from tests.support.servers.server import (
+    Server,
+    cpu_seconds,
+    owned_bytes,
+    serving,
+    stages,
+    wait_until,
+)
 
 TEXT = {"prompt": "The pipeline moves", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["1", pytest.param("2", marks=pytest.mark.long), "4"])
-def server(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
-    flags = ["--pp", request.param, "--served-model-name", "tiny", "--kv-cache-memory", "64MiB"]
-    with serving(tiny_model, *flags) as started:
-        yield started
+one_stage = share(TINY_ONE_STAGE)
+server = share(
+    TINY_TWO_STAGES,
+    pytest.param(TINY_ONE_STAGE, marks=pytest.mark.full),
+    pytest.param(TINY_FOUR_STAGES, marks=pytest.mark.full),
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +55,17 @@ def reference(tiny_model: Path) -> list[int]:
 
 
 def test_the_answer_is_that_of_transformers(server: Server, reference: list[int]) -> None:
+    check_answer(server, reference)
+
+
+def test_the_answer_of_one_stage_is_that_of_transformers(
+    one_stage: Server, reference: list[int]
+) -> None:
+    check_answer(one_stage, reference)
+
+
+def check_answer(server: Server, reference: list[int]) -> None:
+    """Check an answer, whole and streamed."""
     status, answer = server.post("/v1/completions", {**TEXT, "return_token_ids": True})
     assert status == 200
     assert answer["choices"][0]["token_ids"] == reference
@@ -60,9 +86,9 @@ def test_a_seed_decides_whatever_else_is_in_the_batch(server: Server) -> None:
 
 def test_the_openai_client(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    (model,) = client.models.list()
     asked: Any = {
-        "model": "tiny",
+        "model": model.id,
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 16,
         "temperature": 0,
@@ -103,21 +129,6 @@ def test_many_at_once_and_a_disconnect(server: Server) -> None:
     assert gauge(server, "kv_cache_usage_perc") == 0
 
 
-def gauge(server: Server, name: str) -> float:
-    """A value from /metrics; the engine reports it with its next step."""
-    server.post("/v1/completions", {"prompt": [9], "max_tokens": 1})
-    return by_stage(server, name)[0]
-
-
-def by_stage(server: Server, name: str) -> list[float]:
-    """A value from /metrics for each stage; once for what has no stage."""
-    import urllib.request
-
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return [float(line.split()[-1]) for line in lines if line.startswith(f"gllm:{name}{{")]
-
-
 def test_every_stage_reports_its_bubbles(server: Server) -> None:
     body = {**TEXT, "prompt": [[5 + i] * 20 for i in range(12)], "max_tokens": 16}
     assert server.post("/v1/completions", body)[0] == 200
@@ -131,45 +142,63 @@ def test_every_stage_reports_its_bubbles(server: Server) -> None:
 
     wait_until(adds_up)
     shares = by_stage(server, "stage_bubble_share")
-    assert len(shares) == len(server.workers())
+    assert len(shares) == len(stages(server.pid))
     assert all(0 <= share < 1 for share in shares)
 
 
-def test_malformed_requests_are_refused_and_leave_nothing(tiny_model: Path) -> None:
-    """200 of them named and refused; 2,000 others, over all endpoints, leave memory where it was.
+@pytest.fixture
+def limited(tiny_model: Path) -> Iterator[Server]:
+    """A server that refuses what others allow."""
+    limits = ["--max-choices", "8", "--max-model-len", "256", "--max-num-queued-requests", "64"]
+    with serving(tiny_model, "--pp", "2", *limits) as started:
+        yield started
+
+
+def malformed_bodies() -> list[tuple[str, str, bytes]]:
+    """Path, field that is wrong, and body of requests."""
+    paths: dict[str, Any] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}
+    }
+    paths["/v1/completions"] = {"prompt": "x"}
+    bodies = [(p, n, json.dumps({**paths[p], n: v}).encode()) for p, n, v in TABLE]
+    return [*bodies, ("/v1/completions", "prompt", json.dumps({"prompt": [5] * 257}).encode())]
+
+
+@pytest.mark.full
+def test_malformed_requests_are_refused_by_name(limited: Server) -> None:
+    bodies = malformed_bodies()
+    for path, name, body in bodies[:: max(1, len(bodies) // 200)]:
+        status, answer = limited.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, name)
+    assert limited.post("/v1/completions", TEXT)[0] == 200
+
+
+@pytest.mark.long
+def test_malformed_requests_leave_nothing(limited: Server) -> None:
+    """2,000 of them, over all endpoints, leave memory where it was.
 
     They are sent three times. The first time fills caches and heaps. A leak grows every time after
     that, a new thread's heap only once.
     """
-    limits = ["--max-choices", "8", "--max-model-len", "256", "--max-num-queued-requests", "64"]
-    with serving(tiny_model, "--pp", "2", *limits) as server:
-        paths: dict[str, Any] = {
-            "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}
-        }
-        paths["/v1/completions"] = {"prompt": "x"}
-        bodies = [(p, n, json.dumps({**paths[p], n: v}).encode()) for p, n, v in TABLE]
-        too_long = json.dumps({"prompt": [5] * 257}).encode()
-        bodies += [("/v1/completions", "prompt", too_long)]
-        for path, name, body in bodies[:: max(1, len(bodies) // 200)]:
-            status, answer = server.post(path, body)
-            assert (status, answer["error"]["param"]) == (400, name)
-        pids = [server.pid, *server.workers()]
-        more = [(path, body) for path, _, body in bodies[::2]] + refused_bodies()
-        sizes = []
-        for _ in range(3):
-            for path, body in more[:: max(1, len(more) // 2000)]:
-                status, _ = server.post(path, body)
-                assert 400 <= status < 500, (path, body[:200])
-            sizes.append(owned_bytes(pids))
-        assert min(sizes[1] - sizes[0], sizes[2] - sizes[1]) <= 2**19
-        assert server.post("/v1/completions", TEXT)[0] == 200
+    pids = [limited.pid, *limited.workers()]
+    more = [(path, body) for path, _, body in malformed_bodies()[::2]] + refused_bodies()
+    sizes = []
+    for _ in range(3):
+        for path, body in more[:: max(1, len(more) // 2000)]:
+            status, _ = limited.post(path, body)
+            assert 400 <= status < 500, (path, body[:200])
+        sizes.append(owned_bytes(pids))
+    assert min(sizes[1] - sizes[0], sizes[2] - sizes[1]) <= 2**19
+    assert limited.post("/v1/completions", TEXT)[0] == 200
 
 
+@pytest.mark.full
 def test_an_idle_pipeline_uses_no_cpu(server: Server) -> None:
     """After a burst, with a connection kept open: under 2 % of a core over all processes."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    (model,) = client.models.list()
     for _ in range(3):
-        client.completions.create(model="tiny", prompt=["x"] * 20, max_tokens=20)
+        client.completions.create(model=model.id, prompt=["x"] * 20, max_tokens=20)
     # Stages report their times twice per second, and once afterwards.
     time.sleep(1.5)
     pids = [server.pid, *server.workers()]

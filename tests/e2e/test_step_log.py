@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from gllm.messages.reports import BubbleReport
 from gllm.observability.step_log import RestartEvent, read_step_log
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.replay import replay_calls
-from tests.support.servers.server import stages
+from tests.support.servers.server import DEADLINE, stages
 
 
 async def serve(config: EngineConfig, count: int) -> BubbleReport:
@@ -34,16 +35,27 @@ async def serve(config: EngineConfig, count: int) -> BubbleReport:
                 assert not delta.error
 
         await asyncio.gather(*(one(index) for index in range(count)))
-        await asyncio.sleep(1.7)  # Stages report their times twice a second, and once afterwards.
-        return engine.status().bubbles
+        return await read_last_bubbles(engine)
+
+
+async def read_last_bubbles(engine: Engine) -> BubbleReport:
+    """Return the report in which all stages of an idle engine have reported their last times."""
+    # They do so twice per second, and once after the last step.
+    last, since = engine.status().bubbles, time.monotonic()
+    async with asyncio.timeout(DEADLINE):
+        while time.monotonic() < since + 1.5:
+            await asyncio.sleep(0.05)
+            if (bubbles := engine.status().bubbles) != last:
+                last, since = bubbles, time.monotonic()
+    return last
 
 
 @pytest.mark.parametrize(
     ("stages", "ranks", "policy"),
     [
-        (1, (1,), "auto"),
+        pytest.param(1, (1,), "auto", marks=pytest.mark.full),
         (2, (2, 1), "balance"),
-        (4, (1,), "throttle"),
+        pytest.param(4, (1,), "throttle", marks=pytest.mark.full),
         *(
             pytest.param(4, (1,), policy, marks=pytest.mark.long)
             for policy in ("vllm", "orca+", "lightllm", "fastertransformer")
@@ -87,6 +99,7 @@ async def test_everything_is_written(
     assert bubbles.seconds == close
 
 
+@pytest.mark.full
 async def test_the_log_goes_on_after_recoveries(tiny_model: Path, tmp_path: Path) -> None:
     """The driver dies, then the last stage."""
     log = tmp_path / "steps.jsonl"
@@ -104,8 +117,9 @@ async def test_the_log_goes_on_after_recoveries(tiny_model: Path, tmp_path: Path
     async def kill() -> None:
         for victim in (0, 1):
             # The warm-up and the requests have to be in the file, which is written now and then.
-            while log.read_text().count('"event":"add"') < 5 * (victim + 1):
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(DEADLINE):
+                while log.read_text().count('"event":"add"') < 5 * (victim + 1):
+                    await asyncio.sleep(0.005)
             os.kill(stages(os.getpid())[victim], signal.SIGKILL)
 
     async with Engine(config) as engine:

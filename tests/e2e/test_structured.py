@@ -1,10 +1,12 @@
 """Structured output over real processes: every kind, streamed and whole, beside plain requests."""
 
 import json
+import os
 import re
+import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,7 +18,8 @@ from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.llm import LLM
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
 from tests.grammar.test_compiler import HANGS
-from tests.support.servers.server import Server, alive, serving, wait_until
+from tests.support.servers.pool import DEMO_TWO_STAGES, share
+from tests.support.servers.server import Server, alive, children, serving, wait_until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -43,11 +46,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    small = ["--kv-cache-memory", "64MiB", "--threads", "1"]
-    with serving("demo", "--pp", request.param, *small) as started:
-        yield started
+server = share(DEMO_TWO_STAGES)
 
 
 def ask(server: Server, path: str, **fields: Any) -> Any:
@@ -82,6 +81,7 @@ def test_every_kind(server: Server, kind: str, path: str) -> None:
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
 
 
+@pytest.mark.full
 def test_any_object(server: Server) -> None:
     found = []
     for seed in range(4):
@@ -138,6 +138,7 @@ def test_what_is_bad_is_refused_before_the_headers(server: Server, stream: bool)
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
 
 
+@pytest.mark.full
 def test_a_grammar_that_hangs_holds_nobody_up(server: Server) -> None:
     answers: list[tuple[int, Any]] = []
 
@@ -174,18 +175,43 @@ def test_plain_requests_beside_structured_ones_get_what_they_get_alone(server: S
     assert all(together[seed] == structured for seed in range(3, 8))
 
 
+def compiler(server: Server) -> int | None:
+    """Process id of the grammar compiler; None if there is none at present."""
+    for pid in children(server.pid):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"gllm-grammar"):
+            return pid
+    return None
+
+
+def test_a_compiling_process_that_is_killed_is_replaced(server: Server) -> None:
+    """No request is lost: one that runs has its grammar, and the next one waits."""
+    ask(server, TEXT, structured_outputs={"choice": ["the fox"]})
+    killed = compiler(server)
+    assert killed is not None
+    running = {"structured_outputs": {"regex": "(ab){60}"}, "max_tokens": 200}
+    events = server.stream(TEXT, {"prompt": "x", **running})
+    text = next(events)["choices"][0]["text"]
+    os.kill(killed, signal.SIGKILL)
+    (choice,) = ask(server, TEXT, structured_outputs={"choice": ["the owl"]})["choices"]
+    assert choice["text"] == "the owl"
+    assert text + "".join(event["choices"][0]["text"] for event in events) == "ab" * 60
+    assert compiler(server) not in (None, killed)
+
+
+@pytest.mark.full
 def test_the_compiling_process_ends_with_the_server() -> None:
     with serving("demo", "--threads", "1", "--kv-cache-memory", "64MiB") as started:
         ask(started, TEXT, structured_outputs={"choice": ["a"]}, max_tokens=2)
-        children = started.workers()
-        assert len(children) == 2
+        workers = started.workers()
+        assert len(workers) == 2
         started.process.kill()
-        wait_until(lambda: not any(alive(pid) for pid in children))
+        wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
 PROMPTS = [f"Story {i} of Otto the fox. " * 4 for i in range(6)]
 
 
+@pytest.mark.full
 def test_forced_tokens_take_no_steps_and_survive_preemption(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,7 +224,7 @@ def test_forced_tokens_take_no_steps_and_survive_preemption(
     options: dict[str, Any] = {"progress": False, "threads": 1}
     options |= {"max_model_len": 256, "prefix_cache": False}
     with LLM("demo", **options, kv_cache_memory=2**25) as llm:
-        engine = llm._engine
+        engine = llm.engine
         begin = engine.status().stats.steps
         alone = [llm.generate(prompt, forced)[0] for prompt in PROMPTS]
         steps = engine.status().stats.steps - begin
@@ -216,7 +242,7 @@ def test_forced_tokens_take_no_steps_and_survive_preemption(
     options["expected_output_tokens"] = 0
     with LLM("demo", **options, kv_cache_memory=20 * block) as small:
         crowd = small.generate(PROMPTS, forced)
-        assert small._engine.status().stats.preemptions > 0
+        assert small.engine.status().stats.preemptions > 0
     for output in crowd:
         jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
     if is_batch_invariant:

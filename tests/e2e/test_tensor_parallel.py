@@ -4,46 +4,47 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 
-from gllm.config.sampling import SamplingParams
-from gllm.engine.llm import LLM
-from tests.e2e.test_recovery import (
-    EXACT,
+from tests.e2e.conftest import OPENINGS, Undisturbed, greedy_tokens
+from tests.support.servers.metrics import scrape
+from tests.support.servers.nodes import EXACT
+from tests.support.servers.recovery_load import (
     RECOVERY,
+    Answer,
+    Load,
     compare,
-    leaks,
-    leftovers,
-    num_descriptors,
-    num_shared_mappings,
-    scrape,
     wait_until_ready,
 )
-from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load
+from tests.support.servers.residue import Residue, leaks, owned_resources
 from tests.support.servers.server import Server, alive, places, serving, wait_until
 
+pytestmark = pytest.mark.xdist_group("tensor parallel")
 NUM_SEEDS = 20
-"""Seeds of each fault; `make test` has the first one of some."""
+"""Seeds of each fault; all but the first of some are long."""
 DEGREES = {"2": ["0.0", "0.1", "1.0", "1.1"], "2,1": ["0.0", "0.1", "1"]}
 """Ranks of each of two stages, and the places of their workers."""
-SHORT = {("2", "SIGKILL", "0.1"), ("2", "SIGSTOP", "1.1"), ("2,1", "SIGKILL", "0.1")}
-"""Faults of `make test`: degrees, signal and place."""
-PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
-NUM_TOKENS = 48
+QUICK = ("2,1", "SIGKILL", "0.1")
+"""Fault of `make test`: degrees, signal and place."""
+FULL = ("2", "SIGSTOP", "1.1")
+"""Fault of `make test-all`."""
 
 
 def faults() -> list[Any]:
-    """All kinds of faults, those of `make test` unmarked."""
+    """All kinds of faults, that of `make test` unmarked."""
     cases = []
     for degrees, victims in DEGREES.items():
         for number in (signal.SIGKILL, signal.SIGSTOP):
             for victim in victims:
                 for seed in range(NUM_SEEDS):
-                    is_short = not seed and (degrees, number.name, victim) in SHORT
-                    marks = () if is_short else (pytest.mark.long,)
+                    fault = degrees, number.name, victim
+                    marks = [pytest.mark.full] if fault == FULL else [pytest.mark.long]
+                    marks = [] if fault == QUICK else marks
+                    marks = [pytest.mark.long] if seed else marks
                     name = f"tp{degrees}-{number.name}-{victim}-{seed}"
                     values = degrees, number, victim, seed
                     cases.append(pytest.param(*values, marks=marks, id=name))
@@ -80,44 +81,32 @@ def running(degrees: str) -> Iterator[Server]:
     flags = ["--pp", "2", "--tp", degrees, *RECOVERY, *EXACT]
     with serving("demo", *flags) as server:
         yield server
-        workers = server.workers()
+        residue = Residue(server)
         server.process.terminate()
         code, errors = server.end()
     assert code == 0, errors
-    assert not any(alive(pid) for pid in workers)
+    wait_until(lambda: not any(map(alive, residue.pids)))
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: Undisturbed
+) -> Iterator[Servers]:
     """Servers that leave no file behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
-        before = leftovers()
         with ExitStack() as files:
             yield Servers(files)
-        assert leftovers() <= before
+        assert not any(Path(os.environ["TMPDIR"]).iterdir())
 
 
-@pytest.fixture(scope="module")
-def of_one_rank() -> list[list[int]]:
-    """Greedy tokens of PROMPTS computed by one process."""
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM("demo", progress=False, dtype="float32", kv_cache_memory=2**26, threads=1) as llm:
-        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-
-
-@pytest.mark.parametrize("degrees", DEGREES)
+@pytest.mark.parametrize("degrees", [pytest.param("2", marks=pytest.mark.full), "2,1"])
 def test_greedy_tokens_are_those_of_one_process(
-    servers: Servers, of_one_rank: list[list[int]], degrees: str
+    servers: Servers, undisturbed: Undisturbed, degrees: str
 ) -> None:
     server = servers[degrees].server
     assert sorted(places(server.pid)) == DEGREES[degrees]
-    body = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    fields = {"prompt": PROMPTS, "return_token_ids": True, **body}
-    status, answer = server.post(COMPLETIONS, fields)
-    assert status == 200, answer
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    assert [choice["token_ids"] for choice in choices] == of_one_rank
+    assert greedy_tokens(server, OPENINGS) == undisturbed.stories
 
 
 @pytest.mark.parametrize(("degrees", "number", "victim", "seed"), faults())
@@ -129,7 +118,7 @@ def test_the_death_of_a_rank_is_a_pause(
     wait_until_ready(server)
     before, pids = scrape(server), places(server.pid)
     survivors = [server.pid, *(pid for place, pid in pids.items() if place != victim)]
-    owned = {pid: (num_descriptors(pid), num_shared_mappings(pid)) for pid in survivors}
+    owned = owned_resources(survivors)
     total = sum(answer.num_events for answer in undisturbed.values())
     moment = Random(f"{number} {victim} {seed}").randrange(1, total * 3 // 4)
 
@@ -146,9 +135,10 @@ def test_the_death_of_a_rank_is_a_pause(
     now = places(server.pid)
     assert sorted(now) == sorted(pids)
     assert {place for place in now if now[place] != pids[place]} == {victim}
-    wait_until(lambda: not leaks(owned), seconds=20)
+    wait_until(lambda: not leaks(owned))
 
 
+@pytest.mark.full
 def test_a_degree_that_does_not_divide_is_refused() -> None:
     with pytest.raises(AssertionError) as refused, serving("demo", "--tp", "4"):
         pass

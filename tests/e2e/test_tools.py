@@ -23,6 +23,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("tools")]
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now"}},
@@ -32,14 +33,12 @@ MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{% if tools %}{{ tools | length }} tools{% endif %}" + CHATML
 
 
-@pytest.fixture(scope="module", params=["hermes", "glm45"])
-def server(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("with-tools") / "model"
     shutil.copytree(tiny_model, folder)
     save(folder, byte_level(), chat_template=TEMPLATE)
-    with serving(folder, "--tool-call-parser", request.param) as started:
+    with serving(folder, "--tool-call-parser", "glm45") as started:
         yield started
 
 

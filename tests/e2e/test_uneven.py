@@ -9,9 +9,10 @@ import pytest
 from gllm.cluster.balance import BalanceLimits
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM, RequestOutput
-from gllm.kernels.native.builds import select_build
 from gllm.runtime import layer_planner
+from tests.support.servers.recovery_load import HAS_EXACT_TEXTS
 
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("uneven")]
 PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
 NUM_TOKENS = 150
 OPTIONS: dict[str, Any] = {
@@ -22,8 +23,6 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory": 2**26,
 }
 PARAMS = SamplingParams(temperature=1, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
-HAS_EXACT_TEXTS = select_build().path is not None
-"""False if a BLAS decides the order of sums, so that recomputed texts may differ."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +39,13 @@ def undisturbed() -> list[RequestOutput]:
     """The outputs of equally fast stages."""
     with LLM("demo", **OPTIONS) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
-        assert not llm._engine.status().recoveries
+        assert not llm.engine.status().recoveries
         return outputs
 
 
 def layers_of(llm: LLM) -> list[int]:
-    return [len(part) for part in llm._engine._supervisor.layers]
+    layers: list[int] = llm.engine.describe()["layers"]
+    return layers
 
 
 def test_layers_change_under_requests_without_an_error(undisturbed: list[RequestOutput]) -> None:
@@ -53,7 +53,7 @@ def test_layers_change_under_requests_without_an_error(undisturbed: list[Request
     with LLM("demo", **OPTIONS, **slowed) as llm:
         before = layers_of(llm)
         outputs = llm.generate(PROMPTS, PARAMS)
-        status = llm._engine.status()
+        status = llm.engine.status()
         after = layers_of(llm)
     # Busy machines may show a further change.
     assert set(status.recoveries) == {"rebalanced"}
@@ -70,7 +70,7 @@ def test_a_slow_stage_starts_with_fewer_layers(
     with LLM("demo", **OPTIONS, debug_slowdown=(1, 6)) as llm:
         layers = layers_of(llm)
         outputs = llm.generate(PROMPTS, PARAMS)
-        assert not llm._engine.status().recoveries
+        assert not llm.engine.status().recoveries
     assert sum(layers) == 6
     assert layers[0] > layers[1]
     if HAS_EXACT_TEXTS:

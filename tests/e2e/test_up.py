@@ -3,7 +3,9 @@
 import json
 import socket
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,23 @@ def test_two_engines_and_a_router_serve_and_end_in_order(
     assert figures["TTFT median, ms"] > 0
 
 
+def test_no_process_outlives_the_command(tmp_path: Path) -> None:
+    """All processes of a plan end when the one that supervises them is killed."""
+    flags: dict[str, Any] = FLAGS | {"debug-step-seconds": 0.01}
+    engine = EnginePlan([StagePlan("here", 6)], flags=flags, port=free_block())
+    plan = ServingPlan("demo", {"here": NodePlan("127.0.0.1")}, {"a": engine})
+    url = f"http://127.0.0.1:{plan.first_port('a', 'here')}"
+    with running_up(plan, tmp_path) as up, ThreadPoolExecutor(1) as pool:
+        up.wait_until_ready()
+        request = pool.submit(complete, url, "Once upon a time", 900)
+        pids = up.pids()
+        assert len(pids) == 3, "the command, a frontend and a stage"
+        up.process.kill()
+        wait_until(lambda: not any(map(alive, pids)))
+        assert isinstance(request.exception(), OSError)
+
+
+@pytest.mark.full
 def test_a_port_in_use_is_the_named_cause(tmp_path: Path) -> None:
     plan = local_plan("a")
     assert plan.router is not None

@@ -5,6 +5,7 @@ import json
 import re
 from random import Random
 
+import pytest
 from aiohttp import web
 
 from gllm.frontend.routes import page
@@ -177,6 +178,7 @@ PIECES = (
 )
 
 
+@pytest.mark.full
 async def test_a_growing_text_ends_as_the_whole_one(user: User) -> None:
     """A line that is not complete may be taken for another block than it turns out to be."""
     random = Random(5)
@@ -202,6 +204,7 @@ LINKS = (
 )
 
 
+@pytest.mark.full
 async def test_links_lead_to_the_web_alone(user: User) -> None:
     """A definition behind the text that uses it counts, also while the answer grows."""
     whole, grown = await markup(user, LINKS)
@@ -217,6 +220,7 @@ async def test_links_lead_to_the_web_alone(user: User) -> None:
     assert whole.count('rel="noopener noreferrer"') == whole.count("<a ") == 5
 
 
+@pytest.mark.full
 async def test_done_blocks_keep_their_nodes(user: User) -> None:
     """What is selected in an answer stays selected while it grows."""
     kept = await user.tab.evaluate("""(async () => {
@@ -248,6 +252,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.full
 async def test_formulas(user: User) -> None:
     await user.tab.evaluate("import('/page/vendor/katex/katex.min.js').then(() => 0)")
     await markup(user, "$x$")
@@ -282,6 +287,7 @@ async def test_formulas(user: User) -> None:
     assert "1000em" not in re.sub(r"<annotation.*?</annotation>", "", whole)
 
 
+@pytest.mark.full
 async def test_formulas_are_shown_in_an_answer(user: User, engine: GatedEngine) -> None:
     engine.reply = r"So $a^2$ is" + "\n\n$$\nc^2\n$$"
     await user.say("Hi")
@@ -314,6 +320,7 @@ async def test_code_is_highlighted(user: User, engine: GatedEngine) -> None:
     assert sorted(names) == ["javascript.min.js", "python.min.js", "xml.min.js"]
 
 
+@pytest.mark.full
 async def test_events_are_read_however_they_are_cut(user: User) -> None:
     body = 'data: {"a": "é"}\n\n: comment\ndata:x\ndata: y\r\n\r\nevent: z\rdata: end\r\r'
     wanted = ['{"a": "é"}', "x\ny", "end"]

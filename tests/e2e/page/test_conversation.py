@@ -3,26 +3,22 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import browser
-from tests.e2e.test_serving import gauge
+from tests.support.servers.metrics import gauge
 from tests.support.servers.page_user import LAST, GatedEngine, User, idle
+from tests.support.servers.pool import DEMO_TWO_STAGES, share
 from tests.support.servers.server import Server, serving, wait_until
 
-
-@pytest.fixture(scope="module")
-def demo(chromium: str) -> Iterator[Server]:
-    with serving("demo", "--kv-cache-memory", "64MiB") as server:
-        yield server
+server = share(DEMO_TWO_STAGES)
 
 
-async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
+async def test_a_conversation(server: Server, tab: browser.Tab) -> None:
     """With the demo model: an example sent by a click, streamed, measured, and kept."""
-    user = User(tab, f"{demo.url}/")
+    user = User(tab, f"{server.url}/")
     await user.visit()
     assert await user.text("#model") == "demo"
     assert await user.text("#state-text") == "ready"
@@ -46,7 +42,7 @@ async def test_a_conversation(demo: Server, tab: browser.Tab) -> None:
     assert await user.messages() == before
     assert await user.text("#conversations .title") == "Tell me a story about Otto the fox."
     assert tab.errors == []
-    assert all(url.startswith(f"{demo.url}/") for url in tab.requests)
+    assert all(url.startswith(f"{server.url}/") for url in tab.requests)
     await tab.click("#new-chat")
     await tab.until("document.querySelector('.example').checkVisibility()")
 
@@ -62,6 +58,7 @@ def endless(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 async def test_stop(endless: Path, tab: browser.Tab) -> None:
     with serving(endless, "--kv-cache-memory", "64MiB") as server:
         user = User(tab, f"{server.url}/")
@@ -124,6 +121,7 @@ async def test_an_answer_grows_and_is_followed(user: User, engine: GatedEngine) 
     await user.tab.until("!document.querySelector('#to-end').checkVisibility()")
 
 
+@pytest.mark.full
 async def test_the_answer_to_a_long_first_message_is_shown(user: User, engine: GatedEngine) -> None:
     """The first message makes the thread visible; its end has to be in view from then on."""
     engine.gate, engine.reply = asyncio.Semaphore(0), "Hello world\n\n" * 20
@@ -140,6 +138,7 @@ async def test_the_answer_to_a_long_first_message_is_shown(user: User, engine: G
     await user.tab.until(AT_END)
 
 
+@pytest.mark.full
 async def test_who_scrolls_up_as_the_answer_ends_stays_there(
     user: User, engine: GatedEngine
 ) -> None:
@@ -171,6 +170,7 @@ async def test_keys(user: User, engine: GatedEngine) -> None:
     assert not engine.calls[0].finished
 
 
+@pytest.mark.full
 async def test_a_conversation_that_does_not_fit(user: User, engine: GatedEngine) -> None:
     user.refusals.add(400)
     engine.max_model_len = 60
@@ -206,6 +206,7 @@ async def test_errors_are_told_in_the_servers_words(user: User, engine: GatedEng
     await user.tab.until("document.querySelector('#state').dataset.state == 'draining'")
 
 
+@pytest.mark.full
 async def test_a_recovery_is_shown_while_an_answer_pauses(user: User, engine: GatedEngine) -> None:
     """And what is read meanwhile stays where it is when the server is ready again."""
     user.refusals.add(503)
@@ -247,6 +248,7 @@ async def test_answer_again_and_edit(user: User, engine: GatedEngine) -> None:
     assert (told.count("First"), told.count("Second"), told.count("Hello")) == (1, 1, 0)
 
 
+@pytest.mark.full
 async def test_branches(user: User, engine: GatedEngine) -> None:
     """Edited questions and regenerated answers keep what was there, with all that followed it."""
 
@@ -302,6 +304,7 @@ async def test_branches(user: User, engine: GatedEngine) -> None:
     assert await user.messages() == ["Q1", "A1", "Q2", "A2", "Q3", "A4"]
 
 
+@pytest.mark.full
 async def test_a_failure_leaves_no_version(user: User, engine: GatedEngine) -> None:
     user.refusals.add(503)
     engine.state = "draining"
@@ -314,6 +317,7 @@ async def test_a_failure_leaves_no_version(user: User, engine: GatedEngine) -> N
     assert await user.count(".versions") == 0
 
 
+@pytest.mark.full
 async def test_versions_hold_still_while_an_answer_grows(user: User, engine: GatedEngine) -> None:
     engine.gate = asyncio.Semaphore(1000)
     await user.say("Q1")
@@ -330,6 +334,7 @@ async def test_versions_hold_still_while_an_answer_grows(user: User, engine: Gat
     await idle(engine)
 
 
+@pytest.mark.full
 async def test_long_messages_fold(user: User, engine: GatedEngine) -> None:
     """A long question is folded until the user unfolds it, a long answer the other way round."""
     engine.max_model_len = 4096

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.servers.page_user import GatedEngine, User
 
 TITLES = "[...document.querySelectorAll('#conversations .title')].map((n) => n.firstChild.data)"
@@ -49,6 +51,7 @@ async def import_text(user: User, folder: Path, text: str, name: str = "chat.jso
     await user.tab.choose("#import-file", file)
 
 
+@pytest.mark.full
 async def test_an_exported_conversation_is_imported(
     user: User, engine: GatedEngine, tmp_path: Path
 ) -> None:
@@ -103,6 +106,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.full
 async def test_other_files_are_refused_with_a_reason(user: User, tmp_path: Path) -> None:
     for number, (reason, text) in enumerate(BROKEN.items()):
         await import_text(user, tmp_path, text, f"{number}.json")
@@ -113,6 +117,7 @@ async def test_other_files_are_refused_with_a_reason(user: User, tmp_path: Path)
     assert await user.tab.evaluate(TITLES) == []
 
 
+@pytest.mark.full
 async def test_markup_in_an_imported_file_stays_text(user: User, tmp_path: Path) -> None:
     hostile = "<img src=x onerror=hit()>"
     message = {"role": "assistant", "content": hostile, "reasoning": hostile, "extra": hostile}
@@ -124,6 +129,7 @@ async def test_markup_in_an_imported_file_stays_text(user: User, tmp_path: Path)
     assert "extra" not in await user.tab.evaluate("JSON.stringify(localStorage)")
 
 
+@pytest.mark.full
 async def test_search(user: User, tmp_path: Path) -> None:
     """In titles, questions, answers, and branches that are not shown."""
     chats = {

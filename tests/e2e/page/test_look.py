@@ -19,6 +19,7 @@ async def test_controls_have_names(user: User) -> None:
         assert all(names), role
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [360, 820])
 async def test_nothing_is_wider_than_a_phone(user: User, engine: GatedEngine, width: int) -> None:
     await user.tab.size(width, 700, phone=True)
@@ -47,6 +48,7 @@ async def test_nothing_is_wider_than_a_phone(user: User, engine: GatedEngine, wi
     await user.tab.until(f"{widest} == {width}")
 
 
+@pytest.mark.full
 async def test_light_and_dark(user: User) -> None:
     async def brightness() -> int:
         return await user.tab.evaluate(

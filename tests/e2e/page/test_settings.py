@@ -1,5 +1,6 @@
 """Settings of the chat page, and its key."""
 
+import pytest
 from aiohttp import web
 
 from gllm.frontend.app import make_app
@@ -41,6 +42,7 @@ async def test_settings_arrive_in_the_request(user: User, engine: GatedEngine) -
     assert await user.text("#settings-count") == ""
 
 
+@pytest.mark.full
 async def test_top_k_can_be_off(user: User, engine: GatedEngine) -> None:
     """Off is sent; an empty field leaves the model's default, which may be another."""
     await user.tab.click("#open-settings")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,26 +17,40 @@ from gllm.config.engine import EngineConfig
 from gllm.config.flags import FlagParser, add_flags
 from gllm.router import build_parser
 from tests.support.network.ports import free_port
-from tests.support.servers.server import Server, end_with_the_tests, wait_until
+from tests.support.servers.server import (
+    DEADLINE,
+    ProcessLog,
+    Server,
+    end_with_the_tests,
+    wait_until,
+)
 
 
 def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of the engines and of the router among those of a server; some are of both."""
-    parser = FlagParser()
-    add_flags(parser, EngineConfig)
-    of_engine = parser._option_string_actions
-    of_router = {*build_parser()._option_string_actions} - {"--policy"}
+    of_engine = FlagParser()
+    add_flags(of_engine, EngineConfig)
+    of_router = build_parser()
     engine: list[str] = []
     router: list[str] = []
     targets: list[list[str]] = []
     for word in flags:
         if word.startswith("--"):
             name = word.partition("=")[0]
-            targets = [engine] if name in of_engine else []
-            targets += [router] if name in of_router else []
+            targets = [engine] if has_flag(of_engine, name) else []
+            targets += [router] if has_flag(of_router, name) and name != "--policy" else []
         for target in targets:
             target.append(word)
     return engine, router
+
+
+def has_flag(parser: ArgumentParser, name: str) -> bool:
+    """True if a parser knows a flag."""
+    assert isinstance(parser, FlagParser)
+    try:
+        return name in parser.action_of(name.removeprefix("--")).option_strings
+    except ValueError:
+        return False
 
 
 class EngineProcess:
@@ -45,10 +60,10 @@ class EngineProcess:
         command = [sys.executable, "-m", "gllm.serve", model, "--port", "0", "--name", name]
         command += ["--router", routers, "--kv-cache-memory", "64MiB", *flags]
         self.name = name
+        self._log = ProcessLog()
         self.process = subprocess.Popen(
             command,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._log.descriptor,
             start_new_session=True,
             preexec_fn=end_with_the_tests(),
         )
@@ -60,15 +75,14 @@ class EngineProcess:
     def terminate(self) -> tuple[int, str]:
         """Let the engine drain and end; its exit status and what it wrote to stderr."""
         self.process.terminate()
-        _, errors = self.process.communicate(timeout=90)
-        return self.process.returncode, errors
+        return self.process.wait(timeout=DEADLINE), self._log.read()
 
     def close(self) -> None:
         """Kill the engine if it still runs."""
         if self.process.poll() is None:
             self.kill(signal.SIGCONT)
             self.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 class Router(Server):
@@ -81,6 +95,8 @@ class Router(Server):
     ) -> None:
         self.model = model
         self.hub = hub or free_port()
+        self.second_hub = free_port()
+        """Port that no router has yet."""
         self.engines: dict[str, EngineProcess] = {}
         keys = dict(itertools.pairwise(flags))
         self._headers = {"x-api-key": keys["--api-key"]} if "--api-key" in keys else {}
@@ -117,8 +133,8 @@ class Router(Server):
             assert self.process.poll() is None, self.end()[1]
             for engine in self.engines.values():
                 assert engine.name not in names or engine.process.poll() is None, engine.name
-            # Each look is a line in the log, and nobody reads it before the end.
-            time.sleep(0.1)
+            if not self.status("/version"):
+                return False
             rows = self.rows()
             return all(rows.get(name, {}).get("state") == "ready" for name in names)
 
@@ -130,7 +146,7 @@ class Router(Server):
             engine.close()
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 @contextmanager
@@ -150,7 +166,6 @@ def serving_fleet(
     try:
         for name in names:
             router.start_engine(name, *of_engines)
-        wait_until(lambda: router.status("/version") != 0 or router.process.poll() is not None)
         router.wait_until_ready(*names)
         yield router
     finally:

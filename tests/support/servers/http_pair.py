@@ -7,12 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
-from tests.e2e.test_router import EXACT
 from tests.support.network.ports import free_port
 from tests.support.servers.fleet import Router, serving_fleet
+from tests.support.servers.nodes import EXACT
 from tests.support.servers.server import DEADLINE, wait_until
 
 KEY = "a-key-of-the-fleet"
@@ -77,15 +74,12 @@ def serving_pair(folder: Path) -> Iterator[Pair]:
     key_file.write_text(KEY)
     ports = {"p": free_port(), "d": free_port()}
     flags = [*EXACT, "--kv-transfer", "--kv-fetch", "always"]
-    with pytest.MonkeyPatch.context() as patch:
-        # One build of the kernels for both engines; the choices that each one measures may differ.
-        patch.setenv(BUILD_VARIABLE, select_build().name)
-        with serving_fleet("demo", names=(), router_flags=["--preset", "distserve"]) as router:
-            for name, role in (("p", "prefill"), ("d", "decode")):
-                of_http = ["--control-key-file", str(key_file), "--control-network", "127.0.0.0/8"]
-                of_http += ["--port", str(ports[name]), "--role", role, "--preset", "distserve"]
-                router.start_engine(name, *flags, *of_http)
-            router.wait_until_ready("p", "d")
-            started = Pair(router, ports)
-            wait_until(lambda: started.has_cache("p") and started.has_cache("d"))
-            yield started
+    with serving_fleet("demo", names=(), router_flags=["--preset", "distserve"]) as router:
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            of_http = ["--control-key-file", str(key_file), "--control-network", "127.0.0.0/8"]
+            of_http += ["--port", str(ports[name]), "--role", role, "--preset", "distserve"]
+            router.start_engine(name, *flags, *of_http)
+        router.wait_until_ready("p", "d")
+        started = Pair(router, ports)
+        wait_until(lambda: started.has_cache("p") and started.has_cache("d"))
+        yield started

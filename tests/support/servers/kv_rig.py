@@ -19,14 +19,20 @@ from gllm.config.engine import EngineConfig
 from gllm.config.router import RouterConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.engine.fleet_engine import FleetEngine
 from gllm.engine.text_engine import TextEngine
-from gllm.kernels.native.builds import BUILD_VARIABLE, select_build
+from gllm.fleet.fleet import Fleet
+from gllm.fleet.fleet_links import FleetLinks
 from gllm.kv_transfer.pages import KvPages
 from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
+from gllm.models.config import read_config
+from gllm.models.hub import resolve_model
+from gllm.models.identity import hash_model
 from gllm.routing.disaggregation.policy import DecodeChoice, EnginePair, PairPolicy, PairRequest
 from gllm.routing.state import EngineSnapshot
+from tests.support.network.ports import free_port
 
+MAX_LEN = 256
+"""Tokens of prompt and output."""
 SECONDS = 90.0
 """Limit for anything that should happen at once."""
 REPORTS_SECONDS = 0.5
@@ -150,30 +156,30 @@ class KvWatch:
 
 
 class KvRouter:
-    """A router of which a test names the engines of each request."""
+    """A router of which a test names the engines of each request.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Args:
+        create_links: creates the router's sessions with the engines.
+    """
+
+    def __init__(self, create_links: type[FleetLinks] = FleetLinks) -> None:
         self.policy = FixedPair()
-        self.router = FleetEngine(
-            RouterConfig(model="demo", hub="127.0.0.1:0", preset="distserve", max_model_len=256)
-        )
-        self.handoffs = self.router._fleet.client.handoffs
-        self.errors = WatchErrors()
-        monkeypatch.setattr(self.handoffs._pairs, "policy", self.policy)
-
-    @property
-    def address(self) -> str:
+        self.address = f"127.0.0.1:{free_port()}"
         """Address of the router's hub."""
-        address = self.router._fleet._links.hub_address
-        assert address
-        return address.removeprefix("tcp://")
+        config = RouterConfig(model="demo", hub=self.address, preset="distserve")
+        folder = resolve_model("demo")
+        self.fleet = Fleet(config, hash_model(folder), MAX_LEN, create_links, self.policy)
+        self.router = TextEngine(
+            self.fleet, "demo", folder, read_config(folder), MAX_LEN, None, None
+        )
+        self.handoffs = self.fleet.client.handoffs
+        self.errors = WatchErrors()
 
     @property
     def able(self) -> set[str]:
         """Engines that take hand-offs."""
-        targets = self.router._fleet.client._engines.values()
-        able = {each.name for each in targets if each.kv is not None and each.kv.endpoint()}
-        return able & {row.name for row in self.router._fleet.engines() if row.state == "ready"}
+        rows = self.fleet.engines()
+        return {row.name for row in rows if row.has_kv_transfer and row.state == "ready"}
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for a condition."""
@@ -189,7 +195,7 @@ class KvRouter:
 
         def is_empty() -> bool:
             nonlocal empty_since
-            rows = [row.stats for row in self.router._fleet.engines()]
+            rows = [row.stats for row in self.fleet.engines()]
             used = [(row.unfinished, row.held_blocks, row.fetching, row.kv_usage) for row in rows]
             if any(map(any, used)) or self.handoffs.num_running:
                 empty_since = None
@@ -204,7 +210,7 @@ class KvRig(KvRouter):
     """The router and its engines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
-        super().__init__(monkeypatch)
+        super().__init__()
         self.engines: dict[str, Engine] = {}
         self.watches: dict[str, KvWatch] = {}
         self._monkeypatch, self._stack = monkeypatch, stack
@@ -218,7 +224,7 @@ class KvRig(KvRouter):
                 **{
                     "threads": 1,
                     "dtype": "float32",
-                    "max_model_len": 256,
+                    "max_model_len": MAX_LEN,
                     "kv_cache_memory": 2**24,
                     "kv_transfer": "auto",
                     "kv_fetch": "always",
@@ -250,8 +256,7 @@ def make_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
 
 @asynccontextmanager
 async def kv_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KvRig]:
-    """A router without engines. All kernels are those of the build: nothing is measured."""
-    monkeypatch.setenv(BUILD_VARIABLE, select_build().name)
+    """A router without engines."""
     async with AsyncExitStack() as stack:
         rig = KvRig(monkeypatch, stack)
         await rig.router.start()

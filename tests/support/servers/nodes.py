@@ -97,7 +97,8 @@ class Cluster:
         self.flags = flags
         self.folder = folder
         self.servers: dict[int, NodeServer] = {}
-        self._all: list[NodeServer] = []
+        self.all_servers: list[NodeServer] = []
+        """Those that have ended included."""
         is_isolated = isinstance(rig, NamespaceRig)
         self.head_port = HEAD_PORT if is_isolated else free_port()
         self.security: list[str] = []
@@ -140,7 +141,7 @@ class Cluster:
         port = self._http_port()
         log = self.folder / f"other-{machine}.log"
         server = NodeServer(self.rig, machine, [*command, "--port", str(port)], port, log)
-        self._all.append(server)
+        self.all_servers.append(server)
         return server
 
     def _run(
@@ -160,7 +161,7 @@ class Cluster:
         log = self.folder / f"machine-{machine}.log"
         server = NodeServer(self.rig, machine, [*command, *own, *flags], port, log)
         self.servers[machine] = server
-        self._all.append(server)
+        self.all_servers.append(server)
         return server
 
     def wait_until_ready(self) -> None:
@@ -185,12 +186,12 @@ class Cluster:
 
     def close(self) -> None:
         """Kill all processes that still run."""
-        pids = [pid for server in self._all for pid in server.pids()]
+        pids = [pid for server in self.all_servers for pid in server.pids()]
         for number in (signal.SIGCONT, signal.SIGKILL):
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-        for server in self._all:
+        for server in self.all_servers:
             server.process.wait()
 
     def _http_port(self) -> int:
@@ -209,7 +210,7 @@ def running_cluster(
         cluster.wait_until_ready()
         yield cluster
     except BaseException:
-        for server in cluster._all:
+        for server in cluster.all_servers:
             print(f"--- {server.log_path}\n{server.log[-6000:]}")
         raise
     finally:

@@ -6,8 +6,11 @@ import urllib.error
 from dataclasses import dataclass, field
 from typing import Any
 
+from gllm.kernels.native.builds import select_build
 from tests.support.servers.server import Server, wait_until
 
+HAS_EXACT_TEXTS = select_build().path is not None
+"""False if a BLAS decides the order of sums, so that recomputed texts may differ."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Part = tuple[str | int, ...]
 """Place of a value in an answer."""
@@ -107,6 +110,9 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Endpoint and fields by kind of request; greedy or with a seed, so that all have one answer."""
+RECOVERY = ["--freeze-timeout", "2", "--recovery-timeout", "300"]
+"""Flags with which a stopped worker is left alone for two seconds only, and requests wait for a
+restarted worker, however long its start takes here."""
 MAX_TOKENS = 90
 WHOLE = ("chat logprobs", "prompt logprobs")
 """Kinds whose answers are not streamed."""
@@ -166,7 +172,7 @@ class Load:
         assert server.post(path, {**fields, "max_tokens": 1, "cache_salt": salt})[0] == 200
         self.answers = {kind: Answer(kind) for kind in REQUESTS}
         self._threads = [
-            threading.Thread(target=self._run, args=(answer,), daemon=True)
+            threading.Thread(target=self.run, args=(answer,), daemon=True)
             for answer in self.answers.values()
         ]
         for thread in self._threads:
@@ -200,7 +206,8 @@ class Load:
         wait_until(lambda: not self.is_running)
         return self.answers
 
-    def _run(self, answer: Answer) -> None:
+    def run(self, answer: Answer) -> None:
+        """Send the request of an answer's kind and read the answer."""
         path, fields = REQUESTS[answer.kind]
         body = {"max_tokens": MAX_TOKENS, "cache_salt": self._salt, **fields}
         try:
@@ -252,10 +259,41 @@ class RepeatedLoad(Load):
         self.wait()
         return self._all_answers
 
-    def _run(self, answer: Answer) -> None:
+    def run(self, answer: Answer) -> None:
+        """Send the request of an answer's kind again and again."""
         while True:
             self._all_answers.append(answer)
-            super()._run(answer)
+            super().run(answer)
             if answer.errors or self._should_stop.is_set():
                 return
             answer = self.answers[answer.kind] = Answer(answer.kind)
+
+
+def load_during(server: Server, salt: str) -> Load:
+    """Start requests of all kinds and wait until all of them run."""
+    load = Load(server, salt)
+    load.wait_for_events(2 * len(REQUESTS))
+    return load
+
+
+def wait_until_ready(server: Server) -> None:
+    """Wait for the end of a recovery."""
+    wait_until(lambda: server.status("/ready") == 200)
+
+
+def compare(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    """Check that no request was lost and that all answers are as expected.
+
+    Texts are compared only where a BLAS does not order their sums.
+    """
+    for kind, answer in answers.items():
+        assert answer.errors == [], kind
+        if HAS_EXACT_TEXTS:
+            assert answer.content == expected[kind].content, kind
+        else:
+            assert ends(answer) == ends(expected[kind]) != set(), kind
+
+
+def ends(answer: Answer) -> set[Part]:
+    """Return the places of the reasons for which choices ended."""
+    return {place for place in answer.values if place[-1] == "finish_reason"}

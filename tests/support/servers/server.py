@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,11 +24,15 @@ DEADLINE = 240.0
 
 
 def wait_until(condition: Callable[[], object], seconds: float = DEADLINE) -> float:
-    """Wait for a condition; the seconds it took. Fails when it does not come true."""
+    """Wait for a condition; the seconds it took. Fails when it does not come true.
+
+    The longer it takes, the rarer it is looked at: a look may be a request to a server that starts.
+    """
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < seconds, "it did not come true"
-        time.sleep(0.02)
+        elapsed = time.monotonic() - begin
+        assert elapsed < seconds, "it did not come true"
+        time.sleep(min(max(0.01, elapsed / 20), 0.1))
     return time.monotonic() - begin
 
 
@@ -97,6 +102,19 @@ def end_with_the_tests() -> Callable[[], None]:
     return partial(die_with_parent, os.getpid())
 
 
+class ProcessLog:
+    """What a process and its children write: unread, a pipe would fill and stop them."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("log")
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self) -> str:
+        """All that was written so far."""
+        size = os.fstat(self.descriptor).st_size
+        return os.pread(self.descriptor, size, 0).decode()
+
+
 class Server:
     """`python -m gllm.serve MODEL FLAGS` on a free port; `certificate`: the one to trust."""
 
@@ -105,11 +123,17 @@ class Server:
     def __init__(self, model: str, *flags: str, certificate: str | None = None) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", self.module, model, "--port", str(self.port), *flags]
+        self._log = ProcessLog()
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests()
+            command, stderr=self._log.descriptor, preexec_fn=end_with_the_tests()
         )
         self.url = f"http{'s' if certificate else ''}://127.0.0.1:{self.port}"
         self._tls = ssl.create_default_context(cafile=certificate) if certificate else None
+
+    @property
+    def log(self) -> str:
+        """All that the server has written to stderr."""
+        return self._log.read()
 
     @property
     def pid(self) -> int:
@@ -155,8 +179,7 @@ class Server:
 
     def end(self) -> tuple[int, str]:
         """Wait for the process to end; its status and what it wrote to stderr."""
-        _, errors = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, errors
+        return self.process.wait(timeout=DEADLINE), self.log
 
 
 FLEET_VARIABLE = "GLLM_TEST_FLEET"
@@ -191,4 +214,4 @@ def serving(model: Path | str, *flags: str, certificate: str | None = None) -> I
                 for pid in server.workers():
                     os.kill(pid, signal.SIGCONT)
             server.process.kill()
-        server.process.communicate()
+        server.process.wait()
