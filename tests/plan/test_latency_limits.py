@@ -50,6 +50,10 @@ def test_limits_of_percentiles_bind_the_run() -> None:
     assert not parse_limits("ttft:p99=1").are_kept(lines)
     assert parse_limits("tbt:p99=0.11").are_kept(lines)
     assert not parse_limits("tbt:p99=0.09").are_kept(lines)
+    # Each of several limits binds.
+    assert not parse_limits("ttft:p50=1,tbt:p99=0.09").are_kept(lines)
+    assert not parse_limits("ttft:p99=1,tbt:p99=0.11").are_kept(lines)
+    assert parse_limits("ttft:p50=1,tbt:p99=0.11").are_kept(lines)
 
 
 def test_limits_of_each_request_bind_a_share() -> None:

@@ -111,6 +111,11 @@ def test_what_cannot_be_served_is_refused_by_its_path(plan: ServingPlan, words: 
     assert str(caught.value).startswith(words)
 
 
+def test_a_stage_may_have_one_layer_and_no_device() -> None:
+    check_plan(change_engine(stages=[StagePlan("a", 1, [0]), StagePlan("a", 63, [1])]))
+    check_plan(change(engines={"e": EnginePlan([StagePlan("a", 1)])}, routes={}))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
