@@ -216,3 +216,26 @@ def test_a_prompt_beyond_the_context_is_an_error(create: Create) -> None:
         ask(llm)
     ask(llm, sampling_params=SamplingParams(truncate_prompt_tokens=8))
     assert len(engine.calls[-1].prompt) == 8
+
+
+def test_prompts_are_completed_in_their_order(create: Create) -> None:
+    llm, engine = create(None, "Hello wörld, how are you?")
+    tokens = engine.tokenizer.encode(engine.reply)
+    outputs = llm.generate(["a b", "c"], SamplingParams(max_tokens=2))
+    assert [output.prompt for output in outputs] == ["a b", "c"]
+    assert [call.prompt for call in engine.calls] == [
+        engine.tokenizer.encode(text) for text in ("a b", "c")
+    ]
+    for output in outputs:
+        (choice,) = output.outputs
+        assert (choice.token_ids, choice.finish_reason) == (tokens[:2], "length")
+        assert choice.text == engine.tokenizer.decode(tokens[:2])
+
+
+def test_no_prompt_runs_beside_one_that_cannot(create: Create) -> None:
+    llm, engine = create(None, "Hello")
+    prompts: list[list[int]]
+    for prompts in ([[5], []], [[5], [10**6]], [[5], [5] * 5000]):
+        with pytest.raises(FieldError, match="prompt"):
+            llm.generate(prompts, SamplingParams(max_tokens=3))
+    assert engine.calls == []

@@ -75,6 +75,22 @@ async def test_each_prompt_is_a_request(rig):
     assert rig.engine.status().num_requests == 0
 
 
+async def test_eos_ends_an_output_unless_it_is_ignored():
+    compilation = Compilation()
+    compilation.may_end.set()
+    engine = compilation.rig.engine
+    ignored = SamplingParams(ignore_eos=True, stop_token_ids=(7,))
+    # At the end of a grammar nothing but EOS is allowed.
+    grammar = SamplingParams(ignore_eos=True, structured=CHOICE.structured)
+    for params in (PARAMS, ignored, grammar):
+        for request in await engine.submit([[5]], params):
+            request.close()
+    sent = [each.stop_ids for each in compilation.rig.sent if isinstance(each, SubmitRequest)]
+    eos_ids = sorted(engine.model.eos_ids)
+    assert eos_ids
+    assert sent == [eos_ids, [7], eos_ids]
+
+
 async def test_one_prompt_that_cannot_be_refuses_all(rig):
     with pytest.raises(FieldError):
         await rig.engine.submit([[5], []], PARAMS)

@@ -1,5 +1,7 @@
 """Needs of a router's preset: the policy of its engines, and predicted output lengths."""
 
+from typing import Any
+
 import pytest
 
 from gllm.fleet.engine_checks import preset_warning
@@ -27,7 +29,7 @@ def test_an_engine_that_schedules_otherwise_is_named_with_the_fix(
 
 
 @pytest.mark.parametrize("options", [{}, {"preset": "distserve"}])
-def test_requests_carry_a_prediction_once_outputs_have_ended(options: dict[str, str]) -> None:
+def test_requests_carry_a_prediction_once_outputs_have_ended(options: dict[str, Any]) -> None:
     rig = Rig(**options)
     link = rig.attach("a")
     for length in (2, 4):
