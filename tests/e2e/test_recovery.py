@@ -69,8 +69,8 @@ def server(
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         with serving("demo", "--pp", "3", *RECOVERY, *EXACT) as started:
             # The grammar compiler starts with the first grammar, and its pipes stay.
-            path, fields = REQUESTS["grammar"]
-            assert started.post(path, {**fields, "max_tokens": 1})[0] == 200
+            endpoint, fields = REQUESTS["grammar"]
+            assert started.post(endpoint, {**fields, "max_tokens": 1})[0] == 200
             yield started
             residue = Residue(started)
             started.process.terminate()
