@@ -79,6 +79,7 @@ def test_the_head_has_all_layers_once_both_other_machines_are_lost() -> None:
     assert scenario.nodes_used[-1] == ["local", "local"]
 
 
+@pytest.mark.full
 def test_without_memory_for_it_the_engine_waits_for_the_machine() -> None:
     scenario = play(can_recut=False, node_strikes=((20.0, "power", 1, 40.0),))
     check_served(scenario)
@@ -156,6 +157,7 @@ def test_a_machine_is_drained_and_joins_again(seed: int) -> None:
     assert dict(scenario.supervisor.deaths.recoveries) == {"drained": 1, "joined": 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed", [3, *(pytest.param(i, marks=pytest.mark.long) for i in range(20, 40))]
 )
