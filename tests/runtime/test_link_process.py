@@ -172,6 +172,7 @@ async def test_another_run_closes_the_edges() -> None:
         assert await right.receive(1) == bytes([1]) * 64
 
 
+@pytest.mark.full
 async def test_a_port_that_is_in_use_is_named_and_tried_again() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

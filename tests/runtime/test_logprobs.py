@@ -114,14 +114,34 @@ def check(pipeline: Told) -> None:
 SMALL_CHUNKS = {"max_prefill_tokens": 16, "min_prefill_tokens": 4, "max_num_batched_tokens": 20}
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, SMALL_CHUNKS, {"async_scheduling": False}], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [(1, SMALL_CHUNKS), (2, {"async_scheduling": False}), (4, {})]
+    + [
+        pytest.param(stages, options, marks=pytest.mark.full)
+        for stages, options in [
+            (1, {}),
+            (2, {}),
+            (2, SMALL_CHUNKS),
+            (4, SMALL_CHUNKS),
+            (1, {"async_scheduling": False}),
+            (4, {"async_scheduling": False}),
+        ]
+    ],
+    ids=str,
+)
 def test_every_cut_and_chunking(folder: Path, stages: int, options: dict[str, Any]) -> None:
     check(Told(folder, stages, options=options))
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "throttle", "prefill-first"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "policy"),
+    [(1, "throttle"), (2, "sarathi")]
+    + [
+        pytest.param(*each, marks=pytest.mark.full)
+        for each in [(1, "sarathi"), (2, "throttle"), (1, "prefill-first"), (2, "prefill-first")]
+    ],
+)
 def test_under_preemption_nothing_comes_twice(folder: Path, stages: int, policy: str) -> None:
     pipeline = Told(folder, stages, 18, {"policy": policy, **SMALL_CHUNKS})
     check(pipeline)
@@ -174,12 +194,12 @@ def alone(folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("stages", "blocks", "options"),
     [
-        (1, 200, {}),
         (1, 200, {"async_scheduling": False}),
         (1, 18, SMALL_CHUNKS),
-        (2, 200, SMALL_CHUNKS),
-        (2, 18, {}),
-        (4, 200, {}),
+        pytest.param(1, 200, {}, marks=pytest.mark.full),
+        pytest.param(2, 200, SMALL_CHUNKS, marks=pytest.mark.full),
+        pytest.param(2, 18, {}, marks=pytest.mark.full),
+        pytest.param(4, 200, {}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -215,7 +235,7 @@ def test_greedy_with_penalties_is_what_transformers_says(folder: Path) -> None:
 
 def test_bad_logits_of_a_prompt_end_their_own_request(folder: Path) -> None:
     pipeline = Told(folder, 1)
-    broken = pipeline.executors[0]._stage
+    broken = pipeline.executors[0].stage
     head = broken.compute_logits
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:

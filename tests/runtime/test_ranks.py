@@ -20,9 +20,6 @@ from tests.runtime.test_logprobs import PENALIZED, Told, check, drawn
 from tests.support.engines.rank_stage import make_stages
 from tests.support.models.tiny_models import save
 
-DEGREES = [(2,), (2, 2), (2, 1), (1, 2)]
-"""Ranks of each stage."""
-
 
 @dataclass
 class Ranked(Told):
@@ -52,7 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("qwen3", tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [(2,), (2, 1), *(pytest.param(each, marks=pytest.mark.full) for each in [(2, 2), (1, 2)])],
+    ids=str,
+)
 def test_greedy_tokens_are_those_of_transformers(folder: Path, degrees: tuple[int, ...]) -> None:
     """With one stage tokens come from the step before, which only rank 0 has sampled."""
     pipeline = ranked(folder, degrees, **CHUNKED)
@@ -62,8 +63,13 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path, degrees: tuple[in
     check_greedy("qwen3", [generated[seq] for seq in sorted(generated)])
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("blocks", [200, 18])
+@pytest.mark.parametrize(
+    ("degrees", "blocks"),
+    [((2, 2), 18), ((1, 2), 200)]
+    + [pytest.param(each, 18, marks=pytest.mark.full) for each in [(2,), (2, 1), (1, 2)]]
+    + [pytest.param(each, 200, marks=pytest.mark.full) for each in [(2,), (2, 1), (2, 2)]],
+    ids=str,
+)
 def test_prompts_are_scored_by_all_ranks_together(
     folder: Path, degrees: tuple[int, ...], blocks: int
 ) -> None:
@@ -146,10 +152,10 @@ def test_weights_go_to_the_same_rank_only(folder: Path) -> None:
     assert "2 ranks" in first.ranks[0].numerics
     for executor in first.ranks:
         executor.close()
-    stage = first.ranks[0]._stage
+    stage = first.ranks[0].stage
     second.ranks[0].load(folder, lambda done, total: None, [first.ranks[0]])
-    assert second.ranks[0]._stage is stage
-    other = first.ranks[1]._stage
+    assert second.ranks[0].stage is stage
+    other = first.ranks[1].stage
     third = CpuExecutor(config, engine, 1, range(config.model.num_layers), num_ranks=2)
     third.load(folder, lambda done, total: None, [first.ranks[1]])
-    assert third._stage is not other
+    assert third.stage is not other

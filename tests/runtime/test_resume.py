@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import StructuredOutput
-from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
 from gllm.messages.sampling import SequenceSamplingParams
 from tests.support.engines.generations import (
@@ -25,6 +24,7 @@ from tests.support.engines.generations import (
     stages_on_cpu,
     tensor_tokens,
 )
+from tests.support.models.kernel_builds import using_build
 from tests.support.text.grammar_writing import FOLDER, TOKENIZER, compiled_grammar
 
 PROMPT = TOKENIZER.encode("Once upon a time there was a small engine that never", False)
@@ -50,9 +50,7 @@ def compiled_kernels() -> Iterator[None]:
     build = select_build()
     if build.path is None:
         pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
-    chosen = library.KernelLibrary(build.path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "load_library", lambda: chosen)
+    with using_build(build.name):
         yield
 
 
@@ -121,7 +119,13 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "stride"), [(1, 1), (2, 4), pytest.param(2, 1, marks=pytest.mark.long)]
+    ("num_stages", "stride"),
+    [
+        (1, 6),
+        pytest.param(1, 1, marks=pytest.mark.full),
+        pytest.param(2, 4, marks=pytest.mark.full),
+        pytest.param(2, 1, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_death_at_every_position(request_name: str, num_stages: int, stride: int) -> None:
@@ -136,7 +140,7 @@ def test_death_at_every_position(request_name: str, num_stages: int, stride: int
     assert whole.num_first_tokens == 1
     scores_prompt = request.sampling.prompt_logprobs is not None
     assert len(whole.prompt_logprobs) == (len(PROMPT) - 1) * scores_prompt
-    for length in range(0, len(whole.tokens), stride):
+    for length in sorted({0, *range(1, len(whole.tokens), stride)}):
         for was_told in {scores_prompt, False}:
             start = whole.cut(length, was_told)
             (output,) = Generation(stages, request, [start]).run()
@@ -163,17 +167,18 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "prefix_cache"),
+    ("num_stages", "prefix_cache", "stride"),
     [
-        (1, False),
-        (2, True),
-        pytest.param(1, True, marks=pytest.mark.long),
-        pytest.param(2, False, marks=pytest.mark.long),
+        (2, True, 7),
+        pytest.param(1, False, 1, marks=pytest.mark.full),
+        pytest.param(2, True, 1, marks=pytest.mark.full),
+        pytest.param(1, True, 1, marks=pytest.mark.long),
+        pytest.param(2, False, 1, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("request_name", CHOICES)
 def test_death_after_every_commit_of_several_choices(
-    request_name: str, num_stages: int, prefix_cache: bool
+    request_name: str, num_stages: int, prefix_cache: bool, stride: int
 ) -> None:
     """Some have ended, some have begun, some have not: each goes on with its own random numbers."""
     stages, request = stages_of(num_stages, prefix_cache), CHOICES[request_name]()
@@ -184,11 +189,11 @@ def test_death_after_every_commit_of_several_choices(
     snapshots = run_undisturbed(stages, request)
     whole = snapshots[-1]
     assert len({tuple(output.tokens) for output in whole}) > 2
-    for outputs in snapshots[:-1]:
+    for outputs in snapshots[:-1:stride]:
         assert Generation(stages, request, outputs).run() == whole
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_choices_die_at_different_positions(prefix_cache: bool) -> None:
     stages, request = stages_of(1, prefix_cache), sampled(logprobs=0, presence_penalty=0.5)
     request.n = 3

@@ -12,7 +12,8 @@ from gllm.runtime.cpu.sampler import sample_rows
 from gllm.runtime.sampling import build_sampling_metadata
 from gllm.runtime.sampling_state import create_sampling_states
 
-DRAWS = 4000
+NUM_DRAWS, MANY_DRAWS = 1500, 4000
+VOCABULARIES = (36, 1500)
 PROMPT = [0, 1, 1, 5, 9]
 OUTPUT = [5, 5, 2, 7, 5, 11]
 
@@ -71,9 +72,18 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("vocabulary", [36, 1500])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_draws_follow_the_exact_distribution(case: dict[str, Any], vocabulary: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "vocabulary", "num_draws"),
+    [(case, VOCABULARIES[i % 2], NUM_DRAWS) for i, case in enumerate(CASES)]
+    + [
+        pytest.param(case, vocabulary, MANY_DRAWS, marks=pytest.mark.full)
+        for case in CASES
+        for vocabulary in VOCABULARIES
+    ],
+)
+def test_draws_follow_the_exact_distribution(
+    case: dict[str, Any], vocabulary: int, num_draws: int
+) -> None:
     """Chi-square at fixed seeds; tokens without a chance never come."""
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(3)) * 2
     # The tokens that cases treat in their own way have to carry some of the probability.
@@ -81,7 +91,7 @@ def test_draws_follow_the_exact_distribution(case: dict[str, Any], vocabulary: i
     wanted = exact(logits, SequenceSamplingParams(**case))
     assert (wanted - exact(logits, SequenceSamplingParams())).abs().max() > 0.01
     counts = torch.zeros(vocabulary, dtype=torch.float64)
-    for seeds in range(0, DRAWS, 500):
+    for seeds in range(0, num_draws, 500):
         states = []
         for seed in range(seeds, seeds + 500):
             spec = SequenceSamplingParams(**case, seed=seed)
@@ -94,8 +104,8 @@ def test_draws_follow_the_exact_distribution(case: dict[str, Any], vocabulary: i
         tokens = sample_rows(logits.repeat(500, 1), rows).tokens
         counts += torch.bincount(torch.tensor(tokens), minlength=vocabulary)
     assert not counts[wanted == 0].any()
-    likely = wanted * DRAWS >= 5
-    squares = (counts - wanted * DRAWS) ** 2 / (wanted * DRAWS)
+    likely = wanted * num_draws >= 5
+    squares = (counts - wanted * num_draws) ** 2 / (wanted * num_draws)
     freedom = max(int(likely.sum()) - 1, 1)
     # Wilson and Hilferty's approximation of the 99.99 % quantile.
     scale = 2 / (9 * freedom)

@@ -130,7 +130,10 @@ async def test_requests_survive_a_death(victim: int, caplog: pytest.LogCaptureFi
     assert "requests resumed: 5" in ready
 
 
-@pytest.mark.parametrize(("stage", "rank"), [(0, 1), (1, 0), (1, 2)])
+@pytest.mark.parametrize(
+    ("stage", "rank"),
+    [(1, 2), *(pytest.param(*each, marks=pytest.mark.full) for each in [(0, 1), (1, 0)])],
+)
 async def test_requests_survive_the_death_of_a_rank(
     stage: int, rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,6 +179,7 @@ async def test_the_prefix_cache_is_watched_again_after_a_recovery() -> None:
     assert not follower.digests
 
 
+@pytest.mark.full
 async def test_many_deaths_at_random_moments() -> None:
     rng = Random(SEED)
     async with running(3, max_restarts=1) as (supervisor, node):
@@ -251,11 +255,11 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     failures: Counter[str] = Counter()
     make = tempfile.mkdtemp
 
-    def make_folder(prefix: str = "") -> str:
+    def make_folder(prefix: str = "", **options: Any) -> str:
         if failures[prefix] > 0:
             failures[prefix] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        return make(prefix=prefix)
+        return make(prefix=prefix, **options)
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_folder)
     monkeypatch.setattr(records, "FIRST_BACKOFF_SECONDS", 0.02)
@@ -310,7 +314,7 @@ async def test_a_broken_session_is_recovered(monkeypatch: pytest.MonkeyPatch) ->
     async with running() as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 100))
         await until(lambda: supervisor.client.stats.running)
-        node.worker_of(1)._spoke.close()
+        node.worker_of(1).disconnect()
         assert await task == (expected([1], 100), [""])
         assert supervisor.deaths.recoveries == {"lost": 1}
 
@@ -401,7 +405,9 @@ async def test_a_death_while_draining_is_recovered() -> None:
         assert await task == (expected([1], 100), [""])
 
 
-@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.parametrize(
+    "moment", [0, 3, 5, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 2, 4))]
+)
 async def test_stop_works_at_every_moment_of_a_recovery(moment: int, temporary: Path) -> None:
     async with running(3) as (supervisor, node):
         task = asyncio.create_task(generate(supervisor, [1], 1000))

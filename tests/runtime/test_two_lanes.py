@@ -11,12 +11,12 @@ from gllm.config.engine import EngineConfig
 from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.kernels.native import library
 from gllm.kernels.native.builds import select_build
 from gllm.observability.step_log import CommitEvent, ScheduleEvent, read_step_log
 from gllm.sim.replay import replay_calls
 from tests.runtime.test_engine_deaths import ChoiceResult, Readers
 from tests.support.engines.local_workers import LocalWorkers, local_engine
+from tests.support.models.kernel_builds import using_build
 
 PROMPTS = [
     [3 + seq * 7 + position * 11 % 90 for position in range(10 + 17 * seq)] for seq in range(8)
@@ -30,9 +30,7 @@ def compiled_kernels() -> Iterator[None]:
     build = select_build()
     if build.path is None:
         pytest.skip(f"a BLAS decides the order of sums: {build.reason}")
-    chosen = library.KernelLibrary(build.path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "load_library", lambda: chosen)
+    with using_build(build.name):
         yield
 
 

@@ -81,7 +81,15 @@ class Steps:
         self._executor.compute(batch, None)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "deepseek-v2", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma2",
+        "deepseek-v2",
+        pytest.param("qwen3", marks=pytest.mark.full),
+        pytest.param("qwen2-moe", marks=pytest.mark.full),
+    ],
+)
 def test_no_step_needs_a_kernel_that_examples_did_not(family: str, tmp_path: Path) -> None:
     executor = executor_of(save(family, tmp_path))
     with recorded_variants() as variants, torch.inference_mode():
@@ -159,6 +167,7 @@ print(counter.count)
 """
 
 
+@pytest.mark.full
 def test_kernels_that_are_compiled_late_are_counted() -> None:
     """Not those of another number of rows, which is no constant."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
