@@ -19,6 +19,7 @@ from scripts.demo_model.chat import CHAT_TEMPLATE, Message, render, render_promp
 from scripts.demo_model.templates import expand, template_words, words
 from scripts.demo_model.world import HEROES, Split, Statement, all_heroes, is_held_out
 
+pytestmark = pytest.mark.full
 SAMPLES = 20_000
 HERO_MENTION = re.compile(r"\b([A-Z][a-z]+) (?:the|is an?) ([a-z]+)\b")
 

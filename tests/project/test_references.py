@@ -150,6 +150,7 @@ def unknown_references(text: str, page: Path) -> set[str]:
     return files | (modules - OTHER_NAMES) | members
 
 
+@pytest.mark.full
 def test_what_a_text_names_exists() -> None:
     unknown = {
         name_of(page): names
