@@ -1,6 +1,7 @@
 """Resolution of model names to local folders: the demo, a path, or the Hugging Face hub."""
 
 from pathlib import Path
+from typing import Protocol
 
 from gllm.models.errors import ModelError
 from gllm.models.weight_files import INDEX, SINGLE, missing_weights_reason, names_of_index
@@ -24,8 +25,24 @@ FILES = [
 that copies in subfolders are not downloaded."""
 
 
-def resolve_model(model: str) -> Path:
+class HubClient(Protocol):
+    """The part of huggingface_hub.HfApi that finds the files of a model."""
+
+    def snapshot_download(
+        self, name: str, /, *, allow_patterns: list[str], revision: str | None = None
+    ) -> str:
+        """Download the files of a repository that match; return their folder."""
+
+    def list_repo_files(self, name: str, /, *, revision: str | None = None) -> list[str]:
+        """Return the names of all files of a repository."""
+
+
+def resolve_model(model: str, hub: HubClient | None = None) -> Path:
     """Return the folder of `demo`, a path or a hub repository; download the latter if needed.
+
+    Args:
+        model: `demo`, a path or the name of a hub repository.
+        hub: Client of the hub; by default a new one.
 
     Raises:
         ModelError: there is no such model; the message says what to do.
@@ -40,12 +57,12 @@ def resolve_model(model: str) -> Path:
         raise ModelError(f"{model!r} is {kind}: pass the folder of a model with safetensors")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no folder {model!r}: check the path of the model")
-    return _download(model)
+    return _download(model, hub)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, hub: HubClient | None) -> Path:
     """Download a hub repository; return its folder."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -53,14 +70,15 @@ def _download(name: str) -> Path:
         RepositoryNotFoundError,
     )
 
+    hub = HfApi() if hub is None else hub
     try:
-        folder = Path(snapshot_download(name, allow_patterns=FILES))
+        folder = Path(hub.snapshot_download(name, allow_patterns=FILES))
         weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
         # The same commit, even if the repository has changed meanwhile.
         revision = folder.name if folder.parent.name == "snapshots" else None
-        folder = Path(snapshot_download(name, allow_patterns=weights, revision=revision))
+        folder = Path(hub.snapshot_download(name, allow_patterns=weights, revision=revision))
         if not (folder / weights[0]).exists():
-            names = HfApi().list_repo_files(name, revision=revision)
+            names = hub.list_repo_files(name, revision=revision)
             raise ModelError(f"model {name!r} {missing_weights_reason(names)}")
         return folder
     except GatedRepoError as error:

@@ -106,6 +106,11 @@ class Checkpoint:
         """Close the files."""
         self._files.close()
 
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape in the files of each tensor that the stage reads, by name."""
+        return {name: tuple(home.shape) for name, home in self._homes.items()}
+
     def report_to(self, progress: Progress) -> None:
         """Call `progress` with (bytes read, bytes in all) after each tensor, and once now."""
         self._progress = progress

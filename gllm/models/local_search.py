@@ -14,19 +14,22 @@ _SHOWN = 12
 """Characters of a hash that a message shows."""
 
 
-def find_local_model(name: str, model_hash: str, own_model: str | None = None) -> Path:
+def find_local_model(
+    name: str, model_hash: str, own_model: str | None = None, cache: Path | None = None
+) -> Path:
     """Return the folder of a model on this machine; its hash is that of the head's.
 
     Args:
         name: name or path of the model on the head.
         model_hash: digest of the head's model.
         own_model: name or path of the model on this machine; None for the head's.
+        cache: folder of the hub's cache; None for the one that huggingface_hub has.
 
     Raises:
         ModelError: the model is not here, or another one is; the message says what to do.
     """
     wanted = own_model or name
-    folder = find_folder(wanted)
+    folder = find_folder(wanted, cache)
     if folder is None:
         raise ModelError(
             f"the model {wanted!r} is not on this machine: copy the head's folder of it here and "
@@ -42,7 +45,7 @@ def find_local_model(name: str, model_hash: str, own_model: str | None = None) -
     return folder
 
 
-def find_folder(model: str) -> Path | None:
+def find_folder(model: str, cache: Path | None = None) -> Path | None:
     """Return the folder of `demo`, a path or a hub repository in the local cache."""
     if model == "demo":
         return DEMO
@@ -51,16 +54,17 @@ def find_folder(model: str) -> Path | None:
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         return None
-    return _find_in_cache(model)
+    return _find_in_cache(model, cache)
 
 
-def _find_in_cache(name: str) -> Path | None:
+def _find_in_cache(name: str, cache: Path | None) -> Path | None:
     # Slow to import, and not needed for folders.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=FILES, local_files_only=True))
+        path = snapshot_download(name, allow_patterns=FILES, local_files_only=True, cache_dir=cache)
+        folder = Path(path)
         weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None

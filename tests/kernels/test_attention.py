@@ -99,7 +99,7 @@ decode_rows = st.lists(st.tuples(st.integers(0, 40), st.just(1)), max_size=6)
 chunk_rows = st.lists(st.tuples(st.integers(0, 30), st.integers(2, 25)), max_size=3)
 
 
-@settings(max_examples=num_examples(60, 1000), deadline=None)
+@settings(max_examples=num_examples(35, 1000), deadline=None)
 @given(
     decode_rows,
     chunk_rows,

@@ -47,7 +47,7 @@ row = st.tuples(
 )
 
 
-@settings(max_examples=num_examples(100, 3000), deadline=None)
+@settings(max_examples=num_examples(50, 3000), deadline=None)
 @given(st.lists(row, min_size=1, max_size=4))
 def test_penalties_follow_the_definition(rows) -> None:
     columns = (list(column) for column in zip(*rows, strict=True))
@@ -74,7 +74,7 @@ def test_extreme_penalties_keep_finite_logits_finite(repetition: float) -> None:
     assert logits[0, 6] == -math.inf
 
 
-@settings(max_examples=num_examples(60, 1000), deadline=None, derandomize=True)
+@settings(max_examples=num_examples(30, 1000), deadline=None, derandomize=True)
 @given(st.lists(row, min_size=1, max_size=3), st.integers(1, 5), st.integers(0, 99))
 def test_histories_are_penalized_as_entries_are(rows, block_size, seed) -> None:
     """Bit by bit; rows without a history stay."""

@@ -6,9 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils._paths import filter_repo_objects
@@ -45,28 +43,39 @@ class Hub:
         self.files = files
         self.fetched: set[str] = set()
 
-    def snapshot_download(self, name: str, revision: str | None = None, **options: Any) -> str:
+    def snapshot_download(
+        self, name: str, *, allow_patterns: list[str], revision: str | None = None
+    ) -> str:
         assert name == "org/name"
         assert revision in (None, "c0ffee")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in filter_repo_objects(self.files, **options):
+        for path in filter_repo_objects(self.files, allow_patterns=allow_patterns):
             self.fetched.add(path)
             (self.folder / path).parent.mkdir(exist_ok=True)
             (self.folder / path).write_text(self.files[path])
         return str(self.folder)
 
-    def list_repo_files(self, name: str, revision: str | None = None) -> list[str]:
+    def list_repo_files(self, name: str, *, revision: str | None = None) -> list[str]:
         return list(self.files)
 
 
+class FailingHub(Hub):
+    """A hub whose downloads raise an error."""
+
+    def __init__(self, root: Path, error: Exception) -> None:
+        super().__init__(root, {})
+        self.error = error
+
+    def snapshot_download(
+        self, name: str, *, allow_patterns: list[str], revision: str | None = None
+    ) -> str:
+        raise self.error
+
+
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
+def hub(tmp_path: Path) -> Callable[..., Hub]:
     def make(*names: str, **contents: str) -> Hub:
-        files = dict.fromkeys(names, "{}") | contents
-        made = Hub(tmp_path, files)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", made.snapshot_download)
-        monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", made.list_repo_files)
-        return made
+        return Hub(tmp_path, dict.fromkeys(names, "{}") | contents)
 
     return make
 
@@ -105,14 +114,14 @@ def test_weights_are_fetched_by_the_index(hub: Callable[..., Hub]) -> None:
     repository = hub(
         *SMALL, *COPIES, *shards, template, **{"model.safetensors.index.json": json.dumps(index)}
     )
-    assert resolve_model("org/name") == repository.folder
+    assert resolve_model("org/name", repository) == repository.folder
     index_name = "model.safetensors.index.json"
     assert repository.fetched == SMALL | shards | {template, index_name}
 
 
 def test_the_only_file_is_fetched(hub: Callable[..., Hub]) -> None:
     repository = hub(*SMALL, *COPIES, "model.safetensors")
-    assert resolve_model("org/name") == repository.folder
+    assert resolve_model("org/name", repository) == repository.folder
     assert repository.fetched == SMALL | {"model.safetensors"}
 
 
@@ -127,9 +136,9 @@ def test_the_only_file_is_fetched(hub: Callable[..., Hub]) -> None:
 def test_repositories_without_weights_are_told_apart(
     hub: Callable[..., Hub], name: str, said: str
 ) -> None:
-    hub(*SMALL, name)
+    repository = hub(*SMALL, name)
     with pytest.raises(ModelError, match=f"org/name.*{said}"):
-        resolve_model("org/name")
+        resolve_model("org/name", repository)
 
 
 def test_a_folder_of_gguf_files_is_named(tmp_path: Path) -> None:
@@ -171,15 +180,9 @@ def test_git_lfs_pointers_are_named(name: str, tmp_path: Path) -> None:
         (ConnectionError("refused"), "cannot be reached"),
     ],
 )
-def test_failed_download_says_what_to_do(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(name: str, **options: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+def test_failed_download_says_what_to_do(error: Exception, said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        resolve_model("org/name")
+        resolve_model("org/name", FailingHub(tmp_path, error))
 
 
 def test_configuration_is_read_without_torch() -> None:

@@ -15,11 +15,6 @@ def model_hash():
     return hash_model(DEMO)
 
 
-@pytest.fixture
-def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-
-
 def test_name_of_the_head(model_hash):
     assert find_local_model("demo", model_hash) == DEMO
 
@@ -35,20 +30,18 @@ def test_path_that_only_the_head_has(name, model_hash):
         find_local_model(name, model_hash)
 
 
-def test_hub_name_is_not_downloaded(empty_cache, model_hash):
+def test_hub_name_is_not_downloaded(tmp_path, model_hash):
     with pytest.raises(ModelError, match="pass --model FOLDER"):
-        find_local_model("someone/no-such-model", model_hash)
+        find_local_model("someone/no-such-model", model_hash, cache=tmp_path / "cache")
 
 
-def test_hub_name_in_the_cache(tmp_path, monkeypatch, model_hash):
+def test_hub_name_in_the_cache(tmp_path, model_hash):
     snapshot = tmp_path / "models--someone--copy" / "snapshots" / "1234"
     shutil.copytree(DEMO, snapshot)
     refs = snapshot.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text("1234")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("gllm.models.local_search.FILES", ["config.json"])
-    folder = find_folder("someone/copy")
+    folder = find_folder("someone/copy", tmp_path)
     if folder is None:
         pytest.fail("the cached model was not found")
     assert hash_model(folder) == model_hash

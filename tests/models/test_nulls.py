@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from gllm.models.config_reader import HARMLESS
 from gllm.models.errors import ModelError
 from gllm.models.spec import ModelSpec
 from tests.support.engines.pipeline import Pipeline
+from tests.support.full_cases import full_but
 from tests.support.models.published import Config, read
 from tests.support.models.tiny_models import FAMILIES, reference
 
@@ -97,7 +97,10 @@ def computed(family: str, key: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ROWS)
+QUICK = {"llama-biased", "gemma2", "cohere2", "deepseek-v3", "gpt2", "falcon-rw"}
+
+
+@pytest.mark.parametrize("family", full_but(QUICK, ROWS))
 def test_null_is_computed_as_by_transformers(family: str, tmp_path: Path) -> None:
     for key in [key for key, value in accepted(family).items() if value is None]:
         raw = whole(family) | {key: None}
@@ -142,6 +145,8 @@ def test_a_window_that_layers_need_cannot_be_null() -> None:
 
 
 def test_rows_cover_the_library_s_architectures() -> None:
+    import transformers
+
     classes = {type(reference(row)) for row in ROWS}
     others = {
         type(reference(name))

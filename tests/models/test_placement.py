@@ -69,8 +69,8 @@ def test_nothing_of_a_stage_stays_behind(family: str, tmp_path: Path) -> None:
                 else keys.new_empty(9, 4, held.num_heads, held.value_dim)
             )
             caches.append((keys, values))
-        hidden = executor._stage.forward(inputs, hidden, caches)
+        hidden = executor.stage.forward(inputs, hidden, caches)
         assert hidden.is_meta
     if len(cut) == 2:
         assert hidden is not None
-        assert executor._stage.compute_logits(hidden).shape == (6, config.model.vocab_size)
+        assert executor.stage.compute_logits(hidden).shape == (6, config.model.vocab_size)

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 
 from gllm.models.errors import ModelError
 from gllm.models.registry import ARCHITECTURES
@@ -21,6 +20,7 @@ from gllm.models.spec import (
 )
 from gllm.models.split import layer_costs, split_layers
 from gllm.runtime.kv_cache import KVCache, block_bytes
+from tests.support.full_cases import full_but
 from tests.support.models.published import PUBLISHED, Config, read
 
 
@@ -202,10 +202,10 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_heads_that_share_the_embedding(name: str) -> None:
-    model = read(PUBLISHED[name])
-    assert (model.head.name == model.embedding.name) == (name in TIED)
+def test_heads_that_share_the_embedding() -> None:
+    models = {name: read(raw) for name, raw in PUBLISHED.items()}
+    shared = {name for name, model in models.items() if model.head.name == model.embedding.name}
+    assert shared == TIED & PUBLISHED.keys()
 
 
 def test_experts() -> None:
@@ -328,14 +328,21 @@ LIBRARY = [name for name, raw in PUBLISHED.items() if raw["model_type"] not in F
 
 def rewritten(raw: Config) -> Config:
     """A configuration as the library at hand would write it."""
+    import transformers
+
     keys = {key: value for key, value in copy.deepcopy(raw).items() if key != "auto_map"}
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     return config.to_dict() | {"architectures": raw["architectures"]}
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-def test_newer_files_say_the_same(name: str) -> None:
-    assert read(PUBLISHED[name]) == read(rewritten(PUBLISHED[name]))
+def test_newer_files_say_the_same() -> None:
+    for name in LIBRARY:
+        assert read(PUBLISHED[name]) == read(rewritten(PUBLISHED[name])), name
+
+
+TYPES = {PUBLISHED[name]["model_type"]: name for name in LIBRARY}
+ONE_PER_TYPE = pytest.mark.parametrize("name", full_but(TYPES.values(), LIBRARY))
+"""One model of each type in every run, the others in `make test-all`."""
 
 
 def read_or_refusal(raw: Config) -> ModelSpec | str:
@@ -345,7 +352,7 @@ def read_or_refusal(raw: Config) -> ModelSpec | str:
         return str(error)
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@ONE_PER_TYPE
 def test_what_a_file_leaves_out_is_what_transformers_takes(name: str) -> None:
     """But for the number of KV heads, which the shapes of tensors tell; what has to be there is
     refused by name instead."""
@@ -360,7 +367,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(name: str) -> None:
             assert key in found or "pairs are rotated" in found
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@ONE_PER_TYPE
 def test_null_in_a_file_is_what_transformers_takes(name: str) -> None:
     """For keys of older files too, where transformers accepts null; test_nulls.py computes."""
     whole = PUBLISHED[name]
@@ -402,9 +409,9 @@ OLD_LIBRARY: Config = {
 """What transformers 4 added to a file that it wrote without leaving out defaults."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_defaults_of_older_libraries_change_nothing(name: str) -> None:
-    assert read(PUBLISHED[name] | OLD_LIBRARY) == read(PUBLISHED[name])
+def test_defaults_of_older_libraries_change_nothing() -> None:
+    for name, raw in PUBLISHED.items():
+        assert read(raw | OLD_LIBRARY) == read(raw), name
 
 
 def test_families_are_described_without_torch() -> None:

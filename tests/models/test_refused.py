@@ -96,11 +96,11 @@ def test_every_family_refuses_something() -> None:
     assert refusing == {raw["architectures"][0] for raw in PUBLISHED.values()}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_unknown_keys_are_refused(name: str) -> None:
-    for changes in ({"brand_new": 1}, {"quantization_config": {"bits": 4}}):
-        with pytest.raises(ModelError, match=next(iter(changes))):
-            read(PUBLISHED[name] | changes)
+def test_unknown_keys_are_refused() -> None:
+    for raw in PUBLISHED.values():
+        for changes in ({"brand_new": 1}, {"quantization_config": {"bits": 4}}):
+            with pytest.raises(ModelError, match=next(iter(changes))):
+                read(raw | changes)
 
 
 def test_kinds_of_rotation_are_refused_in_all_families_that_rotate() -> None:

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.models.config_reader import ConfigReader
@@ -14,6 +14,7 @@ from gllm.models.families.llama import build_spec
 from gllm.models.partition import StageCosts, StageMemory, cut_layers, slowest_cost
 from gllm.models.spec import ModelSpec
 from gllm.models.split import layer_costs, split_layers
+from tests.support.examples import num_examples
 
 
 def model(layers: int, vocab: int = 1000, hidden: int = 64) -> ModelSpec:
@@ -62,6 +63,7 @@ def brute_force(
     return min(map(value, cuts), default=(math.inf, math.inf))
 
 
+@settings(max_examples=num_examples(50, 500))
 @given(st.data(), st.integers(1, 8), st.integers(1, 6), st.booleans())
 def test_no_cut_is_better(
     data: st.DataObject, num_layers: int, stages: int, has_limits: bool
@@ -87,7 +89,9 @@ def test_no_cut_is_better(
         assert each.needs.cost_of(part.start, part.stop) <= each.limit_bytes
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(5, 20))]
+)
 def test_no_cut_of_large_models_over_four_nodes_is_better(seed: int) -> None:
     """200 cases of up to 32 layers, compared with all cuts."""
     rng = Random(seed)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import FineGrainedFP8Config
-from transformers.quantizers import quantizer_finegrained_fp8
 
 from gllm.kernels.experts import StackedExperts
 from gllm.kernels.fp8_weights import Fp8Stack
 from gllm.models.errors import ModelError
 from tests.models.test_fp8 import load_experts
 from tests.support.engines.pipeline import Pipeline
+from tests.support.models.quantized_models import quantize_model, quantizing_on_cpu
 from tests.support.models.tiny_models import reference, save
 
 FAMILIES = ["qwen3-moe", "mixtral", "deepseek-v3"]
@@ -39,18 +38,12 @@ def dequantized(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return floats
 
 
-def save_quantized(
-    family: str, root: Path, monkeypatch: pytest.MonkeyPatch, is_original: bool, **options: Any
-) -> tuple[Path, Any]:
+def save_quantized(family: str, root: Path, is_original: bool, **options: Any) -> tuple[Path, Any]:
     """Return a checkpoint that transformers quantized, and the model of the dequantized weights."""
-    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
-    # Asks for a GPU that computes with these weights, which here are only written.
-    monkeypatch.setattr(quantizer, "validate_environment", lambda self, *_, **__: None)
-    kind, plain = type(reference(family)), save(family, root / "plain")
-    config = FineGrainedFP8Config(**options)
-    quantized = kind.from_pretrained(plain, quantization_config=config, dtype=torch.float32)
-    quantized.save_pretrained(root / "fp8", save_original_format=is_original)
-    model = kind.from_pretrained(plain, dtype=torch.float32)
+    with quantizing_on_cpu():
+        quantized = quantize_model(family, root, **options)
+        quantized.save_pretrained(root / "fp8", save_original_format=is_original)
+    model = type(quantized).from_pretrained(root / "plain", dtype=torch.float32)
     model.load_state_dict(dequantized(quantized.state_dict()))
     return root / "fp8", model
 
@@ -64,13 +57,23 @@ def assert_same_logits(folder: Path, model: Any) -> None:
     torch.testing.assert_close(logits[-1], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("block", [(4, 4), None], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [
+        ("qwen3-moe", (4, 4)),
+        ("mixtral", None),
+        pytest.param("qwen3-moe", None, marks=pytest.mark.full),
+        pytest.param("mixtral", (4, 4), marks=pytest.mark.full),
+        pytest.param("deepseek-v3", (4, 4), marks=pytest.mark.full),
+        pytest.param("deepseek-v3", None, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_experts_with_stacked_scales(
-    family: str, block: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, block: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     """The weights are those of each expert, the scales of all experts one tensor."""
-    folder, model = save_quantized(family, tmp_path, monkeypatch, True, weight_block_size=block)
+    folder, model = save_quantized(family, tmp_path, True, weight_block_size=block)
     names = load_file(folder / FILE).keys()
     assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in names)
     assert any(".experts.0." in name for name in names)
@@ -78,10 +81,8 @@ def test_experts_with_stacked_scales(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stacked_experts_in_8_bit_floats(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, model = save_quantized(family, tmp_path, monkeypatch, False, weight_block_size=(4, 4))
+def test_stacked_experts_in_8_bit_floats(family: str, tmp_path: Path) -> None:
+    folder, model = save_quantized(family, tmp_path, False, weight_block_size=(4, 4))
     content = load_file(folder / FILE)
     codes = [t for name, t in content.items() if name.endswith("experts.gate_up_proj")]
     assert codes
@@ -90,13 +91,9 @@ def test_stacked_experts_in_8_bit_floats(
 
 
 @pytest.mark.parametrize("is_original", [True, False])
-def test_stacks_that_stay_in_8_bits(
-    is_original: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_that_stay_in_8_bits(is_original: bool, tmp_path: Path) -> None:
     """As for a GPU."""
-    folder, _ = save_quantized(
-        "qwen3-moe", tmp_path, monkeypatch, is_original, weight_block_size=(4, 4)
-    )
+    folder, _ = save_quantized("qwen3-moe", tmp_path, is_original, weight_block_size=(4, 4))
     kept, floats = (load_experts(folder, keep_quantized) for keep_quantized in (True, False))
     assert isinstance(kept.experts, StackedExperts)
     assert isinstance(kept.experts.gate_up_proj, Fp8Stack)
@@ -132,9 +129,8 @@ def test_bad_stacks_are_named(
     block: int,
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, _ = save_quantized("qwen3-moe", tmp_path, monkeypatch, False, weight_block_size=(4, 4))
+    folder, _ = save_quantized("qwen3-moe", tmp_path, False, weight_block_size=(4, 4))
     content: dict[str, Tensor | None] = dict(load_file(folder / FILE))
     content |= {STACK + name: tensor for name, tensor in changes.items()}
     kept = {name: tensor for name, tensor in content.items() if tensor is not None}

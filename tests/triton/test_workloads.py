@@ -11,6 +11,7 @@ from gllm.kernels import tune
 from gllm.kernels.triton import tiles, workloads
 from gllm.kernels.triton.attention_shapes import AttentionShape
 from gllm.kernels.triton.workloads import PreparedWorkload
+from tests.support.full_cases import full_but
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -41,10 +42,7 @@ QUICK = {"decode", "linear", "quantize"}
 """Workloads of every `make test`; their kernels have tests of their own."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in TINY],
-)
+@pytest.mark.parametrize("name", full_but(QUICK, TINY))
 def test_results_are_right_again_and_again_and_wrong_ones_are_seen(name: str) -> None:
     prepared = TINY[name](CPU)
     assert prepared.run().shape == prepared.expected.shape
