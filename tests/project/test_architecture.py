@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def test_a_heavy_import_is_found() -> None:
     )
 
 
-def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+def find_cycle(graph: Mapping[str, Set[str]]) -> list[str]:
     """Return the modules of one import cycle, the first one again at the end; empty if none."""
     done: set[str] = set()
 
