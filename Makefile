@@ -48,7 +48,7 @@ PYTEST := $(BIN)/python -m pytest -q -rs
 # Tests outside tests/e2e use one core each. Those in tests/e2e start servers, three at a time, as they wait for half of
 # their time; tests that share a server run on one worker.
 UNIT := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --ignore tests/e2e
-E2E := $(PYTEST) -n 3 --dist loadgroup tests/e2e
+E2E := $(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder tests/e2e
 
 test: lint
 	$(UNIT) -m "not full and not long"
