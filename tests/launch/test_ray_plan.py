@@ -33,6 +33,10 @@ class PlanRay(FakeRay):
         super().__init__(fake.machines, fake.own, fake.num_waits)
         self.states: dict[str, ProcessStatus | None] = {}
         self.drained: list[str] = []
+        self.num_polls = 0
+        """Polls that still find a process serving after it was drained."""
+        self.ending: dict[str, int] = {}
+        """Such polls that are left, by the name of a drained process."""
         self.exceptions = SimpleNamespace(
             RayActorError=ActorLostError, GetTimeoutError=TimeoutError
         )
@@ -56,10 +60,16 @@ class PlanRay(FakeRay):
         state = self.states.get(value, SERVING)
         if state is None:
             raise ActorLostError
+        if self.ending.get(value):
+            self.ending[value] -= 1
+            state = SERVING
         return msgspec.json.encode(state)
 
     def _drain(self, name: str) -> None:
         self.drained.append(name)
+        if self.states.get(name, SERVING) is None:
+            return
+        self.ending[name] = self.num_polls
         self.states[name] = msgspec.structs.replace(SERVING, is_ready=False, has_ended=True)
 
 
@@ -121,6 +131,13 @@ def test_the_router_is_drained_before_the_engines() -> None:
     placed, ray = start()
     placed.drain()
     assert ray.drained == ["router", "a", "b"]
+
+
+def test_the_end_of_processes_is_waited_for_and_lost_actors_are_not() -> None:
+    placed, ray = start()
+    ray.states["b"], ray.num_polls = None, 3
+    placed.drain()
+    assert ray.ending == {"router": 0, "a": 0}
 
 
 def test_a_plan_that_cannot_run_reserves_nothing() -> None:
