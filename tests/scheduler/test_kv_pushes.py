@@ -127,6 +127,7 @@ def start_prefetch(scheduler: Scheduler) -> int:
     seq = scheduler.prefetch(prefetch(), 0.0)
     (fetch,) = scheduler.take_fetches(0.0)
     assert (fetch.seq, fetch.num_tokens, fetch.is_early) == (seq, 12, True)
+    assert scheduler.stats().fetching == 1
     return seq
 
 
@@ -148,6 +149,7 @@ def test_a_request_goes_on_with_the_blocks_of_its_prefetch(is_complete: bool) ->
     seq = start_prefetch(scheduler)
     if is_complete:
         scheduler.finish_fetch(seq, True, 0.0)
+        assert scheduler.stats().fetching == 0
     scheduler.add(decoding(), 0.0)
     (released,) = scheduler.take_fetches(0.0)
     assert (released.seq, released.num_tokens) == (0, 0)
