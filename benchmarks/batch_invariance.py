@@ -204,13 +204,15 @@ def measure_round(model: Model, prompts: list[list[int]], chooser: random.Random
     return counts
 
 
-def measure(case: Case, num_sequences: int, rounds: int) -> Counts:
+def measure(
+    case: Case, num_sequences: int, rounds: int, model_class: type[Model] = Model
+) -> Counts:
     """Return the counts of a case over all rounds, in this process."""
     # Threads would only wait for each other, and results do not depend on their number.
     set_num_threads(1)
     folder = resolve_model("demo")
     tokenizer = Tokenizer.load(folder)
-    model = Model(folder, case.options, num_sequences)
+    model = model_class(folder, case.options, num_sequences)
     chooser = random.Random(0)
     total = Counts()
     for _ in range(rounds):

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,26 +72,36 @@ class Cell(NamedTuple):
     torch_seconds: float
 
 
-def measure(build: str, threads: int, seconds: float) -> list[Cell]:
-    """Measure all products with the build of this process, each for `seconds`."""
+def measure(
+    build: str, threads: int, seconds: float, size: int = SIZE, counts: Sequence[int] = ROWS
+) -> list[Cell]:
+    """Measure all products with the build of this process, each for `seconds`.
+
+    Args:
+        build: Name of the build.
+        threads: Threads of each product.
+        seconds: Least seconds per product.
+        size: Number of input and of output features.
+        counts: Numbers of rows.
+    """
     import torch
 
     set_num_threads(threads)
     return [
-        Cell(build, name, rows, *_medians(getattr(torch, name), rows, seconds))
+        Cell(build, name, rows, *_medians(getattr(torch, name), size, rows, seconds))
         for name in DTYPES
-        for rows in ROWS
+        for rows in counts
     ]
 
 
-def _medians(dtype: "torch.dtype", rows: int, seconds: float) -> tuple[float, float]:
+def _medians(dtype: "torch.dtype", size: int, rows: int, seconds: float) -> tuple[float, float]:
     """Return the median seconds of one product: compiled kernels and torch, alternating."""
     import torch
     from torch.nn import functional
 
     from gllm.kernels.linear import linear, prepare
 
-    weight, x = torch.randn(SIZE, SIZE).to(dtype), torch.randn(rows, SIZE).to(dtype)
+    weight, x = torch.randn(size, size).to(dtype), torch.randn(rows, size).to(dtype)
     matrix = prepare(weight)
     products = (lambda: linear(x, matrix, None), lambda: functional.linear(x, weight))
     times: tuple[list[float], list[float]] = ([], [])
@@ -123,7 +134,7 @@ def format_cells(cells: list[Cell]) -> str:
     by_key = {(cell.build, cell.rows, cell.dtype): cell for cell in cells}
     rows = []
     for build in dict.fromkeys(cell.build for cell in cells):
-        for count in ROWS:
+        for count in dict.fromkeys(cell.rows for cell in cells):
             cells_of_row = [by_key[build, count, dtype] for dtype in DTYPES]
             rows.append(
                 [

@@ -127,11 +127,11 @@ async def _measure_one(
         "requests": count,
         "rounds": rounds,
         "foreign_cores": foreign.cores(),
-        "policies": {policy: _medians(each) for policy, each in summaries.items()},
+        "policies": {policy: median_figures(each) for policy, each in summaries.items()},
     }
 
 
-def _medians(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+def median_figures(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median of each figure on the page, per stage where the page shows stages."""
     medians: dict[str, Any] = {}
     for path in [column[0] for column in COLUMNS] + [column[0] for column in EXPLANATIONS]:

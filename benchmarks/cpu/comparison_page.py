@@ -94,15 +94,15 @@ def format_failures(run: Results) -> list[str]:
     return ["Not measured, or not to the end:\n\n" + "\n".join(lines)] if lines else []
 
 
-def write_docs(folder: Path) -> Path:
-    """Write the page for a folder of results and return its path.
+def write_docs(folder: Path, docs: Path = DOCS) -> Path:
+    """Write the page for a folder of results into `docs` and return its path.
 
     Raises:
         ValueError: The folder has no results.
         OSError: A file cannot be read or written.
     """
     pages = [HEAD]
-    target = DOCS / "cpu"
+    target = docs / "cpu"
     for mode in TITLES:
         path = folder / f"{mode}.json"
         if path.exists():
@@ -114,7 +114,7 @@ def write_docs(folder: Path) -> Path:
             pages += [*parts[:3], *pictures, *parts[3:]]
     if len(pages) == 1:
         raise ValueError(f"{folder} has no results: measure first, with the same --work")
-    page = DOCS / "cpu.md"
+    page = docs / "cpu.md"
     page.write_text("\n\n".join(pages) + "\n", encoding="utf-8")
     return page
 

@@ -4,12 +4,12 @@ A peer that fails is recorded with its reason; the others continue.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.cpu.environments import install, published_version
-from benchmarks.cpu.limits import measured
+from benchmarks.cpu.limits import Rates, measured
 from benchmarks.cpu.peers import Peer
 from benchmarks.cpu.results import Results
 from benchmarks.cpu.workplace import PeerError, Workplace, run
@@ -20,13 +20,39 @@ def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Session:
-    """The peers that have not failed, and the results so far."""
+def create_model(work: Workplace) -> None:
+    """Create the model of the comparison in a process of its own.
 
-    def __init__(self, work: Workplace, peers: list[Peer], results: Results) -> None:
+    Raises:
+        PeerError: The process fails.
+    """
+    run([sys.executable, "-m", "benchmarks.cpu.model", work.model], work.log("model"))
+
+
+class Session:
+    """The peers that have not failed, and the results so far.
+
+    Args:
+        work: Folders of the comparison.
+        peers: The peers in the order of their turns.
+        results: The results so far.
+        create_model: Creates the model.
+        measure_limits: Returns the limits of the machine with a number of threads.
+    """
+
+    def __init__(
+        self,
+        work: Workplace,
+        peers: list[Peer],
+        results: Results,
+        create_model: Callable[[Workplace], None] = create_model,
+        measure_limits: Callable[[int], Rates] = measured,
+    ) -> None:
         self.work = work
         self.results = results
         self._peers = peers
+        self._create_model = create_model
+        self._measure_limits = measure_limits
         self.sources: dict[str, Path] = {}
         """Path of the model files by peer."""
 
@@ -38,7 +64,7 @@ class Session:
     def prepare(self) -> None:
         """Create the model, and each peer's environment and model files."""
         print_progress("the model")
-        run([sys.executable, "-m", "benchmarks.cpu.model", self.work.model], self.work.log("model"))
+        self._create_model(self.work)
         for peer in self._peers:
             with self.attempt(peer):
                 print_progress(f"preparing {peer.name}")
@@ -63,7 +89,7 @@ class Session:
         """
         for turn in range(count):
             for threads in sorted({1, self.work.threads}):
-                self.results.limits.append(measured(threads))
+                self.results.limits.append(self._measure_limits(threads))
             for peer in self._peers if turn % 2 == 0 else reversed(self._peers):
                 if peer.name not in self.results.refused:
                     print_progress(f"round {turn + 1} of {count}: {peer.name}")

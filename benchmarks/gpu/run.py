@@ -35,18 +35,44 @@ from benchmarks.gpu.section import SECTIONS, Task  # noqa: E402
 
 SHARES = dict(zip(SECTIONS, (0.06, 0.3, 0.27, 0.22, 0.15), strict=True))
 """Shares of the time budget; the next sections receive the unused time of a section."""
-SECTION = ("-m", "benchmarks.gpu.section")
 GRACE = 15.0
 """Seconds that a row may run beyond its section's time before its process is stopped."""
-START_SECONDS = 60.0
-"""Maximum seconds of a process until its first row."""
-ROW_SECONDS = 90.0
-"""Maximum seconds per row, including compilation and the creation of a model."""
 ATTEMPTS = 12
 """Maximum number of processes per section."""
 TIME_UP = "stopped: the section's time was up"
 MIN_SECONDS = 5.0
 """Minimum remaining seconds to start another process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SectionProcess:
+    """Command of a section's process, and its time limits."""
+
+    command: tuple[str, ...] = ("-m", "benchmarks.gpu.section")
+    """Arguments of Python; the task follows as JSON."""
+    start_seconds: float = 60.0
+    """Maximum seconds of a process until its first row."""
+    row_seconds: float = 90.0
+    """Maximum seconds per row, including compilation and the creation of a model."""
+
+    def watch(self, process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
+        """Wait until a process exits, `stop` has passed, or its log has not grown for too long.
+
+        Returns:
+            The cause of an abnormal end, else an empty string.
+        """
+        size, grown, limit = _size(log), time.monotonic(), self.start_seconds
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(0.2)
+                return f"its process ended with {code}" if code else ""
+            now = time.monotonic()
+            if _size(log) != size:
+                size, grown, limit = _size(log), now, self.row_seconds
+            if now > stop:
+                return TIME_UP
+            if now - grown > limit:
+                return f"stopped after {limit:.0f} s in which no row ended: it hangs"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -94,18 +120,19 @@ def options_of(arguments: Sequence[str]) -> dict[str, str]:
     return {name.replace("-", "_"): value for name, _, value in pairs}
 
 
-def run_section(task: Task, stop: float) -> SectionLog:
+def run_section(task: Task, stop: float, section: SectionProcess = SectionProcess()) -> SectionLog:
     """Measure all rows of a section, in as many processes as necessary.
 
     Args:
         task: The section; updated.
         stop: Value of time.monotonic() at which the last process is stopped.
+        section: Its process.
     """
     log = Path(task.log)
     for _ in range(ATTEMPTS):
         print(f"{task.section} ...", file=sys.stderr, flush=True)
         begin = time.monotonic()
-        cause = run_process(task, stop)
+        cause = run_process(task, stop, section)
         task.seconds -= time.monotonic() - begin
         section_log = read_log(log)
         if section_log.open is not None:
@@ -129,11 +156,11 @@ def run_section(task: Task, stop: float) -> SectionLog:
     return read_log(log)
 
 
-def run_process(task: Task, stop: float) -> str:
+def run_process(task: Task, stop: float, section: SectionProcess) -> str:
     """Run a process on the section; return the cause of an abnormal end, else an empty string."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
-    command = [sys.executable, *SECTION, json.dumps(dataclasses.asdict(task))]
+    command = [sys.executable, *section.command, json.dumps(dataclasses.asdict(task))]
     with tempfile.TemporaryFile("w+") as errors:
         # A new process group, so that its workers are killed with it.
         process = subprocess.Popen(
@@ -145,7 +172,7 @@ def run_process(task: Task, stop: float) -> str:
             text=True,
         )
         try:
-            cause = watch(
+            cause = section.watch(
                 process, Path(task.log), min(time.monotonic() + task.seconds + GRACE, stop)
             )
         finally:
@@ -156,26 +183,6 @@ def run_process(task: Task, stop: float) -> str:
         print(last, file=sys.stderr)
         cause += f": {last.splitlines()[-1][:300]}"
     return cause
-
-
-def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
-    """Wait until a process exits, `stop` has passed, or its log has not grown for too long.
-
-    Returns:
-        The cause of an abnormal end, else an empty string.
-    """
-    size, grown, limit = _size(log), time.monotonic(), START_SECONDS
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(0.2)
-            return f"its process ended with {code}" if code else ""
-        now = time.monotonic()
-        if _size(log) != size:
-            size, grown, limit = _size(log), now, ROW_SECONDS
-        if now > stop:
-            return TIME_UP
-        if now - grown > limit:
-            return f"stopped after {limit:.0f} s in which no row ended: it hangs"
 
 
 def _size(log: Path) -> int:
@@ -194,7 +201,7 @@ def _append(log: Path, row: Row) -> None:
         file.write("\n" + json.dumps({"row": dataclasses.asdict(row)}) + "\n")
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, process: SectionProcess) -> dict[str, Any]:
     """Run all sections and return the results, which are also written to the file."""
     begin = time.monotonic()
     sections, budget = sections_of(options.only), options.time_budget
@@ -211,7 +218,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             log = str(Path(folder, f"{index}.log"))
             engine = options_of(options.engine)
             task = Task(section, log, options.dry_run, max(seconds, 0.0), options=engine)
-            section_log = run_section(task, begin + budget)
+            section_log = run_section(task, begin + budget, process)
             rows += section_log.rows
             environment = environment or section_log.environment
             run = {
@@ -227,7 +234,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, process: SectionProcess = SectionProcess()) -> int:
     """Measure, write and print the results; return the exit status."""
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -236,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options_of(options.engine)
     except ValueError as error:
         parser.error(str(error))
-    results = measure(options)
+    results = measure(options, process)
     if options.page is not None:
         report.write_page(options.page, results)
     print(report.head(results), report.table(results), sep="\n\n")

@@ -1,12 +1,19 @@
 """The measurement of recomputed texts finds what differs, and nothing where nothing does."""
 
-from typing import Any
-
 import pytest
+from torch import Tensor
 
-from benchmarks import batch_invariance
-from benchmarks.batch_invariance import Case, Counts, Model, format_row, measure
+from benchmarks.batch_invariance import (
+    CHUNKS_PER_STEP,
+    Case,
+    Counts,
+    Model,
+    format_row,
+    measure,
+)
 from gllm.kernels.native.library import load_library
+
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.skipif(load_library() is None, reason="a BLAS decides the order of sums")
@@ -17,20 +24,20 @@ def test_compiled_kernels_recompute_the_same_bits() -> None:
     assert (counts.differing_positions, counts.differing_texts) == (0, 0)
 
 
-def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of chunks are off by as much as turns every text around."""
-    run = Model.run
+class ModelOffInChunks(Model):
+    """Model whose logits of recomputed chunks are off by as much as turns every text around."""
 
-    def off_in_chunks(self: Model, rows: list[tuple[int, list[int]]]) -> list[Any]:
-        results = run(self, rows)
-        # The undisturbed prompts are one step of all sequences.
+    def run(self, rows: list[tuple[int, list[int]]]) -> list[Tensor]:
+        """Return wrong logits of chunks, which have fewer rows than the undisturbed prompts."""
+        results = super().run(rows)
         if len(rows) < len(self.lengths) and max(len(tokens) for _, tokens in rows) > 1:
             results = [-logits for logits in results]
         return results
 
-    monkeypatch.setattr(Model, "run", off_in_chunks)
-    monkeypatch.setattr(batch_invariance, "CHUNKS_PER_STEP", 2)
-    counts = measure(Case("one", {"dtype": "float32"}), 3, 1)
+
+def test_a_difference_is_found() -> None:
+    num_sequences = CHUNKS_PER_STEP + 1
+    counts = measure(Case("one", {"dtype": "float32"}), num_sequences, 1, ModelOffInChunks)
     assert counts.differing_positions > 0
     assert counts.differing_texts > 0
     assert counts.largest_difference > 1

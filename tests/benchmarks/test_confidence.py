@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.confidence import median_interval
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("count", "bounds"), [(1, (0, 0)), (5, (0, 4)), (6, (0, 5)), (15, (3, 11)), (20, (5, 14))]

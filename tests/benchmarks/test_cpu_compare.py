@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.cpu import compare, session
+from benchmarks.cpu import compare
 from benchmarks.cpu.drivers import timing
 from benchmarks.cpu.environments import ENVIRONMENTS, installed_versions, is_pinned, package_of
+from benchmarks.cpu.limits import Rates
 from benchmarks.cpu.loads import equal_cell, rate_cell, requests_of, trace_cell
 from benchmarks.cpu.model import DEMO, FIRST_WORD, VOCABULARY, tokenizer_json, word
 from benchmarks.cpu.modes import shares_of_capacity
@@ -21,6 +22,8 @@ from benchmarks.cpu.results import Results, Row
 from benchmarks.cpu.serving import send_cells
 from benchmarks.cpu.session import Session
 from benchmarks.cpu.workplace import OURS, PeerError, Workplace, run
+
+pytestmark = pytest.mark.full
 
 CONFIG = CompareConfig(streams=(1, 2), prompt=8, new=4)
 
@@ -119,19 +122,21 @@ def empty() -> Results:
     return Results("server", "2026-01-02", "compare", "2 cores", {})
 
 
-def test_a_peer_that_fails_is_named_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     def refuse(work: Workplace, weights: str) -> Path:
         raise PeerError("no wheel")
 
-    monkeypatch.setattr(session, "run", lambda *_: None)
-    monkeypatch.setattr(session, "measured", lambda threads: (threads, 1.0, 1.0))
     peers = [
         Peer("bad", OURS, "bf16", refuse),
         *(Peer(name, OURS, "bf16", lambda work, weights: work.model) for name in ("a", "b")),
     ]
-    running = Session(Workplace(tmp_path, 2, 1), peers, empty())
+    running = Session(
+        Workplace(tmp_path, 2, 1),
+        peers,
+        empty(),
+        create_model=lambda work: None,
+        measure_limits=lambda threads: Rates(threads, 1.0, 1.0),
+    )
     running.prepare()
     assert running.results.refused == {"bad": "no wheel"}
     seen = []
@@ -154,16 +159,13 @@ def test_rates_are_shares_of_the_best_other_server(tmp_path: Path) -> None:
     assert shares_of_capacity(running) == pytest.approx((0.8, 1.4, 2.0))
 
 
-def test_decode_is_what_a_batch_takes_beyond_its_first_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_is_what_a_batch_takes_beyond_its_first_token(tmp_path: Path) -> None:
     now = 0.0
 
     def generate(prompts: list[list[int]], new: int) -> None:
         nonlocal now
         now += 0.01 * sum(map(len, prompts)) + 0.5 * (new - 1)
 
-    monkeypatch.setattr("benchmarks.cpu.drivers.timing.time.perf_counter", lambda: now)
     given = timing.Task(
         model="",
         weights="bf16",
@@ -176,7 +178,7 @@ def test_decode_is_what_a_batch_takes_beyond_its_first_token(
         repeats=2,
         output=str(tmp_path / "rows.json"),
     )
-    timing.measure(given, generate)
+    timing.measure(given, generate, clock=lambda: now)
     rows: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
     speeds = {each["cell"]: each["figures"]["tokens_per_second"] for each in rows}
     assert speeds == pytest.approx({"decode b=1": 2.0, "decode b=4": 8.0, "prefill 50": 100.0})

@@ -12,6 +12,8 @@ from benchmarks.cpu.model import KV_BYTES, WEIGHT_BYTES
 from benchmarks.cpu.report import by_round, cells_of, limits, peers_of, ratio, speed_table
 from benchmarks.cpu.results import Results, Row
 
+pytestmark = pytest.mark.full
+
 SPEED = "output_throughput"
 FIGURES = (
     SPEED,
@@ -124,10 +126,10 @@ def test_aims() -> None:
     assert verdict_table(found(rows=ROWS[6:])) == ""
 
 
-def test_the_page_of_all_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "DOCS", tmp_path / "docs")
+def test_the_page_of_all_modes(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
     with pytest.raises(ValueError, match="has no results: measure first"):
-        page.write_docs(tmp_path)
+        page.write_docs(tmp_path, docs)
     speeds = {"gllm": 30.0, "openvino": 30.0, "openvino-int8": 40.0}
     alone = [
         Row(peer, "decode b=1", 0, {"tokens_per_second": speed}, 0.02, 10**9)
@@ -141,7 +143,7 @@ def test_the_page_of_all_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for each in (found(), poisson, in_process):
         each.save(tmp_path / f"{each.mode}.json")
         assert results.load(tmp_path / f"{each.mode}.json") == each
-    text = page.write_docs(tmp_path).read_text()
+    text = page.write_docs(tmp_path, docs).read_text()
     assert "transformers: pip failed" in text
     assert "gllm, decode b=1, x the best | 1 " in text
     assert "### 0.5 requests/s" in text

@@ -6,7 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from benchmarks.cpu.watch import CpuWatch, MemoryWatch, cpu_seconds, pss_bytes, tree
+
+pytestmark = pytest.mark.full
 
 BUSY = "while True: pass"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.disaggregation.crossing import find_crossing
 from benchmarks.disaggregation.page import format_crossing
 
+pytestmark = pytest.mark.full
+
 
 def test_crossing_is_between_the_lengths_where_the_faster_side_changes() -> None:
     assert find_crossing([(32, 3.0), (64, 1.0), (128, -1.0), (256, -5.0)]) == 96

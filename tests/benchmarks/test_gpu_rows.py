@@ -28,6 +28,8 @@ from benchmarks.gpu.rows import (
 from gllm.kernels.native import library
 from gllm.kernels.sampling import sample
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,6 +13,8 @@ from benchmarks.gpu.report import BEGIN, END, complaints
 from benchmarks.gpu.rows import FAILED, OK, SKIPPED, read_log
 from benchmarks.gpu.section import SECTIONS, Task
 
+pytestmark = pytest.mark.full
+
 PAGE = f"# GPU\n\nBefore.\n\n{BEGIN}\nold figures\n{END}\n\nBehind.\n"
 
 
@@ -30,26 +32,20 @@ runpy.run_module("benchmarks.gpu.section", run_name="__main__")
     ("only", "section"),
     [
         ("kernels,qwen2.5-7b,stages", ("-c", FEW_WORKERS)),
-        pytest.param("", run.SECTION, marks=pytest.mark.long),
+        pytest.param("", run.SectionProcess().command, marks=pytest.mark.long),
     ],
     ids=["one model", "all"],
 )
 def test_a_dry_run_has_every_row(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    only: str,
-    section: tuple[str, str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], only: str, section: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(run, "SECTION", section)
     # However busy the machine is.
-    monkeypatch.setattr(run, "START_SECONDS", 900.0)
-    monkeypatch.setattr(run, "ROW_SECONDS", 900.0)
+    process = run.SectionProcess(section, start_seconds=900.0, row_seconds=900.0)
     out, page = tmp_path / "gpu.json", tmp_path / "gpu.md"
     page.write_text(PAGE)
     command = ["--dry-run", "--out", str(out), "--page", str(page), "--time-budget", "4000"]
     command += ["--only", only]
-    status = run.main(command)
+    status = run.main(command, process)
     results = json.loads(out.read_text())
     wrong = [(row["name"], row["note"], row["traceback"]) for row in results["rows"]
              if row["status"] == FAILED]  # fmt: skip
@@ -90,13 +86,10 @@ for name in "abcde":
 """
 
 
-def test_the_next_rows_go_on_behind_one_that_dies_or_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "SECTION", ("-c", DYING))
-    monkeypatch.setattr(run, "ROW_SECONDS", 3.0)
+def test_the_next_rows_go_on_behind_one_that_dies_or_hangs(tmp_path: Path) -> None:
+    process = run.SectionProcess(("-c", DYING), row_seconds=3.0)
     task = Task("kernels", str(tmp_path / "log"), True, 200.0)
-    told = run.run_section(task, time.monotonic() + 200)
+    told = run.run_section(task, time.monotonic() + 200, process)
     statuses = {row.name: row.status for row in told.rows}
     assert statuses == {"a": OK, "b": FAILED, "c": FAILED, "d": SKIPPED, "e": OK}
     notes = {row.name: row.note for row in told.rows}
@@ -105,26 +98,29 @@ def test_the_next_rows_go_on_behind_one_that_dies_or_hangs(
     assert "ended with 7" in notes["d"]
 
 
-def test_rows_past_the_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def watch(process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
+class StoppedProcess(run.SectionProcess):
+    """Process whose time is up as soon as it begins row c."""
+
+    def watch(self, process: "subprocess.Popen[str]", log: Path, stop: float) -> str:
+        """Wait for the row."""
         while not log.is_file() or '"begin": "c"' not in log.read_text():
             time.sleep(0.01)
         return run.TIME_UP
 
-    monkeypatch.setattr(run, "SECTION", ("-c", DYING.replace('"bd"', '"-"')))
-    monkeypatch.setattr(run, "watch", watch)
+
+def test_rows_past_the_time_are_skipped(tmp_path: Path) -> None:
+    process = StoppedProcess(("-c", DYING.replace('"bd"', '"-"')))
     task = Task("kernels", str(tmp_path / "log"), True, 1.0)
-    told = run.run_section(task, time.monotonic() + 200)
+    told = run.run_section(task, time.monotonic() + 200, process)
     statuses = {row.name: row.status for row in told.rows}
     assert statuses == {"a": OK, "b": OK, "c": SKIPPED, "d": SKIPPED, "e": SKIPPED}
     assert all("time" in row.note for row in told.rows if row.status == SKIPPED)
 
 
-def test_a_section_that_cannot_start_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "SECTION", ("-c", "raise SystemExit('no GPU')"))
-    told = run.run_section(Task("kernels", str(tmp_path / "log"), False, 100.0), time.monotonic())
+def test_a_section_that_cannot_start_is_a_failure(tmp_path: Path) -> None:
+    process = run.SectionProcess(("-c", "raise SystemExit('no GPU')"))
+    task = Task("kernels", str(tmp_path / "log"), False, 100.0)
+    told = run.run_section(task, time.monotonic(), process)
     assert [(row.name, row.status) for row in told.rows] == [("start", FAILED)]
 
 

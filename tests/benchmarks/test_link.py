@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.link import LinkRound, make_rows, measure_copies, measure_links, measure_loopback
 
+pytestmark = pytest.mark.full
+
 
 def test_rows_are_medians_by_kind() -> None:
     rounds = [LinkRound(rate * 1e9, rate, 2.0, [1e-4, 3e-4, 2e-4]) for rate in (1.0, 3.0, 2.0)]

@@ -25,6 +25,8 @@ from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan
 from gllm.scheduler.config import SchedulerConfig
 from tests.sim.test_fitted import profile
 
+pytestmark = pytest.mark.full
+
 EXPECTED = {"requests/s": 5.0, ATTAINMENT: 0.95, TTFT: 0.1, TPOT: 0.05}
 
 

@@ -8,6 +8,8 @@ from benchmarks.recovery import format_page, make_prompts, resume_seconds, summa
 from gllm.commands.bench.client import RequestResult
 from gllm.observability.latency import RequestTimeline
 
+pytestmark = pytest.mark.full
+
 
 def result(times: list[float], text: str = "abc", failure: str = "") -> RequestResult:
     line = RequestTimeline(0.0, times, len(times))

@@ -2,8 +2,12 @@
 
 import argparse
 
+import pytest
+
 from benchmarks.router import decision_seconds
 from benchmarks.routing import Figures, count_wins, format_page, measure_simulated
+
+pytestmark = pytest.mark.full
 
 
 def test_page_has_a_row_per_policy_and_the_aim() -> None:

@@ -24,6 +24,8 @@ from benchmarks.soak_samples import (
 )
 from gllm.kernels.native.builds import select_build
 
+pytestmark = pytest.mark.full
+
 ROLE = "head gllm-stage-0"
 
 

@@ -13,6 +13,8 @@ from benchmarks.cpu.tensor_parallel import (
     ratios,
 )
 
+pytestmark = pytest.mark.full
+
 CELLS = [*map(decode_cell, STREAMS), PREFILL]
 REFERENCE, RANKS, STAGES = VARIANTS
 

@@ -30,6 +30,8 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from tests.support.engines.pipeline import Pipeline
 
+pytestmark = pytest.mark.full
+
 LINK = WeakLink(100, 30)
 
 

@@ -78,8 +78,8 @@ def row(cell: str, tokens_per_second: float, foreign: float) -> dict[str, Any]:
     return {"cell": cell, "figures": figures, "foreign": foreign}
 
 
-def measure(spec: Task, generate: Generate) -> None:
-    """Run all batches of the task and write their rows.
+def measure(spec: Task, generate: Generate, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Run all batches of the task and write their rows; `clock` returns seconds.
 
     Decode time is the time of a batch with `new` tokens less that of the same batch with a single
     token, which ends with prefill. Both are medians of the repeats, after a warm-up.
@@ -88,9 +88,9 @@ def measure(spec: Task, generate: Generate) -> None:
 
     def seconds(batch: int, length: int, new: int) -> float:
         prompts = [rng.choices(range(FIRST_ID, LAST_ID + 1), k=length) for _ in range(batch)]
-        begin = time.perf_counter()
+        begin = clock()
         generate(prompts, new)
-        return time.perf_counter() - begin
+        return clock() - begin
 
     def median(*batch: int) -> float:
         return statistics.median(seconds(*batch) for _ in range(spec.repeats))

@@ -14,6 +14,8 @@ from gllm.sim.metrics.report import summarize_run
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest
 
+pytestmark = pytest.mark.full
+
 
 def served(jobs: list[WorkloadRequest], policy: str = "throttle") -> RunRecord:
     scheduler = SchedulerConfig(policy=policy)
@@ -66,7 +68,7 @@ def test_a_pipeline_beside_its_loops() -> None:
 def test_overhead_is_what_kernels_leave_of_a_served_step() -> None:
     steps = overhead.Steps(served=50.0, computing=49.0, loop=48.0, kernels=48.0)
     assert steps.overhead == pytest.approx(0.04)
-    text = overhead.format_page({16: [steps, steps._replace(served=60.0), steps]}, 3)
+    text = overhead.format_page({16: [steps, overhead.Steps(60.0, *steps[1:]), steps]}, 3)
     assert "Aim: at most 5% at 16 decodes: met." in text
 
 
@@ -76,7 +78,7 @@ def test_policies_under_bursts_show_the_best_of_each_column() -> None:
     policies = {}
     for policy in bursts.POLICIES:
         summary = summarize_run(served(jobs, policy))
-        policies[policy] = bursts._medians([summary, summary])
+        policies[policy] = bursts.median_figures([summary, summary])
     measured = {"rate": 20.0, "requests": 40, "rounds": 2, "foreign_cores": 0.0}
     text = bursts.format_page({"azure-conv": measured | {"policies": policies}})
     assert text.count("**") >= 2 * len(bursts.COLUMNS)

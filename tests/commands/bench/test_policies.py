@@ -1,17 +1,19 @@
 """The benchmark of policies: its figures on a run whose figures are known."""
 
+import pytest
+
 from benchmarks.policies import BASE, POLICIES, Evenness, evenness, measure, table, verdict
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
+pytestmark = pytest.mark.full
+
 
 def times(base: Evenness, factor: float) -> Evenness:
-    return base._replace(
-        tokens_variation=base.tokens_variation * factor,
-        decodes_variation=base.decodes_variation * factor,
-    )
+    variations = base.tokens_variation * factor, base.decodes_variation * factor
+    return Evenness(base.steps, base.tokens, base.decodes, *variations, *base[5:])
 
 
 def serve(policy: str, jobs: list[WorkloadRequest]) -> tuple[RunRecord, list[list[int]]]:
