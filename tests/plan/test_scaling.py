@@ -9,7 +9,14 @@ import pytest
 
 from gllm.commands.plan.scale import main as plan_scale
 from gllm.config.slo import Slo
-from gllm.plan.scaling.fleet_size import FleetCase, WorkerSpec, least_fleet, simulate_fleet
+from gllm.observability.latency import RequestTimeline
+from gllm.plan.scaling.fleet_size import (
+    FleetCase,
+    WorkerSpec,
+    least_fleet,
+    measure_fleet,
+    simulate_fleet,
+)
 from gllm.plan.scaling.latency_fit import fit_kv_cache, fit_latency
 from gllm.plan.scaling.optimum import least_workers
 from gllm.plan.scaling.worker_type import best_worker, decode_seconds, rate_workers
@@ -27,9 +34,11 @@ from gllm.routing.scheduling_groups import num_scheduling_groups, predict_schedu
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.costs.linear import LinearCostModel
 from gllm.sim.deployment import roofline_deployment
+from gllm.sim.metrics.run_record import ServedRequest
 
 MODEL = LatencyModel(k1=0.3635e-3, c1=4e-3, k2=9.62e-8, c2=0.173e-3, c3=55.8e-3)
 SLO = Slo(1.6, 0.075)
@@ -140,6 +149,16 @@ def test_aladdin_serves_with_fewer_workers_than_the_shortest_queue() -> None:
     assert aladdin.attainment > queue.attainment
     # Without (d), prompts interrupt decodes that have no slack.
     assert careless.attainment <= aladdin.attainment - 0.3
+
+
+def test_a_request_at_both_limits_is_within_them() -> None:
+    lines = {
+        index: RequestTimeline(0.0, times, len(times))
+        for index, times in enumerate(([1.0, 1.5], [1.0, 1.75], [1.25, 1.75], [1.25, 2.0], [1.0]))
+    }
+    served = {index: ServedRequest(1, line.num_tokens, line) for index, line in lines.items()}
+    outcome = measure_fleet(ClusterRun({}, served, []), Slo(1.0, 0.5), 3)
+    assert outcome == (3, 0.4, 0.6, 0.6, (0.0, 0.5, 0.5, 0.75, 0.75))
 
 
 def test_least_fleet_is_found_between_failures_and_successes() -> None:

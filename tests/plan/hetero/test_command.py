@@ -11,8 +11,8 @@ from gllm.commands.plan.command import main
 from gllm.commands.up import main as up
 from gllm.plan.flags import ROUTER_CONFIGS, render_flags
 from gllm.plan.hetero.baselines import best_colocated, best_uniform
-from gllm.plan.hetero.cluster import named_cluster, read_cluster
-from gllm.plan.hetero.evaluation import make_partition
+from gllm.plan.hetero.cluster import build_cluster, named_cluster, read_cluster
+from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import Phase
 from gllm.plan.hetero.simulation import (
@@ -24,6 +24,7 @@ from gllm.plan.hetero.simulation import (
 )
 from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
 from gllm.plan.serving_plan import read_plan
+from tests.support.sim.hetero_oracle import all_partitions
 
 FILE = """
 links: {fast: {gbit: 2400, us: 5}, slow: {gbit: 25, us: 50}}
@@ -163,6 +164,19 @@ def test_equal_replicas_are_among_the_plans() -> None:
     assert 0 < uniform.score.flow <= best.score.flow * (1 + 1e-9)
     groups = {phase: {group for p, group in uniform.partition if p is phase} for phase in Phase}
     assert all(len(each) <= 1 for each in groups.values())
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 5])
+def test_equal_replicas_are_the_best_of_all(num_devices: int) -> None:
+    cluster = build_cluster({"h100": num_devices})
+    planner = PlanProblem(cluster, "llama-2-13b", "HPLD").make_planner()
+    evaluator = PlanEvaluator(planner)
+    flows = [
+        evaluator.evaluate(partition).score.flow
+        for partition in all_partitions(cluster.all_devices)
+        if all(len({group for p, group in partition if p is phase}) <= 1 for phase in Phase)
+    ]
+    assert best_uniform(planner).score.flow == pytest.approx(max(flows)) != 0
 
 
 def test_colocated_division_is_the_best_of_all() -> None:

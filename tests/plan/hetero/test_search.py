@@ -1,6 +1,7 @@
 """The search against exhaustive search, its monotony, and its rivals (H3, H5, H6, H7)."""
 
 import time
+from itertools import combinations
 from random import Random
 
 import pytest
@@ -15,7 +16,13 @@ from gllm.plan.hetero.moves import (
     random_changes,
     random_exchanges,
 )
-from gllm.plan.hetero.partition import count_groups, divide_devices, first_partition
+from gllm.plan.hetero.partition import (
+    MAX_BRUTE_FORCE,
+    choose_phases,
+    count_groups,
+    divide_devices,
+    first_partition,
+)
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
 from gllm.plan.hetero.roofline_costs import RooflineCosts
@@ -141,6 +148,27 @@ def test_devices_with_fast_links_form_groups_of_similar_memory() -> None:
     assert make_partition([(Phase.DECODE, (0, 0)), (Phase.PREFILL, (1, 0))]) == (
         (Phase.PREFILL, (1, 0)),
     )
+
+
+def test_phases_of_many_groups_have_much_bandwidth_between_them() -> None:
+    """No change of one group's phase raises it; all divisions would be too many to compare."""
+    cluster = build_cluster({"h100": 8, "l40": MAX_BRUTE_FORCE - 6})
+    planner = make_planner(cluster, "llama-2-13b", "HPHD")
+    groups = [(1, 0)] * 8 + [(0, 1)] * (MAX_BRUTE_FORCE - 6)
+    phases = choose_phases(planner, groups)
+    assert len(phases) == len(groups) > MAX_BRUTE_FORCE
+    assert set(phases) == {Phase.PREFILL, Phase.DECODE}
+
+    def bandwidth(flipped: int = -1) -> float:
+        sides = [(phase is Phase.PREFILL) != (i == flipped) for i, phase in enumerate(phases)]
+        machines = [group.index(1) for group in groups]
+        return sum(
+            cluster.link(machines[i], machines[j]).bandwidth
+            for i, j in combinations(range(len(groups)), 2)
+            if sides[i] != sides[j]
+        )
+
+    assert all(bandwidth(index) <= bandwidth() * (1 + 1e-9) for index in range(len(groups)))
 
 
 def test_budget_ends_the_search_and_is_reported() -> None:
