@@ -24,7 +24,8 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_blocks_return_when_a_lease_ends_without_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_holds, "HOLD_LEASE_SECONDS", 0.5)
+    # Longer than the time to a turn: one that was due before the lease began does not see its end.
+    monkeypatch.setattr(kv_holds, "HOLD_LEASE_SECONDS", 1.5)
     async with local_supervisor(kv_transfer="auto") as (supervisor, node):
         client = supervisor.client
         handoff = KvHandoff(make_ticket())

@@ -429,13 +429,14 @@ async def test_a_stranger_who_sends_no_hello_is_closed(end: HubUnderTest) -> Non
     assert end.hub.num_malformed == 1
 
 
-async def test_connections_are_released(end: HubUnderTest) -> None:
-    for number in range(5):
-        agent = end.dial(make_join("one", agent=number))
-        await until(lambda: agent.is_welcome)  # noqa: B023
-        agent.close()
-        await until(lambda: not end.hub.sessions and not end.hub.describe()["connections"])
-    stranger = end.dial()
-    await until(lambda: end.hub.describe()["joining"] == 1)
-    stranger.close()
-    await until(lambda: not any(end.hub.describe().values()))
+async def test_connections_are_released() -> None:
+    async with hub_of(times=NodeHubTimes(join_seconds=600.0)) as end:
+        for number in range(5):
+            agent = end.dial(make_join("one", agent=number))
+            await until(lambda: agent.is_welcome)  # noqa: B023
+            agent.close()
+            await until(lambda: not end.hub.sessions and not end.hub.describe()["connections"])
+        stranger = end.dial()
+        await until(lambda: end.hub.describe()["joining"] == 1)
+        stranger.close()
+        await until(lambda: not any(end.hub.describe().values()))
