@@ -88,6 +88,18 @@ def test_router_that_reads_no_statistics_computes_none() -> None:
     assert counts == {"round-robin": 3, "least-requests": 3, "least-tokens": 3 * 30 + 3}
 
 
+@pytest.mark.parametrize(("name", "reads_prefixes"), [("prefix-aware", True), ("random", False)])
+def test_changes_of_prefix_caches_are_kept_for_routers_that_read_them(
+    name: str, reads_prefixes: bool
+) -> None:
+    cluster = SimulatedCluster(make_router(name, 0))
+    cluster.add_engine("e0", simulated_pool("equal")["e0"])
+    log = cluster.engines["e0"].pipeline.scheduler.kv_cache.block_pool.event_log
+    assert (log is not None) == reads_prefixes
+    # Hashes are enough for an index.
+    assert log is None or not log.with_token_ids
+
+
 def test_cluster_of_one_engine_is_that_engine() -> None:
     """The step log is the same, but for the name of the engine."""
     deployment = roofline_deployment("qwen2.5-14b", "L20", 2, 16_384)
