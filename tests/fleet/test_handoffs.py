@@ -119,6 +119,36 @@ def test_messages_visit_due_hand_offs_alone() -> None:
     assert continue_at(LIMITS.renew_seconds + 0.01) < NUM_LINES
 
 
+def end_prefill(rig: Rig, stream: RequestStream, reason: str) -> None:
+    """Let P report the token and the end of the first choice of a request."""
+    seq = stream.entry.seqs[0]
+    ends = [FinishedSequence(seq, reason, kv_ticket=rig.tickets[seq])]
+    rig.client.on_outputs("P", EngineOutputs(StepOutput([seq], [7], [], ends), SchedulerStats()))
+
+
+def test_a_prompt_of_several_choices_is_prefilled_once_and_all_are_sampled_where_they_decode() -> (
+    None
+):
+    rig = Rig()
+    stream = rig.client.submit([1, 2, 3], SequenceSamplingParams(), 8, [], 2)
+    end_prefill(rig, stream, "length")
+    assert not stream.deltas, "the token is that of one choice"
+    rig.client.continue_handoffs()
+    assert rig.streams_in(TRANSFER) == [stream]
+    assert (stream.entry.engine, set(stream.entry.seqs)) == ("D", {0, 1})
+
+
+def test_an_error_of_a_prompt_is_that_of_all_choices() -> None:
+    rig = Rig()
+    stream = rig.client.submit([1, 2, 3], SequenceSamplingParams(), 8, [], 2)
+    end_prefill(rig, stream, "error")
+    ends = {choice: delta.end for choice, delta in stream.pop_deltas().items()}
+    assert [end and end.finish_reason for end in ends.values()] == ["error"] * 2
+    assert not stream.alive
+    assert not rig.handoffs.running
+    assert not rig.handoffs.tickets
+
+
 def expected_actions(handoffs: Handoffs, now: float) -> tuple[Counter[str], set[RequestStream]]:
     """Return commands and continued requests of a visit to every hand-off."""
     commands: Counter[str] = Counter()

@@ -240,6 +240,13 @@ def test_startup_time_is_measured() -> None:
     assert fleet.scaler.startup_seconds == pytest.approx(35.0, abs=2 * TICK)
 
 
+def test_startup_time_is_the_longest_of_the_latest() -> None:
+    fleet = FakeFleet(config("2:2"), chain([35.0], repeat(20.0)))
+    fleet.run(steady(1.0), 60)
+    assert fleet.count(EnginePhase.READY) == 2
+    assert fleet.scaler.startup_seconds == pytest.approx(35.0, abs=2 * TICK)
+
+
 def test_longer_startups_look_further_ahead() -> None:
     wanted = []
     for startup in (30.0, 300.0):
