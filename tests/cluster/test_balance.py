@@ -70,7 +70,7 @@ def best_cut(slowness: Sequence[float]) -> list[range]:
     return cut_layers([COSTS.scale(factor) for factor in slowness])
 
 
-@settings(max_examples=num_examples(8, 300), deadline=None)
+@settings(max_examples=num_examples(6, 300), deadline=None)
 @given(st.lists(st.floats(0.5, 4.0), min_size=2, max_size=5))
 def test_the_best_cut_is_proposed_once_if_it_gains_enough(slowness: list[float]) -> None:
     """Whatever the speeds are: the cut is exact, and after it there is peace."""

@@ -145,7 +145,7 @@ def test_a_run_that_is_cut_ends_like_an_undisturbed_one(
 
 
 @further_runs(3)
-@settings(max_examples=num_examples(4, 100), deadline=None, database=None)
+@settings(max_examples=num_examples(3, 100), deadline=None, database=None)
 @given(
     num_stages=st.integers(1, 4),
     prefix_cache=st.booleans(),
