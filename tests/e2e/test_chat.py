@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers.server import serving
+from tests.support.servers.server import DEADLINE, serving
 
 pytestmark = pytest.mark.full
 
@@ -15,7 +15,7 @@ def gllm(*arguments: str, typed: str = "") -> "subprocess.CompletedProcess[str]"
     """Run the console script with something typed into it."""
     command = [sys.executable, "-c", "import sys; from gllm.__main__ import main; sys.exit(main())"]
     return subprocess.run(
-        [*command, *arguments], input=typed, capture_output=True, text=True, timeout=120
+        [*command, *arguments], input=typed, capture_output=True, text=True, timeout=DEADLINE
     )
 
 

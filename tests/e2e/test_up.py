@@ -21,7 +21,7 @@ from gllm.plan.serving_plan import (
 )
 from tests.support.network.ports import free_port_row, free_ports
 from tests.support.servers.plans import UpProcess, complete, running_up
-from tests.support.servers.server import alive, wait_until
+from tests.support.servers.server import DEADLINE, alive, wait_until
 
 FLAGS = {"threads": 1, "kv-cache-memory": "64MiB", "dtype": "float32"}
 
@@ -54,7 +54,7 @@ def test_two_engines_and_a_router_serve_and_end_in_order(
         up.wait_until_ready()
         assert up.output.read_text() == f"gllm up: router is ready at {url}\n"
         assert complete(url, "Once upon a time")["usage"]["completion_tokens"] == 12
-        with urllib.request.urlopen(f"{url}/engines", timeout=60) as answer:
+        with urllib.request.urlopen(f"{url}/engines", timeout=DEADLINE) as answer:
             rows = json.load(answer)["engines"]
         assert {row["name"]: row["state"] for row in rows} == {"a": "ready", "b": "ready"}
         assert up.terminate() == 0
@@ -92,7 +92,7 @@ def test_a_port_in_use_is_the_named_cause(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", plan.router.port))
         other.listen()
         with running_up(plan, tmp_path) as up:
-            assert up.process.wait(120) == 1
+            assert up.process.wait(DEADLINE) == 1
             last = up.log.splitlines()[-1]
     assert last.startswith("gllm up: router: it exited with ")
     assert f"--host 127.0.0.1 --port {plan.router.port}: cannot listen there" in last
@@ -121,13 +121,13 @@ def test_the_machines_of_an_engine_run_the_same_line(tmp_path: Path) -> None:
             up.wait_until_ready()
         assert ups[1].output.read_text() == "gllm up: this machine is ready\n"
         url = f"http://127.0.0.1:{plan.first_port('wide', 'x')}"
-        with urllib.request.urlopen(f"{url}/nodes", timeout=60) as answer:
+        with urllib.request.urlopen(f"{url}/nodes", timeout=DEADLINE) as answer:
             rows = {row["name"]: row["stages"] for row in json.load(answer)["nodes"]}
         assert rows == {"x": [0], "y": [1, 2]}
         assert complete(url, "Once upon a time")["usage"]["completion_tokens"] == 12
         pids = ups[1].pids()
         assert ups[0].terminate() == 0
-        assert ups[1].process.wait(60) == 0
+        assert ups[1].process.wait(DEADLINE) == 0
         wait_until(lambda: not any(map(alive, pids)))
     finally:
         for up in ups:

@@ -30,11 +30,10 @@ from gllm.models.identity import hash_model
 from gllm.routing.disaggregation.policy import DecodeChoice, EnginePair, PairPolicy, PairRequest
 from gllm.routing.state import EngineSnapshot
 from tests.support.network.ports import free_port
+from tests.support.servers.server import DEADLINE
 
 MAX_LEN = 256
 """Tokens of prompt and output."""
-SECONDS = 90.0
-"""Limit for anything that should happen at once."""
 REPORTS_SECONDS = 0.5
 """Time in which each engine has reported what was used before it."""
 
@@ -183,7 +182,7 @@ class KvRouter:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for a condition."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + DEADLINE
         while not condition():
             assert time.monotonic() < end, "it did not come true"
             await asyncio.sleep(0.005)

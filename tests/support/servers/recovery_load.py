@@ -110,8 +110,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Endpoint and fields by kind of request; greedy or with a seed, so that all have one answer."""
-RECOVERY = ["--freeze-timeout", "2", "--recovery-timeout", "300"]
-"""Flags with which a stopped worker is left alone for two seconds only, and requests wait for a
+RECOVERY = ["--freeze-timeout", "3", "--recovery-timeout", "300"]
+"""Flags with which a stopped worker is left alone for three seconds only, and requests wait for a
 restarted worker, however long its start takes here."""
 MAX_TOKENS = 90
 WHOLE = ("chat logprobs", "prompt logprobs")
