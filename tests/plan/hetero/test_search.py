@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gllm.plan.hetero.cluster import build_cluster, named_cluster
+from gllm.plan.hetero.cluster import Group, build_cluster, named_cluster
 from gllm.plan.hetero.costs import Table1Costs
 from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
 from gllm.plan.hetero.genetic import GeneticSearch
@@ -154,7 +154,7 @@ def test_phases_of_many_groups_have_much_bandwidth_between_them() -> None:
     """No change of one group's phase raises it; all divisions would be too many to compare."""
     cluster = build_cluster({"h100": 8, "l40": MAX_BRUTE_FORCE - 6})
     planner = make_planner(cluster, "llama-2-13b", "HPHD")
-    groups = [(1, 0)] * 8 + [(0, 1)] * (MAX_BRUTE_FORCE - 6)
+    groups: list[Group] = [(1, 0) if index < 8 else (0, 1) for index in range(MAX_BRUTE_FORCE + 2)]
     phases = choose_phases(planner, groups)
     assert len(phases) == len(groups) > MAX_BRUTE_FORCE
     assert set(phases) == {Phase.PREFILL, Phase.DECODE}
