@@ -93,7 +93,7 @@ def check_released(executor: CpuExecutor) -> None:
 
 def compiles(executor: CpuExecutor) -> bool:
     """Return True if a sequence with a grammar can be registered; its grammar is compiled."""
-    grammar = compiled_grammar(StructuredOutput(choice=("ab",)))
+    grammar = compiled_grammar(StructuredOutput(regex="[a-z]{40}"))
     sampling = SequenceSamplingParams(temperature=0.0, grammar=grammar)
     compiling = executor.register(RegisterSequences(77, 4, PROMPT, sampling))
     assert compiling is not None
@@ -191,10 +191,17 @@ def test_the_vocabulary_of_grammars_is_kept(demo: Path) -> None:
     successor = load(make(demo), demo, executor)
     executor.release_weights()
     assert compiles(successor)
+    successor.allocate(16, 4)
+    row = ScheduledRow(77, 0, 0, 4, [0], [], True)
+    batch = successor.prepare(StepPlan(0, [row], []))
+    # The mask of the next token is computed on a thread.
+    successor.sample(batch, successor.compute(batch, None))
+    assert any(each.name.startswith("grammar-masks") for each in threading.enumerate())
     before = torch.get_num_threads()
     successor.close()
     successor.release_weights()
-    # The mask threads end by themselves.
+    # The threads end by themselves, although a step still has the sequence's guide.
+    assert batch.sampling.states[0].guide is not None
     end = time.monotonic() + 60
     while any(each.name.startswith("grammar-") for each in threading.enumerate()):
         assert time.monotonic() < end
