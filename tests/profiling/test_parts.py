@@ -79,17 +79,28 @@ def test_a_step_of_some_layers_has_its_work(num_ranks: int) -> None:
     assert 0 < seconds < 10
 
 
-def test_the_demo_in_parts() -> None:
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, {(1, True, False), (1, False, True), (1, False, False)}),
+        pytest.param(
+            6,
+            {(6, True, True), (3, True, False), (3, False, True), (1, False, False)},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_the_demo_in_parts(most: int, expected: set[tuple[int, bool, bool]]) -> None:
     num_steps = 0
 
     def count() -> None:
         nonlocal num_steps
         num_steps += 1
 
-    samples = measure_spans(config(), Path(DEMO), [6], 40, on_step=count, repeats=1)
-    assert num_steps == len(samples) == count_span_steps(6, [6], 40)
+    samples = measure_spans(config(), Path(DEMO), [most], 40, on_step=count, repeats=1)
+    assert num_steps == len(samples) == count_span_steps(6, [most], 40)
     kinds = {(each.layers, each.is_first, each.is_last) for each in samples}
-    assert kinds == {(6, True, True), (3, True, False), (3, False, True), (1, False, False)}
+    assert kinds == expected
     assert {each.step.samples > 0 for each in samples if each.is_last} == {True, False}
     assert all(each.step.stages[0] > 0 for each in samples)
     samplers = measure_samplers(config(), Path(DEMO))
