@@ -43,8 +43,10 @@ def waiting_sequence(
 class Cache:
     """A KV cache with two decodes: 35 and 23 tokens, 15 and 9 of them predicted to come."""
 
-    def __init__(self, rule: str, block_size: int = 1) -> None:
-        config = SchedulerConfig(kv_admission=rule, block_size=block_size, prefix_cache=False)
+    def __init__(self, rule: str, block_size: int = 1, prefix_cache: bool = False) -> None:
+        config = SchedulerConfig(
+            kv_admission=rule, block_size=block_size, prefix_cache=prefix_cache
+        )
         self.block_size = block_size
         config = config.resolve(1, NUM_BLOCKS, 80)
         self.kv_cache = KVCacheManager(config)
@@ -135,6 +137,19 @@ def test_the_prompts_of_unfinished_prefills_count_whole() -> None:
     cache.kv_cache.block_pool.release(half.block_ids[10:])
     del half.block_ids[10:]
     assert cache.most() == 40
+
+
+def test_cached_blocks_of_the_candidate_are_no_free_blocks() -> None:
+    """50 blocks can be allocated; 40 of them hold the beginning of the candidate."""
+    cache = Cache("greedy", prefix_cache=True)
+    ended = waiting_sequence(0, 40)
+    cache.run(ended)
+    ended.num_computed_tokens = 40
+    cache.kv_cache.publish(ended)
+    cache.kv_cache.free(ended)
+    cache.run(waiting_sequence(1, 50))
+    assert cache.rule.is_admissible(waiting_sequence(0, 50))
+    assert not cache.rule.is_admissible(waiting_sequence(0, 51))
 
 
 @pytest.mark.parametrize(("num_waiting", "longest"), [(4, 96), (5, 0)])
