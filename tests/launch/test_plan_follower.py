@@ -234,7 +234,7 @@ async def test_each_shift_is_one_search_whose_plan_is_applied(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("script", [FAIL, HANG])
+@pytest.mark.parametrize("script", [FAIL, pytest.param(HANG, marks=pytest.mark.full)])
 async def test_an_engine_that_does_not_come_takes_the_change_back(
     tmp_path: Path,
     router: ScriptedRouter,

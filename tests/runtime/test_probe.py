@@ -204,7 +204,7 @@ def test_a_probe_loads_layers_in_the_middle_on_any_stage() -> None:
     assert [each.is_last for each in parts] == [False] * 5 + [True]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_is_measured_on_a_device(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

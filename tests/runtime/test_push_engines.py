@@ -265,7 +265,7 @@ def test_a_death_while_the_prompt_is_pushed(chunk: int, victim: str) -> None:
         rig.check_empty()
 
 
-@pytest.mark.parametrize("kv_push", ["off", "layer"])
+@pytest.mark.parametrize("kv_push", [pytest.param("off", marks=pytest.mark.full), "layer"])
 def test_blocks_are_fetched_again_after_the_death_of_their_reader(kv_push: str) -> None:
     """P5: it dies in a transfer of 0.3 s; a pushed prompt's first chunk has been read by then."""
     engines = {name: stages_of(name, kv_push) for name in ("P", "D", "E")}
