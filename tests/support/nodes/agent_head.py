@@ -36,7 +36,7 @@ from gllm.runtime.security import SecretFile
 from gllm.transport.edge import Edge
 from tests.support.nodes.scripted_node import ScriptedNode
 
-SECONDS = 30.0
+SECONDS = 240
 """Limit of every wait."""
 FACTS = NodeFacts("host-b", "Linux", "0", "127.0.0.1", 29601, "", b"", [], 2, 2**33)
 M = TypeVar("M")
