@@ -35,7 +35,7 @@ from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
-from tests.support.sim.call_counts import count_calls
+from tests.support.work import count_all_calls
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator-clusters.md"
 
@@ -79,7 +79,7 @@ def test_router_that_reads_no_statistics_computes_none() -> None:
 
     def count_statistics(name: str) -> int:
         pool, router = simulated_pool("equal"), make_router(name, 0)
-        calls = count_calls(lambda: simulate_cluster(pool, jobs, router))
+        calls = count_all_calls(lambda: simulate_cluster(pool, jobs, router))
         return calls[Scheduler.stats.__code__]
 
     names = ("round-robin", "least-requests", "least-tokens")
@@ -121,7 +121,7 @@ def count_per_row(num_engines: int) -> tuple[float, float]:
     for number in range(num_engines):
         cluster.add_engine(f"e{number}", simulated_pool("equal")["e0"])
     cluster.submit_each(jobs)
-    calls = count_calls(cluster.loop.run)
+    calls = count_all_calls(cluster.loop.run)
     works = [
         batch.work
         for engine in cluster.run().engines.values()

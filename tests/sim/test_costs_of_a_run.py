@@ -12,7 +12,7 @@ from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests, make_workload
-from tests.support.sim.call_counts import count_calls
+from tests.support.work import count_all_calls
 
 MAX_CALLS_PER_ROW = 25
 """Python functions called per output token, with the events of its share of a micro-batch."""
@@ -41,7 +41,7 @@ def test_calls_per_decode_row_do_not_grow_with_engines() -> None:
         # The same arrivals at each engine.
         jobs = [job for job in decodes(64) for _ in range(num_engines)]
         router = make_router("round-robin", 0)
-        num_calls = count_calls(lambda: simulate_cluster(engines, jobs, router)).total()  # noqa: B023
+        num_calls = count_all_calls(lambda: simulate_cluster(engines, jobs, router)).total()  # noqa: B023
         calls_per_row.append(num_calls / sum(job.num_output_tokens for job in jobs))
     assert calls_per_row[0] < MAX_CALLS_PER_ROW
     assert calls_per_row[1] < 1.05 * calls_per_row[0]
@@ -56,7 +56,7 @@ def test_engines_that_share_a_cost_model_predict_each_micro_batch_once() -> None
     for name, engine in pool.items():
         cluster.add_engine(name, engine)
     cluster.submit_each(jobs)
-    num_predictions = count_calls(cluster.run)[LayerRoofline.seconds.__code__]
+    num_predictions = count_all_calls(cluster.run)[LayerRoofline.seconds.__code__]
     engines = cluster.run().engines.values()
     num_batches = sum(len(each.record.micro_batches) for each in engines)
     assert num_batches <= num_predictions <= 1.2 * num_batches
@@ -67,14 +67,14 @@ def test_snapshots_of_request_counts_are_made_when_the_count_has_changed() -> No
     jobs = make_workload("uniform:200,900,20,60", 80, 16.0)
     engines = {f"engine-{index}": deployment() for index in range(8)}
     router = make_router("least-requests", 0)
-    counts = count_calls(lambda: simulate_cluster(engines, jobs, router))
+    counts = count_all_calls(lambda: simulate_cluster(engines, jobs, router))
     num_snapshots = counts[EngineGeneration.snapshot.__code__]
     assert len(jobs) < num_snapshots < MAX_SNAPSHOTS_PER_ARRIVAL * len(jobs)
 
 
 def test_events_per_micro_batch() -> None:
     runs: list[RunRecord] = []
-    counts = count_calls(lambda: runs.append(simulate(deployment(), decodes(64))))
+    counts = count_all_calls(lambda: runs.append(simulate(deployment(), decodes(64))))
     num_events = counts[EventLoop.push.__code__]
     assert 8 < num_events / len(runs[0].micro_batches) < MAX_EVENTS_PER_BATCH
 

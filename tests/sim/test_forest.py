@@ -16,7 +16,7 @@ from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.forest import MS, ForestCostModel, aggregate, combine_chunks
 from gllm.sim.costs.forest_cache import predict_cached
 from gllm.sim.costs.operator_tables import OperatorTables
-from tests.support.sim.call_counts import count_calls
+from tests.support.work import count_all_calls
 
 ROOT = Path(__file__).parents[2]
 LLAMA_70B = operators.ATTENTION
@@ -281,11 +281,11 @@ def test_predictions_are_kept(tmp_path: Path) -> None:
     keys = samples.features[:5]
     first = predict_cached(samples, keys, tmp_path)
     again = []
-    calls = count_calls(lambda: again.append(predict_cached(samples, keys, tmp_path)))
+    calls = count_all_calls(lambda: again.append(predict_cached(samples, keys, tmp_path)))
     assert not calls[operators.OperatorForest.predict.__code__]
     np.testing.assert_array_equal(again, [first])
     # Other keys are not in the cache.
-    calls = count_calls(lambda: predict_cached(samples, keys[:4], tmp_path))
+    calls = count_all_calls(lambda: predict_cached(samples, keys[:4], tmp_path))
     assert calls[operators.OperatorForest.predict.__code__] == 1
 
 

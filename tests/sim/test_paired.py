@@ -19,7 +19,7 @@ from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
-from tests.support.sim.call_counts import count_calls
+from tests.support.work import count_all_calls
 
 STEP = 0.05
 """Seconds of a micro-batch on its only stage."""
@@ -136,7 +136,7 @@ def test_leases_of_held_blocks_are_renewed_once_per_interval() -> None:
     """Transfers that take longer than a lease arrive."""
     jobs, runs = [JOB] * 3, list[PairedRun]()
     bandwidth = PROMPT * BYTES_PER_TOKEN / (2 * HOLD_LEASE_SECONDS)
-    calls = count_calls(lambda: runs.append(serve(jobs, bandwidth=bandwidth)))
+    calls = count_all_calls(lambda: runs.append(serve(jobs, bandwidth=bandwidth)))
     check_all_served(runs[0], jobs)
     records = runs[0].handoffs.values()
     assert all(record.is_ok for record in records)

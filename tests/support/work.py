@@ -4,7 +4,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -24,6 +24,26 @@ def count_lines(function: Callable[[], object]) -> int:
     finally:
         sys.settrace(previous)
     return num_lines
+
+
+def count_all_calls(function: Callable[[], object]) -> Counter[CodeType]:
+    """Return the number of calls of each Python function during a call, by its code object.
+
+    Functions that generated code defines, such as those of dataclasses, are counted as well.
+    """
+    counts: Counter[CodeType] = Counter()
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            counts[frame.f_code] += 1
+
+    previous = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(previous)
+    return counts
 
 
 def count_calls(function: Callable[[], object], targets: dict[str, Any]) -> Counter[str]:
