@@ -142,7 +142,7 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(
         kv_cache_memory=2**24,
         threads=1,
         standby_workers=1,
-        freeze_timeout=1.0,
+        freeze_timeout=3.0,
         recovery_timeout=300.0,
         kv_events_config=KvEventsConfig(
             True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replays"
