@@ -53,10 +53,10 @@ class Streaming:
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temporary folder that no other process writes to."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    # Not below tmp_path: paths of sockets have at most 107 characters.
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
 
 
 @pytest.mark.full
