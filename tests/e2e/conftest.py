@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling, Scheduling  # type: ignore[import-untyped]
 
 from tests.support.servers.nodes import EXACT
-from tests.support.servers.pool import ServerFlags, ServerPool
+from tests.support.servers.pool import SHARED_SERVERS, ServerPool
 from tests.support.servers.recovery_load import Answer, Load
 from tests.support.servers.server import Server, serving
 from tests.support.text.tokenizers import CHATML, byte_level, save
@@ -91,35 +92,45 @@ def pool() -> Iterator[ServerPool]:
     servers.close()
 
 
-def find_shared_server(item: pytest.Item) -> ServerFlags | None:
-    """Return the flags of the shared server that a test uses. See `share`."""
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return next((value for value in values if isinstance(value, ServerFlags)), None)
+def find_scope(node_id: str) -> tuple[bool, str]:
+    """Return what a test shares with others, which one process of pytest-xdist therefore runs.
 
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let one process of `--dist loadgroup` run all tests of a shared server.
-
-    Tests without a group may run anywhere. So a file whose tests share processes of their own names
-    a group.
+    Returns:
+        False and the name of a shared server; or True and what has fixtures of its own: the file of
+        the test, or the chat page's folder, which has one browser.
     """
-    if server := find_shared_server(item):
-        item.add_marker(pytest.mark.xdist_group(server.name))
+    path, _, test = node_id.partition("::")
+    params = test.partition("[")[2]
+    for server in SHARED_SERVERS:
+        if server.name in params:
+            return False, server.name
+    return True, "page" if "page" in Path(path).parts else path
+
+
+class ServerScheduling(LoadScopeScheduling):
+    """Scheduling of pytest-xdist that runs all tests of a shared server in one process.
+
+    The marker `xdist_group` has no effect with this version of pytest.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return find_scope(nodeid)[1]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    """Schedule the tests of this folder by `find_scope`, with the options that group tests."""
+    is_grouped = config.getvalue("dist") in ("loadscope", "loadgroup")
+    return ServerScheduling(config, log) if is_grouped else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests of this folder: groups first, by name, then tests that run alone.
+    """Sort the tests of this folder by `find_scope`; `--no-loadscope-reorder` keeps the order.
 
-    Groups take longer. If pytest-xdist keeps this order (`--no-loadscope-reorder`), no process ends
-    much later than the others.
+    Shared servers have the most tests. Files that follow are short, so no process ends much later
+    than the others.
     """
-
-    def order(item: pytest.Item) -> tuple[bool, str]:
-        group = item.get_closest_marker("xdist_group")
-        return group is None, "" if group is None else group.args[0]
-
     places = [at for at, item in enumerate(items) if FOLDER in item.path.parents]
-    tests = sorted((items[at] for at in places), key=order)
+    tests = sorted((items[at] for at in places), key=lambda item: find_scope(item.nodeid))
     for at, item in zip(places, tests, strict=True):
         items[at] = item
 

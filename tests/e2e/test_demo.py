@@ -19,8 +19,6 @@ from tests.support.servers.pool import DEMO_TWO_STAGES, share
 from tests.support.servers.server import Server
 
 server = share(DEMO_TWO_STAGES)
-in_one_process = pytest.mark.xdist_group("demo model")
-"""Group of the tests that share an engine."""
 QUESTIONS = Path(__file__).parents[1] / "data" / "demo_questions.jsonl"
 SHIPPED_BYTES = 8_000_000
 
@@ -55,7 +53,6 @@ def test_it_is_small() -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_held_out_questions_are_answered(llm: LLM) -> None:
     rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     assert len(rows) == 300
@@ -65,7 +62,6 @@ def test_held_out_questions_are_answered(llm: LLM) -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_stories_are_in_the_language_and_about_their_hero(llm: LLM) -> None:
     heroes = grammar.story_heroes(40)
     requests = [f"Tell me a story about {hero.full_name}." for hero in heroes]
@@ -82,7 +78,6 @@ def test_stories_are_in_the_language_and_about_their_hero(llm: LLM) -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_a_required_tool_call_and_its_result(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=200)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather in Rome?"}]
@@ -99,7 +94,6 @@ def test_a_required_tool_call_and_its_result(llm: LLM) -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_the_demo_model_from_python(llm: LLM) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=12, n=2, seed=1, logprobs=2, prompt_logprobs=1
@@ -123,7 +117,6 @@ def test_the_demo_model_from_python(llm: LLM) -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_bad_words_of_the_demo_model(llm: LLM) -> None:
     ask_for = [{"role": "user", "content": "Tell me a story about Otto the fox."}]
     plain = llm.chat(ask_for, SamplingParams(temperature=0, max_tokens=60)).outputs[0].text
@@ -136,7 +129,6 @@ def test_bad_words_of_the_demo_model(llm: LLM) -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_ids_outside_of_the_vocabulary_name_their_field(llm: LLM) -> None:
     size = llm.engine.model.vocab_size
     values: dict[str, Any] = {
@@ -151,7 +143,6 @@ def test_ids_outside_of_the_vocabulary_name_their_field(llm: LLM) -> None:
 
 
 @pytest.mark.full
-@in_one_process
 def test_truncated_prompts(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=3, logprobs=0)
     long, short = llm.generate([[9, 8, 7, 6, 5], [7, 6, 5]], params)

@@ -21,7 +21,6 @@ from tests.support.servers.recovery_load import (
 )
 from tests.support.servers.server import children, wait_until
 
-pytestmark = pytest.mark.xdist_group("disaggregation")
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 PREFILL, DECODE = "prefiller", "decoder"
 COUNTERS = ("prefill_tokens", "decode_tokens", "fetched_tokens", "failed_fetches")

@@ -15,7 +15,7 @@ from tests.support.servers.http_pair import BODIES, Pair, serving_pair
 from tests.support.servers.recovery_load import REQUESTS, Answer, RepeatedLoad, compare
 from tests.support.servers.server import wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines with HTTP")]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

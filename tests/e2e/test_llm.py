@@ -12,7 +12,6 @@ from gllm.engine.engine import EngineError
 from gllm.engine.llm import LLM
 from tests.e2e.conftest import POISON
 
-pytestmark = pytest.mark.xdist_group("llm")
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logit_bias={POISON: -100.0})
 
 

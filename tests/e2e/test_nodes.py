@@ -26,8 +26,6 @@ from tests.support.servers.recovery_load import (
 )
 from tests.support.servers.server import alive, wait_until
 
-pytestmark = pytest.mark.xdist_group("nodes")
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:

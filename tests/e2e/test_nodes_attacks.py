@@ -24,7 +24,7 @@ from tests.support.servers.nodes import Cluster, running_cluster
 from tests.support.servers.recovery_load import Answer, Load, compare
 from tests.support.servers.server import alive, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("attacks")]
+pytestmark = pytest.mark.long
 
 NUM_STRANGERS = 2_000
 """Connections that never finish a handshake."""

@@ -20,7 +20,6 @@ from tests.support.servers.server import alive, serving, wait_until
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.xdist_group("node faults"),
     pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason())),
 ]
 

@@ -27,7 +27,6 @@ from tests.support.servers.server import wait_until
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.xdist_group("node security"),
     pytest.mark.skipif(unsupported_reason() is not None, reason=str(unsupported_reason())),
 ]
 BODY = {"prompt": "The owl said", "temperature": 0, "ignore_eos": True, "max_tokens": 8}

@@ -27,7 +27,6 @@ from tests.support.servers.recovery_load import (
 from tests.support.servers.residue import Residue, leaks, owned_resources
 from tests.support.servers.server import Server, alive, serving, stages, wait_until
 
-pytestmark = pytest.mark.xdist_group("recovery")
 STAGES = {"driver": 0, "middle": 1, "last": 2}
 NUM_SEEDS = 20
 """Seeds of each fault."""

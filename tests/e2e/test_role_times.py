@@ -11,7 +11,7 @@ from gllm.fleet.report_pacer import LOAD_REPORT_SECONDS
 from tests.support.servers.http_pair import BODIES, Pair, serving_pair
 from tests.support.servers.server import DEADLINE
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("engines with HTTP")]
+pytestmark = pytest.mark.full
 FLIP_FACTOR = 30
 """A change of a role takes less time than as many times the requests that it consists of."""
 MAX_AGE_REPORTS = 3

@@ -15,8 +15,6 @@ from tests.support.servers.fleet import Router, serving_fleet
 from tests.support.servers.recovery_load import COMPLETIONS, REQUESTS, Answer, Load, compare
 from tests.support.servers.server import wait_until
 
-pytestmark = pytest.mark.xdist_group("router")
-
 EXACT = ["--dtype", "float32", "--threads", "1"]
 """Flags with which a decoded token has the logits of the same token computed in a prefill."""
 # An engine on a busy machine is not lost because it is slow.

@@ -23,7 +23,6 @@ from tests.support.servers.recovery_load import (
 from tests.support.servers.residue import Residue, leaks, owned_resources
 from tests.support.servers.server import Server, alive, places, serving, wait_until
 
-pytestmark = pytest.mark.xdist_group("tensor parallel")
 NUM_SEEDS = 20
 """Seeds of each fault; all but the first of some are long."""
 DEGREES = {"2": ["0.0", "0.1", "1.0", "1.1"], "2,1": ["0.0", "0.1", "1"]}

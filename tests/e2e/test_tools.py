@@ -23,7 +23,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("tools")]
+pytestmark = pytest.mark.full
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now"}},

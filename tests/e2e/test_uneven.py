@@ -12,7 +12,7 @@ from gllm.engine.llm import LLM, RequestOutput
 from gllm.runtime import layer_planner
 from tests.support.servers.recovery_load import HAS_EXACT_TEXTS
 
-pytestmark = [pytest.mark.full, pytest.mark.xdist_group("uneven")]
+pytestmark = pytest.mark.full
 PROMPTS = ["Once upon a time", "There was once a fox", "Not far from here", "The old man said"]
 NUM_TOKENS = 150
 OPTIONS: dict[str, Any] = {

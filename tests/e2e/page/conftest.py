@@ -8,16 +8,9 @@ from gllm.frontend.app import make_app
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from scripts import browser
-from tests.e2e.conftest import find_shared_server
 from tests.frontend.conftest import CONFIG
 from tests.support.servers.page_user import GatedEngine, User, using
 from tests.support.text import tokenizers as some
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let one process of pytest-xdist have the browser, except for tests of a shared server."""
-    if find_shared_server(item) is None:
-        item.add_marker(pytest.mark.xdist_group("page"))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ class ServerFlags(NamedTuple):
     """A server that tests share: who needs other flags, or destroys it, starts one of its own."""
 
     name: str
-    """In ids of tests and in the group of pytest-xdist."""
+    """In ids of tests, by which one process of pytest-xdist runs all tests of a server."""
     model: str
     flags: tuple[str, ...]
 
@@ -31,6 +31,8 @@ def _tiny_stages(num_stages: int) -> ServerFlags:
 
 TINY_ONE_STAGE, TINY_TWO_STAGES, TINY_FOUR_STAGES = map(_tiny_stages, (1, 2, 4))
 DEMO_TWO_STAGES = ServerFlags("demo-pp2", "demo", ("--pp", "2", *SMALL, "--dtype", "float32"))
+
+SHARED_SERVERS = TINY_ONE_STAGE, TINY_TWO_STAGES, TINY_FOUR_STAGES, DEMO_TWO_STAGES
 
 
 class _Running(NamedTuple):
