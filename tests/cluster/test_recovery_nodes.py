@@ -120,6 +120,15 @@ def happen_to_nodes(world: NodeWorld, event: str, pick: int, seconds: float) -> 
         ("silent", 0, 0.0),
     ],
 )
+@example(  # A node returns with too little capacity after a spare has got other stages.
+    stages=[(1, 0), (2, 1), (1, 2)],
+    max_restarts=0,
+    num_standbys=0,
+    seed=0,
+    spare_preloads=False,
+    flags=(False, False, False, False),
+    rows=[("silent", 0, 0.0), ("silent", 0, 0.0), ("eager", 0, 0.0), ("join", 0, 0.0)],
+)
 def test_random_losses_end_in_a_ready_or_a_dead_engine(
     stages: list[tuple[int, int]],
     max_restarts: int,

@@ -150,6 +150,10 @@ class NodeWorld(World):
             assert (shape.degrees, shape.layers) == (self.shape.degrees, self.layers)
             if not self.is_returning:
                 new_keys = old_keys
+            # Stages that stay vacant still wait for the node that they were lost with.
+            waiting = zip(shape.nodes, self.shape.nodes, strict=True)
+            nodes = [own or before for own, before in waiting]
+            shape = NodeShape(shape.layers, shape.degrees, nodes)
         else:
             is_complete = set(shape.nodes) <= self.up.keys()
             assert is_complete or self.is_returning, "cut anew over a lost node"
