@@ -124,9 +124,20 @@ class Node:
     def of(self, kind: type) -> list[Any]:
         return [each for each in self.sent if isinstance(each, kind)]
 
+    @property
+    def started(self) -> list[int]:
+        """Numbers of the heads whose start was reported."""
+        return [each.process for each in self.of(ServiceProcessStarted)]
+
     async def start(self, number: int = 1, **fields: Any) -> None:
         self.processes.start(msgspec.structs.replace(START, process=number, **fields))
-        await until(lambda: number in self.scripts.pids or self.of(ServiceProcessExited))
+
+        def has_started() -> bool:
+            # The process may write its id before its start is reported.
+            is_reported = "node_rank" in fields or number in self.started
+            return is_reported and number in self.scripts.pids
+
+        await until(lambda: has_started() or self.of(ServiceProcessExited))
 
 
 @pytest.fixture
