@@ -124,18 +124,14 @@ class Node:
     def of(self, kind: type) -> list[Any]:
         return [each for each in self.sent if isinstance(each, kind)]
 
-    @property
-    def started(self) -> list[int]:
-        """Numbers of the heads whose start was reported."""
-        return [each.process for each in self.of(ServiceProcessStarted)]
-
     async def start(self, number: int = 1, **fields: Any) -> None:
         self.processes.start(msgspec.structs.replace(START, process=number, **fields))
 
         def has_started() -> bool:
             # The process may write its id before its start is reported.
-            is_reported = "node_rank" in fields or number in self.started
-            return is_reported and number in self.scripts.pids
+            reported = [start.process for start in self.of(ServiceProcessStarted)]
+            is_member = fields.get("node_rank", 0) > 0
+            return number in self.scripts.pids and (is_member or number in reported)
 
         await until(lambda: has_started() or self.of(ServiceProcessExited))
 
