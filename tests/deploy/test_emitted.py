@@ -205,11 +205,11 @@ def test_compose_reserves_the_gpus_of_the_plan() -> None:
 
 SRUN = """#!/bin/bash
 # A step: notes its arguments, and ends with the status of its node, after SIGTERM with 0.
-echo "$*" >>"$STEPS"
 for node in x y z; do
     case " $* " in *" --node $node "*) own=STATUS_$node ;; esac
 done
 trap 'echo "ended $own" >>"$STEPS"; exit 0' TERM
+echo "$*" >>"$STEPS"
 [ "${!own}" = wait ] && { sleep 60 & wait; }
 exit "${!own}"
 """

@@ -48,11 +48,14 @@ wait_for() {{
     return "$code"
 }}
 run_step() {{
-    local code=0
-    srun "$@" &
+    local code=0 child="" stopped=""
     # srun passes the signal on, and gllm up drains its processes.
-    trap 'kill -TERM "$!" 2>/dev/null || true' TERM
-    wait_for "$!" || code=$?
+    trap 'stopped=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM
+    srun "$@" &
+    child=$!
+    # The signal may have come before the number of the process was known.
+    [ -z "$stopped" ] || kill -TERM "$child" 2>/dev/null || true
+    wait_for "$child" || code=$?
     # A step that fails ends the others.
     [ "$code" -eq 0 ] || kill -TERM $$
     return "$code"
