@@ -30,9 +30,9 @@ from gllm.kernels.random_numbers import random_uniform
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.stage import StageInputs
-from gllm.runtime.batch import plan_windows
-from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.device import set_num_threads
+from gllm.runtime.worker.batch import plan_windows
+from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.device import set_num_threads
 from gllm.sim.metrics.report import format_table
 from gllm.text.tokenizer import Tokenizer
 

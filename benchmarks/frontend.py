@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import uvloop
 from aiohttp import web
 
-from gllm.cluster.records import RecoveryState
 from gllm.config.engine import EngineConfig
 from gllm.config.server import ServerConfig
 from gllm.engine.engine import Engine
@@ -29,6 +28,7 @@ from gllm.frontend.sse import STREAM_HEADERS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails
+from gllm.recovery.records import RecoveryState
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gllm.config.limits import (
+from gllm.options.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,

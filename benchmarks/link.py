@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.watch import cpu_seconds
-from gllm.link.commands import LinkPeer, OpenLinkEdge
 from gllm.observability.latency import percentile
-from gllm.runtime.certificates import create_certificate
-from gllm.runtime.link_process import LinkProcess
+from gllm.runtime.head.link_process import LinkProcess
+from gllm.runtime.messaging.certificates import create_certificate
 from gllm.sim.metrics.report import format_table
 from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import Edge, create_edge
+from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from gllm.transport.ring import Ring
 
 RUN = 1

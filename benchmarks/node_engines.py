@@ -13,7 +13,7 @@ import aiohttp
 from benchmarks.cpu.serving import free_port
 from benchmarks.cpu.watch import PROC, cpu_seconds, tree
 from benchmarks.fleet_processes import FleetProcess
-from gllm.runtime.security import create_secret_file
+from gllm.runtime.messaging.security import create_secret_file
 
 ROLES = ("head", "agent", "gllm-link", "stages")
 """Kinds of processes whose CPU time is reported."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from statistics import median
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.placement import LatencyModel, PlacementRules

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
+from gllm.commands.bench.real import run_logged, serve_workload
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import run_logged, serve_workload
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.deployment import simulate
 from gllm.sim.metrics.report import format_table, show_value

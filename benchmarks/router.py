@@ -104,7 +104,7 @@ async def measure_one_engine(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(open_session())
         router = await stack.enter_async_context(
-            started("gllm.router", free_port(), ["--hub", str(hub)])
+            started("gllm.commands.router", free_port(), ["--hub", str(hub)])
         )
         flags = ["--router", f"127.0.0.1:{hub}", "--name", "e0", "--threads", "1"]
         engine = await stack.enter_async_context(started("gllm.serve", free_port(), flags))
@@ -177,7 +177,7 @@ async def measure_many_engines(options: argparse.Namespace) -> dict[str, Any]:
             hub = free_port()
             # The host that `one_connection` names.
             flags = ["--hub", str(hub), "--allowed-hosts", "x"]
-            async with started("gllm.router", free_port(), flags) as router:
+            async with started("gllm.commands.router", free_port(), flags) as router:
                 await router.wait_until(session, "/health")
                 async with fake_engines(hub, options.engines):
                     await router.wait_until(session, "/engines", options.engines)

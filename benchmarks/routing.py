@@ -148,7 +148,7 @@ class RealPool:
     async def measure(self, policy: str, rate: float | None, count: int, seed: int) -> Figures:
         """Return the figures of one load; without a rate with all seats taken all the time."""
         flags = ["--hub", str(self._hub), "--policy", policy]
-        async with started("gllm.router", self._port, flags) as router:
+        async with started("gllm.commands.router", self._port, flags) as router:
             await router.wait_until(self._session, "/engines", len(POOLS[self._pool]))
             await router.wait_until(self._session, "/ready")
             async with self._session.post(f"{router.url}/reset_prefix_cache") as response:

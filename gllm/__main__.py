@@ -12,13 +12,13 @@ from gllm import __version__
 
 COMMANDS = {
     "serve": ("gllm.serve:main", "serve a model over HTTP"),
-    "router": ("gllm.router:main", "serve many engines over HTTP as if they were one"),
-    "profile": ("gllm.experiments.profile:main", "measure a model on this machine"),
+    "router": ("gllm.commands.router:main", "serve many engines over HTTP as if they were one"),
+    "profile": ("gllm.commands.profile.command:main", "measure a model on this machine"),
     "simulate": (
         "gllm.commands.simulate:main",
         "predict a deployment from a profile or a data sheet",
     ),
-    "experiment": ("gllm.commands.experiment:main", "run a named experiment and write its page"),
+    "experiment": ("experiments.__main__:main", "run a named experiment and write its page"),
     "plan": ("gllm.commands.plan.command:main", "find machines, parallelism and routes"),
     "up": ("gllm.commands.up:main", "start this machine's share of a plan"),
     "bench": ("gllm.commands.bench.command:main", "measure a server over HTTP, or an engine"),

@@ -11,24 +11,24 @@ import os
 import sys
 from dataclasses import replace
 
-from gllm.cluster.node_layout import distribute_stages
-from gllm.config.addresses import format_host_port
-from gllm.config.attachment import AttachmentConfig
-from gllm.config.engine import EngineConfig
-from gllm.config.flags import config_from_flags
-from gllm.config.node_environment import NodePlace, read_node_place
-from gllm.config.nodes import NodesConfig
-from gllm.config.server import ServerConfig
-from gllm.engine.preflight import ModelPlan, plan_model
-from gllm.observability.logs import LogConfig
-from gllm.ray.launcher import RayLauncher
-from gllm.runtime.local_node import LocalNode
-from gllm.server_command import (
+from gllm.commands.server_command import (
     build_server_parser,
     parse_command_line,
     pop_environment_keys,
     report_error,
 )
+from gllm.config.attachment import AttachmentConfig
+from gllm.config.engine import EngineConfig
+from gllm.config.node_environment import NodePlace, read_node_place
+from gllm.config.nodes import NodesConfig
+from gllm.config.server import ServerConfig
+from gllm.deploy.ray.launcher import RayLauncher
+from gllm.engine.preflight import ModelPlan, plan_model
+from gllm.observability.logs import LogConfig
+from gllm.options.addresses import format_host_port
+from gllm.options.flags import config_from_flags
+from gllm.recovery.node_layout import distribute_stages
+from gllm.runtime.head.local_node import LocalNode
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,8 +93,8 @@ def _run_node(
     """Run this machine's part of an engine whose head is another one; return the exit status."""
     import uvloop
 
+    from gllm.commands.node_process import NodeOptions, NodeProcess
     from gllm.engine.join_facts import make_join_facts
-    from gllm.node_process import NodeOptions, NodeProcess
 
     facts = make_join_facts(engine, plan.folder, plan.max_model_len)
     options = NodeOptions(

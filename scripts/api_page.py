@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from gllm.config.limits import limits_table
 from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.fields.base import ModelRequestFields, RequestFields
 from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
 from gllm.frontend.routes.registry import ENDPOINTS
+from gllm.options.limits import limits_table
 from scripts.page_parts import replace_parts
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLACES = {
-    "gllm/experiments": "tests/experiments",
+    "experiments": "tests/experiments",
     "gllm/kernels/triton": "tests/triton",
     "gllm/kernels": "tests/kernels",
     "gllm/frontend/page": "tests/e2e/page",

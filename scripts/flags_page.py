@@ -9,11 +9,11 @@ from pathlib import Path
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.cluster import ClusterConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, add_flags
 from gllm.config.join import JoinConfig
 from gllm.config.nodes import NodesConfig
 from gllm.config.router import RouterConfig
 from gllm.config.server import ServerConfig
+from gllm.options.flags import FlagParser, add_flags
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 HEAD = """# Flags of `gllm serve` and `gllm router`

@@ -10,14 +10,14 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         name: frozenset(allowed.split())
         for name, allowed in {
-            "gllm.config.options": "",
-            "gllm.config.field_types": "gllm.config.options",
-            "gllm.config.slo": "",
+            "gllm.options.options": "",
+            "gllm.options.field_types": "gllm.options.options",
+            "gllm.options.slo": "",
             "gllm.scheduler": (
-                "gllm.config.field_types gllm.config.options gllm.kv_transfer.transfer_mode"
+                "gllm.options.field_types gllm.options.options gllm.scheduler.transfer_mode"
             ),
             "gllm.routing": (
-                "gllm.config.field_types gllm.config.options gllm.config.slo gllm.scheduler"
+                "gllm.options.field_types gllm.options.options gllm.options.slo gllm.scheduler"
             ),
             "gllm.pacing": "gllm.scheduler",
             "gllm.observability": "",
@@ -25,28 +25,28 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
             "gllm.observability.progress": "tqdm",
             "gllm.observability.step_log": "gllm.scheduler msgspec",
             "gllm.observability.logged_scheduler": ("gllm.observability.step_log gllm.scheduler"),
-            "gllm.link.encodings": "",
-            "gllm.kv_transfer.backend_names": "",
+            "gllm.transport.link.encodings": "",
+            "gllm.config.kv_backends": "",
             "gllm.config": (
-                "gllm.kv_transfer.backend_names gllm.link.encodings gllm.observability "
+                "gllm.config.kv_backends gllm.transport.link.encodings gllm.observability "
                 "gllm.pacing gllm.routing gllm.scheduler yaml"
             ),
-            "gllm.kv_transfer.transfer_estimate": "",
-            "gllm.kv_transfer.break_even": "gllm.kv_transfer.transfer_estimate",
-            "gllm.kv_transfer.transfer_mode": "",
-            "gllm.kv_transfer.totals": "",
-            "gllm.kv_transfer.layout": "msgspec",
-            "gllm.kv_transfer.progress": "gllm.kv_transfer.layout",
-            "gllm.kv_transfer.endpoint": "gllm.kv_transfer.layout msgspec",
-            "gllm.kv_transfer": (
-                "gllm.kv_transfer.backend_names gllm.kv_transfer.break_even "
-                "gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
-                "gllm.kv_transfer.transfer_estimate gllm.link.encodings "
+            "gllm.transport.kv.transfer_estimate": "",
+            "gllm.transport.kv.break_even": "gllm.transport.kv.transfer_estimate",
+            "gllm.scheduler.transfer_mode": "",
+            "gllm.transport.kv.totals": "",
+            "gllm.messages.kv_layout": "msgspec",
+            "gllm.transport.kv.progress": "gllm.messages.kv_layout",
+            "gllm.transport.kv.endpoint": "gllm.messages.kv_layout msgspec",
+            "gllm.transport.kv": (
+                "gllm.config.kv_backends gllm.transport.kv.break_even "
+                "gllm.transport.kv.endpoint gllm.messages.kv_layout "
+                "gllm.transport.kv.transfer_estimate gllm.transport.link.encodings "
                 "gllm.messages msgspec nixl numpy"
             ),
-            "gllm.messages": "gllm.kv_transfer.layout gllm.scheduler msgspec",
-            "gllm.models.partition": "",
-            "gllm.cluster": "gllm.models.partition msgspec",
+            "gllm.messages": "gllm.messages.kv_layout gllm.scheduler msgspec",
+            "gllm.recovery.partition": "",
+            "gllm.recovery": "gllm.recovery.partition msgspec",
             "gllm.kernels": "flash_attn numpy torch triton",
             "gllm.models": "gllm.config gllm.kernels huggingface_hub numpy safetensors torch",
             "gllm.transport.base": "msgspec",
@@ -57,67 +57,67 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.kernels gllm.transport.base gllm.transport.descriptors "
                 "gllm.transport.meeting_log gllm.transport.ring msgspec torch"
             ),
-            "gllm.link.commands": (
-                "gllm.kv_transfer.layout gllm.link.encodings gllm.messages gllm.pacing msgspec"
+            "gllm.transport.link.commands": (
+                "gllm.messages.kv_layout gllm.transport.link.encodings gllm.messages gllm.pacing msgspec"
             ),
-            "gllm.link.int8_encoding": "gllm.link.encodings numpy",
-            "gllm.link": (
-                "gllm.kv_transfer gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
-                "gllm.link.commands gllm.link.encodings "
+            "gllm.transport.link.int8_encoding": "gllm.transport.link.encodings numpy",
+            "gllm.transport.link": (
+                "gllm.transport.kv gllm.transport.kv.endpoint gllm.messages.kv_layout "
+                "gllm.transport.link.commands gllm.transport.link.encodings "
                 "gllm.messages gllm.observability gllm.pacing gllm.transport.base "
                 "gllm.transport.descriptors gllm.transport.meeting_log gllm.transport.ring "
                 "msgspec setproctitle"
             ),
-            "gllm.grammar.sources": "gllm.config",
-            "gllm.grammar": "gllm.config gllm.grammar.sources llguidance setproctitle",
+            "gllm.text.grammar.sources": "gllm.config",
+            "gllm.text.grammar": "gllm.config gllm.text.grammar.sources llguidance setproctitle",
             "gllm.runtime": (
-                "cryptography gllm gllm.cluster gllm.config gllm.grammar gllm.kernels "
-                "gllm.kv_transfer.break_even gllm.kv_transfer.endpoint gllm.kv_transfer.layout "
-                "gllm.kv_transfer.progress gllm.kv_transfer.totals "
-                "gllm.link.commands gllm.link.encodings gllm.messages gllm.models "
+                "cryptography gllm gllm.recovery gllm.config gllm.text.grammar gllm.kernels "
+                "gllm.transport.kv.break_even gllm.transport.kv.endpoint gllm.messages.kv_layout "
+                "gllm.transport.kv.progress gllm.transport.kv.totals "
+                "gllm.transport.link.commands gllm.transport.link.encodings gllm.messages gllm.models "
                 "gllm.observability.bubbles gllm.observability gllm.observability.step_log "
                 "gllm.observability.logged_scheduler "
                 "gllm.pacing gllm.scheduler gllm.transport llguidance msgspec numpy psutil pynvml "
                 "setproctitle torch uvloop zmq"
             ),
-            "gllm.fleet": (
+            "gllm.router": (
                 "gllm gllm.config gllm.engine.fleet_control gllm.engine.interface gllm.messages "
                 "gllm.models gllm.routing gllm.runtime gllm.scheduler msgspec zmq"
             ),
-            "gllm.runtime.crypto_speed": "zmq",
-            "gllm.runtime.security": "gllm.config gllm.runtime.crypto_speed zmq",
-            "gllm.runtime.parent_death": "",
-            "gllm.ray": (
-                "gllm.cluster gllm.config gllm.observability gllm.runtime.parent_death "
-                "gllm.runtime.security msgspec ray setproctitle"
+            "gllm.runtime.messaging.crypto_speed": "zmq",
+            "gllm.runtime.messaging.security": "gllm.config gllm.runtime.messaging.crypto_speed zmq",
+            "gllm.runtime.messaging.parent_death": "",
+            "gllm.deploy.ray": (
+                "gllm.recovery gllm.config gllm.observability gllm.runtime.messaging.parent_death "
+                "gllm.runtime.messaging.security msgspec ray setproctitle"
             ),
-            "gllm.launch.child_process": "gllm.runtime.parent_death",
-            "gllm.platform.selection": "",
-            "gllm.platform.service_request": "gllm.config gllm.platform.selection",
-            "gllm.platform.service_meter": "gllm.messages",
-            "gllm.platform.service": (
-                "gllm.messages gllm.platform.selection gllm.platform.service_meter "
-                "gllm.platform.service_request"
+            "gllm.deploy.up.child_process": "gllm.runtime.messaging.parent_death",
+            "gllm.deploy.cluster.selection": "",
+            "gllm.deploy.cluster.service_request": "gllm.config gllm.deploy.cluster.selection",
+            "gllm.deploy.cluster.service_meter": "gllm.messages",
+            "gllm.deploy.cluster.service": (
+                "gllm.messages gllm.deploy.cluster.selection gllm.deploy.cluster.service_meter "
+                "gllm.deploy.cluster.service_request"
             ),
-            "gllm.platform.service_table": (
-                "gllm.messages gllm.platform.selection gllm.platform.service "
-                "gllm.platform.service_meter gllm.platform.service_request"
+            "gllm.deploy.cluster.service_table": (
+                "gllm.messages gllm.deploy.cluster.selection gllm.deploy.cluster.service "
+                "gllm.deploy.cluster.service_meter gllm.deploy.cluster.service_request"
             ),
-            "gllm.platform.interface": (
-                "gllm.messages gllm.platform.selection gllm.platform.service_meter "
-                "gllm.platform.service_request"
+            "gllm.deploy.cluster.interface": (
+                "gllm.messages gllm.deploy.cluster.selection gllm.deploy.cluster.service_meter "
+                "gllm.deploy.cluster.service_request"
             ),
-            "gllm.platform": (
-                "aiohttp gllm gllm.cluster gllm.config gllm.launch.child_process gllm.messages "
-                "gllm.platform.interface "
-                "gllm.platform.selection gllm.platform.service gllm.platform.service_meter "
-                "gllm.platform.service_request gllm.platform.service_table gllm.runtime "
+            "gllm.deploy.cluster": (
+                "aiohttp gllm gllm.recovery gllm.config gllm.deploy.up.child_process gllm.messages "
+                "gllm.deploy.cluster.interface "
+                "gllm.deploy.cluster.selection gllm.deploy.cluster.service gllm.deploy.cluster.service_meter "
+                "gllm.deploy.cluster.service_request gllm.deploy.cluster.service_table gllm.runtime "
                 "prometheus_client zmq"
             ),
-            "gllm.text": "gllm.config gllm.grammar.sources jinja2 msgspec tokenizers",
+            "gllm.text": "gllm.config gllm.text.grammar.sources jinja2 msgspec tokenizers",
             "gllm.engine.fleet_control": "gllm.scheduler msgspec",
             "gllm.engine.interface": (
-                "gllm.config gllm.engine.fleet_control gllm.kv_transfer.totals gllm.messages "
+                "gllm.config gllm.engine.fleet_control gllm.transport.kv.totals gllm.messages "
                 "gllm.scheduler gllm.text msgspec"
             ),
             "gllm.engine.request_checks": "gllm.config gllm.engine.interface gllm.text",
@@ -125,29 +125,31 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.config gllm.engine.interface gllm.engine.request_checks gllm.text"
             ),
             "gllm.engine": (
-                "gllm gllm.cluster gllm.config gllm.engine.chat gllm.engine.fleet_control "
-                "gllm.engine.interface gllm.engine.request_checks gllm.fleet gllm.grammar "
-                "gllm.messages gllm.models gllm.observability gllm.ray gllm.routing gllm.runtime "
+                "gllm gllm.recovery gllm.config gllm.engine.chat gllm.engine.fleet_control "
+                "gllm.engine.interface gllm.engine.request_checks gllm.router gllm.text.grammar "
+                "gllm.messages gllm.models gllm.observability gllm.deploy.ray gllm.routing gllm.runtime "
                 "gllm.scheduler gllm.text msgspec tqdm"
             ),
             "gllm.frontend": (
                 "aiohttp gllm gllm.config gllm.engine.chat gllm.engine.fleet_control "
                 "gllm.engine.interface gllm.engine.request_checks gllm.messages "
-                "gllm.observability gllm.platform.interface gllm.platform.selection "
-                "gllm.platform.service_request gllm.text msgspec opentelemetry prometheus_client"
+                "gllm.observability gllm.deploy.cluster.interface gllm.deploy.cluster.selection "
+                "gllm.deploy.cluster.service_request gllm.text msgspec opentelemetry prometheus_client"
             ),
-            "gllm.server_command": "gllm gllm.config gllm.observability setproctitle",
-            "gllm.node_process": (
-                "gllm.config gllm.frontend gllm.link.encodings gllm.messages gllm.models "
-                "gllm.pacing gllm.platform gllm.runtime setproctitle"
+            "gllm.commands.server_command": "gllm gllm.config gllm.observability setproctitle",
+            "gllm.commands.node_process": (
+                "gllm.config gllm.frontend gllm.transport.link.encodings gllm.messages gllm.models "
+                "gllm.pacing gllm.deploy.cluster gllm.runtime setproctitle"
             ),
             "gllm.serve": (
-                "gllm.cluster gllm.config gllm.engine gllm.frontend gllm.node_process "
-                "gllm.observability gllm.ray gllm.runtime gllm.server_command uvloop"
+                "gllm.recovery gllm.config gllm.engine gllm.frontend gllm.commands.node_process "
+                "gllm.observability gllm.deploy.ray gllm.runtime gllm.commands.server_command uvloop"
             ),
-            "gllm.router": ("gllm.config gllm.engine gllm.frontend gllm.server_command uvloop"),
+            "gllm.commands.router": (
+                "gllm.config gllm.engine gllm.frontend gllm.commands.server_command uvloop"
+            ),
             "gllm.sim": (
-                "gllm.config gllm.kv_transfer.transfer_mode gllm.observability.bubbles "
+                "gllm.config gllm.scheduler.transfer_mode gllm.observability.bubbles "
                 "gllm.observability gllm.observability.logged_scheduler "
                 "gllm.observability.step_log gllm.pacing gllm.routing gllm.scheduler matplotlib "
                 "msgspec numpy sklearn"
@@ -158,35 +160,37 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "gllm.plan.serving_plan gllm.routing gllm.scheduler gllm.sim msgspec networkx "
                 "numpy scipy sklearn"
             ),
-            "gllm.launch": (
-                "aiohttp gllm.config gllm.launch.child_process gllm.plan gllm.plan.serving_plan "
-                "gllm.ray msgspec ray"
+            "gllm.deploy.up": (
+                "aiohttp gllm.config gllm.deploy.up.child_process gllm.plan gllm.plan.serving_plan "
+                "gllm.deploy.ray msgspec ray"
             ),
-            "gllm.profiling": (
-                "gllm.cluster gllm.config gllm.kernels gllm.link.encodings gllm.messages "
+            "gllm.commands.profile": (
+                "gllm.recovery gllm.config gllm.kernels gllm.transport.link.encodings gllm.messages "
                 "gllm.models gllm.runtime gllm.scheduler gllm.sim gllm.transport numpy torch"
             ),
-            "gllm.experiments": (
-                "gllm.config gllm.engine gllm.kv_transfer.transfer_mode gllm.link.encodings "
+            "experiments": (
+                "gllm.config gllm.engine gllm.scheduler.transfer_mode gllm.transport.link.encodings "
                 "gllm.models gllm.observability gllm.observability.progress "
-                "gllm.observability.step_log gllm.plan gllm.plan.serving_plan gllm.profiling "
+                "gllm.observability.step_log gllm.plan gllm.plan.serving_plan gllm.commands.profile "
                 "gllm.routing gllm.scheduler gllm.sim msgspec"
             ),
-            "gllm.doctor": ("gllm.cluster gllm.config gllm.messages gllm.models gllm.runtime zmq"),
+            "gllm.deploy.doctor": (
+                "gllm.recovery gllm.config gllm.messages gllm.models gllm.runtime zmq"
+            ),
             "gllm.commands.doctor": (
-                "gllm gllm.cluster gllm.config gllm.doctor gllm.messages gllm.runtime"
+                "gllm gllm.recovery gllm.config gllm.deploy.doctor gllm.messages gllm.runtime"
             ),
             "gllm.commands.up": (
-                "gllm.config gllm.launch gllm.observability gllm.plan gllm.plan.serving_plan "
-                "gllm.ray gllm.runtime msgspec setproctitle"
+                "gllm.config gllm.deploy.up gllm.observability gllm.plan gllm.plan.serving_plan "
+                "gllm.deploy.ray gllm.runtime msgspec setproctitle"
             ),
             "gllm.commands.cluster": (
-                "gllm.config gllm.frontend gllm.platform gllm.server_command uvloop"
+                "gllm.config gllm.frontend gllm.deploy.cluster gllm.commands.server_command uvloop"
             ),
             "gllm.commands": (
-                "aiohttp gllm.config gllm.engine gllm.experiments gllm.node_process "
+                "aiohttp gllm.config gllm.engine experiments gllm.commands.node_process "
                 "gllm.observability gllm.observability.progress gllm.observability.step_log "
-                "gllm.plan gllm.plan.serving_plan gllm.runtime.security gllm.scheduler gllm.sim "
+                "gllm.plan gllm.plan.serving_plan gllm.runtime.messaging.security gllm.scheduler gllm.sim "
                 "matplotlib msgspec prometheus_client uvloop"
             ),
             "gllm.__main__": "gllm",

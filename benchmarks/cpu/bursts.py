@@ -17,9 +17,9 @@ import msgspec
 import uvloop
 
 from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
+from gllm.commands.bench.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.observability.step_log import StartEvent, read_step_log
 from gllm.sim.metrics.report import format_table, get_figure, show_value, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record

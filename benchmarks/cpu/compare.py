@@ -28,7 +28,7 @@ from benchmarks.cpu.results import Results
 from benchmarks.cpu.session import Session
 from benchmarks.cpu.workplace import PeerError, Workplace
 from benchmarks.policies import processor
-from gllm.config.flags import add_flags, config_from_flags
+from gllm.options.flags import add_flags, config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gllm.kernels.linear import linear, prepare
-from gllm.runtime.device import count_cores, set_num_threads
+from gllm.runtime.worker.device import count_cores, set_num_threads
 
 SHAPES = {
     "qkv": (896, 1152),

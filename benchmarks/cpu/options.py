@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from gllm.config.flags import parse_bytes
-from gllm.config.options import option
+from gllm.options.flags import parse_bytes
+from gllm.options.options import option
 
 MODES = ("server", "poisson", "in-process", "docs")
 

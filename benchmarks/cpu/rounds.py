@@ -12,9 +12,9 @@ import msgspec
 
 from benchmarks.cpu.loops import StageLoops
 from benchmarks.cpu.page import ForeignCpu
+from gllm.commands.bench.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import LOG_DRAIN_SECONDS, serve_workload
 from gllm.models.hub import resolve_model
 from gllm.observability.step_log import StartEvent, StepLogEvent, read_step_log
 from gllm.sim.metrics.run_record import RunRecord, build_run_record

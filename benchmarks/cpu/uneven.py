@@ -18,9 +18,9 @@ from typing import Any
 import uvloop
 
 from benchmarks.cpu.page import ForeignCpu, make_parser, origin, write_results
+from gllm.commands.bench.real import serve_workload
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
-from gllm.experiments.real import serve_workload
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.requests import WorkloadRequest
 

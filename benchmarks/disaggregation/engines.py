@@ -48,7 +48,7 @@ async def running_fleet(
     preset = ["--preset", "distserve"] if setup == "apart" else []
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(
-            started("gllm.router", free_port(), ["--hub", str(hub), *preset])
+            started("gllm.commands.router", free_port(), ["--hub", str(hub), *preset])
         )
         engines = []
         for core, role in enumerate(ROLES[setup]):

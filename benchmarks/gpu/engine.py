@@ -25,8 +25,8 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import Measured, PendingRow, SkipRowError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.batch import Batch
-from gllm.runtime.executor import DeviceTime
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.executor import DeviceTime
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest

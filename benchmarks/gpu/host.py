@@ -19,7 +19,7 @@ from gllm.kernels.attention_plan import (
     PagedBatch,
     plan_attention,
 )
-from gllm.runtime.batch import PlanAttention, Windows
+from gllm.runtime.worker.batch import PlanAttention, Windows
 from gllm.transport.device_streams import DeviceEvent, DeviceGraph, DeviceStream
 
 

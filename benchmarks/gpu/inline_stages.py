@@ -18,8 +18,8 @@ from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.hub import DEMO
 from gllm.models.split import split_layers
-from gllm.runtime.batch import Batch
-from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest

@@ -26,7 +26,7 @@ from gllm.kernels.rms_norm import add_rms_norm, rms_norm
 from gllm.kernels.rotary import compute_inverse_frequencies, compute_rotary_angles
 from gllm.kernels.sampling import sample
 from gllm.kernels.sampling_plan import plan_sampling
-from gllm.runtime.cuda.staging import map_tensors
+from gllm.runtime.worker.cuda.staging import map_tensors
 
 EPS = 1e-6
 FP8_TOLERANCE = 2.0**-4

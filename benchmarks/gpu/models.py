@@ -21,9 +21,9 @@ from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.spec import ModelSpec
 from gllm.models.stage import ModelStage
-from gllm.runtime.batch import Batch
-from gllm.runtime.cuda.backend import MAX_GRAPH_ROWS
-from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cuda.backend import MAX_GRAPH_ROWS
+from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.scheduler.config import SchedulerConfig
 
 SHARED = {

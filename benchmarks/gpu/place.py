@@ -14,7 +14,7 @@ import torch
 from gllm.transport.device_streams import CudaRuntime, DeviceRuntime
 
 if TYPE_CHECKING:
-    from gllm.runtime.batch import PlanAttention
+    from gllm.runtime.worker.batch import PlanAttention
 
 WARM_UPS = 3
 MIN_REPEATS, MAX_REPEATS = 11, 101

@@ -11,7 +11,7 @@ from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import Any, Self
 
 from benchmarks.net.rig import NamespaceRig
-from gllm.runtime.security import create_secret_file
+from gllm.runtime.messaging.security import create_secret_file
 
 HTTP_PORT, HEAD_PORT = 8000, 29600
 """Ports, which nobody else uses in namespaces."""

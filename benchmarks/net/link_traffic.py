@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 from benchmarks.net.rig import NamespaceRig
-from gllm.link.commands import LinkPeer, OpenLinkEdge
-from gllm.runtime.link_process import LinkProcess
+from gllm.runtime.head.link_process import LinkProcess
 from gllm.transport.base import EdgeLayout
 from gllm.transport.edge import create_edge
+from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from gllm.transport.ring import Ring
 
 RUN, GENERATION, EDGE = 1, 1, 0

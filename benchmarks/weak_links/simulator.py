@@ -26,7 +26,6 @@ from benchmarks.weak_links.limits import WeakLink
 from benchmarks.weak_links.load import PromptMaker, StreamedRequest, send_schedule
 from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, Progress
 from benchmarks.weak_model import TOKEN_BYTES
-from gllm.link.link_monitor import WARM_SECONDS
 from gllm.observability.step_log import StepLogEvent, read_step_log
 from gllm.pacing.send_rate import PACING_SHARE
 from gllm.scheduler.sequence import SchedulerRequest
@@ -41,6 +40,7 @@ from gllm.sim.event_loop import EventLoop
 from gllm.sim.link import make_link
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
+from gllm.transport.link.link_monitor import WARM_SECONDS
 
 MAX_ERROR = 0.15
 """Largest relative error of mean TTFT and TPOT."""

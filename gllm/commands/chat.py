@@ -11,9 +11,9 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any
 
-from gllm.config.flags import FlagParser, FlagType, number_type, parse_url
-from gllm.config.options import INT32_MAX
 from gllm.config.server import check_api_key
+from gllm.options.flags import FlagParser, FlagType, number_type, parse_url
+from gllm.options.options import INT32_MAX
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/clear resets the conversation, /quit exits, Ctrl-C stops an answer"

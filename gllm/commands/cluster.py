@@ -6,10 +6,10 @@ Exit status: 0 after SIGTERM or SIGINT, 2 for an invalid command line.
 import argparse
 import os
 
+from gllm.commands.server_command import parse_logs, pop_environment_keys, report_error
 from gllm.config.cluster import ClusterConfig
-from gllm.config.flags import FlagParser, add_flags, config_from_flags
 from gllm.config.server import ServerConfig
-from gllm.server_command import parse_logs, pop_environment_keys, report_error
+from gllm.options.flags import FlagParser, add_flags, config_from_flags
 
 TITLE = "gllm-cluster"
 
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     # Imported late: --help needs none of it.
     import uvloop
 
+    from gllm.deploy.cluster.master import Master
     from gllm.frontend.cluster_server import ClusterServer
-    from gllm.platform.master import Master
 
     try:
         values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]

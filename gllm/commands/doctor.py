@@ -7,18 +7,18 @@ import sys
 from collections.abc import Iterator
 
 from gllm import __version__
-from gllm.cluster.join_check import JoinFacts
-from gllm.config.flags import FlagParser, number_type
 from gllm.config.node_environment import has_launcher, parse_head_address, read_node_place
 from gllm.config.nodes import DEFAULT_DATA_PORT, NodesConfig
-from gllm.doctor import host_checks, model_checks, network_checks
-from gllm.doctor.finding import Finding, Verdict, note
-from gllm.doctor.head_probe import HeadAnswer, check_answer, probe_head
-from gllm.doctor.model_checks import LocalModel
+from gllm.deploy.doctor import host_checks, model_checks, network_checks
+from gllm.deploy.doctor.finding import Finding, Verdict, note
+from gllm.deploy.doctor.head_probe import HeadAnswer, check_answer, probe_head
+from gllm.deploy.doctor.model_checks import LocalModel
 from gllm.messages.nodes import PROTOCOL
-from gllm.runtime.device import available_memory_bytes
-from gllm.runtime.machine import MachineMonitor
-from gllm.runtime.security import SecretFile, SecretFileError
+from gllm.options.flags import FlagParser, number_type
+from gllm.recovery.join_check import JoinFacts
+from gllm.runtime.messaging.security import SecretFile, SecretFileError
+from gllm.runtime.node.machine import MachineMonitor
+from gllm.runtime.worker.device import available_memory_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -7,8 +7,8 @@ import time
 from urllib.parse import quote
 
 from gllm.commands.nodes import DEFAULT_URL, NodesUnavailableError, read_nodes, request_json
-from gllm.config.flags import FlagParser, FlagType, parse_url
 from gllm.config.server import check_api_key
+from gllm.options.flags import FlagParser, FlagType, parse_url
 
 POLL_SECONDS = 0.2
 """Interval at which the machine's state is read."""

@@ -5,10 +5,15 @@ import json
 import sys
 from pathlib import Path
 
-from gllm.config.flags import FlagParser, add_flags, config_from_flags
 from gllm.config.join import JoinConfig
 from gllm.observability.logs import LogConfig, configure_logging
-from gllm.runtime.security import SecretFileError, add_secret, create_secret_file, drop_secret
+from gllm.options.flags import FlagParser, add_flags, config_from_flags
+from gllm.runtime.messaging.security import (
+    SecretFileError,
+    add_secret,
+    create_secret_file,
+    drop_secret,
+)
 
 _CREATED = (
     "Created {path}. Copy it to every machine of the fleet over a safe channel and start routers "
@@ -74,7 +79,7 @@ def _join(values: argparse.Namespace) -> int:
     # Imported late: the other actions need neither.
     import uvloop
 
-    from gllm.node_process import MachineOptions, NodeOptions, NodeProcess
+    from gllm.commands.node_process import MachineOptions, NodeOptions, NodeProcess
 
     try:
         config = config_from_flags(JoinConfig, values)

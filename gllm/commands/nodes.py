@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gllm.config.flags import FlagParser, FlagType, parse_url
 from gllm.config.server import check_api_key
+from gllm.options.flags import FlagParser, FlagType, parse_url
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_SECONDS = 10.0

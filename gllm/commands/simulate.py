@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from gllm.config.flags import (
+from gllm.observability.progress import show_progress
+from gllm.options.flags import (
     FlagParser,
     FlagType,
     add_flags,
@@ -19,7 +20,6 @@ from gllm.config.flags import (
     output_file,
     output_folder,
 )
-from gllm.observability.progress import show_progress
 from gllm.sim.capacity import CAPACITY_RULES, Capacity, find_capacity
 from gllm.sim.compare import compare_with_profile, comparison_table
 from gllm.sim.configured import (

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gllm.config.flags import FlagParser, FlagType, input_file, number_type
 from gllm.observability.logs import LogConfig, configure_logging
+from gllm.options.flags import FlagParser, FlagType, input_file, number_type
 from gllm.plan.emit.base import IMAGE, EmitOptions
 from gllm.plan.emit.registry import EMITTERS, emit_manifests
 from gllm.plan.processes import (
@@ -30,9 +30,9 @@ from gllm.plan.search_command import check_replannable, with_shift_detection
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
 
 if TYPE_CHECKING:
-    from gllm.launch.plan_follower import PlanFollower
-    from gllm.launch.scale_follower import ScaleFollower
-    from gllm.launch.supervisor import ProcessSupervisor
+    from gllm.deploy.up.plan_follower import PlanFollower
+    from gllm.deploy.up.scale_follower import ScaleFollower
+    from gllm.deploy.up.supervisor import ProcessSupervisor
 
 TITLE = "gllm-up"
 
@@ -143,7 +143,7 @@ def find_own_node(plan: ServingPlan) -> str:
         PlanError: none is, or several are.
     """
     # Imported late: --dry-run with --node needs none of it.
-    from gllm.runtime.machine import is_own_address
+    from gllm.runtime.node.machine import is_own_address
 
     own = []
     for name, node in plan.nodes.items():
@@ -168,7 +168,7 @@ def format_command(spec: ProcessSpec) -> str:
 
 
 def _launch_options(arguments: argparse.Namespace) -> LaunchOptions:
-    from gllm.runtime.device import count_cores
+    from gllm.runtime.worker.device import count_cores
 
     return LaunchOptions(arguments.node_secret_file, count_cores(), arguments.step_logs)
 
@@ -192,8 +192,8 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
     """Run all processes of a plan in a Ray cluster. Raises PlanError."""
     import setproctitle
 
-    from gllm.launch.ray_run import run_plan
-    from gllm.ray.manager import LaunchError
+    from gllm.deploy.ray.manager import LaunchError
+    from gllm.deploy.up.ray_run import run_plan
 
     setproctitle.setproctitle(TITLE)
     # Ray writes to standard output, which is for the URL.
@@ -218,7 +218,7 @@ def _run(
 ) -> int:
     import setproctitle
 
-    from gllm.launch.supervisor import ProcessSupervisor
+    from gllm.deploy.up.supervisor import ProcessSupervisor
 
     setproctitle.setproctitle(TITLE)
 
@@ -246,9 +246,9 @@ def _make_follower(
     arguments: argparse.Namespace,
 ) -> "ScaleFollower | PlanFollower | None":
     """Return the loop that starts and ends engines as the router's load wants; None without."""
-    from gllm.launch.plan_follower import PlanFollower
-    from gllm.launch.plan_search import PlanSearch
-    from gllm.launch.scale_follower import ScaleFollower
+    from gllm.deploy.up.plan_follower import PlanFollower
+    from gllm.deploy.up.plan_search import PlanSearch
+    from gllm.deploy.up.scale_follower import ScaleFollower
 
     if url := scaling_router_url(plan):
         own = [spec.name for spec in specs if not spec.is_router]

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import parse_list
-from gllm.config.options import MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.flags import parse_list
+from gllm.options.options import MAX_TIMEOUT_SECONDS, option
 
 ROLES = ("mixed", "prefill", "decode")
 """Values of --role."""

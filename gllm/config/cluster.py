@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
 from gllm.config.nodes import DEFAULT_HEAD_PORT
-from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.config.addresses import is_wildcard, parse_host_port
-from gllm.config.degrees import as_degrees, expand_degrees
-from gllm.config.field_types import FieldError, convert_fields
-from gllm.config.flags import (
+from gllm.config.kv_backends import AUTO, check_backend_name
+from gllm.config.kv_events import KvEventsConfig, parse_kv_events
+from gllm.options.addresses import is_wildcard, parse_host_port
+from gllm.options.degrees import as_degrees, expand_degrees
+from gllm.options.field_types import FieldError, convert_fields
+from gllm.options.flags import (
     LAYER_DIVISIONS,
     input_file,
     output_file,
@@ -21,11 +23,9 @@ from gllm.config.flags import (
     parse_factors,
     parse_layers,
 )
-from gllm.config.kv_events import KvEventsConfig, parse_kv_events
-from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
-from gllm.kv_transfer.backend_names import AUTO, check_backend_name
-from gllm.link.encodings import LINK_ENCODINGS, PLAIN
+from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
+from gllm.transport.link.encodings import LINK_ENCODINGS, PLAIN
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Values of --dtype."""

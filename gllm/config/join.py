@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gllm.config.engine import DEVICES, EngineConfig
-from gllm.config.field_types import convert_fields
 from gllm.config.nodes import NodesConfig
-from gllm.config.options import option
 from gllm.config.server import ServerConfig
+from gllm.options.field_types import convert_fields
+from gllm.options.options import option
 
 
 def _same_as(config: type, name: str) -> Any:

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from gllm.config.addresses import is_loopback, parse_ip_address
-from gllm.config.field_types import FieldError, convert_fields
-from gllm.config.options import INT32_MAX, bounded_field
+from gllm.options.addresses import is_loopback, parse_ip_address
+from gllm.options.field_types import FieldError, convert_fields
+from gllm.options.options import INT32_MAX, bounded_field
 
 PUBLISHERS = ("null", "zmq")
 """Values of `publisher`."""

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gllm.config.addresses import parse_host_port
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
+from gllm.options.addresses import parse_host_port
 
 
 @dataclass(frozen=True)

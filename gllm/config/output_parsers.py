@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
-from gllm.config.options import bounded_field
+from gllm.options.field_types import convert_fields
+from gllm.options.options import bounded_field
 
 TOOL_CALL_PARSERS = (
     "auto",

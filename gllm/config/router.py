@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import input_file, parse_list
-from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.flags import input_file, parse_list
+from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.routing.disaggregation.flow import Routes, parse_routes
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.routing.flip import FlipConfig

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.config.field_types import FieldError, constraint_error, convert_fields
-from gllm.config.limits import MAX_LOGPROBS, check_sampling_sizes
-from gllm.config.options import INT32_MAX, INT64_MAX, bounded_field
+from gllm.options.field_types import FieldError, constraint_error, convert_fields
+from gllm.options.limits import MAX_LOGPROBS, check_sampling_sizes
+from gllm.options.options import INT32_MAX, INT64_MAX, bounded_field
 
 MAX_N = 16384
 """Maximum number of choices per request; a server allows fewer (`--max-choices`)."""

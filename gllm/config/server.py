@@ -3,16 +3,16 @@
 import re
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import output_folder, parse_bytes
-from gllm.config.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.config.output_parsers import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     OutputParserConfig,
 )
-from gllm.config.slo import Slo
 from gllm.observability.logs import LOG_FORMATS
+from gllm.options.field_types import convert_fields
+from gllm.options.flags import output_folder, parse_bytes
+from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.slo import Slo
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from gllm.config.slo import Slo
 from gllm.engine.interface import EngineStatus
-from gllm.runtime.request_client import RequestClient
+from gllm.options.slo import Slo
+from gllm.runtime.head.request_client import RequestClient
 
 
 class Backend(Protocol):

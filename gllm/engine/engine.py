@@ -10,20 +10,20 @@ from functools import cached_property
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
+from gllm.engine.attachment.announcement import EngineAnnouncer, attach_to_routers
 from gllm.engine.interface import KvParticipant
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
-from gllm.fleet.announcement import EngineAnnouncer, attach_to_routers
 from gllm.messages.fleet import AnnounceEngine
 from gllm.messages.handoff import MAX_TICKETS, ReleaseKvHolds
 from gllm.messages.node_report import NodeReport
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
-from gllm.runtime.client import EngineClient
-from gllm.runtime.layer_planner import LayerPlanner
-from gllm.runtime.node import Node
-from gllm.runtime.supervisor import EngineError as EngineError
+from gllm.runtime.head.client import EngineClient
+from gllm.runtime.head.layer_planner import LayerPlanner
+from gllm.runtime.head.node import Node
+from gllm.runtime.head.supervisor import EngineError as EngineError
 
 
 class Engine(TextEngine):

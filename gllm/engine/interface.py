@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from gllm.config.sampling import SamplingParams
-from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
-from gllm.kv_transfer.totals import KvTransferTotals
 from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeDrainError as NodeDrainError
 from gllm.messages.node_report import NodeReport
@@ -22,8 +20,10 @@ from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.requests import PoisonRequestError as PoisonRequestError
 from gllm.messages.sampling import TokenLogprobs
+from gllm.options.slo import Slo
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
+from gllm.transport.kv.totals import KvTransferTotals
 
 
 class OutputDelta(msgspec.Struct, frozen=True):

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 
 from gllm import __version__
-from gllm.cluster.join_check import JoinFacts
 from gllm.config.engine import EngineConfig
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.identity import hash_model
+from gllm.recovery.join_check import JoinFacts
 
 
 def make_join_facts(config: EngineConfig, folder: Path, max_model_len: int) -> JoinFacts:

@@ -14,15 +14,15 @@ from tqdm import tqdm
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import to_str, to_token_ids
 from gllm.config.nodes import NodesConfig
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
+from gllm.deploy.ray.launcher import RayLauncher
 from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
 from gllm.engine.request_checks import check_options, check_request, truncate_prompt
 from gllm.messages.sampling import TokenLogprobs
-from gllm.ray.launcher import RayLauncher
+from gllm.options.field_types import to_str, to_token_ids
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.chat.request import ChatRequest, ReasoningEffort
 from gllm.text.chat.tools import parse_tools

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
-from gllm.config.slo import Slo
+from gllm.engine.attachment.attachment import RouterAttachment
 from gllm.engine.interface import (
     EngineStatus,
     EngineUnavailableError,
@@ -19,18 +19,18 @@ from gllm.engine.interface import (
 )
 from gllm.engine.join_facts import make_join_facts
 from gllm.engine.status import read_status
-from gllm.fleet.attachment import RouterAttachment
 from gllm.messages.control import StartProfile, StopProfile
 from gllm.messages.node_report import NodeReport
 from gllm.observability.logs import LogConfig
-from gllm.runtime.client import EngineClient
-from gllm.runtime.cluster_head import ClusterHead
-from gllm.runtime.kv_publisher import KvEventPublisher
-from gllm.runtime.layer_planner import LayerPlanner
-from gllm.runtime.local_node import LocalNode
-from gllm.runtime.machine import MachineMonitor, read_facts
-from gllm.runtime.node import Node
-from gllm.runtime.supervisor import Supervisor
+from gllm.options.slo import Slo
+from gllm.runtime.head.client import EngineClient
+from gllm.runtime.head.cluster_head import ClusterHead
+from gllm.runtime.head.kv_publisher import KvEventPublisher
+from gllm.runtime.head.layer_planner import LayerPlanner
+from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.head.node import Node
+from gllm.runtime.head.supervisor import Supervisor
+from gllm.runtime.node.machine import MachineMonitor, read_facts
 
 RECOVERY_RETRY_SECONDS = 5
 """Time after which a client may try again while the engine recovers."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
-from gllm.config.flags import output_file
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve_model
 from gllm.models.shard import shard, unsupported_reason
 from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
+from gllm.options.flags import output_file
 
 KV_ITEM_BYTES = {"fp8": 1, "fp8_e4m3": 1}
 """Bytes of one element of the KV cache by `kv_cache_dtype`; other values have at least 2."""

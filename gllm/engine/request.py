@@ -9,8 +9,8 @@ from random import Random
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import OutputDelta
 from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
-from gllm.runtime.request_client import RequestClient
-from gllm.runtime.request_stream import RequestStream, TokenDelta
+from gllm.runtime.head.request_client import RequestClient
+from gllm.runtime.head.request_stream import RequestStream, TokenDelta
 from gllm.scheduler.plan import FirstToken
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.stop_strings import StopStrings

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from gllm.config.field_types import FieldError, to_int, to_str
-from gllm.config.limits import MAX_PROMPT_LOGPROBS
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import ModelInfo
+from gllm.options.field_types import FieldError, to_int, to_str
+from gllm.options.limits import MAX_PROMPT_LOGPROBS
 from gllm.text.tokenizer import Tokenizer, TooManyTokensError
 
 

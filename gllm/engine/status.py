@@ -2,8 +2,8 @@
 
 from gllm.config.engine import EngineConfig
 from gllm.engine.interface import EngineStatus
-from gllm.runtime.cluster_head import ClusterHead
-from gllm.runtime.supervisor import Supervisor
+from gllm.runtime.head.cluster_head import ClusterHead
+from gllm.runtime.head.supervisor import Supervisor
 
 
 def read_status(

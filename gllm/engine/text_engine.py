@@ -15,9 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from gllm.config.field_types import FieldError, to_str, to_token_ids
 from gllm.config.sampling import SamplingParams
-from gllm.config.slo import Slo
 from gllm.engine.backend import Backend
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
@@ -34,12 +32,14 @@ from gllm.engine.interface import (
 )
 from gllm.engine.request import BadWords, RequestState, build_sequence_params
 from gllm.engine.request_checks import check_options, check_request, encode_prompt, truncate_prompt
-from gllm.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeReport
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.config import ModelConfig, model_notes
-from gllm.runtime.request_stream import RequestStream
+from gllm.options.field_types import FieldError, to_str, to_token_ids
+from gllm.options.slo import Slo
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.text.grammar.compiler import CompilerBusyError, GrammarCompiler
 from gllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from gllm.platform.interface import ClusterControl
+from gllm.deploy.cluster.interface import ClusterControl
 
 CLUSTER: web.AppKey[ClusterControl] = web.AppKey("cluster")
 """Key of the master."""

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from aiohttp import web
 
-from gllm.config.addresses import format_host_port
 from gllm.config.server import ServerConfig
+from gllm.deploy.cluster.interface import ClusterControl
 from gllm.frontend import errors
 from gllm.frontend.app import make_runner
 from gllm.frontend.cluster_context import CLUSTER
@@ -20,7 +20,7 @@ from gllm.frontend.middleware import arrival, cors, keys, origin
 from gllm.frontend.open_files import raise_open_files_limit
 from gllm.frontend.routes.cluster_registry import CLUSTER_ENDPOINTS
 from gllm.frontend.tls import tls_context
-from gllm.platform.interface import ClusterControl
+from gllm.options.addresses import format_host_port
 
 log = logging.getLogger("gllm")
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import EngineUnavailableError, OverloadedError, PoisonRequestError
 from gllm.engine.request_checks import PromptTooLongError
 from gllm.frontend.request_id import current_request_id
+from gllm.options.field_types import FieldError
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -2,10 +2,10 @@
 
 import time
 
-from gllm.config.slo import NO_SLO, Slo
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.metrics import Metrics
 from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import NO_SLO, Slo
 
 
 class RequestMetrics:

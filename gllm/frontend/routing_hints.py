@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_SESSION_CHARACTERS
-from gllm.config.slo import Slo
 from gllm.frontend.fields.generation import SamplingFields
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_SESSION_CHARACTERS
+from gllm.options.slo import Slo
 
 TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 """Headers with the objective of the time to the first token in milliseconds; the first wins."""

@@ -80,7 +80,7 @@ class AnnounceEngine(WireMessage, frozen=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=0)] = 2048
     """Most tokens of a step."""
     kv_endpoint: bytes = b""
-    """Address and layout of the KV cache for other engines (gllm/kv_transfer); empty if the
+    """Address and layout of the KV cache for other engines (gllm/transport/kv); empty if the
     engine neither gives nor fetches KV blocks. Routers pass it on unread."""
     kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0
     """Bytes of a token's KV over all layers; 0 if unknown."""

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from gllm.kv_transfer.layout import KvLayout
 from gllm.messages.base import WireMessage
+from gllm.messages.kv_layout import KvLayout
 
 
 class Hello(WireMessage, frozen=True):

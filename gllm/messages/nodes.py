@@ -211,7 +211,7 @@ class AssignStages(WireMessage, frozen=True):
     is_fenced: ClassVar[bool] = False
     generation: int
     assignment: bytes
-    """A NodeAssignment (gllm/runtime/node.py) as JSON."""
+    """A NodeAssignment (gllm/runtime/head/node.py) as JSON."""
 
 
 class GenerationReady(WireMessage, frozen=True):

@@ -42,7 +42,7 @@ class SequenceSamplingParams(msgspec.Struct, frozen=True, array_like=True):
     embeds: bool = False
     """True to return the prompt's embedding with the first token."""
     grammar: str = ""
-    """Grammar of the output as gllm/grammar/compiler.py writes it; empty for none."""
+    """Grammar of the output as gllm/text/grammar/compiler.py writes it; empty for none."""
 
     def check_ids(self, vocab_size: int) -> None:
         """Check that token ids are in the vocabulary.

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gllm.config.field_types import FieldError
-from gllm.config.options import INT32_MAX
 from gllm.config.sampling import SamplingParams
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
@@ -18,6 +16,8 @@ from gllm.models.quantization_config import read_quantization
 from gllm.models.registry import select_architecture, spec_builder
 from gllm.models.spec import ModelSpec
 from gllm.models.weight_files import is_lfs_pointer, lfs_error, missing_weights_reason
+from gllm.options.field_types import FieldError
+from gllm.options.options import INT32_MAX
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of checkpoints."""

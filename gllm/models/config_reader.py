@@ -6,8 +6,8 @@ harmless is an error that names the key, because it may change the arithmetic.
 
 from typing import Any, TypeVar
 
-from gllm.config.options import INT32_MAX
 from gllm.models.errors import ModelError
+from gllm.options.options import INT32_MAX
 
 HARMLESS = {
     "architectures",

@@ -5,10 +5,10 @@ Parameters keep the names of config.json; gllm/kernels/rotary.py computes with t
 
 from typing import Any
 
-from gllm.config.options import INT32_MAX
 from gllm.models.config_reader import ConfigReader, is_finite
 from gllm.models.errors import ModelError
 from gllm.models.spec import RopeSpec
+from gllm.options.options import INT32_MAX
 
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),

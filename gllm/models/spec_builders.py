@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gllm.config.options import INT32_MAX
 from gllm.models.config_reader import ConfigReader
 from gllm.models.errors import ModelError
 from gllm.models.rope import read_rope
@@ -18,6 +17,7 @@ from gllm.models.spec import (
     ModelSpec,
     NormSpec,
 )
+from gllm.options.options import INT32_MAX
 
 ACTIVATIONS = {
     "silu": "silu",

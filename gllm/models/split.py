@@ -1,12 +1,12 @@
 """Partition of a model's layers into contiguous pipeline stages, which are assumed equally fast.
 
-`gllm.models.partition` has the partition for stages of different speed.
+`gllm.recovery.partition` has the partition for stages of different speed.
 """
 
 from collections.abc import Sequence
 
-from gllm.models.partition import StageCosts, cut_layers
 from gllm.models.spec import ModelSpec
+from gllm.recovery.partition import StageCosts, cut_layers
 
 
 def split_layers(model: ModelSpec, stages: int, layers: Sequence[int] | None = None) -> list[range]:

@@ -5,10 +5,10 @@ from typing import Any
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, add_flags, flag_arguments
 from gllm.config.nodes import NodesConfig
 from gllm.config.router import RouterConfig
 from gllm.config.server import ServerConfig
+from gllm.options.flags import FlagParser, add_flags, flag_arguments
 from gllm.plan.serving_plan import PlanError
 from gllm.scheduler.config import SchedulerConfig
 

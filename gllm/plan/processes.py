@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gllm.config.addresses import format_host_port, is_loopback, is_wildcard
 from gllm.config.server import ServerConfig
+from gllm.options.addresses import format_host_port, is_loopback, is_wildcard
 from gllm.plan.flags import (
     DERIVED_ENGINE_FIELDS,
     DERIVED_ROUTER_FIELDS,
@@ -71,7 +71,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     @property
     def is_router(self) -> bool:
         """True if it is the router."""
-        return self.module == "gllm.router"
+        return self.module == "gllm.commands.router"
 
     @property
     def title(self) -> str:
@@ -218,7 +218,7 @@ def _router_process(plan: ServingPlan, options: LaunchOptions) -> ProcessSpec:
     flags["hub"] = _own_hub(plan)
     return ProcessSpec(
         ROUTER_NAME,
-        "gllm.router",
+        "gllm.commands.router",
         render_flags(ROUTER_CONFIGS, flags, path),
         _make_url(host, router.port, flags),
         shutdown_seconds=_shutdown_seconds(flags),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from gllm.config.slo import NO_SLO
+from gllm.options.slo import NO_SLO
 from gllm.routing.output_by_prompt import PromptLengthPredictor
 from gllm.routing.placement import (
     LatencyModel,

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
-from gllm.config.options import MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.options import MAX_TIMEOUT_SECONDS, option
 from gllm.routing.disaggregation.policy import RoleChange
 from gllm.routing.disaggregation.role_pools import OPPOSITE_ROLES
 from gllm.routing.state import EngineSnapshot

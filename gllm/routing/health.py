@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median
 
-from gllm.config.field_types import convert_fields
-from gllm.config.options import MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.options import MAX_TIMEOUT_SECONDS, option
 from gllm.routing.retry_budget import RetryBudget
 from gllm.routing.state import EngineSnapshot
 from gllm.routing.token_speed import TokenSpeed

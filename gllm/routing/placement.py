@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import hypot, inf
 from typing import NamedTuple
 
-from gllm.config.slo import NO_SLO, Slo
+from gllm.options.slo import NO_SLO, Slo
 from gllm.scheduler.step_cost import StepCostCoefficients
 
 ALL_CONSTRAINTS = frozenset("bcde")

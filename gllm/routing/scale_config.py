@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
-from gllm.config.options import MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.options import MAX_TIMEOUT_SECONDS, option
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from gllm.config.field_types import convert_fields
-from gllm.config.options import option
+from gllm.options.field_types import convert_fields
+from gllm.options.options import option
 from gllm.routing.shift_detector import ShiftRule
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gllm.config.field_types import convert_fields
-from gllm.config.options import INT32_MAX, option
-from gllm.kv_transfer.transfer_mode import DEFAULT_THRESHOLD_TOKENS
+from gllm.options.field_types import convert_fields
+from gllm.options.options import INT32_MAX, option
 from gllm.scheduler.lanes import LANE_NAMES
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
+from gllm.scheduler.transfer_mode import DEFAULT_THRESHOLD_TOKENS
 
 POLICY_NAMES = (
     "auto",

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gllm.kv_transfer.transfer_mode import TransferMode, TransferModePolicy
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.transfer_mode import TransferMode, TransferModePolicy
 
 
 class KvPush(NamedTuple):

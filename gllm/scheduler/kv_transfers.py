@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from gllm.kv_transfer.transfer_mode import TransferModePolicy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.kv_fetches import KvFetch, KvFetches
@@ -13,6 +12,7 @@ from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.transfer_mode import TransferModePolicy
 
 
 class SchedulerTransfers:

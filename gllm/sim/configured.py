@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gllm.config.slo import Slo
 from gllm.observability.step_log import StepLogEvent, StepLogWriter
+from gllm.options.slo import Slo
 from gllm.scheduler.kv_admission import RESERVING_ADMISSIONS
 from gllm.sim.capacity import (
     CAPACITY_RULES,

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 
-from gllm.config.degrees import as_degrees
 from gllm.config.engine import MAX_RANKS
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import parse_counts
-from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.degrees import as_degrees
+from gllm.options.field_types import convert_fields
+from gllm.options.flags import parse_counts
+from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import TCP_DEPTH, SchedulerConfig
 from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.cluster.router import ROUTER_NAMES

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from gllm.config.degrees import expand_degrees
+from gllm.options.degrees import expand_degrees
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.distserve import (
     SYSTEMS,

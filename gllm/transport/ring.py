@@ -1,7 +1,7 @@
 """Ring of slots in memory that two processes share, and the event that counts its steps.
 
 The processes are the workers at both ends of an edge, or a worker and the data mover of its machine
-(gllm/link). This module imports no torch.
+(gllm/transport/link). This module imports no torch.
 
 A step uses slot step % slots, and at most `slots` steps are in flight. With two lanes each has a
 ring of its own, and what this module calls a step is a step's turn in its lane. The previous step

@@ -10,12 +10,12 @@ import pytest
 
 from gllm.__main__ import main
 from gllm.config.cluster import ClusterConfig
-from gllm.doctor.finding import Verdict
-from gllm.doctor.head_probe import check_answer, probe_head
-from gllm.platform.master import Master
-from gllm.runtime.security import create_secret_file
+from gllm.deploy.cluster.master import Master
+from gllm.deploy.doctor.finding import Verdict
+from gllm.deploy.doctor.head_probe import check_answer, probe_head
+from gllm.runtime.messaging.security import create_secret_file
 from tests.commands.test_node_join import SECONDS, get, node_process, read_until
-from tests.doctor.test_head_probe import make_facts
+from tests.deploy.doctor.test_head_probe import make_facts
 from tests.support.network.ports import free_port
 from tests.support.nodes.agent_head import RunningAgent
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gllm.__main__ import main
-from gllm.runtime.security import read_secrets
+from gllm.runtime.messaging.security import read_secrets
 
 
 def test_secret_is_created_once_and_rotated(

@@ -13,11 +13,11 @@ import pytest
 
 from gllm import serve
 from gllm.__main__ import main
-from gllm.cluster.join_check import JoinFacts
-from gllm.runtime.agent_session import AgentSession
-from gllm.runtime.node_hub import NodeHub
-from gllm.runtime.security import create_secret_file
-from tests.doctor.test_head_probe import make_facts, running_head
+from gllm.recovery.join_check import JoinFacts
+from gllm.runtime.head.agent_session import AgentSession
+from gllm.runtime.head.node_hub import NodeHub
+from gllm.runtime.messaging.security import create_secret_file
+from tests.deploy.doctor.test_head_probe import make_facts, running_head
 
 SECONDS = 60
 """Longest time for a process to start on a busy machine."""

@@ -8,7 +8,7 @@ import pytest
 
 from gllm.commands.plan.command import main
 from gllm.commands.plan.search import EXCLUDED, build_problem, make_parser
-from gllm.config.flags import config_from_flags
+from gllm.options.flags import config_from_flags
 from gllm.plan.serving_plan import read_plan
 from gllm.sim.costs.profile import DEBUG_STEP_SECONDS, write_profile
 from gllm.sim.options import SimulationConfig

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gllm.commands.router import build_parser as build_router_parser
 from gllm.commands.up import find_own_node, main
 from gllm.plan.serving_plan import ExpectedFigures, NodePlan, PlanError, ServingPlan, write_plan
-from gllm.router import build_parser as build_router_parser
 from gllm.serve import build_parser
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import FieldError
-from gllm.config.flags import add_flags, config_from_flags, parse_bytes
 from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
+from gllm.options.field_types import FieldError
+from gllm.options.flags import add_flags, config_from_flags, parse_bytes
 
 
 def parse(line: str) -> tuple[EngineConfig, ServerConfig]:

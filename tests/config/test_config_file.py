@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import config_from_flags
 from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
 from gllm.messages.requests import SubmitRequest
+from gllm.options.flags import config_from_flags
 from gllm.serve import build_parser
 from tests.support.engines.ready import create_engine
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import FieldError
-from gllm.config.flags import config_from_flags
 from gllm.config.nodes import NodesConfig
 from gllm.engine.engine import Engine
+from gllm.options.field_types import FieldError
+from gllm.options.flags import config_from_flags
 from gllm.serve import build_parser
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.net.rig import LoopbackRig
-from gllm.runtime.security import create_secret_file
+from gllm.runtime.messaging.security import create_secret_file
 from tests.support.network.ports import free_port_row
 from tests.support.servers.nodes import NodeServer, descendants
 from tests.support.servers.server import DEADLINE, alive, wait_until

@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
 from gllm.models.hub import DEMO
+from gllm.options.field_types import FieldError
 from scripts.demo_model import grammar, metrics
 from scripts.demo_model.chat import Message, render_prompt
 from tests.support.servers.pool import DEMO_TWO_STAGES, share

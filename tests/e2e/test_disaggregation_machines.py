@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.net.rig import NamespaceRig, unsupported_reason
-from gllm.runtime.security import create_secret_file
+from gllm.runtime.messaging.security import create_secret_file
 from tests.support.servers.nodes import EXACT, NodeServer
 from tests.support.servers.recovery_load import COMPLETIONS
 from tests.support.servers.server import wait_until
@@ -99,7 +99,7 @@ def running_machines(
             stack.callback(server.process.kill)
 
         hub, data = rig.reach(0, 29700), rig.reach(0, 29710)
-        start("router", 0, "gllm.router", "demo", "--hub", hub)
+        start("router", 0, "gllm.commands.router", "demo", "--hub", hub)
         common = ["demo", *EXACT, "--router", hub, "--kv-transfer", "--kv-fetch", "always", *flags]
         prefill = ["--role", "prefill", "--name", "P", "--kv-transfer-address", data]
         start("P", 0, "gllm.serve", *common, *prefill)

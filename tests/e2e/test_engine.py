@@ -12,12 +12,12 @@ import zmq.asyncio
 
 from examples import survive
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import FieldError
 from gllm.config.kv_events import KvEventsConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.engine.interface import EmbeddingError, EngineUnavailableError, OutputDelta
-from gllm.runtime.kv_publisher import short_hash
+from gllm.options.field_types import FieldError
+from gllm.runtime.head.kv_publisher import short_hash
 from tests.e2e.conftest import POISON
 from tests.support.engines.kv_driver import KvFollower
 from tests.support.engines.kv_subscriber import Subscriber, request_replay

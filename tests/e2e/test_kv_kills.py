@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from gllm.fleet.connection import PeerConnection
-from gllm.fleet.fleet_links import FleetLinks
 from gllm.messages.codec import AnyMessage
 from gllm.routing.handoff import Handoff, HandoffState
+from gllm.runtime.messaging.connection import PeerConnection
+from gllm.runtime.messaging.fleet_links import FleetLinks
 from tests.support.servers.fleet import EngineProcess
 from tests.support.servers.kv_rig import KvRouter, generate
 from tests.support.servers.server import children, places

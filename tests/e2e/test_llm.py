@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import EngineError
 from gllm.engine.llm import LLM
+from gllm.options.field_types import FieldError
 from tests.e2e.conftest import POISON
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logit_bias={POISON: -100.0})

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.net.rig import make_rig
-from gllm.link.mover import REPORT_SECONDS
 from gllm.models.hub import resolve_model
+from gllm.transport.link.mover import REPORT_SECONDS
 from tests.e2e.conftest import GREEDY, Undisturbed, greedy_tokens
 from tests.support.servers.metrics import scrape
 from tests.support.servers.nodes import Cluster, running_cluster

@@ -17,8 +17,8 @@ from benchmarks.net.rig import LoopbackRig
 from gllm.messages.codec import encode
 from gllm.messages.lifecycle import Hello
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, NodeHeartbeat, WorkerFrame
-from gllm.runtime.security import KeyPair, SecretFile
-from gllm.runtime.session import HEADER
+from gllm.runtime.messaging.security import KeyPair, SecretFile
+from gllm.runtime.messaging.session import HEADER
 from tests.support.servers.metrics import scrape
 from tests.support.servers.nodes import Cluster, running_cluster
 from tests.support.servers.recovery_load import Answer, Load, compare

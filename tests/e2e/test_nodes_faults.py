@@ -148,7 +148,7 @@ def link_pids(rig: NamespaceRig, machine: int) -> list[int]:
     for pid in rig.pids(machine):
         with suppress(FileNotFoundError):
             title = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if title.startswith(b"gllm-link") or b"gllm.link" in title:
+            if title.startswith(b"gllm-link") or b"gllm.transport.link" in title:
                 found.append(pid)
     return found
 
@@ -310,7 +310,7 @@ def test_requests_survive_the_head_behind_a_router(
     hub = f"{rig.addresses[3]}:29500"
     cluster = Cluster(rig, tmp_path, 2, "--pp", "2", "--router", hub, "--name", "a")
     flags = ["--hub", hub, "--policy", "round-robin", "--engine-timeout", "10", *cluster.security]
-    router = cluster.run(3, ["gllm.router", "demo", *flags])
+    router = cluster.run(3, ["gllm.commands.router", "demo", *flags])
     try:
         for rank in (0, 1):
             cluster.start(rank)

@@ -15,11 +15,11 @@ import zmq
 
 from benchmarks.net.capture import Capture
 from benchmarks.net.rig import Hop, NamespaceRig, Rig, unsupported_reason
-from gllm.link.frames import MAGIC, VERSION
 from gllm.messages.codec import decode_for_agent
 from gllm.messages.nodes import PROTOCOL, JoinCluster, NodeFacts, RefuseNode
-from gllm.runtime.security import SecretFile
-from gllm.runtime.spoke import Spoke
+from gllm.runtime.messaging.security import SecretFile
+from gllm.runtime.messaging.spoke import Spoke
+from gllm.transport.link.frames import MAGIC, VERSION
 from tests.support.network.plaintext import RUN_BYTES, runs_of
 from tests.support.servers.nodes import DATA_PORT, HEAD_PORT, Cluster, running_cluster
 from tests.support.servers.recovery_load import COMPLETIONS, Answer, Load, compare, load_during

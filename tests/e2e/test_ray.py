@@ -13,7 +13,7 @@ import pytest
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM
-from gllm.runtime.security import create_secret_file
+from gllm.runtime.messaging.security import create_secret_file
 from tests.support.network.ports import free_ports
 from tests.support.nodes.raylets import Raylets, find_processes, start_raylets
 from tests.support.servers.server import Server, alive, wait_until

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from gllm.commands.plan import search
-from gllm.launch.plan_follower import PlanFollower
-from gllm.launch.supervisor import ProcessSupervisor
+from gllm.deploy.up.plan_follower import PlanFollower
+from gllm.deploy.up.supervisor import ProcessSupervisor
 from gllm.plan.processes import LaunchOptions, commands_for
 from gllm.plan.serving_plan import (
     EnginePlan,

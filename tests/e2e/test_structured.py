@@ -13,13 +13,13 @@ import jsonschema
 import openai
 import pytest
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.llm import LLM
 from gllm.kernels.native.builds import BUILD_VARIABLE, OFF, select_build
-from tests.grammar.test_compiler import HANGS
+from gllm.options.field_types import FieldError
 from tests.support.servers.pool import DEMO_TWO_STAGES, share
 from tests.support.servers.server import Server, alive, children, serving, wait_until
+from tests.text.grammar.test_compiler import HANGS
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gllm.cluster.balance import BalanceLimits
 from gllm.config.sampling import SamplingParams
 from gllm.engine.llm import LLM, RequestOutput
-from gllm.runtime import layer_planner
+from gllm.recovery.balance import BalanceLimits
+from gllm.runtime.head import layer_planner
 from tests.support.servers.recovery_load import HAS_EXACT_TEXTS
 
 pytestmark = pytest.mark.full

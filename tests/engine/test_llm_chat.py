@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.interface import OutputDelta
 from gllm.engine.llm import LLM, ChatCompletionOutput
 from gllm.engine.request_checks import PromptTooLongError
+from gllm.options.field_types import FieldError
 from gllm.text.chat.template import ChatTemplate
 from gllm.text.tokenizer import Tokenizer
 from tests.support.http.fake_engine import Call, FakeEngine

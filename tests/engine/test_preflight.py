@@ -22,7 +22,9 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started(f"{stages} workers were started")
 
     monkeypatch.setattr(serve, "LocalNode", start)
-    monkeypatch.setattr("gllm.server_command.setproctitle.setproctitle", lambda title: None)
+    monkeypatch.setattr(
+        "gllm.commands.server_command.setproctitle.setproctitle", lambda title: None
+    )
 
 
 @pytest.mark.parametrize(

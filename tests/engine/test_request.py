@@ -6,12 +6,12 @@ from typing import NamedTuple
 import pytest
 
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.engine.interface import EngineUnavailableError, PoisonRequestError
 from gllm.engine.text_engine import TextEngine
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.options.field_types import FieldError
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 from tests.support.engines.ready import (
     ReadyBackend,

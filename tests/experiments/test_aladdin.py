@@ -2,9 +2,9 @@
 
 import pytest
 
-from gllm.experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
-from gllm.experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
-from gllm.experiments.aladdin_rebalancing import RebalancingTask, compare_fleet, run_rebalanced
+from experiments.aladdin_cases import FleetRunTask, FleetSearchTask, example_peaks, run_fleet
+from experiments.aladdin_misses import MissTask, find_misses, is_delayed_by_earlier
+from experiments.aladdin_rebalancing import RebalancingTask, compare_fleet, run_rebalanced
 from gllm.observability.latency import RequestTimeline
 from gllm.plan.scaling.fleet_size import FleetOutcome
 from gllm.sim.metrics.run_record import ServedRequest

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from gllm.experiments.base import claims_table
-from gllm.experiments.claims import (
+from experiments.base import claims_table
+from experiments.claims import (
     ClaimVerdict,
     ExpectedChange,
     ExpectedDirection,

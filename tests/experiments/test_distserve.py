@@ -4,20 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.experiments.base import ExperimentOptions
-from gllm.experiments.distserve import run
-from gllm.experiments.distserve_decode import decode_points
-from gllm.experiments.distserve_queue import (
+from experiments.base import ExperimentOptions
+from experiments.distserve import run
+from experiments.distserve_decode import decode_points
+from experiments.distserve_queue import (
     ENGINES,
     QueueTask,
     closed_form,
     simulated_mean,
     stage_seconds,
 )
-from gllm.experiments.distserve_search import place_for_rate
-from gllm.experiments.distserve_seeds import measure_seeds, seeds_table
-from gllm.experiments.distserve_study import WorkloadResult
-from gllm.experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
+from experiments.distserve_search import place_for_rate
+from experiments.distserve_seeds import measure_seeds, seeds_table
+from experiments.distserve_study import WorkloadResult
+from experiments.distserve_workloads import MOTIVATION, MOTIVATION_SLO, WORKLOADS
 from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism
 from gllm.plan.goodput.measurement import PHASE_TARGET, GoodputTask, measure_goodput
 from gllm.plan.goodput.placement import PhaseGoodput

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.experiment import EXPERIMENTS, REAL, format_command, main, make_parser
-from gllm.config.engine import EngineConfig
-from gllm.experiments import (
+from experiments import (
     hexgen2_cases,
     hexgen2_claims,
     hexgen2_simulated,
     hexgen2_tables,
-    profile,
     real_ablation,
     replay,
     trials,
 )
-from gllm.experiments.ablation import BASE
-from gllm.experiments.base import ExperimentOptions, ExperimentResult, RunTime, write_result
-from gllm.experiments.claims import ExpectedChange, PaperClaim
-from gllm.experiments.latency_vs_rate import slope, turning_point
-from gllm.experiments.real_ablation import median_figures
-from gllm.experiments.slo import coverage, interpolate_rate
-from gllm.experiments.trials import SimulationTrial
+from experiments.__main__ import EXPERIMENTS, REAL, format_command, main, make_parser
+from experiments.ablation import BASE
+from experiments.base import ExperimentOptions, ExperimentResult, RunTime, write_result
+from experiments.claims import ExpectedChange, PaperClaim
+from experiments.latency_vs_rate import slope, turning_point
+from experiments.real_ablation import median_figures
+from experiments.slo import coverage, interpolate_rate
+from experiments.trials import SimulationTrial
+from gllm.commands.profile import command as profile
+from gllm.config.engine import EngineConfig
 from gllm.observability import progress
 from gllm.observability.latency import RequestTimeline
 from gllm.observability.step_log import StartEvent, StepLogEvent

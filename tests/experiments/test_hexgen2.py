@@ -2,18 +2,18 @@
 
 import pytest
 
-from gllm.experiments.base import ExperimentOptions, format_change
-from gllm.experiments.hexgen2 import run
-from gllm.experiments.hexgen2_cases import measure_cell, measure_scale
-from gllm.experiments.hexgen2_paper import (
+from experiments.base import ExperimentOptions, format_change
+from experiments.hexgen2 import run
+from experiments.hexgen2_cases import measure_cell, measure_scale
+from experiments.hexgen2_paper import (
     online_table,
     paper_search_minutes,
     paper_table,
     paper_throughput,
     scale_table,
 )
-from gllm.experiments.hexgen2_simulated import OnlineOutcome, compare_chunking
-from gllm.experiments.hexgen2_tables import budget_table
+from experiments.hexgen2_simulated import OnlineOutcome, compare_chunking
+from experiments.hexgen2_tables import budget_table
 from gllm.plan.hetero.workload import CLASSES
 
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from gllm.commands.experiment import main
-from gllm.experiments.interference import (
+from experiments.__main__ import main
+from experiments.interference import (
     TETRI,
     InterferencePlan,
     MixedStep,
     interference_claims,
     simulate_steps,
 )
-from gllm.experiments.real_interference import DECODE_TOKENS, StepMeasurement
+from experiments.real_interference import DECODE_TOKENS, StepMeasurement
 from gllm.observability.step_log import StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.roofline import RooflineCostModel

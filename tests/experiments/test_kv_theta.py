@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gllm.commands.experiment import main
-from gllm.experiments.kv_theta import TokenTimes, find_threshold, make_result
-from gllm.kv_transfer.transfer_mode import TransferMode
+from experiments.__main__ import main
+from experiments.kv_theta import TokenTimes, find_threshold, make_result
+from gllm.scheduler.transfer_mode import TransferMode
 
 LENGTHS = (32, 64, 128, 256)
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from gllm.config.engine import EngineConfig
-from gllm.experiments.claims import ExpectedLimit
-from gllm.experiments.prediction_attainment import (
+from experiments.claims import ExpectedLimit
+from experiments.prediction_attainment import (
     LIMIT_PERCENT,
     attainment_claims,
     attainment_section,
     compare_attainment,
 )
+from gllm.config.engine import EngineConfig
 from gllm.sim.compare import RunComparison
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests

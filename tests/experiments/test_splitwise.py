@@ -2,9 +2,9 @@
 
 import pytest
 
-from gllm.experiments.splitwise_full import FullRow, full_size_claims
-from gllm.experiments.splitwise_mixed import serves_point
-from gllm.experiments.splitwise_phases import next_turn_table
+from experiments.splitwise_full import FullRow, full_size_claims
+from experiments.splitwise_mixed import serves_point
+from experiments.splitwise_phases import next_turn_table
 from gllm.plan.pools.clusters import ClusterPoint, SampleSize
 from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.experiments.tetri_cases import (
+from experiments.tetri_cases import (
     CAP,
     HEAVY_OUTPUT,
     HEAVY_PROMPT,
@@ -11,8 +11,8 @@ from gllm.experiments.tetri_cases import (
     scale_to_v100,
     simulate_case,
 )
-from gllm.experiments.tetri_dispatch import LENGTHS, NUM_INSTANCES, mean_most_heavy
-from gllm.experiments.tetri_local import (
+from experiments.tetri_dispatch import LENGTHS, NUM_INSTANCES, mean_most_heavy
+from experiments.tetri_local import (
     AdmissionCase,
     admit_decodes,
     prompt_ttft,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.experiments.vidur_searches import (
+from experiments.vidur_searches import (
     PAPER_SLO,
     SPACE,
     WORKLOADS,

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.experiments.claims import PaperClaim
-from gllm.experiments.weak_links import margin_factor, platform_claims
-from gllm.experiments.weak_links_directions import compare_directions, far_cells, mean_factor
-from gllm.experiments.weak_links_paper import (
+from experiments.claims import PaperClaim
+from experiments.weak_links import margin_factor, platform_claims
+from experiments.weak_links_directions import compare_directions, far_cells, mean_factor
+from experiments.weak_links_paper import (
     ABLATION,
     LATENCY_ROWS,
     PLATFORM_ROWS,
@@ -17,8 +17,8 @@ from gllm.experiments.weak_links_paper import (
     PaperLatencies,
     WeakLinkSetting,
 )
-from gllm.experiments.weak_links_readings import format_readings
-from gllm.experiments.weak_links_systems import (
+from experiments.weak_links_readings import format_readings
+from experiments.weak_links_systems import (
     SHARED,
     SYSTEMS,
     TrialFigures,

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
+from gllm.commands.server_command import pop_environment_keys
 from gllm.config.server import ServerConfig
 from gllm.frontend.middleware.keys import ApiKeys, read_api_keys
 from gllm.frontend.routes.registry import ENDPOINTS
-from gllm.server_command import pop_environment_keys
 from tests.frontend.conftest import CHAT, CHAT_PATH, serving
 from tests.support.http.raw import connected
 from tests.support.work import count_calls

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gllm.config.field_types import FieldError
 from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.parsing import parse_fields
 from gllm.frontend.fields.responses import ResponsesFields, convert_to_chat
+from gllm.options.field_types import FieldError
 from tests.frontend.conftest import CHAT_PATH
 from tests.frontend.test_stream import until
 from tests.support.http.sse import named_events_of

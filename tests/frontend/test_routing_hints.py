@@ -2,8 +2,8 @@
 
 import pytest
 
-from gllm.config.slo import Slo
 from gllm.engine.interface import EngineUnavailableError, OverloadedError
+from gllm.options.slo import Slo
 from tests.frontend.conftest import serving
 from tests.frontend.test_conventions import scrape
 from tests.support.http.endpoint_bodies import EXAMPLES

@@ -186,6 +186,6 @@ def test_failed_download_says_what_to_do(error: Exception, said: str, tmp_path: 
 
 
 def test_configuration_is_read_without_torch() -> None:
-    modules = "gllm.models.config, gllm.models.hub, gllm.models.split, gllm.runtime.device"
+    modules = "gllm.models.config, gllm.models.hub, gllm.models.split, gllm.runtime.worker.device"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

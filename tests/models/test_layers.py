@@ -12,7 +12,7 @@ from gllm.kernels.native.library import load_library, using_library
 from gllm.models.config import read_config
 from gllm.models.loader import Checkpoint, Weights
 from gllm.models.stage import ModelStage, StageInputs
-from gllm.runtime.kv_cache import KVCache
+from gllm.runtime.worker.kv_cache import KVCache
 from tests.support.models.kernel_builds import UnrecordableLibrary
 from tests.support.models.tiny_models import save
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from gllm.config.engine import EngineConfig
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
-from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.worker.cpu.executor import CpuExecutor
 from tests.support.engines.pipeline import Pipeline
 from tests.support.models.tiny_models import reference, save
 

@@ -15,9 +15,9 @@ from gllm.models import attention
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.models.stage import StageInputs
-from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.cuda.attention_plans import plan_table_attention
-from gllm.runtime.cuda.staging import map_tensors
+from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.cuda.attention_plans import plan_table_attention
+from gllm.runtime.worker.cuda.staging import map_tensors
 from tests.support.models.tiny_models import save
 
 META = torch.device("meta")

@@ -19,7 +19,7 @@ from gllm.models.spec import (
     ModelSpec,
 )
 from gllm.models.split import layer_costs, split_layers
-from gllm.runtime.kv_cache import KVCache, block_bytes
+from gllm.runtime.worker.kv_cache import KVCache, block_bytes
 from tests.support.full_cases import full_but
 from tests.support.models.published import PUBLISHED, Config, read
 

@@ -75,7 +75,7 @@ QUICK = {
 def test_greedy_tokens_and_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Each family with one cut, in turn; `test_every_cut` has all.
 
-    One rank per stage is compared for every family in tests/runtime/test_executor.py.
+    One rank per stage is compared for every family in tests/runtime/worker/test_executor.py.
     """
     cut = CUTS[[*FAMILIES].index(family) % 5]
     check(family, cut, folder_of(family, tmp_path))

@@ -5,7 +5,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from gllm.experiments.parallel import map_parallel
+from experiments.parallel import map_parallel
 from gllm.observability.progress import (
     MAX_SECONDS,
     MIN_SECONDS,

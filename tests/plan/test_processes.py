@@ -5,13 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gllm import router, serve
+from gllm import serve
+from gllm.commands import router
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import config_from_flags
 from gllm.config.node_environment import read_node_place
 from gllm.config.nodes import NodesConfig
 from gllm.config.router import RouterConfig
+from gllm.options.flags import config_from_flags
 from gllm.plan.processes import (
     LaunchOptions,
     ProcessSpec,

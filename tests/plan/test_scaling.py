@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 
 from gllm.commands.plan.scale import main as plan_scale
-from gllm.config.slo import Slo
 from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import Slo
 from gllm.plan.scaling.fleet_size import (
     FleetCase,
     WorkerSpec,

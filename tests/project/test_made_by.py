@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gllm.config.flags import FlagParser
+from gllm.options.flags import FlagParser
 
 ROOT = Path(__file__).parents[2]
 MADE_BY = re.compile(r"^(?:Made|Merged|Measured) by `([^`]+)`", re.MULTILINE)

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from benchmarks.placement import MODEL, LoadedFleet
-from gllm.config.slo import NO_SLO, Slo
+from gllm.options.slo import NO_SLO, Slo
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.output_by_prompt import (
     MIN_BUCKET_REQUESTS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.output_by_prompt import PromptLengthPredictor

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes

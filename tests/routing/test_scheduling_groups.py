@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.placement import MODEL
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import PlacementRules
 from gllm.routing.scheduling_groups import SchedulingGroups

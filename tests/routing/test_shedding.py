@@ -2,7 +2,7 @@
 
 import pytest
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.routing.predict import Prediction
 from gllm.routing.shedding import MAX_RETRY_SECONDS, SATURATED, retry_after_seconds, shed
 from gllm.routing.state import RoutingRequest

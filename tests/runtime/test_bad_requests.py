@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import EngineOutputs, RejectedRequest, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime import base_executor as executor_module
-from gllm.runtime.driver import Driver
-from gllm.runtime.request_stream import RequestStream
-from gllm.runtime.sampling_state import create_sampling_states
-from gllm.runtime.supervisor import Supervisor
+from gllm.options.field_types import FieldError
+from gllm.runtime.driver.driver import Driver
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.supervisor import Supervisor
+from gllm.runtime.worker import base_executor as executor_module
+from gllm.runtime.worker.sampling_state import create_sampling_states
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence
 from gllm.scheduler.scheduler import Scheduler

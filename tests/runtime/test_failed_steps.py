@@ -10,7 +10,7 @@ import pytest
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.engine.engine import Engine
 from gllm.engine.interface import OutputDelta
-from gllm.grammar.guide import TOKEN_SECONDS
+from gllm.text.grammar.guide import TOKEN_SECONDS
 from tests.support.engines.local_workers import failing, local_engine
 
 PATIENCE = 50.0

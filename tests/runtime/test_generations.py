@@ -15,9 +15,9 @@ from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, StageLoad
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.models.hub import DEMO
 from gllm.models.loader import Checkpoint
-from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.grammars import GuideFactory
-from gllm.runtime.local_node import LocalNode
+from gllm.runtime.head.local_node import LocalNode
+from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.grammars import GuideFactory
 from tests.support.engines.local_workers import LocalWorkers
 from tests.support.gpu.device_stage import host_as_gpu
 from tests.support.nodes.scripted_head import Head, head_of, num_mapped, num_open, num_threads

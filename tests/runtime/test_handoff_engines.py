@@ -8,7 +8,7 @@ import pytest
 from gllm.messages.requests import EngineOutputs
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
-from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput
 from tests.support.engines.generations import Stages
 from tests.support.engines.kv_engines import KvCluster, load_stages

@@ -12,7 +12,7 @@ import torch
 from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, ServeKv
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.handoff import HandoffState
-from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream
 from tests.support.engines.moving_engines import (
     CHUNKED,
     WAIT_SECONDS,

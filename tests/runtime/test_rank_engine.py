@@ -8,7 +8,7 @@ import torch
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
-from gllm.runtime.batch import Batch
+from gllm.runtime.worker.batch import Batch
 from gllm.scheduler.plan import StepPlan
 from tests.support.engines.local_workers import InjectedError, local_engine
 

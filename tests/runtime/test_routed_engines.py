@@ -15,7 +15,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.disaggregation.policy import PairRequest
 from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
 from gllm.routing.handoff import Handoff, HandoffState
-from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import SchedulerStats
 from tests.support.engines.moving_engines import MappedStages, MovingCluster, closing
 from tests.support.engines.routed_engines import RoutedCluster, routed

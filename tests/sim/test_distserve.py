@@ -2,8 +2,8 @@
 
 import pytest
 
+from experiments.distserve_runs import RealRun, read_real_runs, simulate_run
 from gllm.commands.simulate import main
-from gllm.experiments.distserve_runs import RealRun, read_real_runs, simulate_run
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.distserve import (

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from gllm.config.slo import Slo
 from gllm.observability.latency import RequestTimeline
+from gllm.options.slo import Slo
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import simulate_cluster

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from gllm.kv_transfer.transfer_mode import TransferModePolicy
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
+from gllm.scheduler.transfer_mode import TransferModePolicy
 from gllm.sim.cluster.handoffs import HandoffRecord, KvNetwork, OverlappedKvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.hardware.links import NetworkLink

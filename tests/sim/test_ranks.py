@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.commands.simulate import main
-from gllm.config.degrees import expand_degrees
 from gllm.observability.step_log import StartEvent, read_step_log
+from gllm.options.degrees import expand_degrees
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import compare_runs

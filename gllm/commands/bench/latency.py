@@ -10,14 +10,14 @@ from statistics import fmean
 import msgspec
 import uvloop
 
+from gllm.commands.bench.real import serve_workload
 from gllm.config.engine import EngineConfig
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import FlagParser, add_flags, config_from_flags, output_file
-from gllm.config.options import INT32_MAX, option
 from gllm.engine.engine import Engine, EngineError
-from gllm.experiments.real import serve_workload
 from gllm.observability.latency import percentile
 from gllm.observability.progress import show_progress
+from gllm.options.field_types import convert_fields
+from gllm.options.flags import FlagParser, add_flags, config_from_flags, output_file
+from gllm.options.options import INT32_MAX, option
 from gllm.sim.workloads.requests import WorkloadRequest
 
 PERCENTS = (10, 25, 50, 75, 90, 99)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gllm.config.field_types import convert_fields
-from gllm.config.flags import output_file, output_folder, parse_url
-from gllm.config.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
+from gllm.options.field_types import convert_fields
+from gllm.options.flags import output_file, output_folder, parse_url
+from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")

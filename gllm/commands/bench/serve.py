@@ -22,7 +22,7 @@ from gllm.commands.bench.options import ServeConfig, parse_slo
 from gllm.commands.bench.report import details, failure_lines, report_lines, summarize
 from gllm.commands.bench.runner import LoadResult, run_load
 from gllm.commands.bench.server import TargetServerError, wait_until_ready
-from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags
+from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -11,11 +11,11 @@ import uvloop
 
 from gllm.commands.bench.load import jobs_of
 from gllm.commands.bench.options import LoadConfig
+from gllm.commands.bench.real import serve_workload
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.engine.engine import Engine, EngineError
-from gllm.experiments.real import serve_workload
 from gllm.observability.progress import show_progress
+from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags, output_file
 from gllm.sim.workloads.requests import WorkloadRequest
 
 

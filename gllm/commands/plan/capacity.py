@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gllm.commands.plan.flags import add_budget_flag
-from gllm.config.flags import (
+from gllm.observability.progress import show_progress
+from gllm.options.flags import (
     FlagParser,
     FlagType,
     add_flags,
@@ -17,7 +18,6 @@ from gllm.config.flags import (
     number_type,
     output_file,
 )
-from gllm.observability.progress import show_progress
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES, ConfigurationCapacity, extend_rule, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds

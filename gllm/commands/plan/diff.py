@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gllm.config.flags import FlagParser, number_type
 from gllm.observability.step_log import StepLogEvent, read_step_log
+from gllm.options.flags import FlagParser, number_type
 from gllm.plan.plan_diff import (
     LoggedRun,
     compare_with_plan,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from gllm.config.flags import FlagType, number_type, output_file
+from gllm.options.flags import FlagType, number_type, output_file
 
 
 def add_budget_flag(parser: argparse.ArgumentParser, default: str) -> None:

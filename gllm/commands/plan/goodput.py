@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gllm.commands.plan.flags import add_plan_flags
-from gllm.config.flags import FlagParser, FlagType, input_file, number_type
+from gllm.options.flags import FlagParser, FlagType, input_file, number_type
 from gllm.plan.budget import SearchBudget
 from gllm.plan.goodput.engines import COST_KINDS, MAX_MODEL_LEN, EngineCosts
 from gllm.plan.goodput.layout import lay_out

@@ -5,8 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from gllm.config.flags import FlagParser, FlagType, number_type, output_file
-from gllm.config.options import INT32_MAX
+from gllm.options.flags import FlagParser, FlagType, number_type, output_file
+from gllm.options.options import INT32_MAX
 from gllm.plan.hetero.cluster import (
     DeviceCluster,
     cluster_names,

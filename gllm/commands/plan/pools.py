@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gllm.commands.plan.flags import add_plan_flags
-from gllm.config.flags import FlagParser, number_type
+from gllm.options.flags import FlagParser, number_type
 from gllm.plan.budget import SearchBudget
 from gllm.plan.pools.clusters import MIN_SECONDS, MODEL, PROFILES, WORKLOADS, SampleSize
 from gllm.plan.pools.design_search import BUDGETS

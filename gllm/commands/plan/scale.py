@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from gllm.commands.plan.flags import add_budget_flag
-from gllm.config.flags import FlagParser, FlagType, number_type, output_file
-from gllm.config.options import MAX_TIMEOUT_SECONDS
 from gllm.observability.progress import show_progress
+from gllm.options.flags import FlagParser, FlagType, number_type, output_file
+from gllm.options.options import MAX_TIMEOUT_SECONDS
 from gllm.plan.budget import SearchBudget
 from gllm.plan.latency_limits import parse_limits
 from gllm.plan.prices import DEFAULT_PRICES, parse_prices

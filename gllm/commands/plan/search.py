@@ -12,7 +12,8 @@ from typing import Any
 
 from gllm.commands.plan.capacity import add_limit_flags, engine_flags
 from gllm.commands.plan.search_report import describe_search, format_forecast, plot_search
-from gllm.config.flags import (
+from gllm.observability.progress import show_progress
+from gllm.options.flags import (
     FlagParser,
     FlagType,
     add_flags,
@@ -21,7 +22,6 @@ from gllm.config.flags import (
     output_file,
     parse_counts,
 )
-from gllm.observability.progress import show_progress
 from gllm.plan.budget import SearchBudget
 from gllm.plan.capacity import PLAN_RULES
 from gllm.plan.design_problem import MAKESPAN, AssessedDesign, DesignProblem, check_problem

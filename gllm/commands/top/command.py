@@ -19,8 +19,8 @@ from typing import NoReturn
 from gllm.commands.top.figures import ScrapeHistory, ServerMetrics
 from gllm.commands.top.render import fit_lines, headline, render
 from gllm.commands.top.scrape import MetricsScrape, parse_metrics
-from gllm.config.flags import FlagParser, FlagType, number_type, parse_url
 from gllm.config.server import check_api_key
+from gllm.options.flags import FlagParser, FlagType, number_type, parse_url
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 MIN_TIMEOUT_SECONDS = 5.0

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config.options import INT32_MAX
+from gllm.options.options import INT32_MAX
 
 JsonObject = dict[str, Any]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -4,10 +4,10 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_LOGPROBS
 from gllm.frontend.fields.base import Int64, doc
 from gllm.frontend.fields.generation import BaseCompletionFields
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_LOGPROBS
 from gllm.text.chat.request import ReasoningEffort
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.generation import SamplingFields
 from gllm.frontend.fields.parsing import parse_fields
+from gllm.options.field_types import FieldError
 
 
 def to_chat_fields(

@@ -2,9 +2,9 @@
 
 from typing import Annotated, ClassVar
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import RequestFields, doc
 from gllm.frontend.fields.generation import RequestId
+from gllm.options.field_types import FieldError
 
 
 class AbortFields(RequestFields):

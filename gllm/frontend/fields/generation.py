@@ -6,9 +6,6 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_LOGPROBS, MAX_LOGPROBS_PER_STEP, MAX_SESSION_CHARACTERS
-from gllm.config.options import INT32_MAX
 from gllm.config.sampling import SamplingParams
 from gllm.frontend.fields.base import (
     Int32,
@@ -23,6 +20,9 @@ from gllm.frontend.fields.structured import (
     StructuredOutputs,
     parse_structured_output,
 )
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_LOGPROBS, MAX_LOGPROBS_PER_STEP, MAX_SESSION_CHARACTERS
+from gllm.options.options import INT32_MAX
 
 CacheSalt = Annotated[str, Meta(max_length=128)]
 Session = Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]

@@ -6,8 +6,8 @@ bound the time.
 
 from collections.abc import Iterator
 
-from gllm.config.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 from gllm.frontend.errors import ApiError
+from gllm.options.limits import MAX_JSON_NUMBERS, MAX_JSON_VALUES
 
 SMALL_BODY_BYTES = 2**16
 """Texts up to this size cannot exceed the limits and are not counted."""

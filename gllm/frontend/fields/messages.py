@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import (
     JsonObject,
     ModelRequestFields,
@@ -26,6 +25,7 @@ from gllm.frontend.fields.chat_messages import (
 )
 from gllm.frontend.fields.generation import COMMON_UNSUPPORTED_FIELDS, ParseSpecial, SamplingFields
 from gllm.frontend.fields.value_errors import raise_field_error
+from gllm.options.field_types import FieldError
 
 TEXT_ONLY = ("text",)
 BLOCK_TYPES = {

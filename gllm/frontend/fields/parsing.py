@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 from gllm.frontend.connection import request_timeout_error
 from gllm.frontend.context import SERVER_CONFIG
 from gllm.frontend.errors import ApiError
@@ -28,6 +26,8 @@ from gllm.frontend.fields.content_encoding import (
 from gllm.frontend.fields.json_size import SMALL_BODY_BYTES, check_json_size
 from gllm.frontend.fields.value_errors import to_field_error
 from gllm.frontend.request_id import current_request_id
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_JSON_DEPTH, MAX_JSON_FIELDS
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ import base64
 import binascii
 import json
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import JsonObject
 from gllm.frontend.fields.chat_messages import (
     ChatMessageBuilder,
@@ -14,6 +13,7 @@ from gllm.frontend.fields.chat_messages import (
     parse_text,
 )
 from gllm.frontend.fields.value_errors import raise_field_error, raise_unsupported
+from gllm.options.field_types import FieldError
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY, TOOL_TYPES
 
 ROLES = ("user", "assistant", "system", "developer")

@@ -9,15 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import (
-    MAX_LOGPROBS,
-    MAX_METADATA,
-    MAX_METADATA_KEY,
-    MAX_METADATA_VALUE,
-    check_lengths,
-    check_size,
-)
 from gllm.frontend.fields.base import (
     Int64,
     JsonObject,
@@ -35,6 +26,15 @@ from gllm.frontend.fields.response_items import (
     convert_tool_choice,
 )
 from gllm.frontend.fields.value_errors import raise_unsupported
+from gllm.options.field_types import FieldError
+from gllm.options.limits import (
+    MAX_LOGPROBS,
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    check_lengths,
+    check_size,
+)
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests log-probabilities."""

@@ -3,8 +3,8 @@
 from typing import Annotated, ClassVar
 
 from gllm.config.attachment import ROLES
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import RequestFields, doc
+from gllm.options.field_types import FieldError
 
 
 def check_role(name: str, role: str | None) -> str:

@@ -5,10 +5,10 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from gllm.config.field_types import FieldError
+from gllm.deploy.cluster.selection import NodeRequirements
+from gllm.deploy.cluster.service_request import ServiceRequest
 from gllm.frontend.fields.base import NonNegativeInt, RequestFields, doc
-from gllm.platform.selection import NodeRequirements
-from gllm.platform.service_request import ServiceRequest
+from gllm.options.field_types import FieldError
 
 MAX_SERVICE_NODES = 64
 """Most nodes of a service."""

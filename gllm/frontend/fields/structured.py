@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
+from gllm.options.field_types import FieldError
 
 
 class JsonSchemaFormat(msgspec.Struct):

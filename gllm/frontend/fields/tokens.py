@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any, ClassVar
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.base import Int32, ModelRequestFields, doc
 from gllm.frontend.fields.chat import (
     PROMPT_FIELD_NAMES,
     ChatCompletionFields,
     ChatTemplateOptions,
 )
+from gllm.options.field_types import FieldError
 from gllm.text.chat.request import ReasoningEffort
 
 SAME_AS_CHAT = "as in chat completions"

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from gllm.config.field_types import FieldError
+from gllm.options.field_types import FieldError
 
 _MAX_SHOWN_CHARACTERS = 100
 """Longest part of a string that an error message shows."""

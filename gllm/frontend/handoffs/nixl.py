@@ -6,10 +6,10 @@ The router sends the request for one token with `do_remote_decode` to the prefil
 
 from typing import Any
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.dialect import HandoffBorder
 from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
+from gllm.options.field_types import FieldError
 
 FIELD = "kv_transfer_params"
 

@@ -7,11 +7,11 @@ import socket
 import aiohttp
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
 from gllm.config.server import ServerConfig
 from gllm.frontend.handoffs.access import ControlAccess
 from gllm.frontend.handoffs.grant import MAX_GRANT_CHARACTERS, GrantSealer
 from gllm.frontend.handoffs.rooms import GRANT_SECONDS, OPEN_SECONDS
+from gllm.options.field_types import FieldError
 
 log = logging.getLogger(__name__)
 

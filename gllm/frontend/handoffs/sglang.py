@@ -8,10 +8,10 @@ the tickets are random, and not derived from the room, because a router may use 
 from collections.abc import Sequence
 from typing import TypeVar
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.dialect import HandoffBorder
 from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
+from gllm.options.field_types import FieldError
 
 Value = TypeVar("Value", int, str)
 

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from gllm.config.addresses import is_loopback, parse_ip_address
 from gllm.config.server import ServerConfig
 from gllm.frontend.errors import ApiError, Handler
+from gllm.options.addresses import is_loopback, parse_ip_address
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 

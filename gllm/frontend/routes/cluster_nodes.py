@@ -13,11 +13,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gllm.deploy.cluster.interface import ClusterControl, ClusterNode, UnknownClusterNodeError
 from gllm.frontend.cluster_context import CLUSTER
 from gllm.frontend.errors import ApiError
 from gllm.frontend.metrics import PREFIX
 from gllm.frontend.node_metrics import machine_load
-from gllm.platform.interface import ClusterControl, ClusterNode, UnknownClusterNodeError
 
 
 async def list_cluster_nodes(request: web.Request) -> web.Response:

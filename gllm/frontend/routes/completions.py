@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta
 from gllm.engine.request_checks import check_request, encode_prompt, truncate_prompt
@@ -24,6 +22,8 @@ from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_PROMPTS
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
 

@@ -8,8 +8,6 @@ from functools import partial
 
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_PROMPTS
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EmbeddingError, EngineInterface
 from gllm.engine.request_checks import check_request, encode_prompt
@@ -19,6 +17,8 @@ from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.json_encoding import encode_json_in_pieces
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_PROMPTS
 
 
 async def create_embeddings(request: web.Request) -> web.Response:

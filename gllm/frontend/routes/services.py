@@ -7,16 +7,16 @@ from typing import Any
 
 from aiohttp import web
 
-from gllm.frontend.cluster_context import CLUSTER
-from gllm.frontend.errors import ApiError
-from gllm.frontend.fields.parsing import read_fields
-from gllm.frontend.fields.services import DeployServiceFields
-from gllm.platform.interface import (
+from gllm.deploy.cluster.interface import (
     SelectionError,
     ServiceExistsError,
     ServiceStatus,
     UnknownServiceError,
 )
+from gllm.frontend.cluster_context import CLUSTER
+from gllm.frontend.errors import ApiError
+from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.fields.services import DeployServiceFields
 
 
 async def deploy_service(request: web.Request) -> web.Response:

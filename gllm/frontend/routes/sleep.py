@@ -2,9 +2,9 @@
 
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.endpoint import QueryParameter
+from gllm.options.field_types import FieldError
 
 SLEEP_PARAMETERS = (
     QueryParameter(

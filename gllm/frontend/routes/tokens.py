@@ -5,8 +5,6 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.config.server import ServerConfig
 from gllm.frontend.chat_request import chat_request
 from gllm.frontend.context import CONTEXT
@@ -14,6 +12,8 @@ from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.logprobs import token_text
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.chat.prompt import render_chat
 from gllm.text.tokenizer import Tokenizer
 

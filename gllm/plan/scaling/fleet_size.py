@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.plan.budget import SearchBudget
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules

@@ -6,7 +6,7 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.plan.budget import SearchBudget
 from gllm.plan.latency_limits import LatencyLimits
 from gllm.plan.scaling.fleet_size import FleetCase, FleetOutcome, WorkerSpec, least_fleet

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gllm.kv_transfer.transfer_mode import TransferCosts, TransferMode, TransferModePolicy
 from gllm.pacing.policy_registry import make_link_policy
+from gllm.scheduler.transfer_mode import TransferCosts, TransferMode, TransferModePolicy
 from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.cluster.transfers import KvTransfer, TransferPath
 from gllm.sim.event_loop import EventLoop

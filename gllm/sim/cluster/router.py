@@ -9,7 +9,7 @@ from operator import itemgetter
 from random import Random
 from typing import NamedTuple, Protocol
 
-from gllm.config.slo import Slo
+from gllm.options.slo import Slo
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gllm.config.cache_folder import cache_folder
+from gllm.options.cache_folder import cache_folder
 from gllm.sim.costs.operators import (
     MAX_TREE_DEPTH,
     NUM_TREES,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from gllm.config.degrees import expand_degrees
+from gllm.options.degrees import expand_degrees
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.hardware.links import LINKS, NetworkLink, rank_link_for
 from gllm.sim.hardware.models import MODELS

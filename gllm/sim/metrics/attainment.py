@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gllm.config.slo import NO_SLO, Slo
 from gllm.observability.latency import slo_attainment
+from gllm.options.slo import NO_SLO, Slo
 from gllm.sim.metrics.run_record import ServedRequest
 
 

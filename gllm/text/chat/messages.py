@@ -3,8 +3,8 @@
 import json
 from typing import Any, NoReturn
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_CALLS, MAX_MESSAGES
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_CALLS, MAX_MESSAGES
 from gllm.text.chat.tools import CUSTOM_INPUT_KEY
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -1,7 +1,7 @@
 """Build the output grammar of a chat request.
 
 Combines a required tool call, a structured answer and the reasoning section into one grammar.
-`gllm.grammar` compiles and enforces it.
+`gllm.text.grammar` compiles and enforces it.
 """
 
 import re
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import StructuredOutput
-from gllm.grammar.sources.json_schema import check_schema
-from gllm.grammar.sources.rewrite import rewrite_schema
-from gllm.grammar.sources.structured_output import GrammarSource, to_grammar_source
+from gllm.options.field_types import FieldError
 from gllm.text.chat.tools import ToolOptions
+from gllm.text.grammar.sources.json_schema import check_schema
+from gllm.text.grammar.sources.rewrite import rewrite_schema
+from gllm.text.grammar.sources.structured_output import GrammarSource, to_grammar_source
 from gllm.text.output.grammar_builder import (
     GrammarBuilder,
     add_tool_call_rule,

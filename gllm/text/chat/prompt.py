@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gllm.config.field_types import FieldError
 from gllm.config.output_parsers import OutputParserConfig
+from gllm.options.field_types import FieldError
 from gllm.text.chat.messages import get_content_text
 from gllm.text.chat.request import ChatRequest
 from gllm.text.chat.template import ChatTemplate

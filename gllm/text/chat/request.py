@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from gllm.config.field_types import FieldError
+from gllm.options.field_types import FieldError
 from gllm.text.chat.tools import ToolOptions
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -15,7 +15,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gllm.config.field_types import FieldError
+from gllm.options.field_types import FieldError
 from gllm.text.chat.messages import ChatMessage, normalize_messages
 
 MAX_CHARACTERS = 32 * 2**20

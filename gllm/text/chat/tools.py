@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_size
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_TOOL_BYTES, MAX_TOOL_DEPTH, MAX_TOOLS, check_size
 
 MAX_PATTERN_CHARACTERS = 8192
 """Length limit of a custom tool's regular expression."""

@@ -8,7 +8,7 @@ from zlib import crc32
 from gllm.messages.codec import decode_for_worker, encode
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails, TokenLogprobs
-from gllm.runtime.plan_record import PlanRecord, read_uncommitted
+from gllm.runtime.driver.plan_record import PlanRecord, read_uncommitted
 from gllm.scheduler.plan import (
     FinishedSequence,
     FirstToken,

@@ -21,10 +21,10 @@ from gllm.messages.sampling import SequenceSamplingParams, TokenLogprobs
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.runtime.base_executor import BaseExecutor
-from gllm.runtime.batch import Batch
-from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.driver import Driver
+from gllm.runtime.driver.driver import Driver
+from gllm.runtime.worker.base_executor import BaseExecutor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler

@@ -11,11 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from gllm.kv_transfer.endpoint import KvEndpoint, KvMachine, encode_endpoint
-from gllm.kv_transfer.layout import KvLayout
-from gllm.kv_transfer.mover import KvMover
-from gllm.kv_transfer.pages import Bytes, KvPages
-from gllm.kv_transfer.progress import LayerProgress
+from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     FetchKv,
     KvFetched,
@@ -24,6 +20,10 @@ from gllm.messages.kv_transfer import (
     KvRevoked,
     ServeKv,
 )
+from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
+from gllm.transport.kv.mover import KvMover
+from gllm.transport.kv.pages import Bytes, KvPages
+from gllm.transport.kv.progress import LayerProgress
 
 Report = TypeVar("Report", KvFetched, KvFetchStarted, KvRevoked)
 NUM_LAYERS, NUM_HEADS, KEY_BYTES, VALUE_BYTES = 4, 2, 8, 8

@@ -9,9 +9,9 @@ from gllm.messages.kv_cache import KvCacheEvents
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RunStep, StepDone
-from gllm.runtime.driver import Driver
-from gllm.runtime.driver_setup import dispatch_to_driver
-from gllm.runtime.kv_events import KvEventSource
+from gllm.runtime.driver.driver import Driver
+from gllm.runtime.driver.driver_setup import dispatch_to_driver
+from gllm.runtime.head.kv_events import KvEventSource
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler

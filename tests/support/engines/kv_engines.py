@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gllm.config.engine import EngineConfig
-from gllm.fleet.client import FleetClient
-from gllm.fleet.dispatch_target import KvPeer
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_stage, decode_for_worker, encode
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
@@ -29,12 +27,14 @@ from gllm.messages.requests import EngineOutputs
 from gllm.messages.steps import RegisterSequences, RunStep, StepDone
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
+from gllm.router.client import FleetClient
+from gllm.router.dispatch_target import KvPeer
 from gllm.routing.disaggregation.policy import EnginePair
-from gllm.runtime.batch import Batch
-from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.driver import Driver
-from gllm.runtime.driver_setup import dispatch_to_driver
-from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.driver.driver import Driver
+from gllm.runtime.driver.driver_setup import dispatch_to_driver
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from tests.support.engines.generations import Stages

@@ -1,6 +1,6 @@
 """Layouts of engines that are cut into stages and ranks, as the models cut theirs."""
 
-from gllm.kv_transfer.layout import KvLayout, LayerLayout
+from gllm.messages.kv_layout import KvLayout, LayerLayout
 
 
 def cut_layouts(

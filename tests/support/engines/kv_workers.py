@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from gllm.kv_transfer.layout import KvLayout
-from gllm.kv_transfer.pages import KvPages
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head, decode_for_worker, encode
+from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
-from gllm.runtime.kv_mover import EngineKvMover
+from gllm.runtime.head.kv_mover import EngineKvMover
+from gllm.transport.kv.pages import KvPages
 from tests.support.engines.kv_layouts import cut_layouts
 
 SECONDS = 60.0

@@ -1,6 +1,6 @@
 """Real workers in the process of the test, so that a test can make their steps fail.
 
-The same sockets, edges and messages as `gllm.runtime.local_node.LocalNode`, but no processes.
+The same sockets, edges and messages as `gllm.runtime.head.local_node.LocalNode`, but no processes.
 `local_engine` is the embeddable engine over them.
 """
 
@@ -14,25 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from gllm.cluster.liveness import ProcessSample
 from gllm.config.engine import EngineConfig
 from gllm.engine.engine import Engine
 from gllm.engine.preflight import plan_model
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime.assignment import (
+from gllm.recovery.liveness import ProcessSample
+from gllm.runtime.head.assignment import (
     StageAssignment,
     WorkerIdentity,
     decode_parent_message,
     encode_parent_message,
 )
-from gllm.runtime.batch import Batch
-from gllm.runtime.cpu import backend as cpu_backend
-from gllm.runtime.cpu.executor import CpuExecutor
-from gllm.runtime.layer_planner import LayerPlanner
-from gllm.runtime.node import Node, OnExit
-from gllm.runtime.supervisor import Supervisor
-from gllm.runtime.worker import Worker
+from gllm.runtime.head.layer_planner import LayerPlanner
+from gllm.runtime.head.node import Node, OnExit
+from gllm.runtime.head.supervisor import Supervisor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu import backend as cpu_backend
+from gllm.runtime.worker.cpu.executor import CpuExecutor
+from gllm.runtime.worker.worker import Worker
 from gllm.scheduler.plan import StepPlan
 
 Fault = Callable[[str, int, int], bool]

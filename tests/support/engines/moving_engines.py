@@ -11,14 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gllm.fleet.client import FleetClient
-from gllm.kv_transfer.endpoint import KvEndpoint, encode_endpoint
-from gllm.kv_transfer.layout import KvLayout
-from gllm.kv_transfer.mover import KvMover
-from gllm.kv_transfer.pages import KvPages
-from gllm.kv_transfer.progress import LayerProgress
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvPushStarted, PrefetchKv
+from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
@@ -28,7 +23,12 @@ from gllm.messages.kv_transfer import (
     RevokeKv,
     ServeKv,
 )
-from gllm.runtime.request_stream import RequestStream
+from gllm.router.client import FleetClient
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.transport.kv.endpoint import KvEndpoint, encode_endpoint
+from gllm.transport.kv.mover import KvMover
+from gllm.transport.kv.pages import KvPages
+from gllm.transport.kv.progress import LayerProgress
 from tests.support.engines.generations import Stages
 from tests.support.engines.kv_engines import KvCluster, KvEngine, load_stages
 

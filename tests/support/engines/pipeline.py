@@ -16,8 +16,8 @@ from gllm.messages.sampling import SampleDetails, SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.split import split_layers
-from gllm.runtime.batch import Batch
-from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import SampledToken, ScheduledRow, StepPlan
 
 GREEDY = SequenceSamplingParams(temperature=0.0)

@@ -15,8 +15,8 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import ModelConfig
 from gllm.models.split import split_layers
-from gllm.runtime.batch import Batch
-from gllm.runtime.cpu.executor import CpuExecutor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.groups import StageGroups
 from tests.support.models.thread_group import run_ranks, thread_groups

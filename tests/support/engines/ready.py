@@ -10,11 +10,11 @@ from gllm.engine.engine import Engine
 from gllm.engine.pipeline import PipelineBackend
 from gllm.engine.preflight import plan_model
 from gllm.engine.text_engine import TextEngine
-from gllm.grammar.compiler import GrammarCompiler
 from gllm.messages.requests import AbortSequences, SubmitRequest
 from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime.layer_planner import LayerPlanner
+from gllm.runtime.head.layer_planner import LayerPlanner
+from gllm.text.grammar.compiler import GrammarCompiler
 
 
 class ReadyBackend(PipelineBackend):

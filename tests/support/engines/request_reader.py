@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream
 from tests.support.engines.fake_driver import STOP, logprob_of, text_of
 
 

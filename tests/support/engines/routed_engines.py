@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from gllm.config.router import RouterConfig
-from gllm.fleet.fleet import Fleet
-from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.fleet import EngineReport
 from gllm.messages.handoff import FirstChunkComputed, PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.requests import AbortSequences, SubmitRequest
+from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
+from gllm.runtime.messaging.link_config import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats
 from tests.support.engines.generations import Stages
 from tests.support.engines.kv_engines import MAX_MODEL_LEN

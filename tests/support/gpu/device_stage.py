@@ -33,11 +33,11 @@ from gllm.messages.sampling import SampleDetails
 from gllm.models import stage as model_stage
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
-from gllm.runtime import stage_loader as loader_module
-from gllm.runtime.batch import PlanAttention
-from gllm.runtime.cuda import backend as backend_module
-from gllm.runtime.cuda import sampler
-from gllm.runtime.cuda.executor import CudaExecutor
+from gllm.runtime.worker import stage_loader as loader_module
+from gllm.runtime.worker.batch import PlanAttention
+from gllm.runtime.worker.cuda import backend as backend_module
+from gllm.runtime.worker.cuda import sampler
+from gllm.runtime.worker.cuda.executor import CudaExecutor
 from gllm.scheduler.plan import SampledToken, StepPlan
 from gllm.transport.groups import StageGroups
 from tests.support.gpu.fake_streams import FakeQueues

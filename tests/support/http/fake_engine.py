@@ -12,7 +12,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from gllm.config.sampling import SamplingParams
-from gllm.config.slo import Slo
 from gllm.engine.fleet_control import FleetControl
 from gllm.engine.interface import (
     EngineStatus,
@@ -23,18 +22,19 @@ from gllm.engine.interface import (
     RoleSwitchError,
 )
 from gllm.engine.request_checks import check_request, truncate_prompt
-from gllm.grammar.sources.structured_output import to_grammar_source
-from gllm.kv_transfer.totals import KvTransferTotals
 from gllm.messages.handoff import KvHandoff
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeLoad
 from gllm.messages.reports import BubbleReport, StageUtilization
 from gllm.messages.requests import ErrorKind
 from gllm.messages.sampling import TokenLogprobs
+from gllm.options.slo import Slo
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.detokenizer import IncrementalDetokenizer
+from gllm.text.grammar.sources.structured_output import to_grammar_source
 from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
+from gllm.transport.kv.totals import KvTransferTotals
 
 
 @dataclass

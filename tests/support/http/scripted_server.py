@@ -24,14 +24,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 from llguidance import LLMatcher, LLTokenizer
 
-from gllm.config.field_types import FieldError
 from gllm.config.sampling import SamplingParams, StructuredOutput
 from gllm.config.server import ServerConfig
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.app import make_app, make_runner
-from gllm.grammar.compiler_process import _set_bits, compile_grammar
-from gllm.grammar.sources.structured_output import to_grammar_source
-from gllm.grammar.vocabulary import load_grammar_tokenizer
+from gllm.options.field_types import FieldError
+from gllm.text.grammar.compiler_process import _set_bits, compile_grammar
+from gllm.text.grammar.sources.structured_output import to_grammar_source
+from gllm.text.grammar.vocabulary import load_grammar_tokenizer
 from gllm.text.tokenizer import Tokenizer
 from tests.frontend.conftest import RealServer, Server
 from tests.support.http.fake_engine import FakeEngine, FakeRequest

@@ -21,8 +21,8 @@ from gllm.models.shard import shard
 from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
 from gllm.models.stage import ModelStage, StageInputs
-from gllm.runtime.device import set_num_threads
-from gllm.runtime.kv_cache import KVCache
+from gllm.runtime.worker.device import set_num_threads
+from gllm.runtime.worker.kv_cache import KVCache
 from gllm.transport.groups import StageGroups
 from tests.support.models.thread_group import run_ranks, thread_groups
 

@@ -15,7 +15,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from gllm.link.commands import (
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
+from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
+from gllm.transport.base import EdgeLayout
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
+from gllm.transport.link.commands import (
     LinkCommand,
     LinkEdgeOpened,
     LinkIdentity,
@@ -27,11 +31,7 @@ from gllm.link.commands import (
     decode_link_message,
     encode_link_message,
 )
-from gllm.link.encodings import PLAIN
-from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
-from gllm.runtime.certificates import NodeCertificate, create_certificate
-from gllm.transport.base import EdgeLayout
-from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
+from gllm.transport.link.encodings import PLAIN
 from gllm.transport.ring import Ring
 
 RUN = 77
@@ -69,7 +69,13 @@ class Mover:
     def start(self) -> None:
         own, inherited = create_channels()
         self.channel = own
-        command = [*self.prefix, sys.executable, "-m", "gllm.link", str(inherited.fileno())]
+        command = [
+            *self.prefix,
+            sys.executable,
+            "-m",
+            "gllm.transport.link",
+            str(inherited.fileno()),
+        ]
         self.process = subprocess.Popen(command, pass_fds=[inherited.fileno()])
         inherited.close()
         self.messages: queue.SimpleQueue[LinkMessage] = queue.SimpleQueue()

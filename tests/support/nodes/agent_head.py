@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from gllm.cluster.placement import LOCAL_NODE, Placement, Slot, make_placement
 from gllm.config.engine import EngineConfig
-from gllm.link.commands import LinkPeer, OpenLinkEdge
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_head, decode_for_node_hub, encode
 from gllm.messages.lifecycle import Hello
@@ -27,13 +25,15 @@ from gllm.messages.nodes import (
     WelcomeNode,
     WorkerFrame,
 )
-from gllm.runtime.agent import Agent, AgentConfig, FindModel
-from gllm.runtime.assignment import NodeAssignment, encode_node_assignment
-from gllm.runtime.authenticator import Authenticator
-from gllm.runtime.bus import Hub
-from gllm.runtime.link_process import LinkProcess
-from gllm.runtime.security import SecretFile
+from gllm.recovery.placement import LOCAL_NODE, Placement, Slot, make_placement
+from gllm.runtime.head.assignment import NodeAssignment, encode_node_assignment
+from gllm.runtime.head.link_process import LinkProcess
+from gllm.runtime.messaging.authenticator import Authenticator
+from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.security import SecretFile
+from gllm.runtime.node.agent import Agent, AgentConfig, FindModel
 from gllm.transport.edge import Edge
+from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from tests.support.nodes.scripted_node import ScriptedNode
 
 SECONDS = 240

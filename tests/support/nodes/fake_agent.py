@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import zmq
 
-from gllm.cluster.join_check import JoinFacts
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_agent, encode
@@ -25,11 +24,12 @@ from gllm.messages.nodes import (
     WelcomeNode,
     WorkerSample,
 )
-from gllm.runtime.agent_session import AgentSession
-from gllm.runtime.node_hub import NODE_RUN, NodeHub, NodeHubTimes
-from gllm.runtime.security import KeyPair
-from gllm.runtime.session import ANY_GENERATION, SessionSender
-from gllm.runtime.spoke import Spoke
+from gllm.recovery.join_check import JoinFacts
+from gllm.runtime.head.agent_session import AgentSession
+from gllm.runtime.head.node_hub import NODE_RUN, NodeHub, NodeHubTimes
+from gllm.runtime.messaging.security import KeyPair
+from gllm.runtime.messaging.session import ANY_GENERATION, SessionSender
+from gllm.runtime.messaging.spoke import Spoke
 from tests.support.network.ports import free_port
 
 RUN = 77

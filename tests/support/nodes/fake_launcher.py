@@ -1,4 +1,4 @@
-"""Stand-in of `python -m gllm.ray`: reports machines, or an error, without Ray.
+"""Stand-in of `python -m gllm.deploy.ray`: reports machines, or an error, without Ray.
 
 Usage: fake_launcher.py FOLDER LIVES. Writes each spec to a file of the folder. Starts beyond LIVES
 report an error; others run until their input ends, or until a file `kill` is there.

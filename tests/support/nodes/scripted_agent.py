@@ -7,7 +7,6 @@ from typing import Any
 
 import zmq
 
-from gllm.cluster.placement import EdgeSpec
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.messages.base import WireMessage
@@ -32,14 +31,15 @@ from gllm.messages.nodes import (
     WorkerExited,
     WorkerFrame,
 )
-from gllm.models.partition import StageCosts
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime.assignment import NodeAssignment, decode_node_assignment
-from gllm.runtime.cluster_head import ClusterHead
-from gllm.runtime.edge_gate import remote_edges
-from gllm.runtime.layer_planner import LayerPlanner
-from gllm.runtime.link_process import LinkProcess
-from gllm.runtime.supervisor import Supervisor
+from gllm.recovery.partition import StageCosts
+from gllm.recovery.placement import EdgeSpec
+from gllm.runtime.head.assignment import NodeAssignment, decode_node_assignment
+from gllm.runtime.head.cluster_head import ClusterHead
+from gllm.runtime.head.edge_gate import remote_edges
+from gllm.runtime.head.layer_planner import LayerPlanner
+from gllm.runtime.head.link_process import LinkProcess
+from gllm.runtime.head.supervisor import Supervisor
 from tests.support.network.ports import free_port
 from tests.support.nodes.fake_agent import HEAD_FACTS, FakeAgent, make_join, until
 from tests.support.nodes.scripted_node import ScriptedNode

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from gllm import __version__
 from gllm.config.cluster import ClusterConfig
 from gllm.config.server import ServerConfig
+from gllm.deploy.cluster.master import Master
 from gllm.frontend.app import make_runner
 from gllm.frontend.cluster_server import make_cluster_app
 from gllm.frontend.connection import ConnectionRunner
@@ -40,9 +41,8 @@ from gllm.messages.services import (
     ServiceReport,
     StartServiceProcess,
 )
-from gllm.platform.master import Master
-from gllm.runtime.node_hub import NODE_RUN
-from gllm.runtime.spoke import Spoke
+from gllm.runtime.head.node_hub import NODE_RUN
+from gllm.runtime.messaging.spoke import Spoke
 from tests.support.network.ports import free_port
 
 FACTS = NodeFacts("host", "Linux 6", __version__, "127.0.0.1", 29601, "", b"", ["GPU X"], 8, 2**33)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import zmq
 
-from gllm.cluster.placement import Slot, make_placement
 from gllm.config.engine import EngineConfig
 from gllm.engine.preflight import plan_model
 from gllm.messages.base import WireMessage
@@ -34,9 +33,10 @@ from gllm.messages.lifecycle import (
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import LogConfig
-from gllm.runtime.assignment import NodeAssignment, WorkerIdentity
-from gllm.runtime.bus import Hub
-from gllm.runtime.node import Node
+from gllm.recovery.placement import Slot, make_placement
+from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity
+from gllm.runtime.head.node import Node
+from gllm.runtime.messaging.bus import Hub
 
 RUN = 7
 SECONDS = 120.0

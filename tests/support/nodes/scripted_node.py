@@ -12,7 +12,6 @@ from typing import Any
 
 import zmq
 
-from gllm.cluster.liveness import ProcessSample
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import decode_for_worker
 from gllm.messages.control import CommandDone, ResetPrefixCache, StartProfile, StopProfile
@@ -29,10 +28,11 @@ from gllm.messages.lifecycle import (
     StageReady,
 )
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
-from gllm.runtime.assignment import StageAssignment, WorkerIdentity
-from gllm.runtime.node import Node, OnExit
-from gllm.runtime.plan_record import PlanRecord
-from gllm.runtime.spoke import Spoke
+from gllm.recovery.liveness import ProcessSample
+from gllm.runtime.driver.plan_record import PlanRecord
+from gllm.runtime.head.assignment import StageAssignment, WorkerIdentity
+from gllm.runtime.head.node import Node, OnExit
+from gllm.runtime.messaging.spoke import Spoke
 from gllm.scheduler.cache_events import StoredBlocks
 from gllm.scheduler.plan import (
     FinishedSequence,

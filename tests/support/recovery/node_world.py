@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
-from gllm.cluster.actions import Action, DismissNode, KillWorker, SpawnWorker
-from gllm.cluster.node_layout import NodeShape, extend_layers, recut_layers
-from gllm.cluster.placement import LOCAL_NODE, place_names
-from gllm.cluster.records import RecoveryLimits, RecoveryState
-from gllm.cluster.recovery import Recovery
-from gllm.models.partition import StageCosts
+from gllm.recovery.actions import Action, DismissNode, KillWorker, SpawnWorker
+from gllm.recovery.node_layout import NodeShape, extend_layers, recut_layers
+from gllm.recovery.partition import StageCosts
+from gllm.recovery.placement import LOCAL_NODE, place_names
+from gllm.recovery.records import RecoveryLimits, RecoveryState
+from gllm.recovery.recovery import Recovery
 from tests.support.recovery.world import World
 
 

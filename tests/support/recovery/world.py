@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 from random import Random
 
-from gllm.cluster.actions import (
+from gllm.recovery.actions import (
     Action,
     AssignGeneration,
     AttachClient,
@@ -22,10 +22,10 @@ from gllm.cluster.actions import (
     SpawnWorker,
     WarmUp,
 )
-from gllm.cluster.node_layout import NodeShape
-from gllm.cluster.placement import Placement, place_names
-from gllm.cluster.records import RecoveryLimits, RecoveryState
-from gllm.cluster.recovery import Recovery
+from gllm.recovery.node_layout import NodeShape
+from gllm.recovery.placement import Placement, place_names
+from gllm.recovery.records import RecoveryLimits, RecoveryState
+from gllm.recovery.recovery import Recovery
 
 
 class World:

@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from gllm.fleet.attachment import RouterAttachment
-from gllm.fleet.engine_link import EngineLink
-from gllm.fleet.fleet_links import FleetLinks
-from gllm.fleet.link_config import FleetLinkConfig
+from gllm.engine.attachment.attachment import RouterAttachment
 from gllm.messages.codec import AnyMessage
 from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine, EngineReport, GreetEngine
 from gllm.messages.handoff import HandoffCommand
 from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
-from gllm.runtime.client import EngineClient
-from gllm.runtime.host_names import Resolve, resolve_host
-from gllm.runtime.kv_events import KvEventSource
+from gllm.runtime.head.client import EngineClient
+from gllm.runtime.head.kv_events import KvEventSource
+from gllm.runtime.messaging.engine_link import EngineLink
+from gllm.runtime.messaging.fleet_links import FleetLinks
+from gllm.runtime.messaging.host_names import Resolve, resolve_host
+from gllm.runtime.messaging.link_config import FleetLinkConfig
 from tests.support.engines.fake_driver import FakeDriver
 
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gllm.commands.router import build_parser
 from gllm.config.engine import EngineConfig
-from gllm.config.flags import FlagParser, add_flags
-from gllm.router import build_parser
+from gllm.options.flags import FlagParser, add_flags
 from tests.support.network.ports import free_port
 from tests.support.servers.server import (
     DEADLINE,
@@ -88,7 +88,7 @@ class EngineProcess:
 class Router(Server):
     """A router on free ports, and the engines that were started for it."""
 
-    module = "gllm.router"
+    module = "gllm.commands.router"
 
     def __init__(
         self, model: str, *flags: str, certificate: str | None = None, hub: int | None = None

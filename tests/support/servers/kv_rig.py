@@ -20,15 +20,15 @@ from gllm.config.router import RouterConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.engine.text_engine import TextEngine
-from gllm.fleet.fleet import Fleet
-from gllm.fleet.fleet_links import FleetLinks
-from gllm.kv_transfer.pages import KvPages
 from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
 from gllm.models.identity import hash_model
+from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy import DecodeChoice, EnginePair, PairPolicy, PairRequest
 from gllm.routing.state import EngineSnapshot
+from gllm.runtime.messaging.fleet_links import FleetLinks
+from gllm.transport.kv.pages import KvPages
 from tests.support.network.ports import free_port
 from tests.support.servers.server import DEADLINE
 

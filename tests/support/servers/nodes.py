@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.net.rig import LoopbackRig, NamespaceRig, Rig
-from gllm.runtime.security import create_secret_file
+from gllm.runtime.messaging.security import create_secret_file
 from tests.support.network.ports import free_port
 from tests.support.servers.server import DEADLINE, Server, alive, children, places, wait_until
 

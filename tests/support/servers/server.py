@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gllm.runtime.parent_death import die_with_parent
+from gllm.runtime.messaging.parent_death import die_with_parent
 from tests.support.network.ports import free_port
 
 DEADLINE = 240.0

@@ -8,15 +8,15 @@ from random import Random
 from typing import Any
 
 from gllm.config.router import RouterConfig
-from gllm.fleet.attachment import RouterAttachment
-from gllm.fleet.dispatch_target import DispatchTarget
-from gllm.fleet.fleet import Fleet
-from gllm.fleet.link_config import FleetLinkConfig
+from gllm.engine.attachment.attachment import RouterAttachment
 from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
+from gllm.router.dispatch_target import DispatchTarget
+from gllm.router.fleet import Fleet
 from gllm.routing.policy import RoutingPolicy
-from gllm.runtime.journal import JournalEntry
-from gllm.runtime.supervisor import EngineError
+from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.supervisor import EngineError
+from gllm.runtime.messaging.link_config import FleetLinkConfig
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.head import HEAD, create_supervisor
 from tests.support.simulation.model import VOCAB_SIZE

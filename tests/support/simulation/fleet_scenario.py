@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import zmq
 
 from gllm.engine.interface import EngineUnavailableError
-from gllm.fleet import connection_pool
-from gllm.fleet.link_config import FleetLinkConfig
 from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.routing.policy_registry import POLICIES, make_policy
+from gllm.runtime.messaging import connection_pool
+from gllm.runtime.messaging.link_config import FleetLinkConfig
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.fleet import LINKS, SimulatedEngine, SimulatedRouter
 from tests.support.simulation.head import patched_runtime

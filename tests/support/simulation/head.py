@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from gllm.cluster.balance import BalanceLimits
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
-from gllm.models.partition import StageCosts
-from gllm.runtime import supervisor as supervisor_module
-from gllm.runtime.layer_planner import LayerPlanner
-from gllm.runtime.supervisor import Supervisor
+from gllm.recovery.balance import BalanceLimits
+from gllm.recovery.partition import StageCosts
+from gllm.runtime.head import supervisor as supervisor_module
+from gllm.runtime.head.layer_planner import LayerPlanner
+from gllm.runtime.head.supervisor import Supervisor
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.network import Context, Hub
 from tests.support.simulation.world import BLOCK_SIZE, LAYERS_PER_STAGE, MAX_MODEL_LEN, NUM_BLOCKS
@@ -33,7 +33,7 @@ _NUMBERS = count(1)
 
 
 class HubAddress:
-    """Address of the hub of the workers of a head or an agent: gllm.runtime.head_socket."""
+    """Address of the hub of the workers of a head or an agent: gllm.runtime.head.head_socket."""
 
     def __init__(self, hub: Any) -> None:
         self.connecting: set[int] = set()

@@ -1,6 +1,6 @@
 """Simulated stages: the real driver and scheduler, and ranks of a fake model.
 
-They follow gllm/runtime/stage_instance.py message by message. Loading and computing take random
+They follow gllm/runtime/worker/stage_instance.py message by message. Loading and computing take random
 times.
 """
 
@@ -13,10 +13,10 @@ from gllm.messages.codec import decode_for_driver, decode_for_stage
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageLoaded, StageReady
 from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import RegisterSequences, RunStep, StepDone
-from gllm.runtime.driver import Driver
-from gllm.runtime.driver_setup import dispatch_to_driver
-from gllm.runtime.plan_record import PlanRecord
-from gllm.runtime.stage_sessions import RankPeers
+from gllm.runtime.driver.driver import Driver
+from gllm.runtime.driver.driver_setup import dispatch_to_driver
+from gllm.runtime.driver.plan_record import PlanRecord
+from gllm.runtime.worker.stage_sessions import RankPeers
 from gllm.scheduler.plan import StepPlan, StepTime
 from gllm.scheduler.scheduler import Scheduler
 from tests.support.simulation.model import VOCAB_SIZE, Rows, Stage, Values, combine

@@ -6,9 +6,9 @@ from contextvars import ContextVar
 from random import Random
 from typing import Any
 
-from gllm.cluster.placement import Placement
 from gllm.messages.nodes import LinkState
-from gllm.runtime.edge_gate import remote_edges
+from gllm.recovery.placement import Placement
+from gllm.runtime.head.edge_gate import remote_edges
 from tests.support.simulation.process import Process
 
 LINK_WORLD: ContextVar[tuple[Random, Process]] = ContextVar("LINK_WORLD")
@@ -16,7 +16,7 @@ LINK_WORLD: ContextVar[tuple[Random, Process]] = ContextVar("LINK_WORLD")
 
 
 class SimulatedLinks:
-    """Links with the interface of gllm.runtime.link_process.LinkProcess."""
+    """Links with the interface of gllm.runtime.head.link_process.LinkProcess."""
 
     def __init__(self, node: str, *options: Any) -> None:
         self.links: list[LinkState] = []

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import encode
 from gllm.messages.lifecycle import Hello
-from gllm.runtime.bus_socket import CLOSED
-from gllm.runtime.connections import RefusedPeers
-from gllm.runtime.session import (
+from gllm.runtime.messaging.bus_socket import CLOSED
+from gllm.runtime.messaging.connections import RefusedPeers
+from gllm.runtime.messaging.session import (
     ANY_GENERATION,
     SessionError,
     SessionReceiver,
@@ -175,7 +175,7 @@ class Context:
 
 
 class Hub:
-    """A hub with the interface of gllm.runtime.bus.Hub."""
+    """A hub with the interface of gllm.runtime.messaging.bus.Hub."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class Hub:
 
 
 class Spoke:
-    """A spoke with the interface of gllm.runtime.spoke.Spoke."""
+    """A spoke with the interface of gllm.runtime.messaging.spoke.Spoke."""
 
     def __init__(
         self,

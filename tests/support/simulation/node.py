@@ -4,11 +4,11 @@ import asyncio
 import os
 from pathlib import Path
 
-from gllm.cluster.liveness import ProcessSample
-from gllm.cluster.placement import LOCAL_NODE, Placement
 from gllm.config.engine import EngineConfig
-from gllm.runtime.assignment import NodeAssignment, StageAssignment, WorkerIdentity
-from gllm.runtime.node import Node, OnExit
+from gllm.recovery.liveness import ProcessSample
+from gllm.recovery.placement import LOCAL_NODE, Placement
+from gllm.runtime.head.assignment import NodeAssignment, StageAssignment, WorkerIdentity
+from gllm.runtime.head.node import Node, OnExit
 from tests.support.simulation.links import SimulatedLinks
 from tests.support.simulation.process import Process
 from tests.support.simulation.rank_group import RankGroup

@@ -9,23 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from gllm import __version__
-from gllm.cluster.join_check import JoinFacts
-from gllm.cluster.placement import LOCAL_NODE
 from gllm.config.nodes import NodesConfig
 from gllm.messages.node_report import NodeDrainError, UnknownNodeError
 from gllm.messages.nodes import PROTOCOL, NodeFacts, NodeLoad
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime import (
-    agent,
-    agent_workers,
-    cluster_head,
-    driver_proxies,
-    driver_relay,
-    head_session,
-    node_hub,
-)
-from gllm.runtime.cluster_head import ClusterHead
-from gllm.runtime.supervisor import EngineError
+from gllm.recovery.join_check import JoinFacts
+from gllm.recovery.placement import LOCAL_NODE
+from gllm.runtime.driver import driver_relay
+from gllm.runtime.head import cluster_head, node_hub
+from gllm.runtime.head.cluster_head import ClusterHead
+from gllm.runtime.head.supervisor import EngineError
+from gllm.runtime.node import agent, agent_workers, head_session
+from gllm.runtime.worker import driver_proxies
 from tests.support.simulation.head import HEAD, HubAddress, Part, patched_runtime
 from tests.support.simulation.links import LINK_WORLD, SimulatedLinks
 from tests.support.simulation.machines import HEAD_ADDRESS, Machine

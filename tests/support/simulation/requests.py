@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from gllm.runtime.request_stream import RequestStream
+from gllm.runtime.head.request_stream import RequestStream
 from tests.support.simulation.model import VOCAB_SIZE, generate, next_tokens
 from tests.support.simulation.world import BOMB_TOKEN, MAX_MODEL_LEN, POISON_TOKEN
 

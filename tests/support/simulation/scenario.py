@@ -12,7 +12,7 @@ from typing import Any
 from gllm.messages.requests import PoisonRequestError
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
-from gllm.runtime.supervisor import EngineError, Supervisor
+from gllm.runtime.head.supervisor import EngineError, Supervisor
 from tests.support.simulation.clock import VirtualLoop
 from tests.support.simulation.head import HEAD, create_supervisor, patched_runtime
 from tests.support.simulation.network import Context, Network

@@ -1,4 +1,4 @@
-"""Simulated worker processes: they follow gllm/runtime/worker.py message by message.
+"""Simulated worker processes: they follow gllm/runtime/worker/worker.py message by message.
 
 Connecting and closing take random times, and each step of their lives is a moment at which a fault
 may strike.
@@ -7,7 +7,6 @@ may strike.
 from collections.abc import Callable
 from typing import Any
 
-from gllm.cluster.liveness import CHECK_SECONDS
 from gllm.messages.codec import decode_for_worker
 from gllm.messages.lifecycle import (
     CloseGeneration,
@@ -18,7 +17,8 @@ from gllm.messages.lifecycle import (
     StageFailed,
 )
 from gllm.messages.measurement import StageMeasured
-from gllm.runtime.assignment import WorkerIdentity
+from gllm.recovery.liveness import CHECK_SECONDS
+from gllm.runtime.head.assignment import WorkerIdentity
 from tests.support.simulation.instance import Instance
 from tests.support.simulation.network import Context, Spoke
 from tests.support.simulation.process import Process

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from gllm.cluster.placement import Placement, WorkerPlacement
 from gllm.config.engine import EngineConfig
+from gllm.recovery.placement import Placement, WorkerPlacement
 from tests.support.simulation.model import VOCAB_SIZE
 from tests.support.simulation.network import Network
 from tests.support.simulation.process import Process

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gllm.grammar import compiler_process
+from gllm.text.grammar import compiler_process
 
 FATAL = "innocent"
 """Text of the grammar that the process dies over."""

@@ -5,15 +5,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gllm.grammar.compiler_process import compile_grammar
-from gllm.grammar.sources.structured_output import to_grammar_source
-from gllm.grammar.vocabulary import load_grammar_tokenizer
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
-from gllm.runtime.cpu.sampler import sample_rows
-from gllm.runtime.grammars import GuideFactory
-from gllm.runtime.sampling import SampleOutput, build_sampling_metadata
-from gllm.runtime.sampling_state import SamplingState, create_sampling_states
+from gllm.runtime.worker.cpu.sampler import sample_rows
+from gllm.runtime.worker.grammars import GuideFactory
+from gllm.runtime.worker.sampling import SampleOutput, build_sampling_metadata
+from gllm.runtime.worker.sampling_state import SamplingState, create_sampling_states
+from gllm.text.grammar.compiler_process import compile_grammar
+from gllm.text.grammar.sources.structured_output import to_grammar_source
+from gllm.text.grammar.vocabulary import load_grammar_tokenizer
 from gllm.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[3] / "gllm" / "demo"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_MESSAGES
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_MESSAGES
 from gllm.text.chat.template import MAX_CHARACTERS, ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer
 from tests.support.text import tokenizers as some

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gllm.config.field_types import FieldError
+from gllm.options.field_types import FieldError
 from gllm.text.chat.messages import normalize_messages
 from gllm.text.chat.template import ChatTemplate, load_chat_template
 from gllm.text.tokenizer import Tokenizer

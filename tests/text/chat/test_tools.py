@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gllm.config.field_types import FieldError
-from gllm.config.limits import MAX_TOOL_DEPTH, MAX_TOOLS
+from gllm.options.field_types import FieldError
+from gllm.options.limits import MAX_TOOL_DEPTH, MAX_TOOLS
 from gllm.text.chat.tools import ToolOptions, parse_functions, parse_tools
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from gllm.grammar.sources.rewrite import rewrite_schema
+from gllm.text.grammar.sources.rewrite import rewrite_schema
 from gllm.text.output.grammar_builder import (
     GrammarBuilder,
     add_tool_call_rule,

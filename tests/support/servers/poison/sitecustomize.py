@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MODULE = "gllm.runtime.sampling"
+MODULE = "gllm.runtime.worker.sampling"
 POISON_TOKEN = 33
 FATAL_INDEX = 4
 

@@ -1,0 +1,141 @@
+"""`gllm experiment NAME ...`: run experiments of a paper and write their pages.
+
+Experiments are imported when they run.
+"""
+
+import argparse
+import importlib
+import shlex
+import sys
+from pathlib import Path
+
+from experiments.base import (
+    ExperimentOptions,
+    ExperimentResult,
+    Stopwatch,
+    claims_table,
+    write_result,
+)
+from experiments.parallel import count_cores
+from gllm.engine.engine import EngineError
+from gllm.options.flags import FlagParser, FlagType, number_type, output_folder
+from gllm.options.options import INT32_MAX
+
+EXPERIMENTS = {
+    "latency-vs-rate": ("latency_vs_rate", "TTFT, TPOT, E2EL, throughput against request rate"),
+    "scalability": ("scalability", "maximum throughput of 1, 2 and 4 devices, as stages or ranks"),
+    "slo": ("slo", "SLO attainment against request rate"),
+    "ablation": ("ablation", "throttling with parts removed; --real: on this machine's engine"),
+    "sensitivity": ("sensitivity", "#T, #MaxP, KV_thresh, #MinP"),
+    "volatility": ("volatility", "tokens per micro-batch over time, bubbles of each stage"),
+    "chunking": ("chunking", "prefill chunk sizes of a single prompt on an idle pipeline"),
+    "balance": ("balance", "throttling by predicted time compared with throttling by tokens"),
+    "interference": ("interference", "requests that slow each other down; --real: this engine"),
+    "weak-links": ("weak_links", "serving over weak links: the tables of both MoLink papers"),
+    "splitwise": ("splitwise", "Splitwise: machines, and clusters within its SLOs"),
+    "tetri": ("tetri", "TetriInfer: its workloads against colocated engines"),
+    "aladdin": ("aladdin", "Aladdin: GPUs per worker, workers saved by placement, scaling rule"),
+    "hexgen2": ("hexgen2", "HexGen-2: plans for unlike devices beside the paper's throughput"),
+    "replay": ("replay", "runs of this machine's engine, replayed in the simulator"),
+    "distserve": ("distserve", "prefill and decode apart: goodput and attainment of DistServe"),
+    "distserve-runs": ("distserve_runs", "the simulator compared with real runs of DistServe"),
+    "vidur": ("vidur", "Vidur's search: best configurations, costs of wrong ones"),
+    "link-encoding": ("link_encoding", "loss of encoded activations between machines"),
+    "kv-theta": ("kv_theta", "shortest prompt whose KV blocks travel during its prefill, here"),
+    "prediction": ("prediction", "the simulator compared with this machine's engine"),
+}
+"""By name: module of experiments with a function `run`, and a description."""
+
+REAL = {"ablation": "real_ablation", "interference": "real_interference"}
+"""Modules of experiments that also run on this machine's engine (`--real`)."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
+    parser = FlagParser(
+        prog="gllm experiment",
+        description=__doc__.splitlines()[0],
+        epilog=f"experiments:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names",
+        nargs="+",
+        choices=tuple(EXPERIMENTS),
+        metavar="NAME",
+        help="experiments; several share the capacities that they measure",
+    )
+    parser.add_argument(
+        "--output",
+        default="docs/experiments",
+        type=FlagType(output_folder),
+        help="folder for the page and its plots (default docs/experiments)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=number_type(int, ge=8, le=INT32_MAX),
+        default=ExperimentOptions.requests,
+        help=f"requests per simulation (default {ExperimentOptions.requests})",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=number_type(int, ge=1, le=1024),
+        default=count_cores(),
+        help="processes for independent simulations (default: one per core)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few points: a functional check")
+    parser.add_argument("--real", action="store_true", help="run on this machine's engine")
+    return parser
+
+
+def format_command(name: str, values: argparse.Namespace) -> str:
+    """Return the command that repeats a page, without flags that change no figures."""
+    words = ["gllm", "experiment", name]
+    if values.requests != ExperimentOptions.requests:
+        words += ["--requests", str(values.requests)]
+    words += [f"--{flag}" for flag in ("quick", "real") if getattr(values, flag)]
+    return shlex.join(words)
+
+
+def run_experiment(name: str, values: argparse.Namespace) -> None:
+    """Run an experiment, write its page and print its tables.
+
+    Raises:
+        ValueError: The options do not suit the experiment.
+        OSError: The page cannot be written.
+        EngineError: An engine of this machine fails.
+    """
+    options = ExperimentOptions(values.requests, values.quick, jobs=values.jobs)
+    module_name = REAL[name] if values.real else EXPERIMENTS[name][0]
+    module = importlib.import_module(f"experiments.{module_name}")
+    stopwatch = Stopwatch(options.jobs)
+    result: ExperimentResult = module.run(options)
+    page = write_result(
+        result,
+        name + ("-real" if values.real else ""),
+        format_command(name, values),
+        Path(values.output),
+        stopwatch.read(),
+    )
+    print(f"{result.text.strip()}\n")
+    if result.claims:
+        print(claims_table(result.claims))
+    print(f"wrote {page}")
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm experiment` and return the exit status."""
+    values = make_parser().parse_args(argv)
+    for name in values.names:
+        if values.real and name not in REAL:
+            message = f"--real supports {', '.join(REAL)}, not {name}"
+            print(f"gllm experiment: {message}", file=sys.stderr)
+            return 2
+    for name in values.names:
+        try:
+            run_experiment(name, values)
+        except (ValueError, OSError, EngineError) as error:
+            print(f"gllm experiment: {error}", file=sys.stderr)
+            return 2
+    return 0

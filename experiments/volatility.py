@@ -1,0 +1,88 @@
+"""Tokens per micro-batch over time, and what each stage loses to bubbles: Figures 1 and 4.
+
+Simulates the same requests under three policies.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.claims import ExpectedDirection, PaperClaim
+from experiments.parallel import map_parallel
+from experiments.trials import (
+    CAPACITY_LINK,
+    L20_32B,
+    SimulationTrial,
+    plan_rates,
+    simulate_trial,
+)
+from gllm.sim.metrics.plots import plot_gantt, plot_tokens
+from gllm.sim.metrics.report import (
+    format_table,
+    show_value,
+    summarize_run,
+)
+from gllm.sim.metrics.run_record import RunRecord
+from gllm.sim.metrics.statistics import coefficient_of_variation
+
+POLICIES = ("throttle", "throttle-paper", "sarathi")
+SHARE = 0.8
+WORKLOAD = "sharegpt-like"
+
+
+def steady_micro_batch_sizes(run: RunRecord) -> tuple[list[float], list[float]]:
+    """Tokens and decodes of the micro-batches planned while requests still came."""
+    last = max(served.line.arrival for served in run.requests.values())
+    steps = [step for step in run.micro_batches if step.planned_time <= last]
+    return [float(s.work.num_tokens) for s in steps], [float(s.num_decode_tokens) for s in steps]
+
+
+def run(options: ExperimentOptions) -> ExperimentResult:
+    """Simulate the same requests under each policy."""
+    base = SimulationTrial(L20_32B, WORKLOAD, "throttle", 1.0, options.requests)
+    ((base,),) = plan_rates([base], [SHARE], options)
+    trials = [replace(base, policy=policy) for policy in POLICIES]
+    records = map_parallel(simulate_trial, trials, options.jobs, options.progress)
+    runs = dict(zip(POLICIES, records, strict=True))
+    rows, spreads = [], {}
+    for policy, each in runs.items():
+        tokens, decodes = steady_micro_batch_sizes(each)
+        spreads[policy] = coefficient_of_variation(tokens), coefficient_of_variation(decodes)
+        figures = summarize_run(each)
+        rows.append(
+            [
+                policy,
+                show_value(fmean(tokens)),
+                *map(show_value, spreads[policy]),
+                show_value(figures["busy_share"], 100),
+                show_value(figures["bubble_share"], 100),
+            ]
+        )
+    header = ["policy", "tokens per micro-batch", "CV of tokens", "CV of decodes"]
+    text = (
+        f"Simulated: {L20_32B}, {WORKLOAD}, {options.requests} requests with Poisson arrivals at "
+        f"{show_value(base.rate)}/s, {SHARE} of {CAPACITY_LINK}. "
+        "CV: standard deviation over mean, over the "
+        "micro-batches planned while requests still came.\n\n"
+        + format_table([*header, "stages busy, %", "bubbles, %"], rows)
+    )
+    ratio = spreads["throttle"][0] / spreads["sarathi"][0]
+    claims = [
+        PaperClaim(
+            "CV of tokens, throttle against sarathi",
+            ExpectedDirection(False, "far steadier, a plot without numbers"),
+            ratio - 1,
+        )
+    ]
+    return ExperimentResult("Volatility of micro-batches", text, claims, _plots(runs))
+
+
+def _plots(runs: dict[str, RunRecord]) -> dict[str, Callable[[Path], None]]:
+    plots: dict[str, Callable[[Path], None]] = {}
+    for policy in ("throttle", "sarathi"):
+        plots[f"volatility-tokens-{policy}.svg"] = partial(plot_tokens, runs[policy])
+        plots[f"volatility-gantt-{policy}.svg"] = partial(plot_gantt, runs[policy])
+    return plots

@@ -1,5 +1,0 @@
-"""Decisions about the processes of an engine: placements, recovery from deaths, liveness.
-
-Everything here is pure: time and events are arguments, and `gllm.runtime.supervisor` executes the
-decisions.
-"""

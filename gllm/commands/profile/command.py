@@ -1,0 +1,347 @@
+"""`gllm profile`: measures a model on this machine, as it is served, and writes a profile.
+
+Serves workloads that cover the costs of a pipeline. The measurements are the step log of a real
+engine, so they include scheduling, metadata and links; `gllm.sim.costs.fitted` fits them.
+"""
+
+import argparse
+import asyncio
+import math
+import platform
+import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from gllm.commands.bench.real import RoundRobinLock, run_logged, serve_workload
+from gllm.commands.profile.operator_profile import OperatorPoints, OperatorProfiler, count_points
+from gllm.commands.profile.parts import count_span_steps, measure_samplers, measure_spans
+from gllm.config.engine import MAX_RANKS, EngineConfig
+from gllm.engine.engine import Engine, EngineError
+from gllm.models.config import read_config
+from gllm.models.errors import ModelError
+from gllm.models.hub import resolve_model
+from gllm.observability.progress import show_progress
+from gllm.options.flags import (
+    FlagParser,
+    FlagType,
+    add_flags,
+    config_from_flags,
+    number_type,
+    output_file,
+    output_folder,
+    parse_counts,
+)
+from gllm.options.options import INT32_MAX, Range
+from gllm.sim.costs.profile import (
+    DEBUG_STEP_SECONDS,
+    CostProfile,
+    SpanSample,
+    build_profile,
+    write_profile,
+)
+from gllm.sim.hardware.stages import format_degrees
+from gllm.sim.metrics.run_record import build_run_record
+from gllm.sim.workloads.requests import WorkloadRequest
+
+DECODE_BATCHES = (1, 2, 4, 8, 16, 32)
+"""Decodes per micro-batch, with short contexts and with contexts of all lengths."""
+LARGE_DECODE_BATCHES = (64, 128, 256)
+"""The same, with short contexts only, as far as max_num_seqs permits."""
+CHUNK_BATCHES = (4, 16, 64)
+"""Short prompts that arrive at once: many chunks per micro-batch."""
+SHORT_PROMPT_TOKENS = 24
+DECODE_TOKENS = 40
+"""Output tokens of each decode."""
+PREFILLS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens of single prompts."""
+REPEATS = 4
+"""Times that each single prompt is served."""
+BURST = 20
+BURSTS = 4
+SHARES = (0.3, 0.3, 0.6, 0.6)
+"""Request rates as shares of the rate at which a burst is served."""
+SWEEP_TURNS = 6
+OPERATOR_DEFAULTS = {"tokens": 4096, "batch": 128, "stride": 1, "repeats": 20}
+"""Values of the flags --operator-..., which are Vidur's."""
+MAX_CONTEXT = 8192
+"""Longest text that is measured, in tokens."""
+ACTIVATION_ITEM_BYTES = 4
+"""Bytes per element of the activations between stages, at most."""
+WHOLE_PROMPTS = 10**9
+"""As ridge_tokens: prompts are not cut but by #MaxP, so that large chunks are seen as well."""
+
+
+def make_sweep_workloads(
+    stages: int, longest: int, max_num_seqs: int = 256, max_tokens: int = 2560, seed: int = 0
+) -> list[list[WorkloadRequest]]:
+    """Return workloads that cover the costs of a pipeline, to be served one after the other.
+
+    Batches of decodes with short contexts and with contexts of all lengths, single prompts of
+    rising length, many short prompts at once, and as many tokens at once as a micro-batch may have.
+
+    Args:
+        stages: Number of stages.
+        longest: Tokens of the longest text.
+        max_num_seqs: Most sequences at a time.
+        max_tokens: Most tokens of a micro-batch.
+        seed: Of the lengths.
+    """
+    rng = random.Random(seed)
+    workloads = []
+    longest_prompt = longest - DECODE_TOKENS
+    for batch in (*DECODE_BATCHES, *LARGE_DECODE_BATCHES):
+        if batch * stages > max_num_seqs:
+            continue
+        contexts = [max(1, longest_prompt // 64)]
+        contexts += [longest_prompt * 3 // 4] if batch in DECODE_BATCHES else []
+        for most in contexts:
+            prompts = [rng.randint(1, most) for _ in range(batch * stages)]
+            workloads.append([WorkloadRequest(0.0, each, DECODE_TOKENS) for each in prompts])
+    # Decodes at the end of the longest text, alone and together: nothing is longer.
+    for batch in (1, 2 * stages):
+        workloads.append([WorkloadRequest(0.0, longest_prompt, DECODE_TOKENS)] * batch)
+    prompts = [tokens for tokens in PREFILLS if tokens < longest_prompt] + [longest - 1]
+    workloads += [[WorkloadRequest(0.0, tokens, 1)] for tokens in prompts for _ in range(REPEATS)]
+    for batch in CHUNK_BATCHES:
+        short = WorkloadRequest(0.0, SHORT_PROMPT_TOKENS, 1)
+        workloads.append([short] * batch)
+    decodes = [WorkloadRequest(0.0, 1, DECODE_TOKENS)] * 8 * stages
+    longs = [WorkloadRequest(0.001, longest_prompt, 1)] * (stages + 2 * max_tokens // longest)
+    return [*workloads, decodes + longs]
+
+
+def make_mixed_workload(count: int, longest: int, rate: float, seed: int) -> list[WorkloadRequest]:
+    """Return requests of all lengths; all arrive at once at a rate of infinity."""
+    rng = random.Random(seed)
+    arrivals = accumulate(rng.expovariate(1) / rate for _ in range(count))
+    return [WorkloadRequest(a, rng.randint(1, longest // 2), rng.randint(4, 60)) for a in arrivals]
+
+
+async def measure_profile(
+    config: EngineConfig,
+    progress: bool = True,
+    turns: RoundRobinLock | None = None,
+    rounds: int = 1,
+) -> CostProfile:
+    """Serve sweeps with whole prompts and mixtures as configured.
+
+    Args:
+        config: Of the engine.
+        progress: Show the progress on standard error.
+        turns: Have both engines at once and take turns with them; None: one after the other.
+        rounds: Times that the sweeps and mixtures are served.
+    """
+    stages = config.pipeline_parallel_size
+    bar = show_progress("request", name="profile", is_shown=progress)
+
+    async def sweep(engine: Engine) -> None:
+        scheduler = config.scheduler.resolve(stages, 2**30, engine.model.max_model_len)
+        assert scheduler.max_num_batched_tokens is not None
+        workloads = make_sweep_workloads(
+            stages, _longest(engine), scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        )
+        bar.total = rounds * (sum(map(len, workloads)) + BURST * (BURSTS + len(SHARES)))
+        mine = await _begin(turns)
+        for _ in range(rounds):
+            for part in range(SWEEP_TURNS):
+                async with mine:
+                    for seed, jobs in enumerate(workloads[part::SWEEP_TURNS]):
+                        await serve_workload(engine, jobs, seed, bar.update)
+
+    async def mix(engine: Engine) -> None:
+        loop, longest, seconds = asyncio.get_running_loop(), _longest(engine), []
+        mine = await _begin(turns)
+        for _ in range(rounds):
+            for seed in range(BURSTS):
+                async with mine:
+                    begin = loop.time()
+                    burst = make_mixed_workload(BURST, longest, math.inf, seed)
+                    await serve_workload(engine, burst, seed, bar.update)
+                    seconds.append(loop.time() - begin)
+            for seed, share in enumerate(SHARES, start=BURSTS):
+                async with mine:
+                    jobs = make_mixed_workload(
+                        BURST, longest, share * BURST / median(seconds), seed
+                    )
+                    await serve_workload(engine, jobs, seed, bar.update)
+
+    whole, cut = _uncached(config, ridge_tokens=WHOLE_PROMPTS), _uncached(config)
+    with bar:
+        if turns:
+            runs = list(await asyncio.gather(run_logged(whole, sweep), run_logged(cut, mix)))
+        else:
+            runs = [await run_logged(whole, sweep), await run_logged(cut, mix)]
+    profile = build_profile([build_run_record(run) for run in reversed(runs)], _machine(config))
+    # The other engines wait: they would slow the parts down, and the parts them.
+    async with turns or nullcontext():
+        return await asyncio.to_thread(_add_spans, profile, config, progress)
+
+
+def _add_spans(profile: CostProfile, config: EngineConfig, progress: bool) -> CostProfile:
+    """Return a profile with the steps of parts of the model."""
+    degrees = set(profile.degrees or [1])
+    if len(degrees) > 1:
+        return profile  # Stages of different ranks are priced as they are, in no other cut.
+    folder = resolve_model(config.model)
+    config = replace(config, max_model_len=profile.scheduler.max_model_len)
+    longest, num_ranks = min(profile.scheduler.max_model_len - 1, MAX_CONTEXT), degrees.pop()
+    model = read_config(folder).model
+    total = count_span_steps(model.num_layers, profile.layers, longest)
+    with show_progress("step", total, "parts of the model", is_shown=progress) as bar:
+        measured = measure_spans(config, folder, profile.layers, longest, num_ranks, bar.update)
+    spans = [raise_span(span, config.debug_step_seconds) for span in measured]
+    samplers = measure_samplers(config, folder, num_ranks)
+    return msgspec.structs.replace(
+        profile,
+        spans=spans,
+        samplers=samplers,
+        activation_bytes=model.hidden_size * ACTIVATION_ITEM_BYTES,
+    )
+
+
+def raise_span(span: SpanSample, min_seconds: float) -> SpanSample:
+    """Return a span that takes at least this many seconds, as each stage of the engine does."""
+    stages = [max(seconds, min_seconds) for seconds in span.step.stages]
+    return msgspec.structs.replace(span, step=msgspec.structs.replace(span.step, stages=stages))
+
+
+async def _begin(turns: RoundRobinLock | None) -> RoundRobinLock:
+    """Start taking turns, with a private lock if none is given."""
+    turns = turns or RoundRobinLock(1)
+    await turns.start()
+    return turns
+
+
+def _machine(config: EngineConfig) -> dict[str, str]:
+    facts = {
+        "device": _processor(),
+        "threads": str(config.threads or "auto"),
+        "dtype": config.dtype,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+    if config.debug_step_seconds:
+        facts[DEBUG_STEP_SECONDS] = str(config.debug_step_seconds)
+    return facts
+
+
+def _longest(engine: Engine) -> int:
+    """Return the tokens of the longest text to measure."""
+    return min(engine.model.max_model_len, MAX_CONTEXT)
+
+
+def _uncached(config: EngineConfig, **options: Any) -> EngineConfig:
+    """Return the configuration without a prefix cache."""
+    return replace(config, scheduler=replace(config.scheduler, prefix_cache=False, **options))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's flags: those of the engine, of operators, and the file to write."""
+    parser = FlagParser(prog="gllm profile", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument(
+        "--output",
+        help="file to write (profile.json); with --operators a folder (operators)",
+    )
+    parser.add_argument(
+        "--operators",
+        action="store_true",
+        help="time single operators at Vidur's points, for the shards of --operator-tp",
+    )
+    parser.add_argument(
+        "--operator-tp",
+        type=FlagType(parse_counts, int, Range(ge=1, le=MAX_RANKS)),
+        default=(1,),
+        help="tensor parallel sizes whose shards are timed on one device, such as 1,2 (default 1)",
+    )
+    count = number_type(int, ge=1, le=INT32_MAX)
+    for name, text in (
+        ("tokens", "most tokens of a micro-batch and of a context"),
+        ("batch", "most decodes of a micro-batch"),
+        ("stride", "measure only every Nth point, to save time"),
+        ("repeats", "number of measurements of each operator"),
+    ):
+        default = OPERATOR_DEFAULTS[name]
+        parser.add_argument(
+            f"--operator-{name}", type=count, default=default, help=f"{text} (default {default})"
+        )
+    parser.add_config_flag()
+    add_flags(parser, EngineConfig)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run `gllm profile` and return the exit status."""
+    values = make_parser().parse_args(argv)
+    values.model = values.model_name or values.model
+    output = values.output or ("operators" if values.operators else "profile.json")
+    try:
+        config = config_from_flags(EngineConfig, values)
+        _check_output(output, output_folder if values.operators else output_file)
+        if values.operators:
+            _profile_operators(config, values, Path(output))
+        else:
+            write_profile(asyncio.run(measure_profile(config)), output)
+    except (ValueError, OSError, ModelError, EngineError) as error:
+        print(f"gllm profile: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {output}; next: gllm simulate --profile {output}")
+    return 0
+
+
+def _check_output(output: str, check: Callable[[str], str]) -> None:
+    """Raise ValueError if the file or folder cannot be written, before minutes of measurement."""
+    try:
+        check(output)
+    except ValueError as error:
+        raise ValueError(f"--output {output}: cannot be used: {error}") from None
+
+
+def _profile_operators(config: EngineConfig, values: argparse.Namespace, folder: Path) -> None:
+    """Time the operators of a model and write the tables.
+
+    Raises:
+        ValueError: A flag or the structure of the model does not fit.
+        ModelError: There is no such model.
+        OSError: The tables cannot be written.
+    """
+    if config.tensor_parallel_size != (1,):
+        ranks = format_degrees(config.tensor_parallel_size)
+        raise ValueError(
+            f"--operators times shards on one device, so --tp {ranks} has no meaning: name the "
+            f"tensor parallel sizes with --operator-tp {ranks}, and leave --tp out"
+        )
+    if config.pipeline_parallel_size != 1:
+        raise ValueError(
+            "--operators times the operators of a layer, which price any number of stages: leave "
+            "--pp out"
+        )
+    points = OperatorPoints(
+        values.operator_tokens,
+        values.operator_batch,
+        values.operator_stride,
+        values.operator_repeats,
+    )
+    degrees = sorted(set(values.operator_tp))
+    total = count_points(points, degrees)
+    with show_progress("row", total, "operators") as bar:
+        profiler = OperatorProfiler(
+            config, resolve_model(config.model), _machine(config)["device"], points, bar.update
+        )
+        profiler.run(degrees).write(folder)

@@ -1,0 +1,324 @@
+"""Operator profile of a model: times of all operators at Vidur's points, as tables in a folder.
+
+One device computes the shards of every tensor parallel size in turn. Columns and files are those of
+the tables that ship with the simulator (gllm/sim/data/README.md), so `ForestCostModel` reads both.
+
+Source of the points: "Vidur", MLSys'24, arXiv 2405.05465.
+"""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from gllm.commands.profile.collectives import time_all_reduce, time_send
+from gllm.commands.profile.operators import (
+    MS_PER_SECOND,
+    LayerOperators,
+    time_embedding,
+    time_head,
+    time_sampler,
+)
+from gllm.commands.profile.span import StepRows, TimedSpan
+from gllm.config.engine import EngineConfig
+from gllm.models.config import ModelConfig, read_config
+from gllm.models.feed_forward import MLP
+from gllm.models.spec import MLPSpec
+from gllm.runtime.worker.device import threads_per_worker
+from gllm.sim.costs.operator_tables import VIDUR_FILES
+
+SPAN_LAYERS = 3
+"""Consecutive layers whose step is compared with that of one, to separate a layer from a step."""
+DECIMALS = 5
+"""Decimals of stored milliseconds."""
+HOST_CONTEXT = 32
+"""Cached tokens of the decodes that show the host's time."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OperatorPoints:
+    """Sizes to measure: Vidur's, up to limits.
+
+    Raises:
+        ValueError: A limit is too small.
+    """
+
+    max_tokens: int = 4096
+    """Tokens of a micro-batch, and of a sequence."""
+    max_batch: int = 128
+    """Rows of a micro-batch of decodes."""
+    stride: int = 1
+    """Measure each point of this number only; the largest one always."""
+    repeats: int = 20
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 64 or min(self.max_batch, self.stride, self.repeats) < 1:
+            raise ValueError(
+                f"max_tokens is {self.max_tokens}, max_batch {self.max_batch}, stride {self.stride}"
+                f" and repeats {self.repeats}: the first has to be at least 64, the others 1"
+            )
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of token-level operators."""
+        sizes = [1, 2, 4, *range(8, 1024, 8), *range(1024, 2048, 16), *range(2048, 4096, 32)]
+        return self._thin([*sizes, *_doublings(4096, self.max_tokens)], self.max_tokens)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the LM head and of the host's work."""
+        return self._thin([1, 2, 4, *range(8, self.max_batch, 8)], self.max_batch)
+
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        """(cached tokens, chunk) of prefill attention: cached tokens are multiples of the chunk."""
+        sizes = [8, 16, 32, *range(64, 128, 16), *range(128, 1024, 32), *range(1024, 4096, 64)]
+        pairs = []
+        for chunk in self._thin([*sizes, *_doublings(4096, self.max_tokens)], self.max_tokens):
+            most = self.max_tokens - chunk
+            pairs += [(kv, chunk) for kv in self._thin([*range(0, most + 1, chunk)], most)]
+        return pairs
+
+    @property
+    def decodes(self) -> list[tuple[int, int]]:
+        """(batch, cached tokens of each) of decode attention."""
+        contexts = [*range(32, 1024, 32), *range(1024, self.max_tokens, 64)]
+        most = self.max_tokens - 1
+        batches = self._thin([*range(1, self.max_batch)], self.max_batch)
+        return [(batch, kv) for batch in batches for kv in self._thin(contexts, most)]
+
+    def _thin(self, values: Sequence[int], most: int) -> list[int]:
+        """Return each value of the stride up to `most`, and `most`."""
+        kept = [value for value in values if value < most][:: self.stride]
+        return [*kept, most]
+
+
+def _doublings(start: int, end: int) -> list[int]:
+    """Return start, 2 * start and so on below `end`."""
+    sizes = []
+    while start < end:
+        sizes.append(start)
+        start *= 2
+    return sizes
+
+
+@dataclass
+class OperatorProfile:
+    """Measured tables, by name."""
+
+    tables: dict[str, list[Row]] = field(default_factory=lambda: {name: [] for name in VIDUR_FILES})
+
+    def write(self, folder: Path) -> None:
+        """Write one CSV file per table.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in self.tables.items():
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            with open(folder / f"{name}.csv", "w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+
+
+class OperatorProfiler:
+    """Measures the operators of a model on this machine's device.
+
+    Args:
+        config: Of the engine.
+        folder: Of the model.
+        device: Name of the device in the tables.
+        points: Sizes to measure.
+        on_step: Called after each row of a table.
+
+    Raises:
+        ModelError: The folder has no model that can be read.
+        ValueError: The model has no two layers to compare.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        device: str,
+        points: OperatorPoints,
+        on_step: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._config, self._folder, self._device = config, folder, device
+        self._model: ModelConfig = read_config(folder)
+        self._points, self._on_step = points, on_step
+        self._profile = OperatorProfile()
+        if self._model.model.num_layers < 2:
+            raise ValueError("operators need a model of at least two layers")
+
+    def run(self, degrees: Sequence[int]) -> OperatorProfile:
+        """Measure the shards of every number of ranks and return the tables.
+
+        Raises:
+            FieldError: The layers cannot be computed as configured.
+            ValueError: Operators of such layers are not measured.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads_per_worker(self._config.threads, max(degrees)))
+        try:
+            for tp in degrees:
+                self._measure_shard(tp)
+            self._measure_transfers([tp for tp in degrees if tp > 1])
+        finally:
+            torch.set_num_threads(threads)
+        self._add("model_shapes", self._shape_row())
+        return self._profile
+
+    def _measure_shard(self, tp: int) -> None:
+        """Measure what one of `tp` ranks computes."""
+        num_layers = self._model.model.num_layers
+        layers = range(1, min(1 + SPAN_LAYERS, num_layers))
+        with self._load(range(1, 2), tp) as one, self._load(layers, tp) as several:
+            operators = LayerOperators(one, self._points.repeats)
+            steps = _StepTimes(one, several, len(layers), self._points.repeats)
+            with self._load(range(1), tp) as first, self._load(_last(num_layers), tp) as last:
+                self._measure_tokens(tp, operators, steps, first, last)
+                self._measure_host(tp, steps, last)
+            self._measure_attention(tp, operators)
+
+    def _measure_tokens(
+        self, tp: int, operators: LayerOperators, steps: "_StepTimes", first: TimedSpan,
+        last: TimedSpan,
+    ) -> None:  # fmt: skip
+        repeats = self._points.repeats
+        for tokens in self._points.tokens:
+            times = operators.time_tokens(tokens)
+            rows = [(0, tokens)]
+            attention = operators.time_attention(rows).median
+            layer, _ = steps.separate(rows)
+            times["other"] = layer - sum(times.values()) - attention
+            times["emb"] = time_embedding(first, tokens, repeats)
+            if tokens <= self._points.max_batch:
+                times["lm_head"] = time_head(last, tokens, repeats)
+            self._add("token_ops", self._key(tp, num_tokens=tokens) | _in_columns(times))
+
+    def _measure_host(self, tp: int, steps: "_StepTimes", last: TimedSpan) -> None:
+        for batch in self._points.rows:
+            _, step = steps.separate([(HOST_CONTEXT, 1)] * batch)
+            sampler = time_sampler(last, batch, self._points.repeats)
+            times = _in_columns({"prepare_inputs": max(0.0, step), "sampler": sampler})
+            self._add("cpu_overheads", self._key(tp, batch_size=batch) | times)
+
+    def _measure_attention(self, tp: int, operators: LayerOperators) -> None:
+        steps: list[tuple[str, tuple[int, int, int], StepRows]] = [
+            ("attn_prefill", (1, chunk, kv), [(kv, chunk)]) for kv, chunk in self._points.prefills
+        ]
+        steps += [
+            ("attn_decode", (batch, 0, kv), [(kv, 1)] * batch) for batch, kv in self._points.decodes
+        ]
+        for name, (batch, chunk, kv), rows in steps:
+            taken = operators.time_attention(rows)
+            key = self._key(tp, is_prefill=int(chunk > 0), batch_size=batch, prefill_chunk=chunk,
+                            kv_cache=kv)  # fmt: skip
+            # The cache is written by the rotary embedding: there is no reshape beside it.
+            times = {"attn_prefill_ms": "", "attn_decode_ms": ""} | _in_columns(
+                {name: taken.median, "attn_input_reshape": 0.0, "attn_output_reshape": 0.0}
+            )
+            self._add("attention", key | times | {"attn_ms_std": round(taken.deviation, DECIMALS)})
+
+    def _measure_transfers(self, degrees: Sequence[int]) -> None:
+        """Measure sums and transfers in host memory, where this host's ranks have their ends."""
+        dtype = torch.float32
+        hidden, tokens = self._model.model.hidden_size, self._points.tokens
+        repeats = self._points.repeats
+        for tp in degrees:
+            times = time_all_reduce(tp, tokens, hidden, dtype, repeats)
+            self._add_collective("all_reduce", tp, tp, times)
+        self._add_collective("send_recv", 2, 2, time_send(tokens, hidden, dtype, repeats))
+
+    def _add_collective(
+        self, collective: str, num_workers: int, per_node: int, times: Mapping[int, list[float]]
+    ) -> None:
+        for tokens, repeats in times.items():
+            # Two bytes per element, as in Vidur, whatever is transferred.
+            size = 2 * self._model.model.hidden_size * tokens
+            row = {
+                "node": self._device,
+                "collective": collective,
+                "num_workers": num_workers,
+                "devices_per_node": per_node,
+                "bytes": size,
+                "median_ms": round(median(repeats), DECIMALS),
+                "mean_ms": round(fmean(repeats), DECIMALS),
+            }
+            self._add("collectives", row)
+
+    def _shape_row(self) -> Row:
+        spec = self._model.model
+        layer = spec.layers[1]
+        mlp = layer.mlp
+        assert isinstance(mlp, MLPSpec), f"checked with {MLP.__name__}"
+        return {
+            "model": self._config.model,
+            "num_layers": spec.num_layers,
+            "num_q_heads": getattr(layer.attention, "num_heads", 0),
+            "num_kv_heads": getattr(layer.attention, "num_kv_heads", 0),
+            "embedding_dim": spec.hidden_size,
+            "mlp_hidden_dim": mlp.intermediate_size,
+            "vocab_size": spec.vocab_size,
+            "use_gated_mlp": str(mlp.is_gated).lower(),
+            "post_attn_norm": str(layer.mlp_norm is not None).lower(),
+            "max_position_embeddings": self._points.max_tokens,
+        }
+
+    def _load(self, layers: range, tp: int) -> TimedSpan:
+        points = self._points
+        batch, longest = points.max_batch, points.max_tokens
+        return TimedSpan(
+            self._config, self._model, self._folder, layers, [[(longest - 1, 1)] * batch], tp
+        )
+
+    def _key(self, tp: int, **values: int) -> dict[str, Any]:
+        return {"device": self._device, "model": self._config.model, "tp": tp, **values}
+
+    def _add(self, name: str, row: Row) -> None:
+        self._profile.tables[name].append(row)
+        self._on_step()
+
+
+class _StepTimes:
+    """Steps of one layer and of several: their difference is the time of a layer."""
+
+    def __init__(self, one: TimedSpan, several: TimedSpan, num_layers: int, repeats: int) -> None:
+        self._one, self._several = one, several
+        self._num_layers, self._repeats = num_layers, repeats
+
+    def separate(self, rows: StepRows) -> tuple[float, float]:
+        """Return the milliseconds of a layer, and those of a step beside its layers."""
+        one, several = (
+            MS_PER_SECOND * span.repeat_step(rows, self._repeats, should_sample=False)[1]
+            for span in (self._one, self._several)
+        )
+        if self._num_layers == 1:
+            return one, 0.0
+        layer = (several - one) / (self._num_layers - 1)
+        return layer, one - layer
+
+
+def _last(num_layers: int) -> range:
+    return range(num_layers - 1, num_layers)
+
+
+def _in_columns(times: Mapping[str, float]) -> dict[str, Any]:
+    """Return milliseconds by column."""
+    return {f"{name}_ms": round(value, DECIMALS) for name, value in times.items()}
+
+
+def count_points(points: OperatorPoints, degrees: Sequence[int]) -> int:
+    """Return the number of rows that a profile will have in all tables together."""
+    per_shard = len(points.tokens) + len(points.rows) + len(points.prefills) + len(points.decodes)
+    num_collectives = 1 + sum(tp > 1 for tp in degrees)
+    return len(degrees) * per_shard + num_collectives * len(points.tokens) + 1

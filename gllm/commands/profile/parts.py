@@ -1,0 +1,141 @@
+"""Steps of parts of a model, from which a profile prices every cut into stages."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from gllm.commands.profile.operators import MS_PER_SECOND, time_sampler
+from gllm.commands.profile.span import StepRows, TimedSpan
+from gllm.config.engine import EngineConfig
+from gllm.models.config import read_config
+from gllm.runtime.worker.device import threads_per_worker
+from gllm.sim.costs.profile import SpanSample, StepSample
+
+DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Decodes of the timed steps."""
+CONTEXT_SHARES = (0.02, 0.4, 0.9)
+"""Contexts of decodes, as shares of the longest prompt."""
+CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Tokens of the timed prefill steps."""
+MAX_CONTEXT_TOKENS = 8192
+"""Contexts of all decodes of a step together: more takes memory and teaches little."""
+REPEATS = 5
+"""Times that each step is computed by default."""
+
+
+def list_steps(longest: int) -> list[StepRows]:
+    """Return the steps to time: decodes of several contexts, and prefill chunks.
+
+    Args:
+        longest: Tokens of the longest prompt.
+    """
+    steps: list[StepRows] = []
+    for batch in DECODE_BATCHES:
+        for share in CONTEXT_SHARES:
+            context = max(1, int(share * longest))
+            if batch * context <= max(MAX_CONTEXT_TOKENS, longest):
+                steps.append([(context, 1)] * batch)
+    for tokens in (*(tokens for tokens in CHUNKS if tokens < longest), longest):
+        steps.append([(0, tokens)])
+    half = longest // 2
+    steps.append([(half, max(2, half // 2))])
+    return steps
+
+
+def list_spans(num_layers: int, most: int) -> list[range]:
+    """Return the layers to time together.
+
+    Args:
+        num_layers: Layers of the model.
+        most: Layers that one device holds.
+    """
+    half, middle = max(1, most // 2), num_layers // 2
+    spans = [range(most), range(num_layers - most, num_layers)]
+    spans += [range(half), range(num_layers - half, num_layers)]
+    if num_layers > 2:
+        spans.append(range(middle, middle + 1))
+    return list(dict.fromkeys(spans))
+
+
+def count_span_steps(num_layers: int, layers: Sequence[int], longest: int) -> int:
+    """Return the number of steps that `measure_spans` times, for layers of a model."""
+    spans = list_spans(num_layers, max(layers))
+    num_last = sum(span.stop == num_layers for span in spans)
+    return (len(spans) + num_last) * len(list_steps(longest))
+
+
+def measure_spans(
+    config: EngineConfig,
+    folder: Path,
+    layers: Sequence[int],
+    longest: int,
+    num_ranks: int = 1,
+    on_step: Callable[[], object] = lambda: None,
+    repeats: int = REPEATS,
+) -> list[SpanSample]:
+    """Time steps of parts of a model, loaded one after the other.
+
+    Args:
+        config: Of the engine.
+        folder: Of the model.
+        layers: Number of layers of each stage of the engine: no part has more layers.
+        longest: Tokens of the longest prompt.
+        num_ranks: Ranks that share the layers of each stage.
+        on_step: Called after each step.
+        repeats: Times that each step is computed; the median counts.
+
+    Raises:
+        FieldError: A part cannot be computed as configured.
+        ModelError: The folder does not have the weights.
+    """
+    num_layers = read_config(folder).model.num_layers
+    samples = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_per_worker(config.threads, num_ranks * len(layers)))
+    try:
+        for span in list_spans(num_layers, max(layers)):
+            samples += _measure_span(config, folder, span, longest, num_ranks, on_step, repeats)
+    finally:
+        torch.set_num_threads(threads)
+    return samples
+
+
+def measure_samplers(
+    config: EngineConfig, folder: Path, num_ranks: int = 1
+) -> list[tuple[int, float]]:
+    """Return the rows and the seconds of the sampler alone, for each number of decodes.
+
+    Raises:
+        FieldError: The last layer cannot be computed as configured.
+        ModelError: The folder does not have the weights.
+    """
+    model = read_config(folder)
+    last = range(model.model.num_layers - 1, model.model.num_layers)
+    steps: list[StepRows] = [[(1, 1)] * max(DECODE_BATCHES)]
+    with TimedSpan(config, model, folder, last, steps, num_ranks) as timed:
+        return [
+            (batch, time_sampler(timed, batch, REPEATS) / MS_PER_SECOND) for batch in DECODE_BATCHES
+        ]
+
+
+def _measure_span(
+    config: EngineConfig,
+    folder: Path,
+    span: range,
+    longest: int,
+    num_ranks: int,
+    on_step: Callable[[], object],
+    repeats: int,
+) -> list[SpanSample]:
+    """Time the steps of some layers; the last ones are timed without the LM head too."""
+    steps, samples = list_steps(longest), []
+    with TimedSpan(config, read_config(folder), folder, span, steps, num_ranks) as timed:
+        is_first, is_last = timed.executor.is_first, timed.executor.is_last
+        for rows in steps:
+            for should_sample in (True, False) if is_last else (True,):
+                work, seconds = timed.repeat_step(rows, repeats, should_sample)
+                step = StepSample.of(work, [seconds])
+                samples.append(SpanSample(len(span), is_first, is_last, step))
+                on_step()
+    return samples

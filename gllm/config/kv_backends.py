@@ -1,0 +1,36 @@
+"""Names of the backends that move KV caches, for configurations; no backend is imported here."""
+
+from types import MappingProxyType
+
+AUTO = "auto"
+"""Shared memory between processes of one machine, TCP between machines."""
+MOCK = "mock:"
+"""Begin of the name of a backend with a simulated bandwidth, in gigabytes per second."""
+BACKENDS = MappingProxyType(
+    {
+        "shm": ("gllm.transport.kv.backends.shm", "ShmBackend"),
+        "tcp": ("gllm.transport.kv.backends.tcp", "TcpBackend"),
+        "nixl": ("gllm.transport.kv.backends.nixl", "NixlBackend"),
+    }
+)
+"""Module and class by name, imported on first use."""
+
+
+def check_backend_name(name: str) -> None:
+    """Raise ValueError unless `name` is AUTO, one of BACKENDS or mock:GIGABYTES_PER_SECOND."""
+    if name != AUTO and name not in BACKENDS and not name.startswith(MOCK):
+        names = ", ".join((AUTO, *BACKENDS))
+        raise ValueError(f"{name!r} is none of {names} and {MOCK}GIGABYTES_PER_SECOND")
+    if name.startswith(MOCK):
+        parse_mock_rate(name)
+
+
+def parse_mock_rate(name: str) -> float:
+    """Return the bytes per second of a mock backend. Raises ValueError."""
+    try:
+        rate = 1e9 * float(name.removeprefix(MOCK))
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"{name!r}: expected a positive number of GB per second after {MOCK}")
+    return rate

@@ -1,0 +1,338 @@
+"""Master of a cluster: the sessions with its nodes, and what the table of services decides."""
+
+import asyncio
+import logging
+import secrets
+import time
+
+from gllm import __version__
+from gllm.config.cluster import ClusterConfig
+from gllm.config.nodes import NodesConfig
+from gllm.deploy.cluster.interface import (
+    ClusterNode,
+    ServiceExistsError,
+    ServiceStatus,
+    UnknownClusterNodeError,
+    UnknownServiceError,
+)
+from gllm.deploy.cluster.selection import (
+    LinkQuality,
+    NetworkView,
+    NodeCandidate,
+    NodeSelection,
+    SelectionError,
+    select_nodes,
+)
+from gllm.deploy.cluster.service import RUNNING_STATES, Service
+from gllm.deploy.cluster.service_request import ServiceRequest
+from gllm.deploy.cluster.service_table import ServiceTable
+from gllm.messages.codec import AnyMessage
+from gllm.messages.nodes import PROTOCOL
+from gllm.messages.services import (
+    PeerLink,
+    ServiceNodeKept,
+    ServiceProcessExited,
+    ServiceProcessStarted,
+    ServiceReport,
+)
+from gllm.recovery.join_check import JoinFacts
+from gllm.recovery.membership import NodeRecord
+from gllm.runtime.head.agent_session import AgentSession
+from gllm.runtime.head.node_hub import NodeHub
+from gllm.runtime.head.node_reports import report_node
+
+log = logging.getLogger(__name__)
+
+MASTER_NAME = "master"
+"""Name that no node may have."""
+TICK_SECONDS = 0.25
+"""Interval at which restarts and lost nodes are handled."""
+STOP_SECONDS = 5.0
+"""Time beyond that for running requests in which services end when the master stops."""
+KEY_BYTES = 32
+
+
+class Master:
+    """Owns the nodes that have joined without a model, and the services on them."""
+
+    def __init__(self, config: ClusterConfig, shutdown_seconds: float = 30.0) -> None:
+        """Create a master that has not started.
+
+        Args:
+            config: of the cluster.
+            shutdown_seconds: time for running requests of a service that is ended.
+
+        Raises:
+            ValueError: the address or the secret cannot be used; the message says what to do.
+        """
+        has_secret = config.node_secret_file is not None
+        nodes = NodesConfig(
+            node_listen=_listen_address(config.hub, has_secret),
+            node_timeout=config.node_timeout,
+            max_spares=config.max_nodes,
+        )
+        facts = JoinFacts(PROTOCOL, __version__, "", "", b"")
+        self._hub = NodeHub(
+            nodes,
+            config.node_secret_file,
+            secrets.randbits(63),
+            facts,
+            MASTER_NAME,
+            config.node_return_timeout,
+        )
+        self._table = ServiceTable(config.node_return_timeout, shutdown_seconds)
+        self._shutdown_seconds = shutdown_seconds
+        self._links: dict[frozenset[str], LinkQuality] = {}
+        """Links that engines of services have measured, by the names of both nodes."""
+        self._clock_offset = time.time() - time.monotonic()
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """See ClusterControl."""
+        return self._hub.address
+
+    @property
+    def refused_peers(self) -> dict[str, int]:
+        """See ClusterControl."""
+        return self._hub.refused_peers
+
+    def start(self) -> None:
+        """Accept nodes. Raises OSError if the address cannot be bound."""
+        self._hub.listener = self
+        self._hub.start()
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """End all services and the memberships of all nodes."""
+        for name in list(self._table.services):
+            self._table.delete(name)
+        self._send_commands()
+        deadline = time.monotonic() + self._shutdown_seconds + STOP_SECONDS
+        while self._table.processes and self._hub.sessions and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_SECONDS / 5)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._hub.stop("the master has stopped")
+
+    def deploy(self, request: ServiceRequest) -> ServiceStatus:
+        """See ClusterControl."""
+        if request.name in self._table.services:
+            raise ServiceExistsError(
+                f"there is a service {request.name!r} already: delete it first, or choose another "
+                "name"
+            )
+        selection = self._select(request)
+        key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
+        service = self._table.deploy(request, selection, key, time.monotonic())
+        log.info("service %s starts on %s", request.name, ", ".join(selection.nodes))
+        self._send_commands()
+        return self._status(service)
+
+    def services(self) -> list[ServiceStatus]:
+        """See ClusterControl."""
+        return [self._status(service) for service in self._table.services.values()]
+
+    def service(self, name: str) -> ServiceStatus:
+        """See ClusterControl."""
+        return self._status(self._find_service(name))
+
+    def api_key(self, name: str) -> str:
+        """See ClusterControl."""
+        return self._find_service(name).api_key
+
+    def delete(self, name: str) -> bool:
+        """See ClusterControl."""
+        has_service = self._table.delete(name)
+        if has_service:
+            log.info("service %s is deleted", name)
+        self._send_commands()
+        return has_service
+
+    def nodes(self) -> list[ClusterNode]:
+        """See ClusterControl."""
+        return [self._cluster_node(record) for record in self._hub.membership.nodes.values()]
+
+    def node(self, name: str) -> ClusterNode:
+        """See ClusterControl."""
+        record = self._hub.membership.nodes.get(name)
+        if record is None:
+            raise UnknownClusterNodeError(f"there is no node {name!r}: see GET /nodes")
+        return self._cluster_node(record)
+
+    def drain_node(self, name: str) -> ClusterNode:
+        """See ClusterControl."""
+        node = self.node(name)
+        self._table.drain_node(name, time.monotonic())
+        log.info("node %s leaves the cluster", name)
+        self._advance()
+        return node
+
+    def on_node_joined(self, session: AgentSession) -> None:
+        """See NodeListener."""
+        join = session.join
+        if session.name not in self._table.busy_nodes:
+            # It has left before, and joins anew.
+            self._table.draining.discard(session.name)
+        living = join.workers if join.run == self._hub.run else []
+        wanted = self._table.on_node_joined(session.name, living, time.monotonic())
+        self._hub.welcome(session, wanted)
+        self._advance()
+
+    def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
+        """See NodeListener."""
+        now = time.monotonic()
+        match message:
+            case ServiceProcessStarted(process, head, url) if self._runs(session, process):
+                self._table.on_started(process, head, url)
+            case ServiceReport(process, reading) if self._runs(session, process):
+                self._table.on_reading(process, reading, now)
+                self._add_links(reading.links)
+            case ServiceNodeKept(process, node, cause) if self._runs(session, process):
+                log.warning("node %s cannot leave its running engine: %s", node, cause)
+                self._table.on_node_kept(process, node)
+            case ServiceProcessExited(process, cause) if self._runs(session, process):
+                self._table.on_exited(process, cause, now)
+        self._advance()
+
+    def on_node_lost(
+        self, session: AgentSession, cause: str, is_death: bool, has_left: bool
+    ) -> None:
+        """See NodeListener."""
+        what = "has left" if has_left else "is lost"
+        log.warning("node %s (%s) %s: %s", session.name, session.address, what, cause)
+        self._table.on_node_lost(session.name, cause, has_left, time.monotonic())
+        if has_left:
+            self._forget(session.name)
+        self._advance()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                self._table.tick(time.monotonic())
+                self._advance()
+            except Exception:
+                # The master goes on, whatever happens to a service.
+                log.exception("the services could not be checked")
+
+    def _advance(self) -> None:
+        """Start services that move, let nodes leave that have no process, send commands."""
+        for name in self._table.movable:
+            try:
+                self._table.resume(name, self._select(self._table.services[name].request))
+            except SelectionError as error:
+                cause = f"{self._table.services[name].cause}, and no others can run it: {error}"
+                self._table.fail(name, cause)
+        self._send_commands()
+        for name in self._table.draining - self._table.busy_nodes.keys():
+            session = self._hub.sessions.get(name)
+            if session is None:
+                self._forget(name)
+            elif session.dismissed_at is None:
+                session.dismiss("it was drained")
+
+    def _send_commands(self) -> None:
+        commands, self._table.commands = self._table.commands, []
+        for node, command in commands:
+            if (session := self._hub.sessions.get(node)) is not None:
+                session.send(command)
+
+    def _forget(self, name: str) -> None:
+        """Remove a node that has left from the list of nodes."""
+        self._table.forget_node(name)
+        self._hub.membership.forget(name)
+        self._hub.sessions_by_name.pop(name, None)
+        self._links = {pair: link for pair, link in self._links.items() if name not in pair}
+
+    def _runs(self, session: AgentSession, process: int) -> bool:
+        """Return True if a process belongs to a node: others may not report about it."""
+        return self._table.node_of(process) == session.name
+
+    def _select(self, request: ServiceRequest) -> NodeSelection:
+        """Return the nodes of a service. Raises SelectionError."""
+        busy = self._table.busy_nodes
+        free = [
+            session
+            for name, session in self._hub.sessions.items()
+            if name not in busy and name not in self._table.draining
+        ]
+        trips = {each.name: each.clock_offset.round_trip_seconds for each in free}
+        known = {name: seconds for name, seconds in trips.items() if seconds is not None}
+        try:
+            return select_nodes(
+                map(_candidate, free), request.requirements, NetworkView(known, self._links)
+            )
+        except SelectionError as error:
+            others = [f"{name}: runs service {service}" for name, service in busy.items()]
+            raise SelectionError("; ".join([str(error), *others])) from error
+
+    def _add_links(self, links: list[PeerLink]) -> None:
+        for link in links:
+            quality = LinkQuality(link.round_trip_seconds, link.bytes_per_second)
+            self._links[frozenset((link.source, link.target))] = quality
+
+    def _find_service(self, name: str) -> Service:
+        if (service := self._table.services.get(name)) is None:
+            raise UnknownServiceError(f"there is no service {name!r}: see GET /services")
+        return service
+
+    def _status(self, service: Service) -> ServiceStatus:
+        reading, now = service.reading, time.monotonic()
+        is_up = service.state in RUNNING_STATES and service.ready_at is not None
+        return ServiceStatus(
+            service.request.name,
+            service.request.model,
+            service.state.value,
+            service.cause,
+            service.url,
+            service.nodes,
+            int(service.created_at + self._clock_offset),
+            now - service.ready_at if is_up and service.ready_at is not None else 0.0,
+            reading.state if service.state in RUNNING_STATES else "ended",
+            reading.num_running,
+            reading.num_waiting,
+            reading.num_finished,
+            reading.num_failed,
+            reading.num_prompt_tokens,
+            reading.num_generated_tokens,
+            reading.kv_cache_usage,
+            service.meter.rates,
+        )
+
+    def _cluster_node(self, record: NodeRecord) -> ClusterNode:
+        session = self._hub.sessions_by_name.get(record.name)
+        facts = None if session is None else session.join.facts
+        service = self._table.busy_nodes.get(record.name)
+        if record.is_alive:
+            self._hub.membership.set_spare(record.name, service is None)
+        return ClusterNode(
+            report_node(record, session, {}, record.name in self._table.draining),
+            0 if facts is None else facts.num_cores,
+            0 if facts is None else facts.memory_bytes,
+            0 if facts is None else facts.data_port,
+            service,
+            record.name in self._table.draining,
+        )
+
+
+def _candidate(session: AgentSession) -> NodeCandidate:
+    """Return a node as the selection sees it."""
+    facts, load = session.join.facts, session.heartbeat.load
+    available = load.memory_available_bytes
+    return NodeCandidate(
+        session.name,
+        tuple(facts.devices),
+        max(1, facts.num_cores),
+        facts.memory_bytes if available is None else available,
+        load.cpu_utilization or 0.0,
+        bool(facts.data_port or facts.advertised),
+    )
+
+
+def _listen_address(hub: str, has_secret: bool) -> str:
+    """Return HOST:PORT of a hub; a port alone is on loopback, or on all addresses with a secret."""
+    if hub.isascii() and hub.isdigit():
+        return f"{'0.0.0.0' if has_secret else '127.0.0.1'}:{hub}"
+    return hub

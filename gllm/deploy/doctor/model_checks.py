@@ -1,0 +1,75 @@
+"""Checks of the model on this machine, and of the memory for it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gllm.deploy.doctor.finding import Finding, bad, good
+from gllm.models.errors import ModelError
+from gllm.models.identity import hash_model
+from gllm.models.local_search import find_folder
+from gllm.models.weight_files import find_weight_files
+
+MEMORY_MARGIN = 1.1
+"""Memory of a worker over that of its weights, without KV cache."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine."""
+
+    name: str
+    folder: Path
+    digest: str
+    num_bytes: int
+    """Size of the weight files."""
+
+
+def check_model(name: str) -> tuple[Finding, LocalModel | None]:
+    """Check that a model is on this machine and can be read; return it too."""
+    folder = find_folder(name)
+    if folder is None:
+        return (
+            bad(
+                "model",
+                f"{name!r} is neither a folder here nor in the local cache of the hub",
+                f"rsync -a HEAD:FOLDER/ FOLDER/ and pass --model FOLDER, or `hf download {name}`",
+            ),
+            None,
+        )
+    try:
+        digest = hash_model(folder)
+        num_bytes = sum(path.stat().st_size for path in find_weight_files(folder))
+    except (ModelError, OSError) as error:
+        fix = f"copy the model to {folder} again, with all of its files"
+        return bad("model", str(error), fix), None
+    text = f"{folder}, {num_bytes / 2**30:.2f} GiB, hash {digest[:12]}"
+    return good("model", text), LocalModel(name, folder, digest, num_bytes)
+
+
+def check_memory(
+    model: LocalModel, num_nodes: int, available_bytes: int, has_gpus: bool
+) -> Finding:
+    """Check that this machine's share of the weights fits into its memory.
+
+    Args:
+        model: to be served.
+        num_nodes: machines among which the weights are divided.
+        available_bytes: memory of the host that is free.
+        has_gpus: True if the weights are in the GPUs' memory instead.
+    """
+    share = model.num_bytes / num_nodes
+    text = (
+        f"1/{num_nodes} of the weights is {share / 2**30:.2f} GiB, "
+        f"{available_bytes / 2**30:.2f} GiB of the host's memory are available"
+    )
+    if has_gpus:
+        return good("memory", f"{text}; workers use the GPUs' memory")
+    if share * MEMORY_MARGIN > available_bytes:
+        needed = -(-int(model.num_bytes * MEMORY_MARGIN) // max(available_bytes, 1))
+        return bad(
+            "memory",
+            text,
+            f"end other programs, or use --nnodes {needed} and --pp {needed} or more, or "
+            "--quantization int8",
+        )
+    return good("memory", text)

@@ -1,0 +1,154 @@
+"""Checks of the way to the head: names, routes, ports and firewalls."""
+
+import errno
+import socket
+from collections.abc import Callable
+
+from gllm.deploy.doctor.finding import Finding, bad, good, note
+from gllm.options.addresses import format_host_port, is_loopback
+from gllm.runtime.node.machine import find_own_address, is_own_address
+
+CONNECT_SECONDS = 5.0
+"""Time for a connection; a port that a firewall filters does not answer at all."""
+
+
+def check_name(host: str, port: int) -> tuple[Finding, str]:
+    """Check that the name of the head is known; return its first IP address too."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return (
+            bad(
+                "name of the head",
+                f"{host} is not known here: {error.strerror or error}",
+                f"use the IP address of the head in --master-addr, or add `ADDRESS {host}` to "
+                "/etc/hosts",
+            ),
+            "",
+        )
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+    if addresses[0] == host:
+        return good("name of the head", f"{host} is an IP address"), host
+    return good("name of the head", f"{host} is {', '.join(addresses)}"), addresses[0]
+
+
+def check_route(
+    address: str, port: int, find_source: Callable[[str, int], str] = find_own_address
+) -> tuple[Finding, str]:
+    """Check that there is a route to the head; return the own address on it too.
+
+    Args:
+        address: of the head.
+        port: of the head.
+        find_source: returns the address from which this machine would reach another one, or raises
+            OSError.
+    """
+    try:
+        own = find_source(address, port)
+    except OSError as error:
+        fix = "connect this machine to the head's network or VPN; see `ip route get " + address
+        return bad("route", f"none to {address}: {error.strerror}", fix + "`"), ""
+    if is_loopback(address):
+        text = "the head's address is a loopback one: it is this machine, or a tunnel begins there"
+        return good("route", text), own
+    if is_own_address(address):
+        return good("route", f"{address} is an address of this machine: it is the head"), own
+    return good("route", f"this machine reaches {address} from {own}"), own
+
+
+def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
+    """Check that the connection is encrypted, or within this machine; None if it is."""
+    if has_secret or is_loopback(address):
+        return None
+    return bad(
+        "node secret",
+        f"{address} is another machine, and a connection to it needs a node secret",
+        "on the head: gllm node --new-secret FILE; copy FILE to every machine and pass "
+        "--node-secret-file FILE everywhere",
+    )
+
+
+def check_head_port(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
+    """Check that the head accepts connections."""
+    target = format_host_port(address, port)
+    match _connect(address, port, seconds):
+        case "":
+            return good("port of the head", f"{target} accepts connections")
+        case "refused":
+            return bad(
+                "port of the head",
+                f"{target} refuses connections: the machine answers, but no head listens there",
+                f"start gllm.serve with --node-rank 0 on the head, and --master-addr {target} or "
+                "--node-listen with an address that this machine reaches; on the head: "
+                f"ss -ltn 'sport = :{port}'",
+            )
+        case "filtered":
+            return bad(
+                "port of the head",
+                f"{target} does not answer within {seconds:g} s: a firewall drops the packets, or "
+                "the machine is off",
+                f"on the head: `sudo ufw allow {port}/tcp` or `sudo firewall-cmd --add-port "
+                f"{port}/tcp`; in a cloud, allow TCP {port} in the security group",
+            )
+        case cause:
+            fix = f"check the network: `ping {address}`, `ip route get {address}`"
+            return bad("port of the head", f"{target}: {cause}", fix)
+
+
+def check_data_port(own_address: str, port: int) -> Finding:
+    """Check that this machine can listen at its data port."""
+    if port == 0:
+        text = "none: this machine dials its neighbours, which have to accept connections"
+        return note("data port", text)
+    target = format_host_port(own_address, port)
+    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((own_address, port))
+            listener.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return bad(
+                    "data port",
+                    f"{target} is in use by another program",
+                    f"end it (`ss -ltnp 'sport = :{port}'` shows it), or pass --data-port with a "
+                    "free port",
+                )
+            fix = "pass --data-port with a port from 1024 on"
+            return bad("data port", f"{target}: {error.strerror}", fix)
+    return good("data port", f"{target} is free; other machines need access to it")
+
+
+def check_data_port_of_head(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
+    """Check that no firewall is before the head's data port."""
+    target = format_host_port(address, port)
+    match _connect(address, port, seconds):
+        case "":
+            return good("data port of the head", f"{target} accepts connections")
+        case "refused":
+            text = f"{target} refuses connections, which is usual before the engine starts"
+            return note("data port of the head", text)
+        case "filtered":
+            return bad(
+                "data port of the head",
+                f"{target} does not answer within {seconds:g} s: a firewall drops the packets",
+                f"on the head: `sudo ufw allow {port}/tcp` or `sudo firewall-cmd --add-port "
+                f"{port}/tcp`; or --data-port 0 on the head, which then dials this machine",
+            )
+        case cause:
+            fix = f"check the network: `ping {address}`"
+            return bad("data port of the head", f"{target}: {cause}", fix)
+
+
+def _connect(address: str, port: int, seconds: float) -> str:
+    """Connect once; return "", "refused", "filtered" or another cause."""
+    try:
+        socket.create_connection((address, port), seconds).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return "filtered"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,74 @@
+"""Launcher process of an engine's agents: `python -m gllm.deploy.ray`.
+
+Reads a `LaunchSpec` from standard input, writes a `LaunchEvent` to standard output, and keeps the
+agents running until standard input ends, which is when the head closes it or dies.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from typing import IO
+
+import msgspec
+import setproctitle
+
+from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
+from gllm.deploy.ray.manager import POLL_SECONDS, LaunchError, RayManager
+from gllm.observability.logs import LogConfig, configure_logging
+
+END_SECONDS = 10.0
+"""Time for the shutdown after standard input has ended; Ray may not answer any more."""
+
+
+def main() -> int:
+    """Run the launcher; return the exit status."""
+    # Ray writes to standard output, which is for events.
+    events = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    setproctitle.setproctitle("gllm-ray")
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=LaunchSpec)
+    configure_logging(LogConfig(spec.log_level, spec.log_format))
+    is_ended = threading.Event()
+    threading.Thread(target=_watch_input, args=(is_ended,), daemon=True).start()
+    try:
+        manager = RayManager(spec, is_ended=is_ended)
+        _ignore_signals()
+        try:
+            event = manager.start()
+            _ignore_signals()
+            _write(events, event)
+            while not is_ended.wait(POLL_SECONDS):
+                manager.poll()
+        finally:
+            manager.close()
+    except LaunchError as error:
+        _write(events, LaunchEvent(error=str(error)))
+        return 1
+    return 0
+
+
+def _watch_input(is_ended: threading.Event) -> None:
+    """Wait for the end of standard input, and end the process if its shutdown takes too long."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    is_ended.set()
+    threading.Event().wait(END_SECONDS)
+    os._exit(1)
+
+
+def _ignore_signals() -> None:
+    """Leave Ctrl-C and SIGTERM to the head, which closes standard input; Ray handles them too."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _write(events: IO[bytes], event: LaunchEvent) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        events.write(msgspec.json.encode(event) + b"\n")
+        events.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Decisions of the launcher: bundles of resources, machines for spares, texts of its log."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gllm.recovery.node_layout import distribute_stages
+
+_NODE_SHARE = 0.001
+"""Amount of Ray's resource `node:ADDRESS`, of which a machine has 1: it selects the machine."""
+
+
+@dataclass(frozen=True)
+class RayMachine:
+    """A machine of the Ray cluster, one raylet."""
+
+    identity: str
+    """Id of its raylet."""
+    address: str
+    is_alive: bool
+    resources: Mapping[str, float]
+    """All resources of the machine, also those in use."""
+    host_name: str = ""
+
+
+def node_name(address: str, identity: str) -> str:
+    """Return the name of the agent on a machine; a host may have several raylets."""
+    return f"ray-{address}-{identity[:6]}"
+
+
+def read_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
+    """Return the machines of `ray.nodes()`."""
+    return [
+        RayMachine(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Alive"],
+            node.get("Resources", {}),
+            node["NodeManagerHostname"],
+        )
+        for node in nodes
+    ]
+
+
+def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int:
+    """Return the number to add to the ports of a machine's agent: 0, 1, ... on one host.
+
+    A host may have several raylets, whose agents start at the same time.
+
+    Args:
+        machines: of the Ray cluster.
+        identity: id of the agent's raylet.
+        head: id of the head's raylet, whose host has the ports without an offset.
+    """
+    (host_name,) = {each.host_name for each in machines if each.identity == identity}
+    same_host = {m.identity for m in machines if m.is_alive and m.host_name == host_name}
+    return sorted(same_host | {identity}, key=lambda each: (each != head, each)).index(identity)
+
+
+def needs_gpus(machines: Sequence[RayMachine], identity: str) -> bool:
+    """Return True if the head's machine has GPUs in Ray: then all machines need them."""
+    return any(m.identity == identity and m.resources.get("GPU", 0) > 0 for m in machines)
+
+
+def choose_num_nodes(num_stages: int, machines: Sequence[RayMachine], has_gpus: bool) -> int:
+    """Return the number of machines of an engine: as many as fit, but each needs a stage."""
+    resource = "GPU" if has_gpus else "CPU"
+    num_fitting = sum(m.is_alive and m.resources.get(resource, 0) >= 1 for m in machines)
+    return max(1, min(num_stages, num_fitting))
+
+
+def plan_bundles(
+    degrees: Sequence[int],
+    num_nodes: int,
+    has_gpus: bool,
+    head_address: str,
+    stages_per_node: Sequence[int] = (),
+) -> list[dict[str, float]]:
+    """Return the resources to reserve on each machine; the first bundle is the head's.
+
+    A worker takes a GPU, or a CPU without GPUs; an agent takes a CPU beside GPUs.
+    """
+    counts = [0.0] * num_nodes
+    owners = distribute_stages(degrees, num_nodes, stages_per_node)
+    for degree, node in zip(degrees, owners, strict=True):
+        counts[node] += degree
+    bundles = [{"CPU": 1.0, "GPU": n} if has_gpus else {"CPU": n} for n in counts]
+    bundles[0][f"node:{head_address}"] = _NODE_SHARE
+    return bundles
+
+
+def spare_bundle(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the resources of a spare, which can take the place of any machine but the head's."""
+    others = bundles[1:] or bundles
+    return {
+        name: max(bundle[name] for bundle in others) for name in ("CPU", "GPU") if name in others[0]
+    }
+
+
+def find_spare_machines(
+    machines: Sequence[RayMachine],
+    used: set[str],
+    bundle: Mapping[str, float],
+    num_wanted: int,
+) -> list[RayMachine]:
+    """Return machines on which further spares can start.
+
+    Args:
+        machines: of the Ray cluster.
+        used: ids of machines with an agent, and of the head's.
+        bundle: resources that a spare needs.
+        num_wanted: spares that are missing.
+    """
+    fitting = [
+        machine
+        for machine in machines
+        if machine.is_alive
+        and machine.identity not in used
+        and all(machine.resources.get(name, 0) >= amount for name, amount in bundle.items())
+    ]
+    return fitting[: max(0, num_wanted)]
+
+
+def describe_wait(bundles: Sequence[Mapping[str, float]], machines: Sequence[RayMachine]) -> str:
+    """Return the log line while Ray has not found the machines."""
+    alive = [m for m in machines if m.is_alive]
+    have = ", ".join(f"{m.address} ({describe_resources(m.resources)})" for m in alive)
+    needs = "; ".join(describe_resources(bundle) for bundle in bundles)
+    return (
+        f"waiting for Ray to reserve {len(bundles)} bundles on as many machines ({needs}); its "
+        f"cluster has {len(alive)}: {have or 'none'}"
+    )
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """Return counts of CPUs and GPUs as text."""
+    return ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources)

@@ -1,0 +1,233 @@
+"""The head's end of the launcher process, which talks to Ray.
+
+The launcher is a process of its own because Ray ends a process that has lost its cluster, has many
+threads and handles signals. When it ends, Ray ends the agents; it is then started again.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+
+import msgspec
+
+from gllm.config.engine import EngineConfig
+from gllm.config.node_environment import parse_head_address
+from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
+from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
+from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
+from gllm.options.addresses import format_host_port
+from gllm.options.degrees import expand_degrees
+
+STOP_SECONDS = 15.0
+"""Time for the launcher to return the machines to Ray; then it is killed."""
+MIN_RESTART_SECONDS = 1.0
+MAX_RESTART_SECONDS = 30.0
+"""Shortest and longest time between the end of a launcher and the start of the next one."""
+LAUNCHER = (sys.executable, "-m", "gllm.deploy.ray")
+log = logging.getLogger("gllm")
+
+
+class RayLauncher:
+    """Machines of an engine that Ray finds, and restarts where their agents end.
+
+    Args:
+        engine: configuration of the engine.
+        nodes: flags about machines.
+        node_secret_file: path of the secret file on every machine; None without one.
+        logs: level and format of the log.
+        command: command line of the launcher process.
+        min_restart_seconds: shortest time between the end of a launcher and the start of the next.
+
+    Raises:
+        ValueError: this machine has a rank other than 0.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        nodes: NodesConfig,
+        node_secret_file: str | None = None,
+        logs: LogConfig = DEFAULT_LOG_CONFIG,
+        command: Sequence[str] = LAUNCHER,
+        min_restart_seconds: float = MIN_RESTART_SECONDS,
+    ) -> None:
+        if nodes.node_rank:
+            raise ValueError(
+                f"node_rank {nodes.node_rank}: with distributed_executor_backend ray, Ray starts "
+                "the other machines; start gllm on one machine, without --node-rank"
+            )
+        self._nodes = nodes
+        self._command = command
+        self._min_restart_seconds = min_restart_seconds
+        self._spec = make_launch_spec(engine, nodes, node_secret_file, logs)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="gllm-ray", daemon=True)
+
+    def __enter__(self) -> NodesConfig:
+        return self.place()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def place(self) -> NodesConfig:
+        """Wait until Ray has reserved the machines, start their agents and watch the launcher.
+
+        On GPUs, restrict this process and its workers to those that Ray has reserved.
+
+        Returns:
+            The configuration of this machine, the head.
+
+        Raises:
+            ValueError: Ray is not installed or not running, or has no such machines; the message
+                has the fix.
+        """
+        try:
+            event = self._start()
+        except BaseException:
+            self.close()
+            raise
+        if event.error:
+            self.close()
+            raise ValueError(event.error)
+        if event.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(event.gpu_ids)
+        self._spec = msgspec.structs.replace(
+            self._spec, num_nodes=event.num_nodes, host=event.host, timeout_seconds=None
+        )
+        self._watcher.start()
+        address = format_host_port(event.host, self._spec.port)
+        return replace(self._nodes, nnodes=event.num_nodes, node_rank=0, master_addr=address)
+
+    def close(self) -> None:
+        """End the agents and return the machines to Ray."""
+        self._is_closed.set()
+        self._end_process()
+        if self._watcher.is_alive():
+            self._watcher.join()
+            # The watcher may have been starting another one.
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """End the launcher process, if there is one, and close its pipes."""
+        process = self._process
+        if process is None:
+            return
+        _close_input(process)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def _start(self) -> LaunchEvent:
+        """Start a launcher and return its first event, which says whether Ray has the machines."""
+        process = subprocess.Popen(
+            [*self._command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
+        process.stdin.flush()
+        if self._is_closed.is_set():
+            # `close` may have missed the new process.
+            _close_input(process)
+        line = process.stdout.readline()
+        if not line:
+            return LaunchEvent(error=f"the Ray launcher ended with status {process.wait()}")
+        return msgspec.json.decode(line, type=LaunchEvent)
+
+    def _watch(self) -> None:
+        """Start a new launcher whenever one has ended; runs on a thread."""
+        delay = self._min_restart_seconds
+        cause = ""
+        while True:
+            assert self._process is not None
+            status = self._process.wait()
+            if self._is_closed.is_set():
+                return
+            log.error(
+                "The Ray launcher has ended%s; agents of other machines end with it. It starts "
+                "again in %g s",
+                f": {cause}" if cause else f" with status {status}",
+                delay,
+            )
+            if self._is_closed.wait(delay):
+                return
+            self._end_process()
+            try:
+                cause = self._start().error
+            except OSError as error:
+                cause = str(error)
+            delay = min(2 * delay, MAX_RESTART_SECONDS) if cause else self._min_restart_seconds
+
+
+def make_launch_spec(
+    engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
+) -> LaunchSpec:
+    """Return what the launcher has to know about an engine."""
+    host, port = None, DEFAULT_HEAD_PORT
+    if nodes.master_addr is not None:
+        host, port = parse_head_address(nodes.master_addr)
+    return LaunchSpec(
+        address=nodes.ray_address,
+        degrees=expand_degrees(engine.tensor_parallel_size, engine.pipeline_parallel_size),
+        num_nodes=len(nodes.stages_per_node) or (nodes.nnodes if nodes.nnodes > 1 else None),
+        has_gpus=None if engine.device == "auto" else engine.device == "cuda",
+        num_spares=nodes.ray_spares,
+        host=host,
+        port=port,
+        has_secret=node_secret_file is not None,
+        agent_arguments=agent_arguments(engine, nodes, node_secret_file, logs),
+        data_port=nodes.data_port,
+        timeout_seconds=nodes.join_timeout,
+        log_level=logs.level,
+        log_format=logs.format,
+        stages_per_node=list(nodes.stages_per_node),
+    )
+
+
+def agent_arguments(
+    engine: EngineConfig, nodes: NodesConfig, node_secret_file: str | None, logs: LogConfig
+) -> list[str]:
+    """Return the arguments of `gllm node` that all machines share.
+
+    An agent takes the model and most of the configuration from the head, but not what may differ
+    between machines.
+    """
+    flags: dict[str, object] = {
+        "--node-secret-file": node_secret_file,
+        "--join-timeout": nodes.join_timeout,
+        "--link-congestion": nodes.link_congestion,
+        "--link-policy": nodes.link_policy,
+        "--link-encoding": nodes.link_encoding,
+        "--device": engine.device,
+        "--threads": engine.threads,
+        "--gpu-memory-utilization": engine.gpu_memory_utilization,
+        "--log-level": logs.level,
+        "--log-format": logs.format,
+    }
+    return [
+        text for flag, value in flags.items() if value is not None for text in (flag, str(value))
+    ]
+
+
+def _close_input(process: "subprocess.Popen[bytes]") -> None:
+    """End a launcher's standard input, which tells it to end."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()

@@ -1,0 +1,272 @@
+"""Follows the workload that a router observes: after a lasting shift a new plan is applied.
+
+One engine at a time starts or ends. If one does not come, all of the change is undone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from gllm.deploy.up.plan_search import PlanSearchError
+from gllm.plan.plan_change import (
+    ChangeAction,
+    ChangeRole,
+    PlanChange,
+    StartEngine,
+    StopEngine,
+    adopt_plan,
+    change_plan,
+    pin_ports,
+    undo_actions,
+)
+from gllm.plan.processes import ProcessSpec, router_headers, router_url
+from gllm.plan.serving_plan import PlanError, ServingPlan, write_plan
+
+POLL_SECONDS = 2.0
+"""Time between two looks at the router's workload."""
+ATTACH_POLL_SECONDS = 0.2
+"""Time between two looks at an engine that has to attach or to change its role."""
+ATTACH_SECONDS = 60.0
+"""Time after which an engine that is ready, or was given a role, is not waited for any longer."""
+START_SECONDS = 900.0
+"""Time in which an engine has to be ready, if START_FACTOR gives no longer one."""
+START_FACTOR = 3.0
+"""Multiple of the plan's expected start-up time in which an engine has to be ready."""
+TIMEOUT_SECONDS = 10.0
+log = logging.getLogger("gllm")
+
+
+@dataclass(frozen=True)
+class FollowerTimes:
+    """Intervals and limits of a `PlanFollower`, in seconds."""
+
+    poll_seconds: float = POLL_SECONDS
+    attach_poll_seconds: float = ATTACH_POLL_SECONDS
+    attach_seconds: float = ATTACH_SECONDS
+    start_seconds: float = START_SECONDS
+
+
+class PlanSupervisor(Protocol):
+    """Owner of this node's engine processes."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once all processes end."""
+
+    def set_specs(self, specs: Iterable[ProcessSpec]) -> None:
+        """Set the processes that may be started from now on."""
+
+    async def start_engine(self, name: str, timeout_seconds: float | None, may_fail: bool) -> None:
+        """Start an engine. Raises ValueError if it fails or is not ready in time."""
+
+    async def drain_engine(self, name: str, may_fail: bool) -> None:
+        """Let an engine end. Raises ValueError if it does not run."""
+
+    def fail(self, cause: str) -> None:
+        """End all processes because of a failure."""
+
+
+class PlanSearcher(Protocol):
+    """Search for a plan of the service."""
+
+    async def run(self, lengths: str, rate: float) -> tuple[ServingPlan, Path]:
+        """Return a plan for requests, as CSV, at a rate, and its file. See PlanSearch."""
+
+
+class PlanFollower:
+    """Loop that plans again after each lasting shift, and applies the new plan.
+
+    Args:
+        supervisor: Owner of the processes of this node.
+        plan: The running plan; it has a router.
+        node: Name of this node.
+        make_specs: Returns this node's processes of a plan.
+        search: Makes new plans.
+        times: Intervals and limits.
+    """
+
+    def __init__(
+        self,
+        supervisor: PlanSupervisor,
+        plan: ServingPlan,
+        node: str,
+        make_specs: Callable[[ServingPlan], Sequence[ProcessSpec]],
+        search: PlanSearcher,
+        times: FollowerTimes = FollowerTimes(),
+    ) -> None:
+        self.plan = pin_ports(plan)
+        """The plan that runs."""
+        self.num_searches = 0
+        self._supervisor = supervisor
+        self._node = node
+        self._make_specs = make_specs
+        self._search = search
+        self._times = times
+        self._url = router_url(plan)
+        self._num_handled = 0
+        """Shifts after which was planned."""
+
+    async def run(self) -> None:
+        """Follow the router until this task is cancelled."""
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+        headers = router_headers(self.plan)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            while True:
+                try:
+                    await self._follow(session)
+                except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    # The router starts.
+                    log.debug("the router at %s does not answer: %s", self._url, error)
+                except Exception:
+                    log.exception("replanning failed; the running plan stays")
+                await asyncio.sleep(self._times.poll_seconds)
+
+    async def _follow(self, session: aiohttp.ClientSession) -> None:
+        workload = (await self._get_engines(session))["workload"]
+        if workload is None or not workload["is_leader"]:
+            return
+        if workload["num_shifts"] > self._num_handled:
+            # Later shifts, also those of the time of this search, are one more.
+            self._num_handled = workload["num_shifts"]
+            await self._replan(session, workload["shift"])
+
+    async def _replan(self, session: aiohttp.ClientSession, shift: Mapping[str, Any]) -> None:
+        rate = shift["after"]["rate"]
+        log.info(
+            "the workload has shifted (%s): a plan for %.3g requests/s is searched",
+            ", ".join(shift["quantities"]), rate,
+        )  # fmt: skip
+        async with session.get(f"{self._url}/workload", ssl=False) as answer:
+            answer.raise_for_status()
+            lengths = await answer.text()
+        self.num_searches += 1
+        try:
+            new, path = await self._search.run(lengths, rate)
+        except (PlanSearchError, PlanError, OSError) as error:
+            log.warning("no new plan: %s; the running one stays", error)
+            return
+        try:
+            change = change_plan(self.plan, adopt_plan(self.plan, new))
+            self._check_nodes(change)
+        except PlanError as error:
+            log.warning("%s is not applied: %s", path, error)
+            return
+        write_plan(change.plan, path)
+        if not change.actions:
+            log.info("the new plan has the running engines: nothing changes")
+            self.plan = change.plan
+            return
+        await self._apply(session, change, path)
+
+    def _check_nodes(self, change: PlanChange) -> None:
+        """Raise PlanError if engines of other nodes would have to start or to end."""
+        for action in change.actions:
+            plan = self.plan if isinstance(action, StopEngine) else change.plan
+            nodes = plan.engines[action.name].nodes
+            if not isinstance(action, ChangeRole) and nodes != [self._node]:
+                raise PlanError(
+                    f"engines.{action.name}: it would have to start or to end on "
+                    f"{', '.join(nodes)}, but engines change on {self._node} only, where the "
+                    "router is: start the new plan with `gllm up` on all nodes"
+                )
+
+    async def _apply(self, session: aiohttp.ClientSession, change: PlanChange, path: Path) -> None:
+        """Apply the actions of a change, or undo them; without the old engines all ends."""
+        log.info("%s is applied: %s", path, describe_actions(change.actions))
+        done: list[ChangeAction] = []
+        try:
+            await self._run_actions(session, change.plan, change.actions, done)
+        except (ValueError, aiohttp.ClientError, TimeoutError) as error:
+            if self._supervisor.is_stopping:
+                return
+            log.warning("%s is taken back: %s", path, error)
+            try:
+                await self._run_actions(session, self.plan, undo_actions(done, self.plan), [])
+            except (ValueError, aiohttp.ClientError, TimeoutError) as second:
+                if not self._supervisor.is_stopping:
+                    self._supervisor.fail(f"the plan before {path} could not be restored: {second}")
+            return
+        self.plan = change.plan
+        try:
+            # Clients that wait for answers send more requests now, which is no shift.
+            async with session.post(f"{self._url}/workload/profile", ssl=False) as answer:
+                answer.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            log.warning("the router keeps its profile: %s", error)
+        log.info("%s is the running plan", path)
+
+    async def _run_actions(
+        self,
+        session: aiohttp.ClientSession,
+        plan: ServingPlan,
+        actions: Sequence[ChangeAction],
+        done: list[ChangeAction],
+    ) -> None:
+        """Run actions towards a plan; append each one that has an effect.
+
+        Raises:
+            ValueError, aiohttp.ClientError, TimeoutError: One has failed.
+        """
+        self._supervisor.set_specs(self._make_specs(plan))
+        expected = plan.expected.startup_seconds if plan.expected else None
+        limit = max(self._times.start_seconds, START_FACTOR * (expected or 0.0))
+        for action in actions:
+            match action:
+                case StartEngine(name):
+                    await self._supervisor.start_engine(name, limit, may_fail=True)
+                    # From here on it has to end if the change is undone.
+                    done.append(action)
+                    await self._wait_for_engine(session, name, "state", "ready")
+                case StopEngine(name):
+                    done.append(action)
+                    await self._supervisor.drain_engine(name, may_fail=True)
+                case ChangeRole(name, role):
+                    done.append(action)
+                    await self._change_role(session, name, role)
+
+    async def _change_role(self, session: aiohttp.ClientSession, name: str, role: str) -> None:
+        url = f"{self._url}/engines/{name}/role"
+        async with session.post(url, json={"role": role}, ssl=False) as answer:
+            answer.raise_for_status()
+        await self._wait_for_engine(session, name, "role", role)
+
+    async def _wait_for_engine(
+        self, session: aiohttp.ClientSession, name: str, field: str, value: str
+    ) -> None:
+        """Wait until the router shows a value for an engine. Raises TimeoutError."""
+        limit = self._times.attach_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while not await self._shows(session, name, field, value):
+                    await asyncio.sleep(self._times.attach_poll_seconds)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the router does not show engine {name} as {value} after {limit:g} s"
+            ) from None
+
+    async def _shows(
+        self, session: aiohttp.ClientSession, name: str, field: str, value: str
+    ) -> bool:
+        try:
+            rows = (await self._get_engines(session))["engines"]
+        except (aiohttp.ClientError, TimeoutError):
+            # A busy router answers the next time.
+            return False
+        return any(row["name"] == name and row[field] == value for row in rows)
+
+    async def _get_engines(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        async with session.get(f"{self._url}/engines", ssl=False) as answer:
+            answer.raise_for_status()
+            body: dict[str, Any] = await answer.json()
+        return body
+
+
+def describe_actions(actions: Sequence[ChangeAction]) -> str:
+    """Return the actions of a change in words."""
+    verbs = {StartEngine: "start {0}", StopEngine: "end {0}", ChangeRole: "{0} becomes {1}"}
+    return ", ".join(verbs[type(action)].format(*action) for action in actions)

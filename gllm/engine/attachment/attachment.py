@@ -1,0 +1,286 @@
+"""Attachment of an engine to routers: it dials them, or they dial it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from gllm.config.attachment import ROLES
+from gllm.engine.attachment.attached_engine import AttachedEngine
+from gllm.engine.attachment.report_pacer import ReportPacer
+from gllm.engine.attachment.router_session import RouterSession
+from gllm.messages.codec import AnyMessage, decode_for_engine
+from gllm.messages.fleet import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    AnnounceEngine,
+    DrainEngine,
+    EngineReport,
+    GreetEngine,
+    NoticeToEngine,
+    RefuseEngine,
+    RefuseRouter,
+    SetEngineRole,
+    is_compatible,
+)
+from gllm.runtime.messaging.connection import PeerConnection
+from gllm.runtime.messaging.connection_pool import ConnectionPool
+from gllm.runtime.messaging.host_names import Resolve, resolve_host
+from gllm.runtime.messaging.identity import is_valid_name
+from gllm.runtime.messaging.link_config import FleetLinkConfig
+
+log = logging.getLogger(__name__)
+
+
+class RouterAttachment:
+    """The sessions of an engine with its routers, in the engine's head process."""
+
+    def __init__(
+        self,
+        engine: AttachedEngine,
+        announce: Callable[[], AnnounceEngine],
+        config: FleetLinkConfig,
+        resolve: Resolve = resolve_host,
+    ) -> None:
+        """Create the attachment of an engine; nothing is bound or dialled yet.
+
+        Args:
+            engine: the engine.
+            announce: returns its description, with the present figures.
+            config: hub, routers to dial, limits.
+            resolve: resolution of host names.
+
+        Raises:
+            ValueError: an address or the secret cannot be used.
+        """
+        self.is_draining = False
+        """True if routers send their new requests elsewhere."""
+        self._engine = engine
+        self._announce = announce
+        self._announced: AnnounceEngine | None = None
+        self._role: str | None = None
+        """Role by command of a router or an operator; None for that of the configuration."""
+        self._reported = ("", "", 0)
+        """State, cause and leader of the latest report."""
+        self._pacer = ReportPacer()
+        self._sessions: dict[PeerConnection, RouterSession | None] = {}
+        """None before the router has been accepted."""
+        self._refusals: dict[str, str] = {}
+        """Causes of the latest refusals by routers, by address."""
+        self._pool = ConnectionPool(config, decode_for_engine, self, resolve)
+        engine.add_change_listener(self._on_change)
+        engine.client.set_stats_listener(self._on_stats)
+
+    @property
+    def hub_address(self) -> str:
+        """Address that routers dial, with its port; empty without a hub."""
+        return self._pool.hub_address
+
+    @property
+    def routers(self) -> list[RouterSession]:
+        """Accepted routers."""
+        return [session for session in self._sessions.values() if session is not None]
+
+    @property
+    def announcement(self) -> AnnounceEngine:
+        """Description of the engine with the present figures."""
+        return self._current_announcement()
+
+    @property
+    def role(self) -> str:
+        """Role that the engine announces."""
+        return self._current_announcement().role
+
+    def set_role(self, role: str) -> str:
+        """Announce a role to all routers; running requests go on. Return the role before.
+
+        Raises:
+            ValueError: there is no such role.
+        """
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}, but has to be one of {', '.join(ROLES)}")
+        before = self.role
+        if role != before:
+            log.info("the role is %s from now on, and was %s", role, before)
+            self._role = role
+            self._announce_changes()
+            self._report()
+        return before
+
+    async def start(self) -> None:
+        """Listen and dial. Raises OSError if the hub's address cannot be bound."""
+        await self._pool.start()
+        if self.hub_address:
+            log.info("listening for routers on %s", self.hub_address)
+
+    async def drain(self) -> None:
+        """Let routers send their new requests elsewhere; running ones go on."""
+        self._set_draining(True)
+
+    async def stop(self) -> None:
+        """End all sessions and their requests; routers continue these elsewhere."""
+        self._set_draining(True)
+        await self._pool.stop()
+        for session in self.routers:
+            session.end()
+        self._sessions.clear()
+
+    def on_push(self, ticket: int) -> None:
+        """Notify the router of a prompt whose KV can be fetched while it is computed."""
+        for session in self.routers:
+            session.on_push(ticket)
+
+    def on_first_chunk(self, ticket: int) -> None:
+        """Notify the router of a prompt whose first chunk is computed, if others follow."""
+        for session in self.routers:
+            session.on_first_chunk(ticket)
+
+    def on_connected(self, connection: PeerConnection) -> None:
+        """See PeerHandler."""
+        self._sessions[connection] = None
+        self._announced = self._current_announcement()
+        connection.send(self._announced)
+
+    def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
+        """See PeerHandler."""
+        session = self._sessions[connection]
+        match message:
+            case GreetEngine() if session is None:
+                self._on_greeting(connection, message)
+            case RefuseEngine(cause):
+                self._on_refused(connection, cause)
+            case NoticeToEngine(text):
+                log.warning("the router at %s: %s", connection.address, text)
+            case DrainEngine(is_on) if session is not None:
+                log.info("router %s %s", session.greeting.router, "drains" if is_on else "undrains")
+                self._set_draining(is_on)
+            case SetEngineRole(role) if session is not None and role in ROLES:
+                self.set_role(role)
+            case _ if session is not None:
+                session.on_message(message, self._refusal())
+
+    def on_lost(self, connection: PeerConnection, cause: str) -> None:
+        """See PeerHandler."""
+        if session := self._end(connection):
+            log.warning(
+                "the session with router %s (%s) has ended: %s",
+                session.greeting.router,
+                connection.address,
+                cause,
+            )
+
+    def on_tick(self) -> None:
+        """See PeerHandler."""
+        if not self._sessions:
+            return
+        self._announce_changes()
+        self._report()
+
+    def _current_announcement(self) -> AnnounceEngine:
+        announce = self._announce()
+        if self._role is None:
+            return announce
+        return msgspec.structs.replace(announce, role=self._role)
+
+    def _announce_changes(self) -> None:
+        """Announce the engine again if one of the facts has changed."""
+        announce = self._current_announcement()
+        if announce != self._announced:
+            self._announced = announce
+            for connection in self._sessions:
+                connection.send(announce)
+
+    def _on_refused(self, connection: PeerConnection, cause: str) -> None:
+        """End a session because the router refuses this engine."""
+        is_known = self._refusals.get(connection.address) == cause
+        self._refusals[connection.address] = cause
+        # This engine tries again every few seconds.
+        level = logging.DEBUG if is_known else logging.ERROR
+        log.log(level, "the router at %s refuses this engine: %s", connection.address, cause)
+        self._pool.close(connection, cause, is_refused=True)
+        self._end(connection)
+
+    def _on_greeting(self, connection: PeerConnection, greeting: GreetEngine) -> None:
+        """Accept or refuse a router."""
+        if not is_compatible(greeting.protocol, greeting.oldest_protocol):
+            cause = (
+                f"the router speaks versions {greeting.oldest_protocol} to {greeting.protocol} of "
+                f"the protocol, the engine {OLDEST_PROTOCOL} to {PROTOCOL}: update the older one"
+            )
+        elif not is_valid_name(greeting.router):
+            cause = "the router's name is not 1 to 200 printable characters"
+        elif any(each.greeting.run == greeting.run for each in self.routers):
+            cause = "the engine has a session with this router already"
+        else:
+            log.info("attached to router %s (%s)", greeting.router, connection.address)
+            connection.is_established = True
+            self._sessions[connection] = RouterSession(connection, greeting, self._engine)
+            # To all routers, because the new one may lead.
+            self._report()
+            return
+        connection.send(RefuseRouter(cause))
+        self._pool.close(connection, cause, is_refused=True)
+        self._end(connection)
+
+    def _end(self, connection: PeerConnection) -> RouterSession | None:
+        """Forget a session and end its requests; return it if the router was accepted."""
+        session = self._sessions.pop(connection, None)
+        if session is not None:
+            session.end()
+            self._on_change()
+        return session
+
+    def _set_draining(self, is_on: bool) -> None:
+        self.is_draining = is_on
+        self._on_change()
+
+    def _refusal(self) -> str:
+        """Return why requests go elsewhere; empty if they run, or wait for a recovery."""
+        if self.is_draining:
+            return "the engine is draining"
+        state = self._engine.state
+        if state == "ready" or (state == "recovering" and not self._engine.is_recovery_overdue):
+            return ""
+        return self._engine.state_cause or f"the engine is {state}"
+
+    def _current_report(self) -> EngineReport:
+        engine = self._engine
+        state = engine.state
+        if self.is_draining and state in ("ready", "recovering"):
+            state = "draining"
+        client = engine.client
+        leader = min((session.greeting.run for session in self.routers), default=0)
+        self._reported = state, engine.state_cause, leader
+        return EngineReport(
+            state,
+            engine.state_cause,
+            client.stats,
+            client.coefficients,
+            client.num_requests,
+            leader,
+        )
+
+    def _report(self) -> None:
+        """Send a report to all routers."""
+        self._pacer.on_reported(time.monotonic())
+        report = self._current_report()
+        for session in self.routers:
+            session.connection.send(report)
+
+    def _on_change(self) -> None:
+        """Announce and report at once what has changed: facts, the state, the leading router."""
+        if self._sessions:
+            self._announce_changes()
+        reported = self._reported
+        report = self._current_report()
+        if self._reported != reported:
+            for session in self.routers:
+                session.connection.send(report)
+
+    def _on_stats(self) -> None:
+        """Report changed loads soon: other routers choose by them too."""
+        delay = self._pacer.on_change(time.monotonic()) if self._sessions else None
+        if delay is not None:
+            asyncio.get_running_loop().call_later(delay, self._report)

@@ -1,0 +1,273 @@
+"""Requests of one router on the engine that computes them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from gllm.config.sampling import MAX_N
+from gllm.engine.attachment.attached_engine import AttachedEngine
+from gllm.messages.codec import AnyMessage
+from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.fleet import GreetEngine
+from gllm.messages.handoff import (
+    MAX_TICKETS,
+    FirstChunkComputed,
+    KvPushStarted,
+    PrefetchKv,
+    ReleaseKvHolds,
+    RenewKvHolds,
+)
+from gllm.messages.kv_cache import WatchKvCache
+from gllm.messages.requests import (
+    AbortSequences,
+    EngineOutputs,
+    ErrorKind,
+    PoisonRequestError,
+    RejectedRequest,
+    SubmitRequest,
+)
+from gllm.messages.sampling import SampleDetails, TokenLogprobs
+from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.request_stream import RequestStream, TokenDelta
+from gllm.runtime.messaging.connection import PeerConnection
+from gllm.scheduler.plan import FinishedSequence, FirstToken, StepOutput
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """One request of the router."""
+
+    stream: RequestStream
+    seqs: dict[int, int]
+    """The router's wire ids of the choices that run, by choice."""
+
+
+class RouterSession:
+    """The requests that one router has sent, until its session ends.
+
+    The output of all requests in one turn of the event loop becomes one message.
+    """
+
+    def __init__(
+        self, connection: PeerConnection, greeting: GreetEngine, engine: AttachedEngine
+    ) -> None:
+        self.connection = connection
+        self.greeting = greeting
+        self._engine = engine
+        self._choices: dict[int, tuple[_Running, int]] = {}
+        """Requests and choices by the router's wire ids."""
+        self._running: dict[_Running, None] = {}
+        self._ready: list[_Running] = []
+        """Requests with output that was not sent."""
+        self._is_flush_scheduled = False
+        self._unwatch: Callable[[], None] | None = None
+        """Ends the subscription of KV events, if there is one."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tickets: set[int] = set()
+        """Tickets of the router under which KV blocks may be held or prefetched."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    def on_message(self, message: AnyMessage, refusal: str) -> None:
+        """Handle a message of the router.
+
+        Args:
+            message: of an accepted router.
+            refusal: reason why new requests go elsewhere; empty if they are taken.
+
+        Raises:
+            ValueError: the router uses a wire id twice.
+        """
+        match message:
+            case SubmitRequest():
+                self._submit(message, refusal)
+            case AbortSequences(seqs):
+                self._abort(seqs)
+            case RejectedRequest(seq, n, error):
+                self._reject(range(seq, seq + min(n, MAX_N)), error)
+            case WatchKvCache():
+                self._watch(message)
+            case ReleaseKvHolds(tickets):
+                self._tickets.difference_update(tickets)
+                self._engine.send_kv_command(message)
+            case RenewKvHolds():
+                self._engine.send_kv_command(message)
+            case PrefetchKv(source) if not refusal:
+                self._tickets.add(source.ticket)
+                self._engine.send_kv_command(message)
+            case ResetPrefixCache(command_id):
+                task = asyncio.create_task(self._reset_prefix_cache(command_id))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def on_push(self, ticket: int) -> None:
+        """Notify the router of a prompt of its own whose KV can be fetched from now on."""
+        if ticket in self._tickets and self.greeting.accepts_pushes:
+            self.connection.send(KvPushStarted(ticket))
+
+    def on_first_chunk(self, ticket: int) -> None:
+        """Notify the router of a prompt of its own with a computed chunk."""
+        if ticket in self._tickets:
+            self.connection.send(FirstChunkComputed(ticket))
+
+    def end(self) -> None:
+        """End all requests, because nobody reads their output any more."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        for running in self._running:
+            running.stream.remove_listener()
+            self._engine.client.release(running.stream)
+        self._running.clear()
+        self._choices.clear()
+        self._ready.clear()
+        tickets, self._tickets = sorted(self._tickets), set()
+        for start in range(0, len(tickets), MAX_TICKETS):
+            self._engine.send_kv_command(ReleaseKvHolds(tickets[start : start + MAX_TICKETS]))
+
+    def _submit(self, message: SubmitRequest, refusal: str) -> None:
+        """Start a request, or answer why it is not started."""
+        # One id more than is possible, so that `from_submission` rejects the request.
+        seqs = range(message.seq, message.seq + min(message.n, MAX_N + 1))
+        if any(seq in self._choices for seq in seqs):
+            raise ValueError(f"wire id {message.seq} is in use")
+        if refusal:
+            self._reject(seqs, refusal, "unavailable")
+            return
+        try:
+            arrival = time.monotonic() - message.age_seconds
+            entry = JournalEntry.from_submission(message, arrival)
+            entry.reports_first_chunk = self.greeting.needs_first_chunks
+            stream = self._engine.client.submit_entry(entry, message.request_id)
+        except PoisonRequestError as error:
+            self._reject(seqs, str(error), "poison")
+        except (TypeError, ValueError, OverflowError) as error:
+            self._reject(seqs, f"the request cannot be sent: {error}")
+        else:
+            if message.kv_ticket:
+                self._tickets.add(message.kv_ticket)
+            if message.kv_source is not None:
+                # The request has the blocks of its prefetch from now on.
+                self._tickets.discard(message.kv_source.ticket)
+            running = _Running(stream, dict(zip(sorted(stream.alive), count(message.seq))))
+            self._running[running] = None
+            for choice, seq in running.seqs.items():
+                self._choices[seq] = running, choice
+            stream.set_listener(partial(self._on_output, running))
+
+    def _abort(self, seqs: Iterable[int]) -> None:
+        """Abort choices; those that have ended meanwhile are ignored."""
+        for seq in seqs:
+            if found := self._choices.pop(seq, None):
+                running, choice = found
+                del running.seqs[choice]
+                self._engine.client.abort(running.stream, [choice])
+                self._release_if_ended(running)
+
+    def _watch(self, message: WatchKvCache) -> None:
+        """Begin to forward KV events with a snapshot, or end it."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+        if message.is_on:
+            subscribe = self._engine.kv_events.subscribe
+            self._unwatch = subscribe(self.connection.send, message.with_tokens)
+
+    async def _reset_prefix_cache(self, command_id: int) -> None:
+        error = await self._engine.reset_prefix_cache()
+        self.connection.send(CommandDone(command_id, 0, error))
+
+    def _reject(self, seqs: Iterable[int], error: str, kind: ErrorKind = "") -> None:
+        """Answer a request that is not started."""
+        ends = [FinishedSequence(seq, "error", error=error) for seq in seqs]
+        kinds: list[tuple[int, ErrorKind]] = [(end.seq, kind) for end in ends] if kind else []
+        outcome = StepOutput([], [], [], ends)
+        self.connection.send(
+            EngineOutputs(outcome, self._engine.client.stats, error_kinds=kinds),
+        )
+
+    def _on_output(self, running: _Running) -> None:
+        """Note that a request has output; called once until it is read."""
+        self._ready.append(running)
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send the output of all requests."""
+        self._is_flush_scheduled = False
+        outputs = _OutputBuilder()
+        ready = self._ready.copy()
+        self._ready.clear()
+        is_dead = self._engine.state == "dead"
+        for running in ready:
+            for choice, delta in running.stream.pop_deltas().items():
+                seq = running.seqs.get(choice)
+                if seq is None:
+                    continue
+                if delta.end is not None:
+                    if is_dead and delta.end.error and not delta.error_kind:
+                        # The engine ends the request, but another one can continue it.
+                        delta.error_kind = "unavailable"
+                    del running.seqs[choice], self._choices[seq]
+                outputs.add(seq, delta)
+            self._release_if_ended(running)
+        if not outputs.is_empty:
+            self.connection.send(outputs.build(self._engine))
+
+    def _release_if_ended(self, running: _Running) -> None:
+        """Release a request without choices that run."""
+        if not running.seqs and running in self._running:
+            del self._running[running]
+            running.stream.remove_listener()
+            self._engine.client.release(running.stream)
+
+
+class _OutputBuilder:
+    """The output of several choices, as one message."""
+
+    def __init__(self) -> None:
+        self._seqs: list[int] = []
+        self._token_ids: list[int] = []
+        self._first_tokens: list[FirstToken] = []
+        self._finished: list[FinishedSequence] = []
+        self._details: list[SampleDetails] = []
+        self._error_kinds: list[tuple[int, ErrorKind]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no choice has new output."""
+        return not (self._seqs or self._finished or self._details or self._first_tokens)
+
+    def add(self, seq: int, delta: TokenDelta) -> None:
+        """Add the output of a choice under the router's wire id."""
+        tokens = delta.tokens
+        self._token_ids += tokens
+        self._seqs += [seq] * len(tokens)
+        if delta.first is not None:
+            self._first_tokens.append(delta.first._replace(seq=seq))
+        if delta.logprobs or delta.prompt_logprobs or delta.embedding:
+            self._add_details(seq, delta)
+        if delta.end is not None:
+            self._finished.append(delta.end._replace(seq=seq))
+            if delta.error_kind:
+                self._error_kinds.append((seq, delta.error_kind))
+
+    def _add_details(self, seq: int, delta: TokenDelta) -> None:
+        """Add log-probabilities in the order of the tokens, with the first those of the prompt."""
+        prompt_logprobs, embedding = delta.prompt_logprobs or [], delta.embedding
+        logprobs: Sequence[TokenLogprobs | None] = delta.logprobs or [None]
+        for sampled in logprobs:
+            self._details.append(SampleDetails(seq, sampled, prompt_logprobs, embedding))
+            prompt_logprobs, embedding = [], b""
+
+    def build(self, engine: AttachedEngine) -> EngineOutputs:
+        """Return the message."""
+        outcome = StepOutput(self._seqs, self._token_ids, self._first_tokens, self._finished)
+        return EngineOutputs(outcome, engine.client.stats, self._details, self._error_kinds)

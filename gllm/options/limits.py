@@ -1,0 +1,155 @@
+"""Maximum sizes of request fields, checked before any work on a request.
+
+docs/api.md has the table. `gllm.config.server` has the limits that flags set,
+`gllm.text.grammar.sources.structured_output` those of grammars. docs/benchmarks/frontend-gaps.md has the
+time for which a request of each size blocks the event loop.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from gllm.options.field_types import FieldError as FieldError
+
+MAX_STOP_STRINGS = 32
+"""Entries of `stop`."""
+MAX_STOP_CHARACTERS = 1024
+"""Characters of a stop string."""
+MAX_STOP_TOKEN_IDS = 4096
+"""Entries of `stop_token_ids`."""
+MAX_BAD_WORDS = 1024
+"""Entries of `bad_words`."""
+MAX_BAD_WORD_CHARACTERS = 256
+"""Characters of a bad word."""
+MAX_LOGIT_BIASES = 4096
+"""Entries of `logit_bias`."""
+MAX_ALLOWED_TOKEN_IDS = 2**16
+"""Entries of `allowed_token_ids`."""
+MAX_LOGPROBS = 20
+"""Most likely tokens returned per position."""
+MAX_LOGPROBS_PER_STEP = 512
+"""Choices times log-probabilities per position."""
+MAX_PROMPT_LOGPROBS = 2**18
+"""Prompt tokens times log-probabilities per position."""
+MAX_MESSAGES = 4096
+"""Messages of a chat."""
+MAX_CALLS = 128
+"""Tool calls of a message."""
+MAX_TOOLS = 128
+"""Entries of `tools`."""
+MAX_TOOL_BYTES = 2**19
+"""Bytes of `tools` as JSON."""
+MAX_TOOL_DEPTH = 64
+"""Nesting depth of a tool's parameters."""
+MAX_PROMPTS = 1024
+"""Prompts of a request."""
+MAX_METADATA = 16
+"""Entries of `metadata`."""
+MAX_METADATA_KEY = 64
+"""Characters of a metadata key."""
+MAX_METADATA_VALUE = 512
+"""Characters of a metadata value."""
+MAX_SESSION_CHARACTERS = 1024
+"""Characters of the name of a session."""
+MAX_TOKENIZE_BYTES = 2**20
+"""Bytes of a text to tokenize, in UTF-8."""
+MAX_JSON_DEPTH = 100
+"""Nesting depth of a body."""
+MAX_JSON_FIELDS = 1024
+"""Fields of a body."""
+MAX_JSON_VALUES = 2**16
+"""Strings, lists and objects of a body, including keys."""
+MAX_JSON_NUMBERS = 2**18
+"""Commas between values of a body, about its number of token ids."""
+
+
+SAMPLING_SIZES: dict[str, tuple[int, int | None]] = {
+    "stop": (MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
+    "bad_words": (MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, None),
+    "logit_bias": (MAX_LOGIT_BIASES, None),
+    "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, None),
+}
+"""Maximum number of entries of a field of SamplingParams, and of characters of an entry."""
+
+
+class RequestLimit(NamedTuple):
+    """One limit of the API."""
+
+    fields: str
+    """Names of the limited fields, in Markdown; empty for the whole body."""
+    maximum: int
+    unit: str
+    """Unit of the limit."""
+
+
+LIMITS = (
+    RequestLimit("", MAX_JSON_VALUES, "strings, lists and objects in a body, keys included"),
+    RequestLimit(
+        "", MAX_JSON_NUMBERS, "commas between values in a body, so about as many token ids"
+    ),
+    RequestLimit("", MAX_JSON_FIELDS, "fields of a body"),
+    RequestLimit("", MAX_JSON_DEPTH, "lists and objects within one another"),
+    RequestLimit("`messages`, `input`", MAX_MESSAGES, "messages"),
+    RequestLimit("`messages`", MAX_CALLS, "tool calls of one message"),
+    RequestLimit("`tools`", MAX_TOOLS, "tools"),
+    RequestLimit("`tools`", MAX_TOOL_BYTES, "bytes of JSON"),
+    RequestLimit("`tools`", MAX_TOOL_DEPTH, "lists and objects within one another in parameters"),
+    RequestLimit("`prompt`, `input` of embeddings", MAX_PROMPTS, "prompts"),
+    RequestLimit("`prompt` of /tokenize", MAX_TOKENIZE_BYTES, "bytes in UTF-8"),
+    RequestLimit("`tokens`", MAX_JSON_NUMBERS, "token ids"),
+    RequestLimit("`stop`, `stop_sequences`", MAX_STOP_STRINGS, "strings"),
+    RequestLimit("`stop`, `stop_sequences`", MAX_STOP_CHARACTERS, "characters of each string"),
+    RequestLimit("`stop_token_ids`", MAX_STOP_TOKEN_IDS, "token ids"),
+    RequestLimit("`bad_words`", MAX_BAD_WORDS, "strings"),
+    RequestLimit("`bad_words`", MAX_BAD_WORD_CHARACTERS, "characters of each string"),
+    RequestLimit("`logit_bias`", MAX_LOGIT_BIASES, "token ids"),
+    RequestLimit("`allowed_token_ids`", MAX_ALLOWED_TOKEN_IDS, "token ids"),
+    RequestLimit(
+        "`logprobs`, `top_logprobs`, `prompt_logprobs`", MAX_LOGPROBS, "tokens per position"
+    ),
+    RequestLimit("`n`", MAX_LOGPROBS_PER_STEP, "choices times log-probabilities per position"),
+    RequestLimit("`prompt_logprobs`", MAX_PROMPT_LOGPROBS, "prompt tokens times log-probabilities"),
+    RequestLimit("`metadata` of responses", MAX_METADATA, "entries"),
+    RequestLimit("`metadata` of responses", MAX_METADATA_KEY, "characters of each key"),
+    RequestLimit("`metadata` of responses", MAX_METADATA_VALUE, "characters of each value"),
+    RequestLimit("`prompt_cache_key`", MAX_SESSION_CHARACTERS, "characters"),
+)
+"""All limits, in the order of the table in docs/api.md."""
+
+
+def limits_table() -> str:
+    """Return the limits as a table in Markdown."""
+    lines = ["| field | largest | of |", "| --- | --- | --- |"]
+    lines += [
+        f"| {limit.fields or 'the body'} | {limit.maximum:,} | {limit.unit} |" for limit in LIMITS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def check_size(param: str, values: Collection[object], largest: int, unit: str = "entries") -> None:
+    """Raise FieldError if a field holds more than the largest number of values."""
+    if len(values) > largest:
+        raise FieldError(
+            param, f"{param} has {len(values)} {unit}, but at most {largest} are allowed"
+        )
+
+
+def check_lengths(param: str, strings: Iterable[str], largest: int) -> None:
+    """Raise FieldError if one of a field's strings is longer than the largest length."""
+    longest = max(map(len, strings), default=0)
+    if longest > largest:
+        raise FieldError(
+            param,
+            f"{param} has a string of {longest} characters, but at most {largest} are allowed",
+        )
+
+
+def check_sampling_sizes(params: object) -> None:
+    """Raise FieldError if a field of SamplingParams is larger than its limit."""
+    for name, (count, length) in SAMPLING_SIZES.items():
+        values = getattr(params, name)
+        if not values:
+            continue
+        check_size(name, values, count)
+        if length is not None:
+            check_lengths(name, values, length)

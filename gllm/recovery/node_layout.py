@@ -1,0 +1,216 @@
+"""Distribution of the stages over nodes, at the start and after the loss of a node.
+
+The first stage has the driver, so it is always on the head's node. The stages of a node are
+neighbours, so that activations cross the network as seldom as possible.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gllm.recovery.partition import StageCosts, StageMemory, cut_layers
+
+
+class NodeShape(msgspec.Struct, frozen=True):
+    """Stages of an engine: their layers, their ranks and their nodes."""
+
+    layers: list[tuple[int, int]]
+    """First layer of each stage and first layer after it."""
+    degrees: list[int]
+    """Number of ranks of each stage."""
+    nodes: list[str]
+    """Name of the node of each stage."""
+
+
+def distribute_stages(
+    degrees: Sequence[int], num_nodes: int, stages_per_node: Sequence[int] = ()
+) -> list[int]:
+    """Return the index of the node of each stage: contiguous, with workers as even as possible.
+
+    The largest number of workers per node is as small as possible; among such distributions the
+    sum of squared numbers is. Ties are broken in favour of more stages on earlier nodes.
+
+    Args:
+        degrees: number of ranks of each stage.
+        num_nodes: nodes; each gets a stage at least.
+        stages_per_node: number of stages of each node; empty to distribute them evenly.
+
+    Raises:
+        ValueError: there are fewer stages than nodes, or `stages_per_node` does not fit.
+    """
+    num_stages = len(degrees)
+    if stages_per_node:
+        if len(stages_per_node) != num_nodes or sum(stages_per_node) != num_stages:
+            raise ValueError(
+                f"stages_per_node {','.join(map(str, stages_per_node))} has to be one number for "
+                f"each of {num_nodes} nodes (--nnodes) that sum up to {num_stages} stages (--pp)"
+            )
+        return [node for node, size in enumerate(stages_per_node) for _ in range(size)]
+    if num_stages < num_nodes:
+        raise ValueError(
+            f"{num_stages} pipeline stages cannot be distributed over {num_nodes} nodes, because "
+            f"each node needs a stage: set --pp to {num_nodes} or more, or --nnodes to "
+            f"{num_stages} or less"
+        )
+    # The cut of the reversed list, because cut_layers gives later parts more in a tie.
+    costs = StageCosts(tuple(map(float, reversed(degrees))))
+    parts = cut_layers([costs] * num_nodes)
+    sizes = [len(part) for part in reversed(parts)]
+    return [node for node, size in enumerate(sizes) for _ in range(size)]
+
+
+def recut_layers(
+    shape: NodeShape,
+    survivors: Sequence[str],
+    costs: Sequence[StageCosts],
+    needs: StageCosts,
+    node_limits: Mapping[str, float],
+    stage_limits: Sequence[float] | None = None,
+) -> NodeShape | None:
+    """Return the stages after the loss of nodes: those of the others, which get all layers.
+
+    The stages that are left keep their ranks and nodes. The slowest stage is as fast as possible.
+
+    Args:
+        shape: stages before the loss.
+        survivors: names of the nodes that are left.
+        costs: of the layers on each stage of `shape`.
+        needs: bytes of the weights, and of the keys and values of the longest sequence.
+        node_limits: bytes that all stages of a node may take together; a missing node has no limit.
+        stage_limits: bytes that each stage of `shape` may take in memory of its own; None without
+            limits.
+
+    Returns:
+        The stages; None if the layers do not fit into the memory of the nodes that are left, or
+        no stage is left on one.
+    """
+    kept = [stage for stage, node in enumerate(shape.nodes) if node in survivors]
+    if not kept or kept[0] != 0:
+        return None
+    nodes = [shape.nodes[stage] for stage in kept]
+    degrees = [shape.degrees[stage] for stage in kept]
+    limits = [math.inf if stage_limits is None else stage_limits[stage] for stage in kept]
+    return _cut(nodes, degrees, [costs[stage] for stage in kept], needs, node_limits, limits)
+
+
+def extend_layers(
+    shape: NodeShape,
+    nodes: Sequence[str],
+    degrees: Sequence[int],
+    costs: Sequence[StageCosts],
+    needs: StageCosts,
+    node_limits: Mapping[str, float],
+    stage_limits: Sequence[float],
+) -> NodeShape | None:
+    """Return the stages of a shape and further ones after them, which share all layers.
+
+    The slowest stage is as fast as possible.
+
+    Args:
+        shape: present stages.
+        nodes: node of each further stage.
+        degrees: number of ranks of each further stage.
+        costs: of the layers on each stage, the further ones last.
+        needs: see `recut_layers`.
+        node_limits: see `recut_layers`.
+        stage_limits: bytes that each stage may take in memory of its own, the further ones last.
+
+    Returns:
+        The stages; None if there are too few layers, or they do not fit.
+    """
+    return _cut(
+        [*shape.nodes, *nodes],
+        [*shape.degrees, *degrees],
+        costs,
+        needs,
+        node_limits,
+        stage_limits,
+    )
+
+
+def _cut(
+    nodes: list[str],
+    degrees: list[int],
+    costs: Sequence[StageCosts],
+    needs: StageCosts,
+    node_limits: Mapping[str, float],
+    stage_limits: Sequence[float],
+) -> NodeShape | None:
+    """Return stages that have all layers; None if these do not fit."""
+    memory = [StageMemory(needs, limit) for limit in stage_limits]
+    try:
+        layers = cut_layers(costs, memory)
+        if not _fits(layers, nodes, needs, node_limits):
+            layers = _cut_by_node(nodes, costs, memory, node_limits)
+    except ValueError:
+        return None
+    if not _fits(layers, nodes, needs, node_limits):
+        return None
+    return NodeShape([(part.start, part.stop) for part in layers], degrees, nodes)
+
+
+def _fits(
+    layers: Sequence[range],
+    nodes: Sequence[str],
+    needs: StageCosts,
+    node_limits: Mapping[str, float],
+) -> bool:
+    """Return True if the stages of each node fit into its memory together."""
+    used = dict.fromkeys(nodes, 0.0)
+    for part, node in zip(layers, nodes, strict=True):
+        used[node] += needs.cost_of(part.start, part.stop)
+    return all(used[node] <= node_limits.get(node, math.inf) for node in used)
+
+
+def _cut_by_node(
+    nodes: Sequence[str],
+    costs: Sequence[StageCosts],
+    memory: Sequence[StageMemory],
+    node_limits: Mapping[str, float],
+) -> list[range]:
+    """Return the layers of each stage, cut over the nodes first and then within each node.
+
+    So the layers fit into the memory of the nodes if that is possible, although the slowest stage
+    may be slower than necessary.
+
+    Args:
+        nodes: name of the node of each stage; the stages of a node are neighbours.
+        costs: of the layers on each stage.
+        memory: of each stage.
+        node_limits: bytes that all stages of a node may take together.
+
+    Raises:
+        ValueError: the layers do not fit.
+    """
+    groups = [[i for i, own in enumerate(nodes) if own == node] for node in dict.fromkeys(nodes)]
+    needs = memory[0].needs
+    node_costs = [costs[group[0]].scale(1 / len(group)) for group in groups]
+    limits = [
+        min(
+            node_limits.get(nodes[group[0]], math.inf),
+            sum(memory[stage].limit_bytes for stage in group),
+        )
+        for group in groups
+    ]
+    layers: list[range] = []
+    node_memory = [StageMemory(needs, each) for each in limits]
+    parts = cut_layers(node_costs, node_memory, [len(group) for group in groups])
+    for group, part in zip(groups, parts, strict=True):
+        within = cut_layers(
+            [_part_of(costs[stage], part) for stage in group],
+            [StageMemory(_part_of(needs, part), memory[stage].limit_bytes) for stage in group],
+        )
+        layers += [range(part.start + own.start, part.start + own.stop) for own in within]
+    return layers
+
+
+def _part_of(costs: StageCosts, layers: range) -> StageCosts:
+    """Return the costs of some layers as those of a model that has no others."""
+    is_first, is_last = layers.start == 0, layers.stop == len(costs.layers)
+    return StageCosts(
+        costs.layers[layers.start : layers.stop],
+        costs.embedding if is_first else 0.0,
+        costs.head if is_last else 0.0,
+        costs.step,
+    )

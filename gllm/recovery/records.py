@@ -1,0 +1,146 @@
+"""Records of an engine's life: its state, its limits, its workers and places."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from gllm.recovery.placement import LOCAL_NODE
+
+FIRST_BACKOFF_SECONDS = 0.5
+"""Delay before the second restart of a place without a committed step between; then it doubles."""
+MAX_BACKOFF_SECONDS = 30.0
+"""Longest delay before a restart, with jitter."""
+
+
+class RecoveryState(StrEnum):
+    """State of an engine's life."""
+
+    NEW = "new"
+    """Before `start`."""
+    FORMING = "forming"
+    """Some places have no worker, or a worker that has not closed its old instance."""
+    MEASURING = "measuring"
+    """The workers measure their speed, by which the layers are divided."""
+    LOADING = "loading"
+    """The workers load the weights of the current generation."""
+    INITIALIZING = "initializing"
+    """The workers allocate their KV caches."""
+    WARMING = "warming"
+    """The first token of the generation is computed."""
+    READY = "ready"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class RecoveryLimits:
+    """Limits of a recovery."""
+
+    max_restarts: int = 3
+    """Restarts of one place without a committed step between; the next death ends the engine."""
+    recovery_timeout: float = 60.0
+    """Seconds after which the parked requests end."""
+    num_standbys: int = 0
+    """Worker processes per node that wait for a place."""
+    spare_preloads: bool = False
+    """True if spares have workers with the layers of the costliest stage."""
+    close_seconds: float = 5.0
+    """Seconds in which a survivor has to close its instance; then it is killed."""
+    phase_seconds: float = 900.0
+    """Seconds in which each worker has to measure, load, initialize or warm up; progress of loading
+    extends them. Then it is killed."""
+    node_return_seconds: float | None = None
+    """Seconds for which the stages of a lost node wait for it, if no spare takes them, before the
+    layers are cut anew; None for a prediction, see `return_wait`."""
+    join_seconds: float = 300.0
+    """Seconds for which an engine that has never been ready waits for a lost node; then it ends."""
+
+
+class Activity(StrEnum):
+    """Activity of a worker, by the actions and reports so far."""
+
+    IDLE = "idle"
+    """It has no instance: it is new, or has closed its instance."""
+    ASSIGNED = "assigned"
+    """It has an instance of the current generation."""
+    CLOSING = "closing"
+    EXITING = "exiting"
+    """It was killed; its exit follows."""
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """A process that has not exited."""
+
+    sender: int
+    place: int | None
+    """Index of its place in the placement; None for a standby worker."""
+    node: str = LOCAL_NODE
+    """Name of the machine on which it runs."""
+    activity: Activity = Activity.IDLE
+    has_finished_phase: bool = False
+    """True if it has answered to the current phase."""
+    deadline: float = math.inf
+    """Time at which it is killed, unless it closes or finishes the current phase."""
+    has_connected: bool = False
+    """False while the process may still import its modules, so that it cannot answer."""
+    keeps_weights: bool = True
+    """True if its instance can be closed without its weights."""
+    is_dropped: bool = False
+    """True if it was killed because its place does not exist any more."""
+    is_reserved: bool = False
+    """True if it has no place yet, and gets one by the planned change that is being prepared."""
+
+    def begin_phase(self, now: float, limits: RecoveryLimits) -> None:
+        """Note that it has to answer to a phase."""
+        self.activity, self.has_finished_phase = Activity.ASSIGNED, False
+        self.deadline = now + limits.phase_seconds
+
+    def begin_closing(self, now: float, limits: RecoveryLimits) -> None:
+        """Note that it has to close its instance, once it has imported its modules."""
+        self.activity = Activity.CLOSING
+        seconds = limits.close_seconds if self.has_connected else limits.phase_seconds
+        self.deadline = now + seconds
+
+    def rest(self) -> None:
+        """Note that it has no instance."""
+        self.activity, self.deadline = Activity.IDLE, math.inf
+
+
+@dataclass(slots=True)
+class PlaceRecord:
+    """A place for one worker, a rank of a stage, and the history of its workers."""
+
+    sender: int | None = None
+    """Process that holds the place, until it is reaped."""
+    num_deaths: int = 0
+    """Deaths since the last committed step."""
+    respawn_at: float = 0.0
+    """Earliest time of the next worker."""
+    node: str = LOCAL_NODE
+    """Name of the machine of its workers."""
+    is_vacant: bool = False
+    """True if that machine is lost, so that no worker can be started."""
+
+
+@dataclass(slots=True)
+class RetryRecord:
+    """History of something that is tried again: standby workers, or the assignment of stages."""
+
+    num_failures: int = 0
+    """Failures since the last success."""
+    retry_at: float = 0.0
+    """Earliest time of the next attempt."""
+
+    def on_failure(self, now: float, jitter: Random, num_earlier: int = 0) -> None:
+        """Count a failure; the delay is that after `num_earlier` failures more."""
+        self.num_failures += 1
+        self.retry_at = now + backoff_seconds(self.num_failures + num_earlier, jitter)
+
+
+def backoff_seconds(num_deaths: int, jitter: Random) -> float:
+    """Return the delay before a restart, after a number of deaths without a committed step."""
+    if num_deaths <= 1:
+        return 0.0
+    seconds = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(num_deaths - 2, 10), MAX_BACKOFF_SECONDS)
+    return seconds * jitter.uniform(0.75, 1.0)

@@ -1,0 +1,400 @@
+"""Client of many engines: a request continues on another one when its engine is lost.
+
+It decides when a request moves and who may get it; which engine is best is a function of the
+caller. Output counts only for requests that its engine has now: nothing is delivered twice.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from gllm.messages.requests import AbortSequences, EngineOutputs
+from gllm.router.dispatch_target import ChooseEngine, DispatchTarget, KvPeer, Parked, Submitted
+from gllm.router.handoffs import Handoffs, PairChooser
+from gllm.router.numerics import PATIENCE_SECONDS, NumericsIndex
+from gllm.router.output_checks import drop_stale, is_complete, split_refused
+from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.handoff import HandoffLimits
+from gllm.runtime.head.delivery import SubmittedChoice, deliver
+from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.request_client import RequestClient, SendFunction
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.suspects import SuspectTracker
+
+MIGRATION_LIMIT = 3
+"""Unplanned deaths of engines in a row after which the request that they computed is ended."""
+_POISON_ERROR = (
+    "an engine was lost each time that it computed this request, the last time while it had no "
+    "other request; it is not tried again"
+)
+
+
+class FleetClient(RequestClient):
+    """Running requests of a router, and the engines that compute them."""
+
+    def __init__(
+        self,
+        choose: ChooseEngine,
+        migration_limit: int = MIGRATION_LIMIT,
+        on_output_length: Callable[[JournalEntry, int], None] | None = None,
+        numerics_patience: float = PATIENCE_SECONDS,
+        pairs: PairChooser | None = None,
+        clock: Callable[[], float] | None = None,
+        handoff_limits: HandoffLimits | None = None,
+    ) -> None:
+        """Create a client without engines.
+
+        Args:
+            choose: chooses the engine of a request. It must not call the client.
+            migration_limit: unplanned deaths of engines in a row after which a request is ended;
+                at least 2. Before its last trial it has an engine for itself.
+            on_output_length: called with a request and the tokens of each output that has ended.
+            numerics_patience: seconds after which other numerics may continue a request's tokens.
+            pairs: chooses who prefills and who decodes; None if one engine does both.
+            clock: returns the time in seconds; None for time.monotonic.
+            handoff_limits: times of hand-offs; None for the defaults.
+        """
+        if migration_limit < 2:
+            raise ValueError(f"migration_limit is {migration_limit}, but has to be at least 2")
+        super().__init__()
+        self.num_migrations: Counter[str] = Counter()
+        """Requests that were submitted to another engine, by cause: `lost`, `drained`,
+        `recovering`, `unavailable` (the engine's own answer), `isolation` (of a suspect)."""
+        self.num_dispatched: Counter[str] = Counter()
+        """Submissions by engine."""
+        self.num_stale_tokens = 0
+        """Tokens that arrived from an engine which no longer had their request."""
+        self._choose = choose
+        self._clock = clock or time.monotonic
+        self._on_output_length = on_output_length or (lambda entry, length: None)
+        self._engines: dict[str, DispatchTarget] = {}
+        self.handoffs = Handoffs(self._engines, pairs, handoff_limits)
+        self._numerics = NumericsIndex(numerics_patience)
+        self._parked: dict[RequestStream, Parked] = {}
+        self._suspects: SuspectTracker[RequestStream] = SuspectTracker(migration_limit - 1)
+        self._reserved = ""
+        """Engine that a suspect has for itself."""
+
+    @property
+    def num_inexact_migrations(self) -> int:
+        """Requests that an engine with other numerics continued."""
+        return self._numerics.num_inexact_migrations
+
+    @property
+    def num_parked(self) -> int:
+        """Number of requests that wait for an engine."""
+        return len(self._parked)
+
+    @property
+    def parked_since(self) -> float | None:
+        """Time since which a request has waited for an engine; None if none does."""
+        return min((parked.since for parked in self._parked.values()), default=None)
+
+    def num_running(self, engine: str) -> int:
+        """Return the number of requests that an engine has."""
+        attached = self._engines.get(engine)
+        return len(attached.streams) if attached is not None else 0
+
+    def attach(
+        self, engine: str, numerics: str, send: SendFunction, kv: KvPeer | None = None
+    ) -> None:
+        """Use an engine from now on; parked requests are dispatched.
+
+        Args:
+            engine: name; an attached engine of this name is lost.
+            numerics: digest of what its tokens depend on besides the request.
+            send: sends to it, in order; must not raise once a message could be encoded.
+            kv: its part in hand-offs; None if it takes none.
+        """
+        self.detach(engine, "another session took its place", is_planned=False)
+        self._engines[engine] = DispatchTarget(engine, numerics, send, kv)
+        self._numerics.update(self._engines.values())
+        self.dispatch_parked()
+
+    def detach(self, engine: str, cause: str, is_planned: bool) -> None:
+        """Use an engine no more, because its session has ended; its requests go on elsewhere.
+
+        Args:
+            engine: name; nothing happens if it is not attached.
+            cause: description of the end, for the error of a request that is to blame.
+            is_planned: it has finished or drained; otherwise the requests that it had may have
+                caused its death.
+        """
+        attached = self._engines.pop(engine, None)
+        if attached is None:
+            return
+        self.handoffs.on_lost(engine)
+        self._numerics.update(self._engines.values())
+        owners = {seq: choice.stream for seq, choice in attached.choices.items()}
+        for stream in list(attached.streams):
+            self._take_back(attached, stream, "drained" if is_planned else "lost")
+        if not is_planned:
+            self._count_death(owners, cause)
+        elif self._reserved == engine:
+            self._suspects.stop_isolation()
+        self.dispatch_parked()
+        self._notify()
+
+    def migrate(self, engine: str, is_planned: bool = True) -> int:
+        """Let requests of a living engine go on elsewhere.
+
+        A request for which no other engine is chosen stays where it is.
+
+        Args:
+            engine: name.
+            is_planned: the engine works, but is to have no requests; otherwise the requests that
+                move may have caused its trouble.
+
+        Returns:
+            Number of requests that were taken back.
+        """
+        attached = self._engines.get(engine)
+        # A suspect that has the engine for itself stays until it has a token.
+        if attached is None or (is_planned and self._reserved == engine):
+            return 0
+        for stream in attached.streams:
+            self._pin_numerics(attached, stream)
+        chosen = {each: self._find_engine(each, avoid=engine) for each in attached.streams}
+        moved = [stream for stream, target in chosen.items() if target is not None]
+        seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
+        for stream in moved:
+            self._take_back(attached, stream, "drained" if is_planned else "recovering")
+        if seqs:
+            attached.send(AbortSequences(list(seqs)))
+        if not is_planned:
+            self._count_death(seqs, "the engine did not recover in time")
+        suspects = self._suspects.suspects(moved)
+        for stream in moved:
+            target = chosen[stream]
+            if target is not None and stream in self._parked and stream not in suspects:
+                self._submit_to(target, stream)
+        if suspects or not is_planned:
+            self.dispatch_parked()
+        self._notify()
+        return len(moved)
+
+    def dispatch_parked(self, avoid: str = "") -> None:
+        """Look for engines for the parked requests, suspects first, in order of their arrival.
+
+        The caller's function may choose otherwise than before, so this is called after each change
+        that it considers.
+
+        Args:
+            avoid: name of an engine that is not offered.
+        """
+        self._isolate_next(avoid)
+        self._submit_each(sorted(self._parked, key=lambda each: each.entry.arrival), avoid)
+
+    def reject_parked(self, cause: str, parked_for: float = 0.0) -> None:
+        """End requests that have waited for an engine for a time, with kind `unavailable`.
+
+        Args:
+            cause: text of the error.
+            parked_for: least seconds of waiting.
+        """
+        limit = self._clock() - parked_for
+        for stream, parked in list(self._parked.items()):
+            if parked.since <= limit:
+                self._end(stream, stream.alive, "error", cause, "unavailable")
+        self._notify()
+
+    def on_outputs(self, engine: str, message: EngineOutputs) -> None:
+        """Deliver output of an engine.
+
+        Requests that it gives back with kind `unavailable` go on elsewhere. Output of requests
+        that it should not have is dropped, and the engine has to abort them.
+        """
+        attached = self._engines.get(engine)
+        if attached is None:
+            self.num_stale_tokens += len(message.outcome.seqs)
+            return
+        self.num_stale_tokens += drop_stale(attached, message)
+        message, refused = split_refused(attached, message, self._ban)
+        message, prefilled = self.handoffs.split_prefilled(attached, message)
+        ended = deliver(message, attached.choices)
+        self.handoffs.on_tokens(attached, message.outcome.seqs)
+        if self._suspects.has_deaths:
+            for seq in message.outcome.seqs:
+                if target := attached.choices.get(seq):
+                    self._suspects.clear(target.stream)
+        for stream, choice, _ in ended:
+            if is_complete(stream, choice):
+                entry = stream.entry
+                self._on_output_length(entry, len(entry.outputs[choice]))
+            self._remove(stream, [choice])
+        for stream, is_held in prefilled.items():
+            self.handoffs.on_prefilled(stream, is_held, self._clock())
+            self._take_back(attached, stream, "")
+            # Both engines together are one attempt.
+            stream.entry.num_attempts = 0
+        self._move_refused(attached, refused)
+        self._end_isolation(avoid=attached.name if refused else "")
+        self._notify()
+        if prefilled:
+            self.continue_handoffs()
+
+    def continue_handoffs(self) -> None:
+        """Submit prefilled requests whose reader goes on after token 1; renew and release holds.
+
+        To be called soon again while `handoffs.has_unread`, otherwise every second.
+        """
+        for stream in self.handoffs.pop_read(self._clock()):
+            self._place(stream)
+
+    def _dispatch(self, stream: RequestStream) -> None:
+        if not self._place(stream):
+            self._check_encoding(stream)
+            self._parked[stream] = Parked(self._clock(), "")
+
+    def _place(self, stream: RequestStream, avoid: str = "") -> bool:
+        """Submit a new or parked request to the engine that is chosen for it, if one is."""
+        excluded = {avoid, self._reserved}
+        pair = self.handoffs.choose(stream, self._eligible(stream)[0] - excluded, excluded)
+        target = self._find_engine(stream, avoid) if pair is None else self._engines[pair.prefill]
+        if target is not None:
+            self._submit_to(target, stream, pair)
+        return target is not None
+
+    def _find_engine(self, stream: RequestStream, avoid: str = "") -> DispatchTarget | None:
+        """Return the engine that is chosen for a request, other than `avoid`, if one is."""
+        for names in self._eligible(stream):
+            if target := self._choose_among(stream, names - {avoid, self._reserved}):
+                return target
+        return None
+
+    def _eligible(self, stream: RequestStream) -> list[frozenset[str]]:
+        """Return the engines that may get a request, in the order of preference."""
+        parked = self._parked.get(stream)
+        waited = self._clock() - parked.since if parked is not None else 0.0
+        return self._numerics.eligible(stream.entry, waited, self._reserved)
+
+    def _choose_among(self, stream: RequestStream, names: frozenset[str]) -> DispatchTarget | None:
+        name = self._choose(stream, names) if names else None
+        return self._engines[name] if name is not None and name in names else None
+
+    def _submit_each(self, streams: Iterable[RequestStream], avoid: str = "") -> None:
+        """Submit parked requests, except suspects, if engines are chosen for them."""
+        suspects = set(self._suspects.suspects(self._parked))
+        for stream in streams:
+            if stream not in suspects and not self.handoffs.is_reading(stream):
+                self._place(stream, avoid)
+
+    def _submit_to(
+        self, engine: DispatchTarget, stream: RequestStream, pair: EnginePair | None = None
+    ) -> None:
+        """Submit a new or parked request to an engine, the first one of a pair if there is one."""
+        self._submit(stream, self.handoffs.sender(stream, engine, pair), engine.choices)
+        self.handoffs.on_submitted(stream, engine)
+        self._numerics.on_submission(stream.entry, engine)
+        stream.entry.engine = engine.name
+        self.num_dispatched[engine.name] += 1
+        parked = self._parked.pop(stream, None) or Parked(self._clock(), "")
+        engine.streams[stream] = Submitted(parked.since, stream.entry.num_output_tokens)
+        if parked.cause:
+            self.num_migrations[parked.cause] += 1
+
+    def _take_back(self, engine: DispatchTarget, stream: RequestStream, cause: str) -> None:
+        """Park a running request; the engine is not notified."""
+        entry = stream.entry
+        for seq in entry.seqs.values():
+            del engine.choices[seq]
+        entry.seqs.clear()
+        self.handoffs.on_given_back(stream, engine.name)
+        submitted, num_tokens = engine.streams.pop(stream), entry.num_output_tokens
+        self._pin_numerics(engine, stream)
+        since = self._clock()
+        if num_tokens > submitted.num_output_tokens:
+            entry.num_refusals = 0
+        elif cause == "unavailable":
+            since = submitted.waits_since
+        self._parked[stream] = Parked(since, cause)
+
+    def _pin_numerics(self, engine: DispatchTarget, stream: RequestStream) -> None:
+        """Let a request with tokens leave its engine only for those that continue them."""
+        if stream.entry.num_output_tokens:
+            stream.entry.numerics = engine.numerics
+
+    def _count_death(self, owners: dict[int, RequestStream], cause: str) -> None:
+        """Count the death of an engine for the requests that it had.
+
+        Args:
+            owners: by wire id; they are parked.
+            cause: description of the death.
+        """
+        poison = self._suspects.on_death(owners, owners)
+        if poison is not None:
+            self._ban(poison.entry)
+            self._end(poison, poison.alive, "error", f"{_POISON_ERROR}: {cause}", "poison")
+
+    def _ban(self, entry: JournalEntry) -> None:
+        """Refuse requests equal to one that has killed workers."""
+        self._poison.add(entry.prompt, entry.sampling, self._clock())
+
+    def _isolate_next(self, avoid: str = "") -> None:
+        """Give an engine to the next suspect alone, if none runs alone."""
+        if self._suspects.isolated is not None:
+            return
+        self._reserved = ""
+        suspects = self._suspects.suspects(self._parked)
+        # Who is to blame has seldom come far.
+        for suspect in sorted(suspects, key=lambda each: each.entry.num_output_tokens):
+            if engine := self._find_engine_alone(suspect, avoid):
+                self._isolate(suspect, engine)
+                return
+
+    def _find_engine_alone(self, suspect: RequestStream, avoid: str) -> DispatchTarget | None:
+        """Return an engine for a suspect: one of those with the fewest requests, if possible."""
+        for eligible in self._eligible(suspect):
+            names = eligible - {avoid}
+            fewest = min((len(self._engines[name].streams) for name in names), default=0)
+            least = frozenset(name for name in names if len(self._engines[name].streams) == fewest)
+            target = self._choose_among(suspect, least)
+            if target := target or self._choose_among(suspect, names - least):
+                return target
+        return None
+
+    def _isolate(self, suspect: RequestStream, engine: DispatchTarget) -> None:
+        """Run a suspect on an engine whose other requests go elsewhere."""
+        self._reserved = engine.name
+        seqs = list(engine.choices)
+        for stream in list(engine.streams):
+            self._take_back(engine, stream, "isolation")
+        if seqs:
+            engine.send(AbortSequences(seqs))
+        self._submit_to(engine, suspect)
+        self._suspects.isolate(suspect, suspect.entry.seqs.values())
+
+    def _end_isolation(self, avoid: str = "") -> None:
+        """Let other requests use the engine of a suspect that has a token or has ended."""
+        if self._reserved and self._suspects.isolated is None:
+            self.dispatch_parked(avoid)
+
+    def _move_refused(self, engine: DispatchTarget, streams: Iterable[RequestStream]) -> None:
+        """Let requests go on elsewhere that an engine has given back."""
+        for stream in streams:
+            seqs = list(stream.entry.seqs.values())
+            self._take_back(engine, stream, "unavailable")
+            # Choices that it did not give back; it does not mind the others.
+            engine.send(AbortSequences(seqs))
+            if self._suspects.isolated is stream:
+                self._suspects.stop_isolation()
+            stream.entry.num_refusals += 1
+        # Others wait for the next `dispatch_parked`, so that engines do not pass them around.
+        first = [stream for stream in streams if stream.entry.num_refusals == 1]
+        self._submit_each(first, avoid=engine.name)
+
+    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
+        return self._engines[stream.entry.engine].choices
+
+    def _on_removed(self, stream: RequestStream) -> None:
+        self._parked.pop(stream, None)
+        self.handoffs.on_end(stream)
+        self._suspects.clear(stream)
+        if engine := self._engines.get(stream.entry.engine):
+            engine.streams.pop(stream, None)
+
+    def _abort_seqs(self, stream: RequestStream, seqs: list[int]) -> None:
+        engine = self._engines.get(stream.entry.engine)
+        if seqs and engine is not None:
+            engine.send(AbortSequences(seqs))
+        self._end_isolation()

@@ -1,0 +1,187 @@
+"""Decisions of a router about its requests: which engine gets one, and which one is refused.
+
+Pure apart from the clock that it is given, so the simulation runs the same object.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from gllm.options.slo import Slo
+from gllm.router.engine_record import EngineRecord
+from gllm.routing.engine_rate import RecentLengths
+from gllm.routing.health import FleetHealth
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.predict import predict_all
+from gllm.routing.prefix_index import PromptBlockHashes
+from gllm.routing.shedding import retry_after_seconds, shed
+from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.scheduler.output_lengths import OutputLengthPredictor
+
+log = logging.getLogger(__name__)
+
+EXPECTED_OUTPUT_TOKENS = 256
+"""Expected number of output tokens of a request before similar ones have finished."""
+
+
+class Dispatcher:
+    """The attached engines with their load, and the choice among them."""
+
+    def __init__(
+        self, policy: RoutingPolicy, health: FleetHealth, clock: Callable[[], float]
+    ) -> None:
+        """Create a dispatcher without engines.
+
+        Args:
+            policy: chooses among the engines that may get a request.
+            health: knows which engines are ejected or start slowly.
+            clock: returns the time in seconds.
+        """
+        self.records: dict[str, EngineRecord] = {}
+        """Attached engines by name."""
+        self.num_shed: Counter[str] = Counter()
+        """Requests refused because of their SLO, by reason."""
+        self.output_lengths = OutputLengthPredictor(EXPECTED_OUTPUT_TOKENS)
+        self.mean_lengths: RecentLengths | None = None
+        """Mean lengths of the requests that have finished lately; None before the first."""
+        self.policy = policy
+        self.health = health
+        self._clock = clock
+
+    @property
+    def has_ready_engine(self) -> bool:
+        """True if an engine takes requests."""
+        return any(record.accepts_requests for record in self.records.values())
+
+    def choose(self, stream: RequestStream, names: Collection[str]) -> str | None:
+        """Return the engine that gets a request.
+
+        Args:
+            stream: the request.
+            names: engines that may get it.
+
+        Returns:
+            None if none of them takes requests at present, or the request has to wait because
+            others were refused too.
+        """
+        now = self._clock()
+        engines = self.candidates(names, now)
+        if not engines:
+            return None
+        request = self._routing_request(stream.entry, engines[0].block_size)
+        name = self._apply_policy(request, engines)
+        if name is None or not self._may_submit(stream.entry, now):
+            return None
+        record = self.records[name]
+        num_cached = 0
+        if self.policy.uses_prefixes:
+            cached = self.policy.prefixes.cached_blocks(request.block_hashes)
+            num_cached = cached.get(name, 0) * record.announce.block_size
+        record.num_next_tokens = max(0, request.num_prompt_tokens - num_cached)
+        return name
+
+    def on_output(self, entry: JournalEntry, length: int) -> None:
+        """Note an output of a request that has finished, by its length in tokens."""
+        self.output_lengths.record(entry.max_tokens, length)
+        self.policy.on_finished(len(entry.prompt), length)
+        lengths = RecentLengths(len(entry.prompt), length)
+        self.mean_lengths = self.mean_lengths.mix(lengths) if self.mean_lengths else lengths
+
+    def predict_output(self, entry: JournalEntry) -> int:
+        """Predict the length of a request's output in tokens, earlier output included.
+
+        The request carries the prediction to its engine once outputs of its class have ended here;
+        an engine has seen fewer outputs than its routers.
+        """
+        num_generated = min((len(entry.outputs[choice]) for choice in entry.alive), default=0)
+        length = self.output_lengths.predict(entry.max_tokens, num_generated)
+        is_known = self.output_lengths.has_history(entry.max_tokens)
+        entry.predicted_output_tokens = length if is_known else 0
+        return length
+
+    def reason_to_shed(
+        self, prompt: Sequence[int], max_tokens: int, priority: int, cache_salt: str, slo: Slo
+    ) -> tuple[str, int] | None:
+        """Decide whether a new request is refused because no engine can meet its SLO.
+
+        Args:
+            prompt: token ids.
+            max_tokens: most tokens to generate.
+            priority: requests of lower values run first.
+            cache_salt: as in SubmitRequest.
+            slo: objectives of the request.
+
+        Returns:
+            The reason and the seconds after which a client may try again; None to accept it.
+        """
+        engines = self.candidates(self.records, self._clock())
+        if not engines:
+            return None
+        request = RoutingRequest(
+            num_prompt_tokens=len(prompt),
+            block_hashes=PromptBlockHashes(prompt, engines[0].block_size, cache_salt),
+            num_output_tokens=self.output_lengths.predict(max_tokens, 0),
+            max_tokens=max_tokens,
+            priority=priority,
+            slo=slo,
+        )
+        predictions = predict_all(request, engines, self.policy.prefixes)
+        reason = shed(request, predictions)
+        if reason is None:
+            return None
+        self.num_shed[reason] += 1
+        return reason, retry_after_seconds(request, predictions.values())
+
+    def _apply_policy(
+        self, request: RoutingRequest, engines: Sequence[EngineSnapshot]
+    ) -> str | None:
+        """Return the policy's choice; that of the fewest requests if the policy fails.
+
+        An engine may report figures that no policy expects, and no request is lost for that.
+        """
+        try:
+            return self.policy.choose(request, engines)
+        except Exception:
+            # A warning, because equal ones are written once a minute.
+            log.warning(
+                "the routing policy failed; the engine with the fewest requests is taken",
+                exc_info=True,
+            )
+            least = min(engines, key=lambda each: each.stats.unfinished + each.num_sent)
+            return least.name
+
+    def _may_submit(self, entry: JournalEntry, now: float) -> bool:
+        """Return False for a request that an engine has refused while no retry is left."""
+        if entry.num_refusals and not self.health.may_retry(now):
+            return False
+        entry.num_refusals = 0
+        return True
+
+    def candidates(self, names: Collection[str], now: float) -> list[EngineSnapshot]:
+        """Return the engines that take requests; ejected ones only if there are no others."""
+        # In the order of attachment: that of a set of names differs from run to run.
+        ready = [
+            record
+            for name, record in self.records.items()
+            if name in names and record.accepts_requests
+        ]
+        weights = [self.health.weight(record.name, now) for record in ready]
+        if not any(weights):
+            weights = [1.0] * len(ready)
+        pairs = zip(ready, weights, strict=True)
+        return [record.snapshot(weight, now) for record, weight in pairs if weight]
+
+    def _routing_request(self, entry: JournalEntry, block_size: int) -> RoutingRequest:
+        num_generated = [len(entry.outputs[choice]) for choice in entry.alive]
+        least = min(num_generated, default=0)
+        return RoutingRequest(
+            num_prompt_tokens=len(entry.prompt) + sum(num_generated),
+            block_hashes=PromptBlockHashes(entry.prompt, block_size, entry.cache_salt),
+            num_output_tokens=self.predict_output(entry) - least,
+            max_tokens=entry.max_tokens - least,
+            priority=entry.priority,
+            session=entry.session,
+            slo=entry.slo,
+        )

@@ -1,0 +1,399 @@
+"""Backend of a router: the engines that are attached, and the requests divided among them."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+
+from gllm.config.router import RouterConfig
+from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
+from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
+from gllm.messages.codec import AnyMessage
+from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.fleet import DrainEngine, EngineReport
+from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.requests import EngineOutputs
+from gllm.options.slo import Slo
+from gllm.router import fleet_status
+from gllm.router.client import FleetClient
+from gllm.router.dispatcher import Dispatcher
+from gllm.router.engine_checks import preset_warning, unfit_reason
+from gllm.router.engine_commands import EngineCommands
+from gllm.router.engine_record import EngineRecord
+from gllm.router.engine_senders import kv_peer, request_sender
+from gllm.router.handoff_poll import HandoffPoll
+from gllm.router.pair_dispatcher import PairDispatcher
+from gllm.router.prefix_events import apply_kv_events
+from gllm.router.role_control import RoleControl
+from gllm.router.scale_control import ScaleControl
+from gllm.router.workload_monitor import WorkloadMonitor
+from gllm.routing.disaggregation.policy import PairPolicy
+from gllm.routing.health import FleetHealth
+from gllm.routing.policy import RoutingPolicy
+from gllm.routing.policy_registry import make_policy
+from gllm.runtime.messaging.engine_link import EngineLink
+from gllm.runtime.messaging.fleet_links import FleetLinks
+from gllm.runtime.messaging.link_config import make_router_links
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""Interval at which deadlines are checked."""
+
+
+class Fleet:
+    """Engines of one model behind a router. Implements `Backend` and `FleetControl`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        model_hash: str,
+        max_model_len: int,
+        create_links: Callable[..., FleetLinks] = FleetLinks,
+        pair_policy: PairPolicy | None = None,
+        policy: RoutingPolicy | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Create the fleet; `start` begins to listen and to dial.
+
+        Args:
+            config: of the router.
+            model_hash: of the router's model; engines of another one are refused.
+            max_model_len: most tokens of prompt and output; engines with less are refused.
+            create_links: creates the sessions with the engines.
+            pair_policy: chooses who prefills and who decodes; None if one engine does both.
+            policy: chooses the engine of a request; None for the one that `config` names.
+            clock: returns the time in seconds; None for time.monotonic.
+
+        Raises:
+            ValueError: an address or the secret cannot be used.
+        """
+        self.name = f"router-{secrets.token_hex(4)}"
+        """Name of the router in the logs of its engines."""
+        self.died = asyncio.Event()
+        self._config = config
+        self._clock = clock = clock or time.monotonic
+        self._model_hash = model_hash
+        self._max_model_len = max_model_len
+        self._dispatcher = Dispatcher(
+            policy or make_policy(config.policy, Random()), FleetHealth(config.health), clock
+        )
+        pairs = None
+        if pair_policy is not None:
+            pairs = PairDispatcher(pair_policy, self._dispatcher, clock)
+        self.client = FleetClient(
+            self._dispatcher.choose,
+            config.migration_limit,
+            self._dispatcher.on_output,
+            config.recovery_patience,
+            pairs,
+            clock,
+        )
+        self._handoff_poll = HandoffPoll(self.client)
+        self._links = create_links(
+            make_router_links(config), self.name, self._on_attached, self._on_lost, self._on_message
+        )
+        self.roles = RoleControl(self._links, self._dispatcher.records, config, clock, pair_policy)
+        """See FleetControl."""
+        self.scaling = ScaleControl(
+            self._dispatcher, config, clock, self.roles.leads_all,
+            lambda: self.client.parked_since,
+        )  # fmt: skip
+        """See FleetControl."""
+        self.workload = WorkloadMonitor(config.shift_conditions, self.client, self.roles.leads_all)
+        """See FleetControl."""
+        self._commands = EngineCommands()
+        self._stats = fleet_status.FleetStats()
+        self._num_lost: Counter[str] = Counter()
+        self._num_refused = 0
+        self._unready_since: float | None = self._clock()
+        """Time since which no engine takes requests; None while one does."""
+        self._is_draining = False
+        self._is_sleeping = False
+        self._ticks: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> str:
+        """See Backend; `recovering` while no engine takes requests."""
+        if self.died.is_set():
+            return "dead"
+        if self._is_draining:
+            return "draining"
+        if self._unready_since is not None and not self.scaling.holds_requests:
+            return "recovering"
+        return "sleeping" if self._is_sleeping else "ready"
+
+    def status(self) -> EngineStatus:
+        """See Backend. Counters are sums over the engines, departed ones included."""
+        records = self._dispatcher.records.values()
+        now = self._clock()
+        return EngineStatus(
+            state=self.state,
+            cause_of_death="the router was stopped" if self.died.is_set() else "",
+            is_healthy=not self.died.is_set(),
+            num_requests=self.client.num_requests,
+            stats=self._stats.total(self._dispatcher.records, self.client.num_parked, now),
+            num_kv_blocks=sum(record.announce.num_blocks for record in records),
+            block_size=max((record.announce.block_size for record in records), default=0),
+            generation=1,
+            recovering_since=None if self._is_draining else self._unready_since,
+            recovery_cause=self._unready_cause() if self._unready_since is not None else "",
+            is_recovery_overdue=self._is_overdue(),
+            num_resumed_requests=self.client.num_resumed_requests,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """See Backend."""
+        return {
+            "state": self.state,
+            "router": self.name,
+            "engines": [msgspec.to_builtins(row) for row in self.engines()],
+            "config": msgspec.to_builtins(self._config),
+        }
+
+    def engines(self) -> list[EngineRow]:
+        """See FleetControl."""
+        records, health = self._dispatcher.records, self._dispatcher.health
+        links = self._links.links
+        return fleet_status.engine_rows(records, links, health, self.client, self._clock())
+
+    def totals(self) -> RouterTotals:
+        """See FleetControl."""
+        return fleet_status.router_totals(
+            self._config,
+            self.client,
+            self._dispatcher.num_shed,
+            lost_engines=self._num_lost,
+            refused_engines=self._num_refused,
+            refused_peers=self._links.num_refused_peers,
+            role_changes=self.roles.num_commands,
+        )
+
+    def check_accepting(self) -> None:
+        """See Backend."""
+        if self.state == "recovering" and not self._is_overdue():
+            return
+        self.check_ready()
+
+    def check_ready(self) -> None:
+        """See Backend."""
+        match self.state:
+            case "ready":
+                return
+            case "recovering":
+                raise fleet_status.no_engines_error(self._unready_cause())
+            case state:
+                raise EngineUnavailableError(state, f"the router is {state}")
+
+    def check_admission(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
+        priority: int,
+        cache_salt: str,
+        slo: Slo | None,
+    ) -> None:
+        """See Backend."""
+        self._dispatcher.health.on_request(self._clock())
+        self.scaling.on_requests(len(prompts), slo)
+        if not self._config.shed or slo is None:
+            return
+        for prompt in prompts:
+            num_tokens = min(max_tokens or self._max_model_len, self._max_model_len - len(prompt))
+            refusal = self._dispatcher.reason_to_shed(prompt, num_tokens, priority, cache_salt, slo)
+            if refusal is not None:
+                reason, retry_after = refusal
+                self.workload.on_shed(self._clock(), len(prompts))
+                raise OverloadedError(
+                    "no engine is likely to meet the request's SLO at present", reason, retry_after
+                )
+
+    def drain_engine(self, name: str, migrates: bool) -> int:
+        """See FleetControl."""
+        record = self._find(name)
+        record.is_drain_requested = True
+        self._links.links[name].send(DrainEngine(True))
+        if migrates:
+            self.client.migrate(name)
+        self._on_engines_changed()
+        return self.client.num_running(name)
+
+    def undrain_engine(self, name: str) -> None:
+        """See FleetControl."""
+        record = self._find(name)
+        record.is_drain_requested = False
+        self._links.links[name].send(DrainEngine(False))
+        self._on_engines_changed()
+
+    async def start(self) -> None:
+        """Listen for engines and dial them; returns before one is attached."""
+        await self._links.start()
+        if address := self._links.hub_address:
+            log.info(
+                "listening for engines on %s; start them with gllm serve %s --router HOST:%s",
+                address, self._config.model, address.rpartition(":")[2],
+            )  # fmt: skip
+        self._ticks = asyncio.create_task(self._tick_forever())
+
+    async def drain(self, seconds: float) -> None:
+        """See Backend."""
+        self._is_draining = True
+        deadline = self._clock() + seconds
+        while self.client.num_requests and self._clock() < deadline:
+            await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        """See Backend."""
+        if self.died.is_set():
+            return
+        self.died.set()
+        if self._ticks is not None:
+            self._ticks.cancel()
+        self._handoff_poll.close()
+        self._commands.fail_all("the router was stopped")
+        self.client.fail_all("the router was stopped")
+        await self._links.stop()
+
+    def set_sleeping(self, is_on: bool) -> None:
+        """See Backend; the engines stay awake, because other routers may use them."""
+        self._is_sleeping = is_on
+
+    async def reset_prefix_cache(self) -> str:
+        """Empty the prefix caches of all engines; return the first error, empty on success."""
+        return await self._commands.run(ResetPrefixCache, list(self._links.links.values()))
+
+    async def start_profile(self, folder: str) -> str:
+        """Refuse: profiles are written on the machines of the engines."""
+        return "a router has no stages: start the profile at one of its engines"
+
+    async def stop_profile(self) -> str:
+        """Refuse, as `start_profile` does."""
+        return await self.start_profile("")
+
+    def _on_attached(self, link: EngineLink) -> None:
+        announce, name, now = link.announce, link.name, self._clock()
+        cause = unfit_reason(announce, self._config.model, self._model_hash, self._max_model_len)
+        if cause:
+            self._num_refused += 1
+            link.refuse(cause)
+            return
+        log.info("engine %s (%s) is attached, %s", name, link.address, link.report.state)
+        if warning := preset_warning(announce, self._config.preset):
+            log.warning("%s", warning)
+        tracks_ongoing = self._dispatcher.policy.uses_ongoing
+        record = EngineRecord(announce, link.report, now, tracks_ongoing)
+        self._dispatcher.records[name] = record
+        self._dispatcher.health.on_attached(name, now)
+        if self._dispatcher.policy.uses_prefixes:
+            link.send(WatchKvCache(True))
+        self._on_engines_changed()
+        self.client.attach(
+            name, announce.numerics, request_sender(link, record, self._clock), kv_peer(link)
+        )
+
+    def _on_lost(self, link: EngineLink, cause: str) -> None:
+        name, is_planned = link.name, link.is_leaving
+        record = self._dispatcher.records.pop(name, None)
+        if record is None:
+            return
+        log.log(
+            logging.INFO if is_planned else logging.WARNING,
+            "engine %s (%s) %s: %s; requests that go on elsewhere: %d",
+            name, link.address, "has left" if is_planned else "is lost", cause,
+            self.client.num_running(name),
+        )  # fmt: skip
+        self._num_lost["drained" if is_planned else "lost"] += 1
+        self._stats.on_lost(record)
+        self._dispatcher.policy.prefixes.forget(name)
+        self._dispatcher.health.on_lost(name, self._clock(), is_planned)
+        self._commands.on_lost(name, cause)
+        self._on_engines_changed()
+        self.client.detach(name, cause, is_planned)
+        fleet_status.forget_departed(self.client.num_dispatched, self._dispatcher.records)
+
+    def _on_message(self, link: EngineLink, message: AnyMessage) -> None:
+        record = self._dispatcher.records.get(link.name)
+        if record is None:
+            return
+        now = self._clock()
+        match message:
+            case EngineOutputs():
+                record.on_outputs(message, now)
+                if message.outcome.seqs:
+                    self._dispatcher.health.on_outputs(link.name, message.outcome.seqs, now)
+                self.client.on_outputs(link.name, message)
+                self._handoff_poll.on_outputs()
+            case EngineReport():
+                self._on_report(link, record, message, now)
+            case KvCacheEvents():
+                apply_kv_events(self._dispatcher.policy.prefixes, link, message)
+            case KvPushStarted(ticket):
+                self.client.handoffs.on_push_started(link.name, ticket, now)
+            case FirstChunkComputed(ticket):
+                self.client.handoffs.on_first_chunk(link.name, ticket, now)
+            case CommandDone():
+                self._commands.on_done(link.name, message)
+
+    def _on_report(
+        self, link: EngineLink, record: EngineRecord, report: EngineReport, now: float
+    ) -> None:
+        previous = record.state
+        record.announce = link.announce
+        record.on_report(report, now)
+        self._dispatcher.health.on_report(record.snapshot(), now)
+        if record.state != previous:
+            why = f": {report.cause}" if report.cause else ""
+            log.info("engine %s is %s%s", record.name, record.state, why)
+            self._on_engines_changed()
+            self.client.dispatch_parked()
+
+    def _on_engines_changed(self) -> None:
+        """Note whether an engine takes requests."""
+        if self._dispatcher.has_ready_engine:
+            self._unready_since = None
+        elif self._unready_since is None:
+            self._unready_since = self._clock()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                self.on_tick()
+            except Exception:
+                # The next tick may succeed; without ticks parked requests would wait forever.
+                log.exception("deadlines could not be checked")
+
+    def on_tick(self) -> None:
+        """Act on deadlines: slow recoveries, parked requests, ends of ejections."""
+        now = self._clock()
+        for name, record in list(self._dispatcher.records.items()):
+            since = record.not_ready_since
+            if record.state != "recovering" or since is None:
+                continue
+            if now - since > self._config.recovery_patience and self.client.num_running(name):
+                self.client.migrate(name, is_planned=False)
+        self._handoff_poll.on_tick()
+        self.roles.on_tick()
+        self.scaling.on_tick()
+        if self.client.num_parked:
+            self.client.dispatch_parked()
+            self.client.reject_parked(self._unready_cause(), self.scaling.park_seconds)
+
+    def _is_overdue(self) -> bool:
+        since = self._unready_since
+        return since is not None and self._clock() - since > self._config.park_timeout
+
+    def _unready_cause(self) -> str:
+        return fleet_status.unready_cause(self._dispatcher.records)
+
+    def _find(self, name: str) -> EngineRecord:
+        if name not in self._dispatcher.records:
+            raise UnknownEngineError(f"no engine is named {name!r}")
+        return self._dispatcher.records[name]

@@ -1,0 +1,56 @@
+"""Engine of a router: text of requests that a fleet of engines computes."""
+
+from dataclasses import replace
+from random import Random
+
+from gllm.config.router import RouterConfig
+from gllm.engine.fleet_control import FleetControl
+from gllm.engine.text_engine import TextEngine
+from gllm.models.config import read_config
+from gllm.models.hub import resolve_model
+from gllm.models.identity import hash_model
+from gllm.router.fleet import Fleet
+from gllm.routing.disaggregation.policy_registry import make_pair_policy
+
+
+class FleetEngine(TextEngine):
+    """Engine whose requests run on the engines that are attached to a router.
+
+    Args:
+        config: Model, addresses and policy of the router.
+        served_model_name: Public name of the model; by default `config.model`.
+
+    Raises:
+        ModelError: The model cannot be served.
+        ValueError: The configuration does not fit the model or the network.
+    """
+
+    def __init__(self, config: RouterConfig, served_model_name: str | None = None) -> None:
+        folder = resolve_model(config.model)
+        model = read_config(folder)
+        context_length = model.model.context_length
+        max_model_len = config.max_model_len or context_length
+        if max_model_len > context_length:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, but the model's context is {context_length} "
+                "tokens"
+            )
+        pairs = None
+        if config.preset is not None:
+            pairs = make_pair_policy(config.preset, Random(), config.flows)
+        self._fleet = Fleet(config, hash_model(folder), max_model_len, pair_policy=pairs)
+        super().__init__(
+            self._fleet,
+            served_model_name or config.model,
+            folder,
+            model,
+            max_model_len,
+            config.chat_template,
+            config.seed,
+        )
+        self.model = replace(self.model, root=config.model)
+
+    @property
+    def fleet(self) -> FleetControl:
+        """Control of the engines."""
+        return self._fleet

@@ -1,0 +1,392 @@
+"""Hand-offs of a router's requests: their states, and the commands about held KV blocks.
+
+The client submits and parks the requests; this object says when and to which engine, and sends the
+commands to the engines that hold blocks.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from gllm.messages.handoff import KvSource, PrefetchKv, ReleaseKvHolds, RenewKvHolds
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
+from gllm.messages.tickets import make_ticket
+from gllm.router.dispatch_target import DispatchTarget
+from gllm.router.output_checks import (
+    can_be_handed_off,
+    with_ends_of_all,
+    without_ends,
+    without_tokens,
+)
+from gllm.router.ticket_deadlines import TicketDeadlines
+from gllm.routing.disaggregation.policy import EnginePair
+from gllm.routing.handoff import (
+    Handoff,
+    HandoffAction,
+    HandoffLimits,
+    HandoffState,
+    ReleaseHold,
+    RenewHold,
+)
+from gllm.runtime.head.request_client import SendFunction
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.scheduler.plan import FinishedSequence
+
+
+class PairChooser(Protocol):
+    """Chooses the engines of both phases of a request."""
+
+    def accepting(self, names: frozenset[str]) -> frozenset[str]:
+        """Return the engines that take requests, of those named."""
+
+    def choose(self, stream: RequestStream, names: frozenset[str]) -> EnginePair | None:
+        """Return the engines of a request, of those named; None to leave it to the policy."""
+
+    def choose_decode(self, stream: RequestStream, names: frozenset[str]) -> str | None:
+        """Return the engine that decodes a request that another one has prefilled; None if none."""
+
+    def on_prefilled(self, stream: RequestStream) -> None:
+        """Note that a request has its first token."""
+
+    def on_ended(self, stream: RequestStream) -> None:
+        """Note that a request has ended; unknown ones are ignored."""
+
+    def on_engine_lost(self, engine: str) -> None:
+        """Note that an engine has gone."""
+
+
+class Handoffs:
+    """Requests with a hand-off that is not over."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, DispatchTarget],
+        pairs: PairChooser | None,
+        limits: HandoffLimits | None = None,
+    ) -> None:
+        """Create the table.
+
+        Args:
+            engines: attached engines by name, kept up to date by the caller.
+            pairs: chooses the engines; None for no hand-offs.
+            limits: of times; None for the defaults.
+        """
+        self.num_ended: Counter[str] = Counter()
+        """Hand-offs by outcome; see Handoff."""
+        self._engines = engines
+        self._pairs = pairs
+        self._limits = limits or HandoffLimits()
+        self._by_stream: dict[RequestStream, Handoff] = {}
+        self._by_ticket: dict[int, RequestStream] = {}
+        self._unread: dict[RequestStream, None] = {}
+        """Requests in the state READY, by the arrival of token 1."""
+        self._ticks = TicketDeadlines()
+        """Times of `Handoff.next_tick` or earlier ones."""
+
+    @property
+    def num_running(self) -> int:
+        """Hand-offs that are not over."""
+        return len(self._by_stream)
+
+    @property
+    def running(self) -> Mapping[RequestStream, Handoff]:
+        """Hand-offs that are not over, by request."""
+        return MappingProxyType(self._by_stream)
+
+    @property
+    def tickets(self) -> Set[int]:
+        """Tickets of the hand-offs that are not over."""
+        return self._by_ticket.keys()
+
+    @property
+    def has_unread(self) -> bool:
+        """True if a request waits for the reader of token 1."""
+        return bool(self._unread)
+
+    def state_of(self, stream: RequestStream) -> HandoffState:
+        """Return the state of a request's hand-off, DONE without one."""
+        handoff = self._by_stream.get(stream)
+        return HandoffState.DONE if handoff is None else handoff.state
+
+    def is_reading(self, stream: RequestStream) -> bool:
+        """Return True while the text of token 1 may still end a request."""
+        return self.state_of(stream) is HandoffState.READY
+
+    def choose(
+        self, stream: RequestStream, names: frozenset[str], excluded: Set[str] = frozenset()
+    ) -> EnginePair | None:
+        """Return the engines of a request's next submission; None to leave them to the policy.
+
+        Args:
+            stream: a request that no engine has.
+            names: engines that may get it. One that is prefilled also goes to engines that may
+                fetch its blocks.
+            excluded: engines that may not get it.
+
+        Returns:
+            The engine to submit to in `prefill`. A pair of two engines begins a hand-off if it is
+            passed to `sender`.
+        """
+        if self._pairs is None:
+            return None
+        handoff = self._by_stream.get(stream)
+        if handoff is not None and handoff.state is HandoffState.TRANSFER:
+            # The decode engine may drain since it was chosen.
+            names = self._pairs.accepting(names | self._successors(handoff) - excluded)
+        able = frozenset(name for name in names if self._engines[name].kv_endpoint)
+        if not names:
+            return None
+        if handoff is not None:
+            decode = handoff.decode if handoff.decode in names else ""
+            decode = decode or self._pairs.choose_decode(stream, able) or ""
+            return EnginePair(decode, decode) if decode in names else None
+        if not can_be_handed_off(stream.entry):
+            return None
+        pair = self._pairs.choose(stream, able) if able else None
+        if pair is None or pair.prefill not in able:
+            return None
+        if pair.decode is None or pair.decode == pair.prefill:
+            return pair
+        decode = pair.decode
+        return pair if decode in able and self._may_exchange(pair.prefill, decode) else None
+
+    def sender(
+        self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair | None
+    ) -> SendFunction:
+        """Return the function that submits a request to an engine.
+
+        Args:
+            stream: the request.
+            engine: the engine.
+            pair: result of `choose`, if it named the engine.
+        """
+        handoff = self._by_stream.get(stream)
+        if handoff is None and pair is not None and pair.prefill != pair.decode:
+            return self._prefill_sender(stream, engine, pair)
+        source = None if handoff is None else self._source(stream, handoff, engine)
+        if source is None:
+            return engine.send
+
+        def send(message: SubmitRequest | AbortSequences) -> None:
+            engine.send(msgspec.structs.replace(message, kv_source=source))
+
+        return send
+
+    def on_submitted(self, stream: RequestStream, engine: DispatchTarget) -> None:
+        """Note that a request was submitted."""
+        if handoff := self._by_stream.get(stream):
+            if handoff.state is HandoffState.TRANSFER and engine.name in self._successors(handoff):
+                # On other numbers of ranks, too, it goes on as intended.
+                stream.entry.numerics = engine.numerics
+            self._execute(handoff.on_submitted(engine.name))
+
+    def split_prefilled(
+        self, engine: DispatchTarget, message: EngineOutputs
+    ) -> tuple[EngineOutputs, dict[RequestStream, bool]]:
+        """Return a message without the ends of prefilled requests that go on elsewhere, and these.
+
+        Of a request of several choices one is prefilled. Its token is dropped, because the other
+        engine samples the first token of all; an error is that of all.
+
+        Returns:
+            The message, and for each of these requests True if the engine holds its blocks.
+        """
+        prefilled: dict[RequestStream, bool] = {}
+        seqs: set[int] = set()
+        shared: set[int] = set()
+        failed: list[tuple[FinishedSequence, list[int]]] = []
+        for end in message.outcome.finished if self._by_stream else ():
+            choice = engine.choices.get(end.seq)
+            if choice is None or self.state_of(choice.stream) is not HandoffState.PREFILL:
+                continue
+            entry, is_ended = choice.stream.entry, end.finish_reason in ("length", "stop")
+            if entry.n > 1 and not is_ended:
+                failed.append((end, list(entry.seqs.values())))
+            elif entry.n > 1 or end.finish_reason == "length":
+                seqs.add(end.seq)
+                prefilled[choice.stream] = end.kv_ticket != 0
+                shared |= {end.seq} if entry.n > 1 else set()
+        message = without_tokens(without_ends(message, seqs), shared)
+        return with_ends_of_all(message, failed), prefilled
+
+    def on_push_started(self, engine: str, ticket: int, now: float) -> None:
+        """Let the decode engine fetch the blocks of a prompt that an engine has begun to compute.
+
+        If it is not chosen yet, it fetches them once it is.
+        """
+        if (stream := self._find_prefill(engine, ticket)) is not None:
+            handoff = self._by_stream[stream]
+            handoff.on_push_started()
+            self._start_prefetch(stream, handoff, now)
+
+    def on_first_chunk(self, engine: str, ticket: int, now: float) -> None:
+        """Choose the decode engine of a prompt of which an engine has computed the first chunk."""
+        stream = self._find_prefill(engine, ticket)
+        if stream is None or self._pairs is None or self._by_stream[stream].decode:
+            return
+        handoff = self._by_stream[stream]
+        able = {each for each in self._successors(handoff) if self._engines[each].kv_endpoint}
+        handoff.on_decode_chosen(self._pairs.choose_decode(stream, frozenset(able)) or "")
+        self._start_prefetch(stream, handoff, now)
+
+    def _find_prefill(self, engine: str, ticket: int) -> RequestStream | None:
+        """Return the request that an engine prefills under a ticket; None if there is none."""
+        stream = self._by_ticket.get(ticket)
+        if stream is None or self.state_of(stream) is not HandoffState.PREFILL:
+            return None
+        return stream if self._by_stream[stream].pair.prefill == engine else None
+
+    def _start_prefetch(self, stream: RequestStream, handoff: Handoff, now: float) -> None:
+        """Let the decode engine fetch the blocks while they are computed, if both sides can.
+
+        Requests of several choices do without: the last token of their prompt is computed twice.
+        """
+        decode, entry = self._engines.get(handoff.decode), stream.entry
+        if decode is None or decode.kv is None or not decode.kv.accepts_prefetches:
+            return
+        if self._pairs is None or not self._pairs.accepting(frozenset({decode.name})):
+            return
+        source = self._source(stream, handoff, decode)
+        if source is None or entry.n > 1 or not handoff.start_prefetch(now):
+            return
+        self._ticks.set(handoff.ticket, handoff.next_tick)
+        decode.kv.send(
+            PrefetchKv(
+                source,
+                list(entry.prompt),
+                entry.max_tokens,
+                entry.priority,
+                entry.cache_salt,
+                now - entry.arrival,
+                entry.predicted_output_tokens,
+            )
+        )
+
+    def on_prefilled(self, stream: RequestStream, is_held: bool, now: float) -> None:
+        """Note that a request has token 1, and that the engine holds its blocks or does not."""
+        handoff = self._by_stream[stream]
+        handoff.on_prefilled(now)
+        if not is_held:
+            handoff.on_not_held()
+        self._unread[stream] = None
+        self._ticks.set(handoff.ticket, handoff.next_tick)
+        if self._pairs is not None:
+            self._pairs.on_prefilled(stream)
+
+    def on_tokens(self, engine: DispatchTarget, seqs: Iterable[int]) -> None:
+        """Note tokens of an engine, by wire id."""
+        if not self._by_stream:
+            return
+        for seq in seqs:
+            choice = engine.choices.get(seq)
+            handoff = self._by_stream.get(choice.stream) if choice is not None else None
+            if handoff is not None:
+                self._execute(handoff.on_decoded())
+
+    def on_given_back(self, stream: RequestStream, engine: str) -> None:
+        """Note that an engine has a request no more."""
+        if handoff := self._by_stream.get(stream):
+            actions = handoff.on_given_back(engine)
+            self._forget_if_done(stream, handoff)
+            self._execute(actions)
+
+    def on_end(self, stream: RequestStream) -> None:
+        """Note that a request has ended."""
+        if self._pairs is not None:
+            self._pairs.on_ended(stream)
+        if handoff := self._by_stream.get(stream):
+            actions = handoff.on_end()
+            self._forget_if_done(stream, handoff)
+            self._execute(actions)
+
+    def on_lost(self, engine: str) -> None:
+        """Note that an engine is gone, before its requests are given back."""
+        if self._pairs is not None:
+            self._pairs.on_engine_lost(engine)
+        for handoff in self._by_stream.values():
+            handoff.on_lost(engine)
+
+    def pop_read(self, now: float) -> list[RequestStream]:
+        """Renew and release holds that are due; return the requests that go on after token 1."""
+        due = [self._by_ticket[ticket] for ticket in self._ticks.pop_due(now)]
+        read = {stream: None for stream in self._unread if not stream.deltas}
+        for stream in read:
+            self._execute(self._by_stream[stream].on_read())
+        for stream in due:
+            handoff = self._by_stream[stream]
+            if stream not in read:
+                self._execute(handoff.on_tick(now))
+                if stream in self._unread and handoff.state is HandoffState.TRANSFER:
+                    read[stream] = None
+            self._ticks.set(handoff.ticket, handoff.next_tick)
+        for stream in read:
+            del self._unread[stream]
+        return list(read)
+
+    def _prefill_sender(
+        self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair
+    ) -> SendFunction:
+        """Return the function that submits a request for one token, to be held."""
+
+        def send(message: SubmitRequest | AbortSequences) -> None:
+            ticket = make_ticket()
+            # The choices of a request have one prompt, so one of them is prefilled.
+            prefill = msgspec.structs.replace(message, max_tokens=1, kv_ticket=ticket, n=1)
+            engine.send(prefill)
+            # Only now: encoding may raise.
+            handoff = self._by_stream[stream] = Handoff(pair, ticket, self._limits)
+            self._by_ticket[ticket] = stream
+            handoff.start()
+
+        return send
+
+    def _source(
+        self, stream: RequestStream, handoff: Handoff, engine: DispatchTarget
+    ) -> KvSource | None:
+        """Return the source of a request's blocks; None if the engine has to compute them."""
+        holder = self._engines.get(handoff.pair.prefill)
+        if holder is None or holder is engine or holder.kv is None or not handoff.is_held:
+            return None
+        if not engine.kv_endpoint or not self._may_exchange(holder.name, engine.name):
+            return None
+        num_tokens = len(stream.entry.prompt)
+        return KvSource(
+            holder.name, holder.kv.run, handoff.ticket, num_tokens, holder.kv.endpoint()
+        )
+
+    def _successors(self, handoff: Handoff) -> frozenset[str]:
+        """Return the engines that may go on after token 1."""
+        names = {handoff.decode} & self._engines.keys()
+        if handoff.pair.prefill in self._engines:
+            names |= {
+                each for each in self._engines if self._may_exchange(handoff.pair.prefill, each)
+            }
+        return frozenset(names)
+
+    def _may_exchange(self, name: str, other_name: str) -> bool:
+        """Return True if the numbers in the KV caches of two engines are the same."""
+        engine, other = self._engines[name], self._engines[other_name]
+        digests = [each.kv.digest() if each.kv is not None else "" for each in (engine, other)]
+        if all(digests):
+            return digests[0] == digests[1]
+        return engine.numerics == other.numerics
+
+    def _forget_if_done(self, stream: RequestStream, handoff: Handoff) -> None:
+        if handoff.state is HandoffState.DONE:
+            self.num_ended[handoff.outcome] += 1
+            del self._by_stream[stream], self._by_ticket[handoff.ticket]
+            self._unread.pop(stream, None)
+            self._ticks.set(handoff.ticket, handoff.next_tick)
+
+    def _execute(self, actions: Iterable[HandoffAction]) -> None:
+        """Send the commands about holds; submissions are the client's."""
+        for action in actions:
+            if not isinstance(action, ReleaseHold | RenewHold):
+                continue
+            holder = self._engines.get(action.engine)
+            if holder is not None and holder.kv is not None:
+                kind = ReleaseKvHolds if isinstance(action, ReleaseHold) else RenewKvHolds
+                holder.kv.send(kind([action.ticket]))

@@ -1,0 +1,95 @@
+"""Roles of a router's engines: commands of an operator, and changes by policy.
+
+The role belongs to the engine, which announces it to all its routers. A change is a command to the
+engine; it takes effect here with the engine's next announcement. Running requests go on where they
+are, because every engine can run both phases.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from gllm.config.router import RouterConfig
+from gllm.engine.fleet_control import UnknownEngineError
+from gllm.messages.fleet import SetEngineRole
+from gllm.router.engine_record import EngineRecord
+from gllm.routing.disaggregation.policy import PairPolicy, RoleChange
+from gllm.routing.flip import FlipPolicy
+from gllm.routing.state import EngineSnapshot
+from gllm.runtime.messaging.fleet_links import FleetLinks
+
+log = logging.getLogger(__name__)
+
+
+class RoleControl:
+    """Roles of the attached engines. Implements `EngineRoles`."""
+
+    def __init__(
+        self,
+        links: FleetLinks,
+        records: Mapping[str, EngineRecord],
+        config: RouterConfig,
+        clock: Callable[[], float],
+        pair_policy: PairPolicy | None,
+    ) -> None:
+        """Create the control of engines that come and go.
+
+        Args:
+            links: sessions with the engines.
+            records: states of the engines, by name.
+            config: of the router.
+            clock: returns the time in seconds.
+            pair_policy: may change roles for good; None without.
+        """
+        self.num_commands: Counter[str] = Counter()
+        """Commands of this router, by role; one for the role that an engine has changes nothing."""
+        self._links = links
+        self._records = records
+        self._run = links.greeting.run
+        self._clock = clock
+        self._pair_policy = pair_policy
+        self._flip_policy = FlipPolicy(config.flip_conditions) if config.flips else None
+
+    def leads(self, name: str) -> bool:
+        """Return True if an engine names this router as the one that may flip it by itself."""
+        record = self._records.get(name)
+        return record is not None and record.report.leader == self._run
+
+    def leads_all(self) -> bool:
+        """Return True if all engines name this router, or there are none."""
+        return all(map(self.leads, self._records))
+
+    def set_role(self, name: str, role: str) -> str:
+        """Command an engine to take a role; return the announced one. See EngineRoles."""
+        record = self._records.get(name)
+        if record is None:
+            raise UnknownEngineError(f"no engine is named {name!r}")
+        # Also if it is the announced one: an earlier command may be on its way.
+        self._send(name, role, "an operator")
+        return record.announce.role
+
+    def on_tick(self) -> None:
+        """Apply the changes that the policies want.
+
+        All routers observe the engines, so that each can lead from one moment to the next.
+        """
+        if self._pair_policy is None and self._flip_policy is None:
+            return
+        now = self._clock()
+        engines = [record.snapshot() for record in self._records.values()]
+        for change in self._changes(engines, now):
+            if self.leads(change.engine):
+                self._send(change.engine, change.role, "the load")
+
+    def _changes(self, engines: list[EngineSnapshot], now: float) -> list[RoleChange]:
+        changes = []
+        if self._pair_policy is not None:
+            changes += self._pair_policy.role_changes(engines, now)
+        if self._flip_policy is not None and (change := self._flip_policy.observe(engines, now)):
+            changes.append(change)
+        return changes
+
+    def _send(self, name: str, role: str, cause: str) -> None:
+        log.info("engine %s gets the role %s because of %s", name, role, cause)
+        self.num_commands[role] += 1
+        self._links.links[name].send(SetEngineRole(role))

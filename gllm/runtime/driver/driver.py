@@ -1,0 +1,355 @@
+"""Driver: connects the pipeline's scheduler to the frontend and the stages.
+
+It lives in the first stage's process, on its event loop: requests in, plans out, results in,
+outputs out.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import encode
+from gllm.messages.control import CommandDone, ResetPrefixCache
+from gllm.messages.handoff import HandoffCommand
+from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
+from gllm.messages.kv_transfer import KvReport
+from gllm.messages.measurement import LinkTimes
+from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
+from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
+from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
+from gllm.observability.bubbles import BubbleMeter
+from gllm.runtime.driver.driver_kv import DriverKv
+from gllm.runtime.driver.driver_pacing import DriverPacing
+from gllm.runtime.driver.plan_record import PlanRecord
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput, StepPlan
+from gllm.scheduler.scheduler import Scheduler
+from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.step_times import StepCostMeter
+
+log = logging.getLogger(__name__)
+
+
+class MessageSender(Protocol):
+    """Sending end of a channel to another process."""
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message."""
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue an encoded message."""
+
+
+class HeldRequest(NamedTuple):
+    """A request whose grammar is being compiled."""
+
+    request: SchedulerRequest
+    submit_time: float
+    """Time at which the driver received it; its place in the order of arrival counts from here."""
+    aborted: set[int]
+    """Sequences of the request that were aborted since."""
+
+
+class Driver:
+    """Schedules micro-batches and keeps the pipeline filled."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        first_stage: Callable[[RegisterSequences | RunStep], None],
+        other_stages: list[MessageSender],
+        frontend: MessageSender,
+        last_stage_needs_prompts: bool = False,
+        vocab_size: int | None = None,
+        plan_record: PlanRecord | None = None,
+        first_stage_ranks: MessageSender | None = None,
+        pacing: DriverPacing | None = None,
+        has_kv_mover: bool = False,
+    ) -> None:
+        """Create the driver.
+
+        Args:
+            scheduler: of the pipeline.
+            first_stage: called with the messages for the stage of this process.
+            other_stages: channels to the other stages, in order, each to all ranks of its stage.
+            frontend: channel to the parent.
+            last_stage_needs_prompts: True if the last stage needs all prompts, not only those that
+                it samples by.
+            vocab_size: token ids of requests have to be smaller; None for no check.
+            plan_record: where uncommitted plans are recorded for the parent; None for nowhere.
+            first_stage_ranks: channel to the other ranks of the first stage; None without any.
+            pacing: sets the depth of the scheduler; None for a fixed one.
+            has_kv_mover: True if KV blocks can be given to other engines and fetched from them.
+        """
+        self.kv = DriverKv(scheduler, frontend.send) if has_kv_mover else None
+        """Transfers of KV blocks; None if every request is computed here."""
+        self._pacing = pacing
+        self._plan_record = plan_record
+        self._vocab_size = vocab_size
+        self._last_stage_needs_prompts = last_stage_needs_prompts
+        self.scheduler = scheduler
+        self._first_stage = first_stage
+        self._other_stages = other_stages
+        self._first_stage_ranks = first_stage_ranks
+        # First those that compute a step at the same time as this process.
+        self._receivers = ([first_stage_ranks] if first_stage_ranks else []) + other_stages
+        """Channels to all other processes."""
+        self._frontend = frontend
+        self._outputs: list[tuple[StepOutput, list[SampleDetails]]] = []
+        """Not sent to the frontend yet."""
+        self._held: dict[int, HeldRequest] = {}
+        """By first sequence."""
+        self._has_new_stats = False
+        """True if requests or plans changed since the frontend got the last statistics."""
+        self._meter = BubbleMeter(scheduler.config.stages, time.monotonic())
+        self._step_costs = StepCostMeter(scheduler.config.stages)
+        self._num_cache_events = 0
+        """Reports on the prefix cache since the frontend began to watch it."""
+
+    def submit(self, message: SubmitRequest) -> None:
+        """Add a request and register its sequences with the stages that need them.
+
+        A request that cannot run ends with an error; other requests are not affected.
+        """
+        self._has_new_stats = True
+        try:
+            self._submit(message)
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                log.exception("request %d could not be submitted", message.seq)
+            if self._held.pop(message.seq, None) is not None:
+                self._record_held()
+            if self.kv is not None:
+                self.kv.forget(message.seq)
+            self._fail(message.seq, message.n, str(error) or type(error).__name__)
+
+    def reject(self, message: RejectedRequest) -> None:
+        """End a request that could not be decoded."""
+        log.error("request %d: %s", message.seq, message.error)
+        self._fail(message.seq, message.n, message.error)
+
+    def _submit(self, message: SubmitRequest) -> None:
+        """Add a request.
+
+        Raises:
+            ValueError: it can never run.
+        """
+        request = SchedulerRequest(
+            message.seq,
+            message.prompt,
+            message.max_tokens,
+            frozenset(message.stop_ids),
+            message.priority,
+            message.cache_salt,
+            message.n,
+            message.sampling.prompt_logprobs is None,
+            message.outputs,
+            message.age_seconds,
+            predicted_output_tokens=message.predicted_output_tokens,
+        )
+        if self.kv is not None:
+            request = self.kv.add_to(request, message)
+        request.check(self.scheduler.config.max_model_len)
+        message.check(self._vocab_size)
+        now = time.monotonic()
+        if message.sampling.grammar:
+            self._held[message.seq] = HeldRequest(request, now, set())
+            self._record_held()
+        else:
+            self.scheduler.add(request, now)
+        self._register(message)
+
+    def on_grammar_ready(self, message: GrammarReady) -> None:
+        """Schedule a held request, or end a request that the last stage cannot sample.
+
+        Requests are held until their grammar is compiled, so that no step waits for it.
+        """
+        self._has_new_stats = True
+        # Also a failed request: the scheduler makes the stages release its sequences.
+        count = self._add_held_request(message.seq) or message.n
+        if message.error:
+            self._fail(message.seq, count, message.error)
+
+    def abort(self, message: AbortSequences) -> None:
+        """End sequences whose output nobody reads."""
+        self._has_new_stats = True
+        aborted = set(message.seqs)
+        for seq, held in list(self._held.items()):
+            held.aborted.update(aborted.intersection(range(seq, seq + held.request.n)))
+            if len(held.aborted) == held.request.n:
+                # The scheduler makes the stages release the registered sequences.
+                self._add_held_request(seq)
+        self.scheduler.abort(message.seqs)
+
+    def _add_held_request(self, seq: int) -> int:
+        """Add a held request to the scheduler, without its aborted choices.
+
+        Returns:
+            The number of its choices; 0 if it is not held.
+        """
+        held = self._held.pop(seq, None)
+        if held is None:
+            return 0
+        self._record_held()
+        now = time.monotonic()
+        age = held.request.age_seconds + now - held.submit_time
+        request = held.request._replace(age_seconds=age)
+        self.scheduler.add(request, now)
+        self.scheduler.abort(sorted(held.aborted))
+        return request.n
+
+    def _record_held(self) -> None:
+        """Record the held requests: a death may be due to the compilation of a grammar."""
+        if self._plan_record is not None:
+            requests = [held.request for held in self._held.values()]
+            seqs = [seq for each in requests for seq in range(each.seq, each.seq + each.n)]
+            self._plan_record.on_held(seqs)
+
+    def reset_prefix_cache(self, message: ResetPrefixCache) -> None:
+        """Empty the prefix cache."""
+        self.scheduler.reset_prefix_cache()
+        self._frontend.send(CommandDone(message.command_id, stage=0))
+
+    def watch_kv_cache(self, message: WatchKvCache) -> None:
+        """Begin to report the changes of the prefix cache, with its state first, or end that."""
+        self._num_cache_events = 0
+        if message.is_on:
+            self.scheduler.kv_cache.watch(message.with_tokens)
+        else:
+            self.scheduler.kv_cache.unwatch()
+
+    def commit(self, message: StepDone) -> None:
+        """Commit a step's result.
+
+        Raises:
+            ValueError: it is not the next step.
+        """
+        output = self.scheduler.commit(message.result)
+        if self.kv is not None:
+            self.kv.report_first_chunks()
+        if self._plan_record is not None:
+            self._plan_record.on_committed(message.result.step)
+        details = message.details
+        if details:
+            # A row past the end of its sequence has no output.
+            seqs = set(output.seqs)
+            details = [row for row in details if row.seq in seqs]
+        self._outputs.append((output, details))
+
+    def on_stage_times(self, message: StageTimes) -> None:
+        """Report step times to the scheduler, idle time and step costs to the frontend."""
+        self.scheduler.record_step_times(message.stage, message.steps)
+        if self._pacing is not None:
+            self._pacing.on_stage_times(message)
+        meter = self._meter
+        meter.record_steps(message.stage, message.steps, message.complete_until)
+        self._frontend.send(BubbleReport(meter.seconds, meter.work_seconds))
+        if (coefficients := self._step_costs.on_stage_times(message.steps)) is not None:
+            self._frontend.send(StepCostReport(coefficients))
+            if self.kv is not None:
+                self.kv.coefficients = coefficients
+
+    def on_kv_message(self, message: KvReport | HandoffCommand) -> None:
+        """Handle a message about KV blocks of other engines, which may free some."""
+        if self.kv is not None:
+            self.kv.on_message(message)
+            self._has_new_stats = True
+
+    def on_link_times(self, message: LinkTimes) -> None:
+        """Note the times of the links between machines."""
+        if self._pacing is not None:
+            self._pacing.on_link_times(message)
+
+    def run_turn(self) -> None:
+        """Fill the pipeline, then report to the frontend; called after each batch of messages.
+
+        Statistics go with the outputs; without outputs they are sent if they have changed.
+        """
+        if self._pacing is not None:
+            self._pacing.update(time.monotonic())
+        if self.kv is not None:
+            self.kv.start_fetches()
+        while (plan := self._schedule()) is not None:
+            self._has_new_stats = True
+            if self._plan_record is not None:
+                # First: a stage may die as soon as it has the plan.
+                self._plan_record.on_scheduled(plan)
+            step = RunStep(plan)
+            payload = encode(step) if self._receivers else b""
+            for receiver in self._receivers:
+                receiver.send_encoded(payload)
+            self._first_stage(step)
+        if self.kv is not None:
+            self.kv.report_transfers()
+        outputs, self._outputs = self._outputs, []
+        if self._has_new_stats and not outputs:
+            outputs = [(StepOutput([], [], [], []), [])]
+        self._has_new_stats = False
+        for output, details in outputs:
+            self._frontend.send(EngineOutputs(output, self._stats(), details))
+        self._report_cache_events()
+
+    def _report_cache_events(self) -> None:
+        """Report the changes of the prefix cache if the frontend watches it."""
+        events = self.scheduler.kv_cache.pop_events()
+        if events is not None:
+            self._frontend.send(KvCacheEvents(self._num_cache_events, *events))
+            self._num_cache_events += 1
+
+    def _stats(self) -> SchedulerStats:
+        """Return the scheduler's statistics; held requests count as waiting."""
+        stats = self.scheduler.stats()
+        requests = [held.request for held in self._held.values()]
+        return stats._replace(
+            waiting=stats.waiting + sum(request.n for request in requests),
+            waiting_tokens=stats.waiting_tokens + sum(map(_count_prefill_tokens, requests)),
+        )
+
+    def _fail(self, seq: int, n: int, error: str) -> None:
+        """End the sequences seq .. seq + n - 1 with an error, scheduled or not."""
+        seqs = range(seq, seq + n)
+        self.scheduler.abort(list(seqs))
+        ends = [FinishedSequence(each, "error", error=error) for each in seqs]
+        self._outputs.append((StepOutput([], [], [], ends), []))
+
+    def _schedule(self) -> StepPlan | None:
+        """Return the next plan, and record how much work is left."""
+        now = time.monotonic()
+        plan = self.scheduler.schedule(now)
+        self._meter.record_parallelism(now, self.scheduler.available_parallelism())
+        if plan is not None:
+            self._step_costs.on_scheduled(plan)
+            if self._pacing is not None:
+                self._pacing.on_scheduled(plan)
+        return plan
+
+    def _register(self, message: SubmitRequest) -> None:
+        """Register a request's sequences with all ranks of all stages.
+
+        The first stage gets the prompt. The last one gets the sampling parameters and the outputs
+        of earlier processes, with the prompt if it needs that.
+        """
+        ids_only = RegisterSequences(message.seq, len(message.prompt), n=message.n)
+        with_prompt = msgspec.structs.replace(ids_only, prompt=message.prompt)
+        needs_prompt = self._last_stage_needs_prompts or message.sampling.needs_prompt
+        base = with_prompt if not self._other_stages or needs_prompt else ids_only
+        last = msgspec.structs.replace(
+            base, sampling=message.sampling, choices=message.choices, outputs=message.outputs
+        )
+        first = with_prompt if self._other_stages else last
+        if self._first_stage_ranks is not None:
+            self._first_stage_ranks.send(first)
+        self._first_stage(first)
+        for stage in self._other_stages[:-1]:
+            stage.send(ids_only)
+        if self._other_stages:
+            self._other_stages[-1].send(last)
+
+
+def _count_prefill_tokens(request: SchedulerRequest) -> int:
+    """Return the tokens of a request to prefill; its choices share the prompt."""
+    return len(request.prompt_token_ids) + sum(map(len, request.outputs))

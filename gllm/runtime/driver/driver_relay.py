@@ -1,0 +1,114 @@
+"""Stand-in for the driver on a machine that does not run it.
+
+The stages of the machine connect to it as they would to the driver. Their messages travel to the
+head within the agent's session, and those of the driver back.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+
+from gllm.messages.codec import AnyMessage, decode_for_driver, encode
+from gllm.messages.lifecycle import Hello
+from gllm.messages.nodes import StageFrame
+from gllm.messages.reports import StageTimes
+from gllm.recovery.clock_offset import ClockOffset
+from gllm.runtime.messaging.bus import Hub
+from gllm.scheduler.plan import StepTime
+
+
+class DriverRelay:
+    """Sessions of this machine's stages with the driver during one generation."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run: int,
+        generation: int,
+        address: str,
+        senders: Iterable[int],
+        send: Callable[[StageFrame], None],
+        clock: Callable[[], ClockOffset | None],
+        on_lost: Callable[[int, str], None],
+        lost_seconds: float,
+    ) -> None:
+        """Bind the address and wait for the stages, on the running event loop.
+
+        Args:
+            context: of this process.
+            run: number of the head's start.
+            generation: of the stages.
+            address: to which they connect.
+            senders: workers of this machine in the generation.
+            send: sends a frame to the head.
+            clock: returns the offset of the head's clock; None without a session.
+            on_lost: called some time after the end of a worker's session, unless this is closed
+                before, with the worker and the cause.
+            lost_seconds: that time.
+        """
+        self.generation = generation
+        self._send = send
+        self._clock = clock
+        self._on_lost = on_lost
+        self._lost_seconds = lost_seconds
+        self._is_closed = False
+        self._complete_until: dict[int, float] = {}
+        """`complete_until` of the last StageTimes of each worker, by the head's clock."""
+        self._hub = Hub(context, run, decode_for_driver)
+        self._hub.advance(generation)
+        self._hub.bind(address)
+        for sender in senders:
+            self._hub.expect(sender)
+        self._hub.start(self._on_messages, self._on_session_lost)
+
+    @property
+    def num_stale(self) -> int:
+        """Messages of earlier generations and sessions that have ended."""
+        return self._hub.num_stale
+
+    def deliver(self, frame: StageFrame) -> None:
+        """Send a message of the driver to its worker, which checks and decodes it."""
+        self._hub.send_encoded((frame.sender,), frame.payload)
+
+    def close(self) -> None:
+        """End the sessions."""
+        self._is_closed = True
+        self._hub.close()
+
+    def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+        for sender, message in messages:
+            payload: bytes | None = b""
+            if isinstance(message, StageTimes):
+                payload = self._convert(sender, message)
+            elif not isinstance(message, Hello):
+                payload = encode(message)
+            if payload is not None:
+                self._send(StageFrame(sender, self.generation, payload))
+
+    def _convert(self, sender: int, message: StageTimes) -> bytes | None:
+        """Return encoded step times by the head's clock; None if its offset is unknown."""
+        clock = self._clock()
+        offset = None if clock is None else clock.seconds
+        if offset is None:
+            return None
+        # A better estimate of the offset may be less than the last one; time never goes back.
+        earliest = self._complete_until.get(sender, float("-inf"))
+
+        def convert(seconds: float) -> float:
+            return max(seconds + offset, earliest)
+
+        steps = [
+            StepTime(each.step, convert(each.start), convert(each.end)) for each in message.steps
+        ]
+        until = self._complete_until[sender] = convert(message.complete_until)
+        return encode(msgspec.structs.replace(message, steps=steps, complete_until=until))
+
+    def _on_session_lost(self, sender: int, cause: str) -> None:
+        """Report the end of a session later: a worker ends it when it closes its stage."""
+        asyncio.get_running_loop().call_later(self._lost_seconds, self._report_lost, sender, cause)
+
+    def _report_lost(self, sender: int, cause: str) -> None:
+        if not self._is_closed:
+            self._on_lost(sender, f"the session with the driver ended: {cause}")

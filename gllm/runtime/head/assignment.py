@@ -1,0 +1,272 @@
+"""Assignments of a generation, to a machine and to its workers.
+
+A worker gets its identity once, over the pair of sockets that it has with its parent, and an
+assignment for each generation in which it has a place. This module imports no torch, because the
+parent does not.
+"""
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from gllm.config.engine import EngineConfig
+from gllm.observability.logs import LogConfig
+from gllm.recovery.placement import Placement, PlaceName, WorkerPlacement
+from gllm.runtime.worker.device import threads_per_worker
+from gllm.scheduler.config import SchedulerConfig
+from gllm.transport.edge import Edge
+from gllm.transport.link.commands import LinkPeer
+from gllm.transport.region import Region
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, tag=True):
+    """First message to a worker process."""
+
+    run: int
+    """64 random bits per start of the parent."""
+    sender: int
+    """Identity of the process, never used again within a run."""
+    hub_address: str
+    """Address of the parent's hub."""
+    logs: LogConfig
+
+
+def has_tcp_edges(config: EngineConfig, placement: Placement) -> bool:
+    """Return True if stages on different machines are connected by TCP.
+
+    On a trusted network NCCL may connect them.
+    """
+    return placement.has_remote_edges and not config.trusted_network
+
+
+def resolve_scheduler(
+    config: EngineConfig, placement: Placement, num_blocks: int | None = None
+) -> SchedulerConfig:
+    """Return the scheduler's configuration of a generation.
+
+    Args:
+        config: with max_model_len resolved.
+        placement: of the generation.
+        num_blocks: number of KV blocks on each stage; None as long as it is not known.
+
+    Raises:
+        ValueError: the cache cannot hold one sequence of full length.
+    """
+    scheduler, max_model_len = config.scheduler, config.max_model_len
+    assert max_model_len is not None
+    if num_blocks is None:
+        num_blocks = -(-max_model_len // scheduler.block_size)
+    return scheduler.resolve(
+        placement.num_stages,
+        num_blocks,
+        max_model_len,
+        has_tcp_edges(config, placement),
+        max(placement.degrees),
+    )
+
+
+class NodeAssignment(msgspec.Struct, frozen=True):
+    """Everything that a machine needs to know to run its part of a generation."""
+
+    placement: Placement
+    """Workers of all machines."""
+    config: EngineConfig
+    """With max_model_len resolved."""
+    restart_cause: str = ""
+    """Reason for which the previous generation ended; empty in the first one."""
+    num_resumed_requests: int = 0
+    """Requests that will be submitted again."""
+    is_probe: bool = False
+    """True if the workers only measure their speed; the layers are preliminary."""
+    change: int = 0
+    """Number of the planned change for which the workers only load layers; 0 for none."""
+    peers: dict[str, LinkPeer] = {}
+    """Data connections of all machines of the placement by name; empty if it has only one."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes of every edge."""
+        placement, scheduler = self.placement, self.config.scheduler
+        is_tcp = has_tcp_edges(self.config, placement)
+        return scheduler.count_lanes(placement.num_stages, is_tcp, max(placement.degrees))
+
+
+class StageAssignment(msgspec.Struct, frozen=True, tag=True):
+    """Everything that a worker needs to know to run a stage during one generation."""
+
+    placement: Placement
+    sender: int
+    """Identity of the worker, which has a place in the placement."""
+    config: EngineConfig
+    """With max_model_len resolved."""
+    model_folder: str
+    driver_address: str
+    """Address that the driver of the generation binds."""
+    incoming: Edge | None = None
+    """Edge from a worker of the previous stage; None on the first."""
+    outgoing: list[Edge] = []
+    """Edges to workers of the next stage, by their ranks."""
+    region: Region | None = None
+    """Memory that the ranks of the stage share; None where the stage has one rank."""
+    plan_record: int | None = None
+    """Descriptor of the file in which the driver records the plans in flight; None elsewhere."""
+    kv_memory: int | None = None
+    """Descriptor of an empty file for the KV cache, which others map; None: in own memory."""
+    restart_cause: str = ""
+    """Reason for which the previous generation ended; empty in the first one."""
+    num_resumed_requests: int = 0
+    """Requests that will be submitted again."""
+    output_lengths: dict[int, list[int]] = {}
+    """Output lengths of earlier generations, by class, for the scheduler; empty elsewhere."""
+    is_probe: bool = False
+    """True if the worker only measures its speed; the layers are preliminary, and there are no
+    descriptors and no driver."""
+    change: int = 0
+    """Number of the planned change for which the worker only loads layers, without descriptors and
+    driver, beside the stage that it computes; 0 for none."""
+
+    @property
+    def place(self) -> WorkerPlacement:
+        """Place of the worker."""
+        return next(each for each in self.placement.workers if each.sender == self.sender)
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage."""
+        return self.place.stage
+
+    @property
+    def rank(self) -> int:
+        """Index among the workers of the stage."""
+        return self.place.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of workers of the stage."""
+        return self.degrees[self.stage]
+
+    @property
+    def degrees(self) -> list[int]:
+        """Number of workers of each stage."""
+        return self.placement.degrees
+
+    @property
+    def name(self) -> PlaceName:
+        """Name of the place."""
+        return PlaceName(self.stage, self.rank, self.num_ranks)
+
+    @property
+    def has_driver(self) -> bool:
+        """True if the driver of the generation runs in this worker, the first rank of stage 0."""
+        return (self.stage, self.rank) == (0, 0)
+
+    @property
+    def local_index(self) -> int:
+        """Index among the workers of the same machine."""
+        return self.placement.workers_on(self.place.node).index(self.place)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Number of workers of the same machine, which share its cores, memory and GPUs."""
+        return len(self.placement.workers_on(self.place.node))
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads of the worker."""
+        shared = threads_per_worker(self.config.threads, self.num_local_workers)
+        return self.place.threads or shared
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.placement.num_stages
+
+    @property
+    def has_tcp_edges(self) -> bool:
+        """True if stages on different machines are connected by TCP."""
+        return has_tcp_edges(self.config, self.placement)
+
+    def resolve_scheduler(self, num_blocks: int | None = None) -> SchedulerConfig:
+        """Return the scheduler's configuration; see `resolve_scheduler`."""
+        return resolve_scheduler(self.config, self.placement, num_blocks)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """First layer of the stage and first layer of the next one."""
+        return self.placement.layers[self.stage]
+
+    @property
+    def layer_counts(self) -> list[int]:
+        """Number of layers of every stage."""
+        return [end - begin for begin, end in self.placement.layers]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """All descriptors: of the edges, the region, the plan record, then the KV cache."""
+        incoming = [] if self.incoming is None else [self.incoming]
+        region = [] if self.region is None else [self.region]
+        own = [each for each in (self.plan_record, self.kv_memory) if each is not None]
+        shared: list[Edge | Region] = [*incoming, *self.outgoing, *region]
+        return [*(each for files in shared for each in files.descriptors), *own]
+
+    def close_descriptors(self) -> None:
+        """Close all descriptors in this process."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+ParentMessage = WorkerIdentity | StageAssignment
+"""Every message that a worker may receive from its parent over their pair."""
+
+_decoder: msgspec.json.Decoder[ParentMessage] = msgspec.json.Decoder(ParentMessage)
+
+_node_decoder: msgspec.json.Decoder[NodeAssignment] = msgspec.json.Decoder(NodeAssignment)
+
+
+def encode_node_assignment(assignment: NodeAssignment) -> bytes:
+    """Return the content of an AssignStages message."""
+    return msgspec.json.encode(assignment)
+
+
+def decode_node_assignment(content: bytes) -> NodeAssignment:
+    """Return the assignment in an AssignStages message.
+
+    Raises:
+        msgspec.DecodeError: it is no valid assignment.
+    """
+    return _node_decoder.decode(content)
+
+
+def encode_parent_message(message: ParentMessage) -> tuple[bytes, list[int]]:
+    """Return the payload of a message and the descriptors that travel with it."""
+    descriptors = message.descriptors if isinstance(message, StageAssignment) else []
+    return msgspec.json.encode(message), descriptors
+
+
+def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentMessage:
+    """Return a message with the receiver's descriptors in place of the sender's.
+
+    Raises:
+        msgspec.DecodeError: the payload is no valid message.
+        ValueError: the number of descriptors is wrong.
+    """
+    message = _decoder.decode(payload)
+    received = dict(zip(encode_parent_message(message)[1], descriptors, strict=True))
+    if isinstance(message, WorkerIdentity):
+        return message
+
+    def receive(descriptors: list[int]) -> list[int]:
+        return [received[each] for each in descriptors]
+
+    replace = msgspec.structs.replace
+    incoming, region = message.incoming, message.region
+    record, memory = message.plan_record, message.kv_memory
+    return replace(
+        message,
+        incoming=incoming and replace(incoming, descriptors=receive(incoming.descriptors)),
+        outgoing=[replace(e, descriptors=receive(e.descriptors)) for e in message.outgoing],
+        region=region and replace(region, descriptors=receive(region.descriptors)),
+        plan_record=None if record is None else received[record],
+        kv_memory=None if memory is None else received[memory],
+    )

@@ -1,0 +1,283 @@
+"""Client of the driver in the parent process: requests out, token deltas back to their readers.
+
+While no driver is attached the running requests are parked; the next driver gets them again with
+the tokens that were delivered.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from gllm.messages.reports import BubbleReport, StageUtilization, StepCostReport
+from gllm.messages.requests import AbortSequences, EngineOutputs
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.runtime.head.delivery import SubmittedChoice, deliver
+from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.report_totals import ReportTotals
+from gllm.runtime.head.request_client import RequestClient, SendFunction
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.suspects import SuspectTracker
+from gllm.scheduler.plan import FinishedSequence, SchedulerStats
+from gllm.scheduler.step_cost import StepCostCoefficients
+
+_POISON_ERROR = (
+    "a worker died each time that it computed this request, the last time while no other request "
+    "ran; it is not tried again"
+)
+
+
+class EngineClient(RequestClient):
+    """Running requests and the latest reports of the pipeline."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        super().__init__(clock)
+        self.step_sizes: Counter[int] = Counter()
+        """Number of micro-batches by their tokens, rounded up to a power of two."""
+        self.coefficients: StepCostCoefficients | None = None
+        """Latest fit of the time of a step on the slowest stage; None before the first. It stays
+        when a generation ends."""
+        self._send: SendFunction | None = None
+        """None while requests are parked."""
+        self._choices: dict[int, SubmittedChoice] = {}
+        """By wire id, of submitted requests."""
+        self._last_progress = self._clock()
+        """Time of the last finished step."""
+        self._totals = ReportTotals()
+        self._is_reporting = False
+        """False from the end of a scheduler to the start of the next one."""
+        self._suspects: SuspectTracker[RequestStream] = SuspectTracker()
+        self._is_isolating = False
+        """True while suspects run one after the other and other requests are parked."""
+        self._on_stats: Callable[[], None] | None = None
+        self._retired: dict[int, RequestStream] = {}
+        """Requests that were taken back from the driver for that, by wire id, until it is idle."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since the last finished step, while a driver has requests; else 0."""
+        return self._clock() - self._last_progress if self._choices else 0.0
+
+    @property
+    def is_attached(self) -> bool:
+        """True if requests go to a driver."""
+        return self._send is not None
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """State of the scheduler, with counters over all generations; parked choices wait."""
+        stats = self._totals.stats
+        if self._send is not None and not self._is_isolating:
+            return stats
+        parked = [each.entry for each in self._streams if each.entry.is_parked]
+        return stats._replace(
+            waiting=stats.waiting + sum(len(entry.alive) for entry in parked),
+            waiting_tokens=stats.waiting_tokens + sum(each.num_prefill_tokens for each in parked),
+        )
+
+    @property
+    def stage_loads(self) -> dict[int, StageUtilization]:
+        """Totals of rank 0 of each stage over all generations."""
+        return self._totals.stage_loads
+
+    @property
+    def rank_loads(self) -> dict[tuple[int, int], StageUtilization]:
+        """Totals of each rank of each stage over all generations, by stage and rank."""
+        return self._totals.rank_loads
+
+    @property
+    def bubbles(self) -> BubbleReport:
+        """Idle time over all generations."""
+        return self._totals.bubbles
+
+    @property
+    def output_lengths(self) -> dict[int, list[int]]:
+        """Lengths of the last outputs by class, with which the next scheduler begins."""
+        return self._totals.output_lengths
+
+    def set_stats_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each report of `stats`."""
+        self._on_stats = listener
+
+    def predict_recompute_seconds(self) -> float:
+        """Return the predicted time in which another driver computes the running requests again.
+
+        It is that of the slowest stage, by the latest fit; 0 before the first one.
+        """
+        if self.coefficients is None:
+            return 0.0
+        lengths = (stream.entry.num_prefill_tokens for stream in self._streams)
+        return self.coefficients.predict_prefill_seconds(lengths)
+
+    def attach(self, send: SendFunction) -> None:
+        """Submit the parked requests to a driver, in order of arrival, and from now on new ones.
+
+        Suspects of deaths run alone before, one after the other.
+        """
+        self._send = send
+        self._is_reporting = True
+        self._is_isolating = bool(self._suspects.suspects(self._streams))
+        if self._is_isolating:
+            self._continue_isolation(is_idle=True)
+        else:
+            self._submit_parked()
+
+    def detach(self, cause: str) -> None:
+        """Park all requests, because the driver has ended; a warm-up fails with the cause."""
+        self._send = None
+        for stream in {choice.stream: None for choice in self._choices.values()}:
+            stream.entry.seqs.clear()
+            if stream not in self._streams:
+                self._end(stream, stream.alive, "error", cause)
+        self._choices.clear()
+        self._suspects.stop_isolation()
+        self._is_isolating = self._is_reporting = False
+        self._retired.clear()
+        self._totals.next_generation()
+        self._notify()
+
+    def on_death(self, seqs: Collection[int]) -> bool:
+        """Count an unplanned death of a worker; called before `detach`.
+
+        Args:
+            seqs: wire ids with rows in uncommitted plans.
+
+        Returns:
+            True if one request is to blame. It has ended with an error.
+        """
+        owners = self._retired | {seq: choice.stream for seq, choice in self._choices.items()}
+        poison = self._suspects.on_death(seqs, owners)
+        if poison is None:
+            return False
+        entry = poison.entry
+        self._poison.add(entry.prompt, entry.sampling, self._clock())
+        self._end(poison, poison.alive, "error", _POISON_ERROR, "poison")
+        self._notify()
+        return True
+
+    def submit_warm_up(self, send: SendFunction) -> RequestStream:
+        """Send a request of one token to a driver that is not attached yet.
+
+        It is not in the journal, so it ends with an error when its driver does, and needs no
+        release.
+        """
+        self._is_reporting = True
+        greedy = SequenceSamplingParams(temperature=0)
+        entry = JournalEntry([0], greedy, 1, [], 1, 0, "", arrival=self._clock())
+        stream = RequestStream(entry, "", self._pending)
+        self._submit_to_driver(stream, send)
+        return stream
+
+    def on_report(
+        self, message: EngineOutputs | StageUtilization | BubbleReport | StepCostReport
+    ) -> None:
+        """Handle a report of the pipeline; reports of a driver that was detached are ignored."""
+        if not self._is_reporting:
+            return
+        if isinstance(message, EngineOutputs):
+            self._on_outputs(message)
+        elif isinstance(message, StepCostReport):
+            self.coefficients = message.coefficients
+        else:
+            self._totals.on_report(message)
+
+    def fail_all(self, cause: str) -> None:
+        """End every request with an error, because the engine has died."""
+        self.detach(cause)
+        super().fail_all(cause)
+
+    def _dispatch(self, stream: RequestStream) -> None:
+        if self._send is not None and not self._is_isolating:
+            self._submit_to_driver(stream, self._send)
+        else:
+            self._check_encoding(stream)
+
+    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
+        return self._choices
+
+    def _on_removed(self, stream: RequestStream) -> None:
+        self._suspects.clear(stream)
+
+    def _submit_to_driver(self, stream: RequestStream, send: SendFunction) -> None:
+        """Send a request's living choices to a driver."""
+        was_idle = not self._choices
+        self._submit(stream, send, self._choices)
+        if was_idle:
+            self._last_progress = self._clock()
+
+    def _submit_parked(self) -> None:
+        """Submit all parked requests."""
+        assert self._send is not None
+        for stream in list(self._streams):
+            if stream.entry.is_parked:
+                self._submit_to_driver(stream, self._send)
+
+    def _continue_isolation(self, is_idle: bool) -> None:
+        """Let the next suspect run alone, or all requests if there is none.
+
+        Args:
+            is_idle: the driver has no request, so another one would run alone.
+        """
+        if self._send is None or self._suspects.isolated is not None:
+            return
+        suspects = self._suspects.suspects(self._streams)
+        if not suspects:
+            self._is_isolating = False
+            self._submit_parked()
+            return
+        for stream in {choice.stream: None for choice in self._choices.values()}:
+            self._park(stream)
+        if is_idle:
+            self._retired.clear()
+            # Who is to blame has seldom come far, and nobody waits any more once it is found.
+            suspect = min(suspects, key=lambda each: each.entry.num_output_tokens)
+            self._submit_to_driver(suspect, self._send)
+            self._suspects.isolate(suspect, suspect.entry.seqs.values())
+
+    def _park(self, stream: RequestStream) -> None:
+        """Take a running request back from the driver."""
+        assert self._send is not None
+        seqs = list(stream.entry.seqs.values())
+        stream.entry.seqs.clear()
+        for seq in seqs:
+            self._retired[seq] = self._choices.pop(seq).stream
+        self._send(AbortSequences(seqs))
+
+    def _abort_seqs(self, stream: RequestStream, seqs: list[int]) -> None:
+        """Abort sequences in the driver; a suspect that ran alone may have been among them."""
+        if seqs and self._send is not None:
+            self._send(AbortSequences(seqs))
+        if self._is_isolating:
+            self._continue_isolation(is_idle=False)
+
+    def _on_outputs(self, message: EngineOutputs) -> None:
+        """Deliver the output of a step and store the statistics."""
+        tokens, stats = message.outcome.num_step_tokens, message.stats
+        if tokens or message.outcome.finished:
+            self._last_progress = self._clock()
+        self._totals.on_stats(stats)
+        if self._on_stats is not None:
+            self._on_stats()
+        if tokens:
+            self.step_sizes[1 << (tokens - 1).bit_length()] += 1
+        ended = deliver(message, self._choices)
+        self._record_lengths(message.outcome.finished)
+        if self._suspects.has_deaths:
+            self._clear_suspects(message.outcome.seqs)
+        for stream, choice, _ in ended:
+            self._remove(stream, [choice])
+        if self._is_isolating:
+            self._continue_isolation(is_idle=not (stats.unfinished or stats.in_flight))
+        self._notify()
+
+    def _record_lengths(self, finished: list[FinishedSequence]) -> None:
+        """Record the lengths of outputs that have ended by themselves, as the scheduler does."""
+        for end in finished:
+            target = self._choices.get(end.seq)
+            if target is not None and end.finish_reason in ("stop", "length"):
+                entry = target.stream.entry
+                self._totals.record_output(entry.max_tokens, len(entry.outputs[target.choice]))
+
+    def _clear_suspects(self, seqs: list[int]) -> None:
+        """Forget the deaths of requests that have a new token."""
+        for seq in seqs:
+            if choice := self._choices.get(seq):
+                self._suspects.clear(choice.stream)

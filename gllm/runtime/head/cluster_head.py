@@ -1,0 +1,304 @@
+"""Head's part of an engine on several machines: the nodes that join, and its own data connections.
+
+This module imports no torch.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+import zmq
+
+from gllm.config.nodes import NodesConfig
+from gllm.messages.codec import AnyMessage
+from gllm.messages.measurement import LinkTimes
+from gllm.messages.node_report import NodeDrainError, NodeReport, UnknownNodeError
+from gllm.messages.nodes import LinkState, NodeFacts
+from gllm.options.addresses import format_host_port, is_wildcard
+from gllm.recovery.join_check import JoinFacts
+from gllm.recovery.node_layout import distribute_stages
+from gllm.recovery.placement import LOCAL_NODE
+from gllm.runtime.head.action_executor import ActionExecutor
+from gllm.runtime.head.agent_messages import AgentMessageHandler
+from gllm.runtime.head.death_handler import DeathHandler
+from gllm.runtime.head.link_process import LinkProcess
+from gllm.runtime.head.link_times import LinkTimesReporter, collect_link_times
+from gllm.runtime.head.machine_speeds import Machine
+from gllm.runtime.head.node_admission import configured_threads, resolve_hub
+from gllm.runtime.head.node_events import NodeEventHandler
+from gllm.runtime.head.node_hub import NodeHub
+from gllm.runtime.head.node_reports import report_head, report_node
+from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
+from gllm.runtime.node.machine import MachineMonitor, read_facts
+from gllm.runtime.worker.driver_proxies import DriverProxies
+from gllm.transport.link.commands import LinkPeer
+
+log = logging.getLogger(__name__)
+
+HEAD_NAME = "head"
+"""Name of the head's node without `--node-name`."""
+
+
+class ClusterHead:
+    """The hub of the nodes, the data mover of this machine, and what agents are told."""
+
+    def __init__(
+        self,
+        config: NodesConfig,
+        secret_file: str | None,
+        facts: JoinFacts,
+        degrees: Sequence[int],
+        recovery_timeout: float = 60.0,
+        make_links: Callable[..., LinkProcess] | None = None,
+    ) -> None:
+        """Create the head of a cluster that nobody has joined.
+
+        Args:
+            config: of the nodes; `nnodes` and the address are resolved.
+            secret_file: file of the node secret; None without encryption, on loopback only.
+            facts: of this machine, which the agents have to share.
+            degrees: ranks of each stage of the engine.
+            recovery_timeout: time in seconds after which agents without a head end.
+            make_links: creates the data mover of this machine; None for a process.
+
+        Raises:
+            ValueError: the address, the secret or the number of stages cannot be used.
+        """
+        self.run = secrets.randbits(64)
+        """Number of this start of the head process."""
+        self.stage_nodes = distribute_stages(degrees, config.nnodes, config.stages_per_node)
+        """Index of the node of each stage at the start, 0 for this one."""
+        self._num_workers = sum(degrees)
+        self._num_stages = len(degrees)
+        self._config = config
+        self.name = config.node_name or HEAD_NAME
+        """Name of this node for people and for other machines; placements have LOCAL_NODE."""
+        self.hub = NodeHub(config, secret_file, self.run, facts, self.name, recovery_timeout)
+        self._certificate: NodeCertificate | None = None
+        self._has_secret = secret_file is not None
+        self._make_links = make_links
+        self._links: LinkProcess | None = None
+        self._peer = LinkPeer(self.name, "", b"")
+        self._messages: AgentMessageHandler | None = None
+        self._events: NodeEventHandler | None = None
+        self._link_times: LinkTimesReporter | None = None
+        self._monitor = MachineMonitor()
+        self._facts: NodeFacts | None = None
+        self._members: list[str] = []
+        self._is_stopped = False
+
+    async def form(self) -> list[str]:
+        """Wait until all nodes have joined; return the name of the node of each stage.
+
+        Raises:
+            EngineError: nodes are missing after the time for it; the message names them.
+            OSError: an address cannot be bound.
+        """
+        try:
+            await self._open_links()
+            self._members = await self.hub.form()
+        except BaseException:
+            await self.stop("the engine could not start", is_failure=True)
+            raise
+        names = [LOCAL_NODE, *self._members]
+        return [names[node] for node in self.stage_nodes]
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        """Machines that have joined, by the name of the node in placements."""
+        config = self.hub.facts.config
+        machines = {
+            name: Machine(session.join.facts, configured_threads(config, session.join.config))
+            for name, session in self.hub.sessions.items()
+        }
+        if self._facts is not None:
+            machines[LOCAL_NODE] = Machine(self._facts, configured_threads(config))
+        return machines
+
+    def begin(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        executor: ActionExecutor,
+        events: NodeEventHandler,
+        death_handler: DeathHandler,
+        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
+    ) -> None:
+        """Connect the nodes that have joined to an engine that starts.
+
+        Args:
+            context: of the head's process, for sessions with the driver.
+            executor: has the connections to the workers.
+            events: handles nodes that join, leave or are lost.
+            death_handler: handles workers whose session has ended.
+            on_messages: handles messages of workers, with their senders.
+        """
+        nodes = executor.connections.nodes
+        nodes.proxies = DriverProxies(context, self.run)
+        nodes.local_peer = self._peer
+        messages = AgentMessageHandler(
+            self.hub, executor, events, death_handler, on_messages, self._num_workers
+        )
+        if self._links is not None:
+            nodes.local.remote_edges = self._links
+            self._links.begin_run(self.run, executor.on_edge_opened, messages.on_edge_lost)
+        messages.add_members()
+        self._messages, self._events = messages, events
+
+        def read_link_times() -> LinkTimes | None:
+            placement = events.ready_placement
+            if placement is None or not placement.has_remote_edges:
+                return None
+            return collect_link_times(placement, self._links_by_node, self._round_trips)
+
+        self._link_times = LinkTimesReporter(read_link_times, executor.send_to_driver)
+
+    @property
+    def _links_by_node(self) -> dict[str, list[LinkState]]:
+        """Data connections of each node, by its name in placements."""
+        links = {name: session.heartbeat.links for name, session in self.hub.sessions.items()}
+        return links | {LOCAL_NODE: [] if self._links is None else self._links.links}
+
+    @property
+    def _round_trips(self) -> dict[str, float | None]:
+        """Round trip in seconds to each other node."""
+        return {
+            name: session.clock_offset.round_trip_seconds
+            for name, session in self.hub.sessions.items()
+        }
+
+    def on_started(self) -> None:
+        """Report the nodes that have joined as spares, and members that were lost since."""
+        assert self._messages is not None
+        self._messages.add_spares(self._members)
+
+    def publish_state(self, state: str, cause: str, generation: int) -> None:
+        """Send the engine's state to all agents, if it has changed."""
+        if self._messages is not None:
+            self._messages.publish_state(state, cause, generation)
+
+    def reports(self, stages: Mapping[str, list[int]]) -> list[NodeReport]:
+        """Return the state of each node, this one first.
+
+        stages: of each node, by its name in placements.
+        """
+        head = report_head(
+            self.name,
+            self._facts,
+            self._monitor.read(),
+            stages.get(LOCAL_NODE, []),
+            [] if self._links is None else self._links.links,
+        )
+        records = self.hub.membership.nodes.values()
+        if any(stages.values()):
+            for record in records:
+                self.hub.membership.set_spare(record.name, not stages.get(record.name))
+        return [
+            head,
+            *(
+                report_node(
+                    record,
+                    self.hub.sessions_by_name.get(record.name),
+                    stages,
+                    record.name in self.hub.membership.draining,
+                )
+                for record in records
+            ),
+        ]
+
+    def drain(self, name: str, check_ready: Callable[[], None]) -> str:
+        """Let the stages of a node move to others, and dismiss it then; see Engine.drain_node.
+
+        Args:
+            name: of the node.
+            check_ready: raises an error unless the engine is ready.
+
+        Raises:
+            UnknownNodeError: no node has the name.
+            NodeDrainError: the node cannot be drained.
+        """
+        membership, events = self.hub.membership, self._events
+        if name == self.name:
+            raise NodeDrainError(f"{name} is the head, which has the API: stop the engine instead")
+        if name in membership.draining:
+            return "draining"
+        record = membership.nodes.get(name)
+        if record is None and name in membership.drained:
+            return "drained"
+        if record is None:
+            raise UnknownNodeError(f"there is no machine {name!r}: see /nodes")
+        check_ready()
+        if not record.is_alive:
+            # Nothing waits for it, because the engine is ready.
+            membership.forget(name)
+            return "drained"
+        assert events is not None, "an engine that is ready has begun"
+        if reason := events.drain(name):
+            raise NodeDrainError(f"node {name} cannot be drained: {reason}")
+        return "draining"
+
+    @property
+    def num_losses(self) -> int:
+        """Losses of nodes, each time counted."""
+        return sum(record.num_losses for record in self.hub.membership.nodes.values())
+
+    @property
+    def num_malformed_frames(self) -> int:
+        """Frames of other machines that could not be read or that their sender may not send."""
+        return self.hub.num_malformed + (0 if self._links is None else self._links.num_malformed)
+
+    @property
+    def refused_peers(self) -> dict[str, int]:
+        """Refused connections for control and data, by IP address."""
+        refused = self.hub.refused_peers
+        for address, number in ({} if self._links is None else self._links.refused).items():
+            refused[address] = refused.get(address, 0) + number
+        return refused
+
+    async def stop(self, cause: str, is_failure: bool = False) -> None:
+        """Let the agents leave, and close.
+
+        Args:
+            cause: for the agents' logs.
+            is_failure: True if the agents shall exit with 1.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._link_times is not None:
+            self._link_times.close()
+        await self.hub.stop(cause, is_failure)
+        if self._links is not None:
+            self._links.close()
+        if self._certificate is not None:
+            self._certificate.close()
+
+    async def _open_links(self) -> None:
+        """Start the data mover, so that its port is known before anybody joins.
+
+        Raises:
+            OSError: the port cannot be bound.
+        """
+        config = self._config
+        host, _ = resolve_hub(config)
+        if self._has_secret:
+            self._certificate = create_certificate()
+        listen = format_host_port(host, config.data_port) if config.data_port else ""
+        make_links = self._make_links or LinkProcess
+        self._links = make_links(
+            self.name,
+            listen,
+            self._certificate,
+            config.link_congestion,
+            config.node_timeout,
+            config.link_policy,
+            config.link_encoding,
+        )
+        port = await self._links.listen() if listen else 0
+        if is_wildcard(host) and config.master_addr is not None:
+            host, _ = resolve_hub(config, config.master_addr)
+        address = config.advertise or (format_host_port(host, port) if port else "")
+        certificate = b"" if self._certificate is None else self._certificate.certificate
+        self._peer = LinkPeer(self.name, address, certificate)
+        self._facts = read_facts(
+            host, port, config.advertise or "", certificate, self._monitor.gpu_names
+        )

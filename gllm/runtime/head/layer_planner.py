@@ -1,0 +1,346 @@
+"""Division of the layers among the stages: by weights, by measured speeds, and by step times.
+
+The planner runs in the head process and proposes divisions; the supervisor starts the generations
+that use them. This module imports no torch.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gllm.config.engine import EngineConfig
+from gllm.messages.lifecycle import StageLoaded
+from gllm.messages.measurement import StageMeasured
+from gllm.recovery.balance import BalanceLimits, BetterCut, Rebalancer
+from gllm.recovery.node_layout import NodeShape, extend_layers, recut_layers
+from gllm.recovery.node_pool import match_stages
+from gllm.recovery.partition import StageCosts, StageMemory, cut_layers, slowest_cost
+from gllm.recovery.placement import LOCAL_NODE
+from gllm.runtime.head.machine_speeds import Machine, may_differ_in_speed
+from gllm.runtime.worker.device import find_gpu_models
+from gllm.runtime.worker.probe_cache import ProbeCache
+
+log = logging.getLogger(__name__)
+
+HOST_MEMORY_SHARE = 0.9
+"""Share of a machine's available memory that layers may take when they move to it."""
+
+Bounds = list[tuple[int, int]]
+"""First layer of each stage and first layer after it."""
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Memory that the layers need, and that nodes and stages have, in bytes."""
+
+    needs: StageCosts
+    """Weights, and keys and values of the longest sequence."""
+    node_limits: dict[str, float]
+    """Memory of each machine for all stages that it computes on the CPU."""
+    stage_limits: list[float]
+    """Memory of the GPUs of each stage; infinity on the CPU."""
+
+
+class LayerPlanner:
+    """Layers of each stage of an engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layers: Sequence[range],
+        costs: StageCosts,
+        limits: BalanceLimits | None = None,
+        find_gpu_models: Callable[[], set[str]] = find_gpu_models,
+    ) -> None:
+        """Create the planner of an engine that has not started.
+
+        Args:
+            config: of the engine.
+            layers: of each stage, as configured or by weights.
+            costs: of the model's layers, the same on every stage, until they are measured.
+            limits: conditions under which another division is proposed; None for the defaults.
+            find_gpu_models: returns the models of this machine's GPUs.
+        """
+        self._config = config
+        self._find_gpu_models = find_gpu_models
+        self._layers = list(layers)
+        self._costs = [costs] * len(self._layers)
+        self._memory: list[StageMemory] | None = None
+        self._limits = limits or BalanceLimits()
+        self._measured: dict[tuple[int, int], StageMeasured] = {}
+        """By stage and rank."""
+        self._rebalancer = Rebalancer(self._costs, None, self._limits)
+        self._cache = ProbeCache()
+        self._weights = costs
+        self._degrees = list(config.stage_degrees)
+        self._nodes = [LOCAL_NODE] * len(self._layers)
+        """Name of the node of each stage."""
+        self._machines: dict[str, Machine] = {}
+        """Machines at the start, by the name of the node; empty for this one alone."""
+        self._node_memory: NodeMemory | None = None
+        """None before the first generation is ready."""
+
+    @property
+    def layers(self) -> list[range]:
+        """Layers of each stage, from the next generation on."""
+        return list(self._layers)
+
+    @property
+    def bounds(self) -> Bounds:
+        """First layer of each stage and first layer after it, from the next generation on."""
+        return [(part.start, part.stop) for part in self._layers]
+
+    @property
+    def should_measure(self) -> bool:
+        """True if the layers are divided by measured speeds: the stages' speeds may differ."""
+        config = self._config
+        if config.layers != "auto" or len(self._layers) == 1:
+            return False
+        uses_gpus = config.device != "cpu"
+        return (
+            len(set(config.stage_degrees)) > 1
+            or len(set(config.debug_slowdown)) > 1
+            or (uses_gpus and len(self._find_gpu_models()) > 1)
+            or may_differ_in_speed(self._nodes, self._degrees, self._machines, uses_gpus)
+        )
+
+    def on_measured(self, message: StageMeasured) -> None:
+        """Record a worker's measurement."""
+        self._measured[message.stage, message.rank] = message
+
+    def choose_layers(self) -> Bounds:
+        """Divide the layers by the measurements of all workers."""
+        stages = range(len(self._layers))
+        costs, memory = [], []
+        for stage in stages:
+            ranks = [each for (own, _), each in self._measured.items() if own == stage]
+            costs.append(_join_costs(ranks))
+            memory.append(self._limit_by_machine(_join_memory(ranks), stage))
+        try:
+            layers = cut_layers(costs, memory)
+        except ValueError as error:
+            log.warning("the layers are divided by their weights: %s", error)
+            return self.bounds
+        even, best = slowest_cost(costs, self._layers), slowest_cost(costs, layers)
+        log.info(
+            "layers by measured speeds: %s (by weights %s, whose slowest stage takes %.2f times as "
+            "long)",
+            format_layers(layers),
+            format_layers(self._layers),
+            even / best,
+        )
+        self._costs, self._memory, self._layers = costs, memory, layers
+        self._rebalancer = Rebalancer(costs, memory, self._limits)
+        return self.bounds
+
+    def _limit_by_machine(self, memory: StageMemory, stage: int) -> StageMemory:
+        """Limit a stage's memory, if it is the host's, to its share of that of its machine."""
+        machine = self._machines.get(self._nodes[stage])
+        if machine is None or not math.isinf(memory.limit_bytes):
+            return memory
+        num_workers: Counter[str] = Counter()
+        for node, degree in zip(self._nodes, self._degrees, strict=True):
+            num_workers[node] += degree
+        total = HOST_MEMORY_SHARE * machine.facts.memory_bytes
+        return replace(memory, limit_bytes=total / num_workers[self._nodes[stage]])
+
+    def change_shape(self, shape: NodeShape) -> None:
+        """Note other stages, or other nodes of the stages, from the next generation on."""
+        unique_nodes = dict.fromkeys(shape.nodes)
+        log.info(
+            "layers per stage: %s, on these machines: %s",
+            ",".join(str(end - begin) for begin, end in shape.layers),
+            ", ".join("the head's" if node == LOCAL_NODE else node for node in unique_nodes),
+        )
+        has_moved = (shape.nodes, shape.degrees) != (self._nodes, self._degrees)
+        self._layers = [range(begin, end) for begin, end in shape.layers]
+        if not has_moved:
+            return
+        if len(shape.nodes) != len(self._nodes):
+            stages = match_stages(self._nodes, shape.nodes)
+            old = {after: self._costs[before] for before, after in stages.items()}
+            self._costs = [old.get(stage, self._costs[0]) for stage in range(len(shape.nodes))]
+        self._degrees, self._nodes = list(shape.degrees), list(shape.nodes)
+        self._measured.clear()
+        # Other machines have another memory, which is known once they have loaded their layers.
+        self._memory = None
+        self._rebalancer = Rebalancer(self._costs, None, self._limits)
+
+    def set_nodes(self, nodes: Sequence[str], machines: Mapping[str, Machine]) -> None:
+        """Set the name of the node of each stage, and the machines, before the start."""
+        self._nodes, self._machines = list(nodes), dict(machines)
+
+    def recut(self, shape: NodeShape, survivors: Sequence[str]) -> NodeShape | None:
+        """Return the stages on the nodes that are left after a loss, which get all layers.
+
+        None if the layers do not fit into the memory of these nodes, with keys and values of the
+        longest sequence, or if it is not known yet what they need.
+
+        Args:
+            shape: present stages.
+            survivors: names of the nodes that are left.
+        """
+        memory = self._node_memory
+        if memory is None:
+            return None
+        return recut_layers(
+            shape, survivors, self._costs, memory.needs, memory.node_limits, memory.stage_limits
+        )
+
+    def add_machine(self, node: str, machine: Machine) -> None:
+        """Note a machine that has joined after the start."""
+        self._machines[node] = machine
+
+    def find_costliest(self, stages: Sequence[int]) -> int:
+        """Return the stage whose layers cost most, of one or more."""
+
+        def cost_of(stage: int) -> float:
+            layers = self._layers[stage]
+            return self._costs[stage].cost_of(layers.start, layers.stop)
+
+        return max(stages, key=cost_of)
+
+    def extend(
+        self, shape: NodeShape, nodes: Sequence[str], degrees: Sequence[int], should_gain: bool
+    ) -> NodeShape | None:
+        """Return a shape with further stages, whose speed is taken to be that of the first one.
+
+        None if the layers do not fit, or if it is not known yet what they need.
+
+        Args:
+            shape: present stages.
+            nodes: node of each further stage.
+            degrees: ranks of each further stage.
+            should_gain: return None unless the slowest stage gets faster by the least gain of a
+                rebalancing.
+        """
+        memory = self._node_memory
+        if memory is None:
+            return None
+        limits = dict(memory.node_limits)
+        for node in nodes:
+            if (machine := self._machines.get(node)) is not None and not machine.facts.devices:
+                limits[node] = HOST_MEMORY_SHARE * machine.facts.memory_bytes
+        costs = [*self._costs, *[self._costs[0]] * len(nodes)]
+        stage_limits = [*memory.stage_limits, *[math.inf] * len(nodes)]
+        extended = extend_layers(shape, nodes, degrees, costs, memory.needs, limits, stage_limits)
+        if extended is None or not should_gain:
+            return extended
+        before, after = (
+            slowest_cost(costs[: len(each.layers)], [range(*bounds) for bounds in each.layers])
+            for each in (shape, extended)
+        )
+        return extended if before / after - 1 > self._limits.min_gain else None
+
+    def begin_generation(self, loaded: Sequence[StageLoaded]) -> None:
+        """Start to compare the step times of a generation, which has the current layers.
+
+        loaded: reports of the generation's workers.
+        """
+        self._node_memory = self._measure_nodes(loaded)
+        if self._memory is None:
+            self._memory = self._estimate_memory(loaded)
+            self._rebalancer = Rebalancer(self._costs, self._memory, self._limits)
+        self._rebalancer.begin(self._layers)
+
+    def _measure_nodes(self, loaded: Sequence[StageLoaded]) -> NodeMemory:
+        """Return what all layers need, and the memory of each node and stage."""
+        scheduler, max_model_len = self._config.scheduler, self._config.max_model_len or 0
+        num_blocks = -(-max_model_len // scheduler.block_size)
+        num_layers = len(self._weights.layers)
+        scale = sum(each.weight_bytes for each in loaded) / self._weights.cost_of(0, num_layers)
+        weights = self._weights.scale(scale)
+        sequence = num_blocks * sum(each.block_bytes for each in loaded) / num_layers
+        needs = replace(weights, layers=tuple(each + sequence for each in weights.layers))
+        node_limits: dict[str, float] = {}
+        for node in dict.fromkeys(self._nodes):
+            own = [each for each in loaded if self._nodes[each.stage] == node]
+            free = [x.host_available_bytes for x in own if x.host_available_bytes is not None]
+            if free:
+                used = sum(each.weight_bytes for each in own)
+                node_limits[node] = HOST_MEMORY_SHARE * (min(free) + used)
+        stage_limits = [math.inf] * len(self._layers)
+        for each in loaded:
+            if each.available_bytes is not None:
+                limit = (each.weight_bytes + each.available_bytes) * self._degrees[each.stage]
+                stage_limits[each.stage] = min(stage_limits[each.stage], limit)
+        return NodeMemory(needs, node_limits, stage_limits)
+
+    def _estimate_memory(self, loaded: Sequence[StageLoaded]) -> list[StageMemory] | None:
+        """Estimate the memory of layers that were not measured; None for the host's memory.
+
+        Weights, and keys and values of the longest sequence, are distributed by the costs.
+        """
+        limits = [math.inf] * len(self._layers)
+        needed = [0] * len(self._layers)
+        scheduler, max_model_len = self._config.scheduler, self._config.max_model_len or 0
+        num_blocks = -(-max_model_len // scheduler.block_size)
+        for worker in loaded:
+            stage = worker.stage
+            needed[stage] = max(
+                needed[stage], worker.weight_bytes + num_blocks * worker.block_bytes
+            )
+            if worker.available_bytes is not None:
+                limits[stage] = min(limits[stage], worker.weight_bytes + worker.available_bytes)
+        if all(map(math.isinf, limits)):
+            return None
+        costs = self._costs[0]
+        needs = costs.scale(sum(needed) / costs.cost_of(0, len(costs.layers)))
+        return [StageMemory(needs, limit) for limit in limits]
+
+    def on_totals(
+        self, stage: int, num_steps: int, busy_seconds: float, now: float
+    ) -> BetterCut | None:
+        """Record a stage's totals; return a better division if it is to be used now.
+
+        Without `rebalance` a better division is only logged. A device without a clock of its own
+        reports the time of rank 0, which waits for the other ranks.
+        """
+        if len(self._layers) == 1:
+            return None
+        better = self._rebalancer.on_totals(stage, num_steps, busy_seconds, now)
+        if better is None:
+            return None
+        action = "the layers are divided anew" if self._config.rebalance else "see --rebalance"
+        log.warning(
+            "layers %s instead of %s would be faster by %.0f %% (steps take %s ms): %s",
+            format_layers(better.layers),
+            format_layers(self._layers),
+            100 * better.gain,
+            ", ".join(f"{1e3 * seconds:.1f}" for seconds in better.stage_seconds),
+            action,
+        )
+        # The step times contradict the measurements, so the next start measures again.
+        for measured in self._measured.values():
+            self._cache.forget(measured.cache_key)
+        return better if self._config.rebalance else None
+
+
+def format_layers(layers: Sequence[range]) -> str:
+    """Return the number of layers per stage as in --layers."""
+    return ",".join(str(len(part)) for part in layers)
+
+
+def _join_costs(ranks: Sequence[StageMeasured]) -> StageCosts:
+    """Return the costs of a stage: its ranks wait for the slowest one."""
+    layers = zip(*(each.layer_seconds for each in ranks), strict=True)
+    return StageCosts(
+        tuple(map(max, layers)),
+        0.0,
+        max(each.head_seconds for each in ranks),
+        max(each.step_seconds for each in ranks),
+    )
+
+
+def _join_memory(ranks: Sequence[StageMeasured]) -> StageMemory:
+    """Return the memory of the rank with the least, which limits its stage."""
+    limits = [math.inf if rank.available_bytes is None else rank.available_bytes for rank in ranks]
+    least = ranks[limits.index(min(limits))]
+    needs = StageCosts(
+        tuple(map(float, least.layer_bytes)),
+        float(least.embedding_bytes),
+        float(least.head_bytes),
+    )
+    return StageMemory(needs, min(limits))

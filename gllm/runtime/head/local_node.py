@@ -1,0 +1,238 @@
+"""Worker processes of this host: start, identity, exit, and the evidence that a crash leaves.
+
+This module imports no torch.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gllm.kernels.native.builds import select_build
+from gllm.recovery.liveness import ProcessSample
+from gllm.recovery.placement import LOCAL_NODE
+from gllm.runtime.head.assignment import (
+    ParentMessage,
+    StageAssignment,
+    WorkerIdentity,
+    encode_parent_message,
+)
+from gllm.runtime.head.node import Node, OnExit
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+"""Time that a worker has to exit before it is killed."""
+DUMP_SIGNAL = signal.SIGUSR1
+"""Signal at which a worker writes the stacks of its threads."""
+MAX_STACKS_BYTES = 2**16
+"""Bytes at the end of a worker's stacks that are read."""
+
+
+@dataclass
+class WorkerProcess:
+    """A worker process and the parent's ends of what connects them."""
+
+    process: "subprocess.Popen[bytes]"
+    channel: DescriptorChannel
+    stacks: int
+    """Descriptor of the file to which the process writes its stacks, for example in a crash."""
+    exit_descriptor: int | None = None
+    """Descriptor that is readable once the process has exited, while that is watched."""
+
+    def read_stacks(self) -> str:
+        """Return the stacks that the process has written."""
+        begin = max(0, os.fstat(self.stacks).st_size - MAX_STACKS_BYTES)
+        return os.pread(self.stacks, MAX_STACKS_BYTES, begin).decode(errors="replace")
+
+    def describe_exit(self) -> str:
+        """Reap the process and describe how it exited."""
+        code = self.process.wait()
+        how = f"exited with {code}"
+        if code < 0:
+            names = {each.value: each.name for each in signal.Signals}
+            how = f"was killed by {names.get(-code, f'signal {-code}')}"
+        return f"process {self.process.pid} {how}"
+
+    def close(self) -> None:
+        """Close the parent's ends; the process has been reaped."""
+        if self.exit_descriptor is not None:
+            os.close(self.exit_descriptor)
+        self.channel.close()
+        os.close(self.stacks)
+
+
+class LocalNode(Node):
+    """Workers as processes of this host.
+
+    The first ones start with the node, before it is known what they will be: they import torch
+    while the parent imports its own dependencies and reads the model's configuration.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        node_name: str = LOCAL_NODE,
+        popen: "Callable[..., subprocess.Popen[bytes]]" = subprocess.Popen,
+    ) -> None:
+        """Start the first processes.
+
+        Args:
+            num_processes: number of them.
+            node_name: name of this machine in placements.
+            popen: starts a process; see subprocess.Popen.
+
+        Raises:
+            ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
+        """
+        select_build()
+        super().__init__(node_name=node_name)
+        self._popen = popen
+        self.workers: dict[int, WorkerProcess] = {}
+        """Workers that have not been reaped, by sender."""
+        self._unused: deque[WorkerProcess] = deque()
+        """Processes without an identity."""
+        self._on_exit: OnExit | None = None
+        self._kernel_ratios: int | None = os.memfd_create("gllm-kernel-ratios")
+        """File in which the workers share measurements of compiled kernels."""
+        try:
+            for _ in range(num_processes):
+                self._unused.append(self._start_process())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def processes(self) -> "list[subprocess.Popen[bytes]]":
+        """All processes that have not been reaped, the oldest first."""
+        return [worker.process for worker in (*self.workers.values(), *self._unused)]
+
+    def watch(self, on_exit: OnExit) -> None:
+        """See Node."""
+        self._on_exit = on_exit
+
+    def spawn(self, identity: WorkerIdentity) -> None:
+        """See Node; uses a process that was started before if there is one."""
+        worker = self._unused.popleft() if self._unused else self._start_process()
+        sender = identity.sender
+        self.workers[sender] = worker
+        worker.exit_descriptor = os.pidfd_open(worker.process.pid)
+        asyncio.get_running_loop().add_reader(worker.exit_descriptor, self._reap, sender)
+        self._send_message(sender, identity)
+
+    def kill(self, sender: int) -> None:
+        """See Node."""
+        if sender in self.workers:
+            self.workers[sender].process.kill()
+
+    def sample(self, sender: int) -> ProcessSample | None:
+        """See Node."""
+        if sender not in self.workers:
+            return None
+        try:
+            stat = Path(f"/proc/{self.workers[sender].process.pid}/stat").read_text()
+        except OSError:
+            return None
+        # After the name, which may contain anything: state, then 10 fields, user and system time.
+        fields = stat.rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        return ProcessSample(fields[0] in "Tt", ticks / os.sysconf("SC_CLK_TCK"))
+
+    def dump_stacks(self, sender: int) -> None:
+        """See Node; a stopped process writes them once it is continued."""
+        if sender in self.workers:
+            self.workers[sender].process.send_signal(DUMP_SIGNAL)
+
+    def read_stacks(self, sender: int) -> str:
+        """See Node."""
+        return self.workers[sender].read_stacks() if sender in self.workers else ""
+
+    async def stop(self) -> None:
+        """See Node."""
+        self._on_exit = None
+        deadline = asyncio.get_running_loop().time() + STOP_SECONDS
+        while any(worker.process.poll() is None for worker in self.workers.values()):
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.01)
+        for worker in self.workers.values():
+            self._unwatch(worker)
+        self.close()
+
+    def close(self) -> None:
+        """Kill all processes and remove all files."""
+        for worker in (*self.workers.values(), *self._unused):
+            with suppress(ProcessLookupError):
+                worker.process.kill()
+            worker.process.wait()
+            worker.close()
+        self.workers.clear()
+        self._unused.clear()
+        if self._kernel_ratios is not None:
+            os.close(self._kernel_ratios)
+            self._kernel_ratios = None
+        self.close_kv_memory()
+        self.on_generation_ready()
+
+    def _send(self, assignment: StageAssignment) -> None:
+        if assignment.sender in self.workers:
+            self._send_message(assignment.sender, assignment)
+
+    def _send_message(self, sender: int, message: ParentMessage) -> None:
+        """Send a message; a worker that does not receive it is killed."""
+        try:
+            self.workers[sender].channel.send(*encode_parent_message(message))
+        except DescriptorError as error:
+            log.warning("%s", error)
+            self.kill(sender)
+
+    def _start_process(self) -> WorkerProcess:
+        """Start a process that waits for its identity.
+
+        Raises:
+            OSError: the system has no process or descriptor left.
+        """
+        assert self._kernel_ratios is not None, "the node is closed"
+        own, inherited = create_channels()
+        stacks = os.memfd_create("gllm-stacks")
+        descriptors = [inherited.fileno(), stacks, self._kernel_ratios]
+        numbers = map(str, (*descriptors, os.getpid()))
+        try:
+            process = self._popen(
+                [sys.executable, "-m", "gllm.runtime", *numbers],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        except BaseException:
+            own.close()
+            os.close(stacks)
+            raise
+        finally:
+            inherited.close()
+        return WorkerProcess(process, own, stacks)
+
+    def _reap(self, sender: int) -> None:
+        """Report the exit of a worker; called once its process has exited."""
+        worker = self.workers[sender]
+        self._unwatch(worker)
+        description = worker.describe_exit()
+        try:
+            if self._on_exit is not None:
+                self._on_exit(sender, description)
+        finally:
+            del self.workers[sender]
+            worker.close()
+
+    def _unwatch(self, worker: WorkerProcess) -> None:
+        if worker.exit_descriptor is not None:
+            asyncio.get_running_loop().remove_reader(worker.exit_descriptor)
+            os.close(worker.exit_descriptor)
+            worker.exit_descriptor = None

@@ -1,0 +1,211 @@
+"""All nodes of an engine as one: each worker is handled by the node on which it runs."""
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from gllm.config.engine import EngineConfig
+from gllm.messages.nodes import GenerationReady
+from gllm.recovery.dial_direction import source_dials
+from gllm.recovery.liveness import ProcessSample
+from gllm.recovery.placement import LOCAL_NODE, Placement
+from gllm.runtime.head.assignment import NodeAssignment, StageAssignment, WorkerIdentity
+from gllm.runtime.head.edge_gate import remote_edges
+from gllm.runtime.head.node import Node, OnExit
+from gllm.runtime.head.remote_node import RemoteNode
+from gllm.runtime.worker.driver_proxies import DriverProxies
+from gllm.transport.link.commands import LinkPeer
+
+
+class NodeGroup(Node):
+    """The head's own node and the nodes of the agents, by name."""
+
+    def __init__(self, local: Node) -> None:
+        """Create the group of an engine on this machine.
+
+        local: node of this machine.
+        """
+        super().__init__()
+        self.local = local
+        self.kv_memory = local.kv_memory
+        self.local_peer = LinkPeer(LOCAL_NODE, "", b"")
+        """Data connections of this machine."""
+        self.remotes: dict[str, RemoteNode] = {}
+        """Nodes of agents that are members, by name."""
+        self._nodes: dict[int, RemoteNode] = {}
+        """Node of each worker of another machine."""
+        self._assigned: list[RemoteNode] = []
+        """Nodes of the present generation."""
+        self._generation = 0
+        self.proxies: DriverProxies | None = None
+        """Sessions with the driver in place of other nodes' workers; None without such nodes."""
+        self._on_exit: OnExit | None = None
+
+    @property
+    def num_stale(self) -> int:
+        """Messages between the driver and other nodes' workers that arrived late."""
+        return 0 if self.proxies is None else self.proxies.num_stale
+
+    def watch(self, on_exit: OnExit) -> None:
+        """See Node."""
+        self._on_exit = on_exit
+        self.local.watch(on_exit)
+
+    def add(self, remote: RemoteNode) -> None:
+        """Add the node of an agent that has joined."""
+        self.remotes[remote.node_name] = remote
+        if self._on_exit is not None:
+            remote.watch(self._on_exit)
+
+    def remove(self, remote: RemoteNode) -> None:
+        """Remove the node of an agent that is lost, with its workers."""
+        if self.remotes.get(remote.node_name) is remote:
+            del self.remotes[remote.node_name]
+        for sender in remote.workers:
+            self._nodes.pop(sender, None)
+            if self.proxies is not None:
+                self.proxies.forget(sender)
+
+    def dismiss(self, node: str, cause: str) -> list[int]:
+        """End the membership of a node whose stages have ended; return its workers.
+
+        Its agent ends with status 0.
+        """
+        remote = self.remotes.get(node)
+        if remote is None:
+            return []
+        workers = sorted(remote.workers)
+        self.remove(remote)
+        remote.session.dismiss(cause)
+        return workers
+
+    def place(self, sender: int, node: str) -> RemoteNode | None:
+        """Decide on which node a worker runs; return it, None for this machine.
+
+        Raises:
+            OSError: the node is lost.
+        """
+        if node == LOCAL_NODE:
+            return None
+        remote = self.remotes.get(node)
+        if remote is None:
+            raise OSError(f"node {node} is lost")
+        remote.workers.add(sender)
+        self._nodes[sender] = remote
+        return remote
+
+    def forget(self, sender: int) -> None:
+        """Forget a worker that has exited."""
+        if remote := self._nodes.pop(sender, None):
+            remote.forget(sender)
+            if self.proxies is not None:
+                self.proxies.forget(sender)
+
+    def is_silent(self, sender: int) -> bool:
+        """Return True if nothing is known of a worker, because its node is silent."""
+        remote = self._nodes.get(sender)
+        return remote is not None and remote.is_silent
+
+    def spawn(self, identity: WorkerIdentity) -> None:
+        """See Node; the worker runs where `place` has put it, by default on this machine."""
+        self._node_of(identity.sender).spawn(identity)
+
+    def kill(self, sender: int) -> None:
+        """See Node."""
+        self._node_of(sender).kill(sender)
+
+    def sample(self, sender: int) -> ProcessSample | None:
+        """See Node."""
+        return self._node_of(sender).sample(sender)
+
+    def dump_stacks(self, sender: int) -> None:
+        """See Node."""
+        self._node_of(sender).dump_stacks(sender)
+
+    def read_stacks(self, sender: int) -> str:
+        """See Node."""
+        return self._node_of(sender).read_stacks(sender)
+
+    async def stop(self) -> None:
+        """See Node; agents end their own workers."""
+        await self.local.stop()
+        if self.proxies is not None:
+            self.proxies.close()
+
+    def measure(self, placement: Placement, config: EngineConfig, folder: Path) -> None:
+        """See Node."""
+        self.local.measure(placement, config, folder)
+        assignment = NodeAssignment(placement, config, is_probe=True)
+        for remote in self._remotes_of(placement):
+            remote.assign(assignment, folder)
+
+    def prepare(
+        self,
+        placement: Placement,
+        config: EngineConfig,
+        folder: Path,
+        change: int,
+        node: str | None = None,
+    ) -> None:
+        """See Node; machines that are lost meanwhile are left out.
+
+        node: the only machine whose workers load layers; None for all.
+        """
+        if node in (None, LOCAL_NODE):
+            self.local.prepare(placement, config, folder, change)
+        assignment = NodeAssignment(placement, config, change=change)
+        for remote in self._remotes_of(placement):
+            if node in (None, remote.node_name):
+                remote.assign(assignment, folder)
+
+    def assign(
+        self,
+        assignment: NodeAssignment,
+        folder: Path,
+        plan_record: int | None = None,
+        output_lengths: dict[int, list[int]] | None = None,
+    ) -> None:
+        """See Node."""
+        placement = assignment.placement
+        self._check_nodes(placement)
+        if self.remotes:
+            peers = {LOCAL_NODE: self.local_peer}
+            peers |= {name: each.peer for name, each in self.remotes.items()}
+            names = {worker.node for worker in placement.workers}
+            peers = {name: peers[name] for name in sorted(names)}
+            for source, target in remote_edges(placement).values():
+                ends = peers[source], peers[target]
+                source_dials(ends[0].node, ends[0].address, ends[1].node, ends[1].address)
+            assignment = replace(assignment, peers=peers)
+        self.local.assign(assignment, folder, plan_record, output_lengths)
+        self._generation, self._assigned = placement.generation, self._remotes_of(placement)
+        if self.proxies is not None:
+            sends = {
+                worker.sender: self.remotes[worker.node].session.send
+                for worker in placement.workers
+                if worker.node != LOCAL_NODE
+            }
+            self.proxies.begin(placement.generation, self.local.driver_address, sends)
+        for remote in self._assigned:
+            remote.assign(assignment, folder)
+
+    def on_generation_ready(self) -> None:
+        """See Node."""
+        self.local.on_generation_ready()
+        for remote in self._assigned:
+            remote.session.send(GenerationReady(self._generation))
+
+    def _send(self, assignment: StageAssignment) -> None:
+        raise AssertionError("each node sends the assignments of its workers")
+
+    def _check_nodes(self, placement: Placement) -> None:
+        for worker in placement.workers:
+            if worker.node != LOCAL_NODE and worker.node not in self.remotes:
+                raise OSError(f"node {worker.node} is lost")
+
+    def _remotes_of(self, placement: Placement) -> list[RemoteNode]:
+        names = dict.fromkeys(worker.node for worker in placement.workers)
+        return [self.remotes[name] for name in names if name in self.remotes]
+
+    def _node_of(self, sender: int) -> Node:
+        return self._nodes.get(sender, self.local)

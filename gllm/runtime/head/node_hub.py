@@ -1,0 +1,420 @@
+"""Hub of the nodes: the head's end of the sessions with the agents of other machines.
+
+It accepts who has the node secret, runs the same version, model and configuration, and is not there
+already. It answers heartbeats, notices silence, and passes on what the agents of members send.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import zmq
+
+from gllm.config.nodes import NodesConfig
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage
+from gllm.messages.lifecycle import Hello
+from gllm.messages.nodes import (
+    JoinCluster,
+    LeaveCluster,
+    NodeHeartbeat,
+    RefuseNode,
+    WelcomeNode,
+)
+from gllm.recovery.join_check import JoinFacts
+from gllm.recovery.membership import Membership
+from gllm.recovery.placement import LOCAL_NODE
+from gllm.runtime.head.agent_session import AgentSession, NodeListener
+from gllm.runtime.head.engine_error import EngineError
+from gllm.runtime.head.node_admission import NodeAdmission, node_hub_address
+from gllm.runtime.messaging.authenticator import RELOAD_SECONDS, Authenticator
+from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.bus_socket import CLOSED
+from gllm.runtime.messaging.security import SecretFile, check_hub_address
+
+log = logging.getLogger(__name__)
+
+NODE_RUN = 0
+"""Run in the headers of the frames: agents learn the head's run when they join."""
+JOIN_SECONDS = 5.0
+"""Time from the beginning of a session to its JoinCluster."""
+TICK_SECONDS = 0.25
+"""Interval of the checks for silence."""
+LOG_SECONDS = 5.0
+"""Interval at which the log names the missing nodes."""
+LEAVE_SECONDS = 2.0
+"""Time in which agents end their sessions after LeaveCluster."""
+MAX_SOCKETS = 8192
+"""Most sockets of ZeroMQ; each session has three."""
+_EXTRA_GUESTS = 8
+"""Sessions beyond the nodes, so that a node that is too many is told so."""
+
+
+@dataclass(frozen=True)
+class NodeHubTimes:
+    """Intervals and limits of a `NodeHub`, in seconds."""
+
+    join_seconds: float = JOIN_SECONDS
+    log_seconds: float = LOG_SECONDS
+    reload_seconds: float = RELOAD_SECONDS
+
+
+class NodeHub:
+    """Accepts agents, and knows who is a member."""
+
+    def __init__(
+        self,
+        config: NodesConfig,
+        secret_file: str | None,
+        run: int,
+        facts: JoinFacts,
+        name: str = LOCAL_NODE,
+        recovery_timeout: float = 60.0,
+        times: NodeHubTimes = NodeHubTimes(),
+    ) -> None:
+        """Create a hub that is not bound.
+
+        Args:
+            config: of the nodes.
+            secret_file: file of the node secret; None without encryption, on loopback only.
+            run: number of this start of the head process.
+            facts: of the head, which the agents have to share; see NodeAdmission.
+            name: of the head's own node, which no agent may have.
+            recovery_timeout: time in seconds after which agents without a head end.
+            times: intervals and limits.
+
+        Raises:
+            ValueError: the address or the secret cannot be used; the message says what to do.
+        """
+        self.config = config
+        self.run = run
+        self.facts = facts
+        self.listener: NodeListener | None = None
+        """None until the engine starts."""
+        self.sessions: dict[str, AgentSession] = {}
+        """Sessions of the living members and spares, by name."""
+        self.sessions_by_name: dict[str, AgentSession] = {}
+        """Last session of each node that has ever joined."""
+        self.num_violations = 0
+        """Messages of agents that they may not send at that moment."""
+        self.address = ""
+        """Address that is bound."""
+        self._secret = None if secret_file is None else SecretFile(secret_file)
+        self._bind_address = node_hub_address(config)
+        check_hub_address(self._bind_address, self._secret is not None)
+        self._recovery_timeout = recovery_timeout
+        self._times = times
+        self._admission = NodeAdmission(facts, name)
+        self.membership = Membership(
+            config.nnodes, config.node_timeout, config.join_timeout, config.max_spares
+        )
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._hub: Hub | None = None
+        self._waiting: dict[int, float] = {}
+        """Time until which JoinCluster has to arrive, by sender."""
+        self._by_sender: dict[int, AgentSession] = {}
+        self._has_changed = asyncio.Event()
+        self._is_stopping = False
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def num_malformed(self) -> int:
+        """Frames that could not be read, and messages that their sender may not send."""
+        return self.num_violations + (0 if self._hub is None else self._hub.num_malformed)
+
+    @property
+    def refused_peers(self) -> dict[str, int]:
+        """Connections and nodes that were refused, by IP address."""
+        return {} if self._hub is None else dict(self._hub.refused.by_address)
+
+    def describe(self) -> dict[str, int]:
+        """Return what the hub keeps of its peers: connections, sessions, and those yet to join."""
+        return {
+            "connections": 0 if self._hub is None else self._hub.num_connections,
+            "sessions": len(self._by_sender),
+            "joining": len(self._waiting),
+        }
+
+    def start(self) -> None:
+        """Bind the address and accept agents.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        # One I/O thread, so that events of connections arrive in order.
+        self._context = zmq.Context(1)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        authenticator = None
+        if self._secret is not None:
+            authenticator = Authenticator(self._context, self._secret, self._times.reload_seconds)
+        max_guests = self.config.nnodes + self.config.max_spares + _EXTRA_GUESTS
+        hub = Hub(self._context, NODE_RUN, self._admission.decode, authenticator, max_guests)
+        self._hub = hub
+        hub.refused.on_refused = self.membership.on_refused
+        try:
+            self.address = hub.bind(self._bind_address)
+        except zmq.ZMQError as error:
+            self._close()
+            raise OSError(
+                error.errno,
+                f"the head cannot listen on {self._bind_address}: {error.strerror}; if this is no "
+                "address of this machine, set --node-listen",
+            ) from error
+        hub.start(self._on_messages, self._on_session_lost)
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def form(self) -> list[str]:
+        """Start, and wait until all nodes have joined; return their names in order of their ranks.
+
+        Raises:
+            EngineError: nodes are missing after `join_timeout`; the message names them.
+            OSError: the address cannot be bound.
+        """
+        self.start()
+        now = time.monotonic()
+        self.membership.begin(now)
+        next_log = now + self._times.log_seconds
+        while not self.membership.is_complete:
+            now = time.monotonic()
+            missing = self.membership.describe_missing()
+            if self.membership.has_expired(now):
+                seconds = self.config.join_timeout
+                cause = (
+                    f"nodes did not join within {seconds:g} seconds: {missing}; run `gllm doctor` "
+                    "on the missing ones"
+                )
+                await self.stop(cause, is_failure=True)
+                raise EngineError(cause)
+            if now >= next_log:
+                next_log = now + self._times.log_seconds
+                log.info("waiting for nodes at %s: %s", self.address, missing)
+            self._has_changed.clear()
+            # Not past the deadline by much; refusals do not count as changes.
+            await _wait(self._has_changed, TICK_SECONDS)
+        self.membership.finish_forming()
+        members = self.membership.members
+        log.info("all %d nodes have joined: %s", self.config.nnodes, ", ".join(members) or "head")
+        return members
+
+    def welcome(self, session: AgentSession, workers: list[int]) -> None:
+        """Tell an agent that it is a member.
+
+        Args:
+            session: of the agent.
+            workers: living workers of its earlier session that are still needed.
+        """
+        session.send(
+            WelcomeNode(
+                self.run,
+                self.facts.model,
+                self.facts.model_hash,
+                self.facts.config,
+                self.config.node_timeout,
+                self._recovery_timeout,
+                workers,
+            )
+        )
+
+    def broadcast(self, message: WireMessage) -> None:
+        """Queue a message to all members."""
+        for session in self.sessions.values():
+            session.send(message)
+
+    async def stop(self, cause: str, is_failure: bool = False) -> None:
+        """Let all agents leave, and close.
+
+        Args:
+            cause: for the agents' logs.
+            is_failure: True if the agents shall exit with 1.
+        """
+        self.listener, self._is_stopping = None, True
+        self.broadcast(LeaveCluster(cause, is_failure))
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self.sessions and time.monotonic() < deadline:
+            self._has_changed.clear()
+            await _wait(self._has_changed, TICK_SECONDS)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+            self._ticker = None
+        self._close()
+
+    def lose(self, session: AgentSession, cause: str, is_death: bool = False) -> None:
+        """End the session of a node, which is lost."""
+        if not self._end(session):
+            return
+        if session.dismissed_at is not None:
+            self._forget(session)
+            return
+        now = time.monotonic()
+        self.membership.on_lost(session.name, cause, now)
+        if self.listener is None:
+            # While the hub stops, all sessions end.
+            level = logging.DEBUG if self._is_stopping else logging.WARNING
+            log.log(level, "node %s (%s) was lost: %s", session.name, session.address, cause)
+        else:
+            self.listener.on_node_lost(session, cause, is_death, has_left=False)
+
+    def on_violation(self, session: AgentSession, cause: str) -> None:
+        """End the session of a node that has sent a message which it may not send."""
+        self.num_violations += 1
+        self.lose(session, cause)
+
+    def _close(self) -> None:
+        for session in list(self._by_sender.values()):
+            self._end(session)
+        if self._hub is not None:
+            self._hub.close()
+            self._hub = None
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+        now = time.monotonic()
+        for sender, message in messages:
+            session = self._by_sender.get(sender)
+            if session is not None:
+                self._on_message(session, message, now)
+            elif isinstance(message, Hello):
+                self._waiting[sender] = now + self._times.join_seconds
+            elif self._waiting.pop(sender, None) is not None:
+                if isinstance(message, JoinCluster):
+                    self._join(sender, message, now)
+                else:
+                    self.num_violations += 1
+                    self._drop(sender, f"it sent {type(message).__name__} before JoinCluster")
+
+    def _on_message(self, session: AgentSession, message: AnyMessage, now: float) -> None:
+        """Handle a message of a member; nothing that it contains raises an error."""
+        session.last_heard = now
+        self.membership.on_heard(session.name, now)
+        match message:
+            case NodeHeartbeat():
+                session.on_heartbeat(message, now)
+            case LeaveCluster(cause):
+                self._leave(session, cause)
+            case JoinCluster():
+                self.on_violation(session, "it sent JoinCluster twice")
+            case _ if self.listener is not None:
+                try:
+                    self.listener.on_node_message(session, message)
+                except Exception as error:
+                    log.exception("a message of node %s could not be handled", session.name)
+                    self.on_violation(session, f"its message could not be handled: {error}")
+
+    def _join(self, sender: int, join: JoinCluster, now: float) -> None:
+        """Compare a node with the head, and accept or refuse it."""
+        assert self._hub is not None
+        if (answer := self._admission.answer_of(join)) is not None:
+            self._hub.send(sender, answer)
+            self._hub.forget(sender)
+            return
+        send: Callable[[WireMessage], None] = partial(self._hub.send, sender)
+        session = AgentSession(sender, join, self._hub.address_of(sender), send)
+        cause = self._admission.difference(join)
+        cause = cause or self.membership.unsupported_reason(join.rank, join.name)
+        is_final = bool(cause)
+        earlier = self.sessions.get(join.name)
+        if not cause and earlier is not None and earlier.join.agent == join.agent:
+            self.lose(earlier, "its agent has begun another session")
+        cause = cause or self.membership.on_joined(join.name, join.rank, join.is_spare, now)
+        if cause:
+            log.warning("node %s (%s) is refused: %s", join.name, session.address, cause)
+            session.send(RefuseNode(cause, is_final))
+            self._hub.refused.count(session.address, cause)
+            self._hub.forget(sender)
+            return
+        self._by_sender[sender] = self.sessions[join.name] = session
+        self.sessions_by_name[join.name] = session
+        self.membership.on_accepted(session.address)
+        log.info("node %s (%s) has joined", join.name, session.address)
+        self._has_changed.set()
+        if self.listener is None:
+            self.welcome(session, [])
+        else:
+            self.listener.on_node_joined(session)
+
+    def _leave(self, session: AgentSession, cause: str) -> None:
+        """Handle a node that ends its membership by itself."""
+        if session.dismissed_at is not None:
+            self.lose(session, cause)
+        elif self._end(session):
+            self.membership.on_left(session.name, cause)
+            if self.listener is None:
+                log.warning("node %s (%s) has left: %s", session.name, session.address, cause)
+            else:
+                self.listener.on_node_lost(session, cause, is_death=False, has_left=True)
+
+    def _forget(self, session: AgentSession) -> None:
+        """Forget a node whose membership the head has ended."""
+        self.membership.forget(session.name)
+        self.sessions_by_name.pop(session.name, None)
+
+    def _end(self, session: AgentSession) -> bool:
+        """End a session; return False if it has ended before."""
+        if not session.is_open:
+            return False
+        session.is_open = False
+        del self._by_sender[session.sender]
+        del self.sessions[session.name]
+        if self._hub is not None:
+            self._hub.forget(session.sender)
+        self._has_changed.set()
+        return True
+
+    def _drop(self, sender: int, cause: str) -> None:
+        """End a session that has not joined."""
+        assert self._hub is not None
+        self._hub.refused.add(self._hub.address_of(sender), cause)
+        self._hub.forget(sender)
+
+    def _on_session_lost(self, sender: int, cause: str) -> None:
+        self._waiting.pop(sender, None)
+        if session := self._by_sender.get(sender):
+            self.lose(session, cause, is_death=cause == CLOSED)
+
+    async def _tick(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                self._check(before, time.monotonic())
+            except Exception:
+                # The checks go on, because nothing else notices a silent node.
+                log.exception("the nodes could not be checked")
+
+    def _check(self, before: float, now: float) -> None:
+        """Notice nodes that are silent, and sessions without JoinCluster.
+
+        Args:
+            before: time of the last check.
+            now: time in seconds.
+        """
+        if now - before > self.config.node_timeout / 2:
+            # This process was stopped or busy, and messages of the agents may wait.
+            for name in self.sessions:
+                self.membership.on_heard(name, now)
+        for session in list(self.sessions.values()):
+            since = session.dismissed_at
+            if since is not None and now - since > LEAVE_SECONDS:
+                self.lose(session, "it did not end its session")
+        for name in self.membership.silent_nodes(now):
+            if silent := self.sessions.get(name):
+                seconds = now - silent.last_heard
+                self.lose(silent, f"no message for {seconds:.1f} seconds")
+        for sender, until in list(self._waiting.items()):
+            if until <= now:
+                del self._waiting[sender]
+                self._drop(sender, f"no JoinCluster within {self._times.join_seconds:g} seconds")
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, for at most this long."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return

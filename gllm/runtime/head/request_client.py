@@ -1,0 +1,251 @@
+"""Running requests of a process: submission, output to their readers, aborts and ends.
+
+A client keeps a journal of each request. A request that no scheduler has is parked: its stream
+stays open, and it is submitted again with the tokens that were delivered.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+
+from gllm.messages.codec import encode
+from gllm.messages.handoff import KvHandoff
+from gllm.messages.requests import AbortSequences, ErrorKind, SubmitRequest
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.options.slo import Slo
+from gllm.runtime.head.delivery import SubmittedChoice
+from gllm.runtime.head.journal import JournalEntry
+from gllm.runtime.head.request_stream import RequestStream
+from gllm.runtime.head.suspects import PoisonList
+from gllm.scheduler.plan import FinishedSequence
+
+log = logging.getLogger(__name__)
+
+SendFunction = Callable[[SubmitRequest | AbortSequences], None]
+"""Function that sends a message to a scheduler's process."""
+
+
+def _ignore(entry: JournalEntry) -> None:
+    """Do nothing with a request."""
+
+
+class RequestClient(ABC):
+    """Requests that were submitted and have not ended; subclasses choose who computes them."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """Create a client without requests.
+
+        clock: returns the time in seconds; None for time.monotonic.
+        """
+        self._clock = clock or time.monotonic
+        self.num_resumed_requests = 0
+        """Requests that were submitted again, each time counted."""
+        self.on_submitted: Callable[[JournalEntry], None] = _ignore
+        """Called with each new request, once."""
+        self.on_ended: Callable[[JournalEntry], None] = _ignore
+        """Called with each request whose choices have all ended, perhaps more than once."""
+        self._next_seq = 0
+        """Wire ids are never used again, not even for another scheduler."""
+        self._streams: dict[RequestStream, None] = {}
+        """Running requests in order of arrival."""
+        self._pending: list[RequestStream] = []
+        """Streams with new output whose listeners have not been notified."""
+        self._num_requests = 0
+        self._poison = PoisonList()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were submitted and not released."""
+        return self._num_requests
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SequenceSamplingParams,
+        max_tokens: int,
+        stop_ids: list[int],
+        n: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        session: str = "",
+        slo: Slo | None = None,
+        handoff: KvHandoff | None = None,
+    ) -> RequestStream:
+        """Send a request to a scheduler, or park it.
+
+        Args:
+            prompt: token ids.
+            sampling: parameters of the first choice.
+            max_tokens: most tokens to generate for each choice.
+            stop_ids: token ids that end a choice.
+            n: number of choices.
+            priority: requests with smaller values run earlier.
+            cache_salt: cached prefixes are shared within one salt.
+            request_id: for `abort_request`.
+            session: requests of one session have prefixes in common.
+            slo: service-level objective.
+            handoff: part of it in a hand-off; None without one.
+
+        Raises:
+            TypeError, ValueError, OverflowError: an argument cannot be encoded; nothing was sent.
+            PoisonRequestError: equal requests have killed workers.
+        """
+        arrival = self._clock()
+        entry = JournalEntry(
+            prompt, sampling, max_tokens, stop_ids, n, priority, cache_salt, arrival, session, slo
+        )
+        if handoff is not None:
+            entry.kv_ticket, entry.kv_source = handoff.ticket, handoff.source
+        return self.submit_entry(entry, request_id)
+
+    def submit_entry(self, entry: JournalEntry, request_id: str = "") -> RequestStream:
+        """Send a request to a scheduler, or park it.
+
+        Args:
+            entry: of a new request, or of one that another process continues here.
+            request_id: for `abort_request`.
+
+        Raises:
+            TypeError, ValueError, OverflowError: the entry cannot be encoded; nothing was sent.
+            PoisonRequestError: equal requests have killed workers.
+        """
+        self._poison.check(entry.prompt, entry.sampling, self._clock())
+        stream = RequestStream(entry, request_id, self._pending)
+        self._dispatch(stream)
+        entry.pack_prompt()
+        self._streams[stream] = None
+        self._num_requests += 1
+        self.on_submitted(entry)
+        return stream
+
+    def abort(self, stream: RequestStream, choices: Iterable[int]) -> None:
+        """Abort choices whose output nobody reads any more."""
+        self._abort_seqs(stream, self._remove(stream, sorted(stream.alive.intersection(choices))))
+
+    def abort_request(self, request_id: str | None) -> int:
+        """End the requests of an id, or all for None, with reason `abort`; return their number."""
+        streams = [
+            each for each in self._streams if request_id is None or each.request_id == request_id
+        ]
+        self.abort_streams(streams)
+        return len(streams)
+
+    def abort_streams(self, streams: list[RequestStream]) -> None:
+        """End requests with reason `abort`, which their readers see."""
+        for stream in streams:
+            self._abort_seqs(stream, self._end(stream, stream.alive, "abort"))
+        self._notify()
+
+    def release(self, stream: RequestStream) -> None:
+        """Release a request that its reader has finished with; abort its running choices."""
+        self.abort(stream, stream.alive)
+        self._num_requests -= 1
+
+    def reject_parked(self, cause: str) -> None:
+        """End the parked requests with an error, because nobody could compute them in time."""
+        for stream in [each for each in self._streams if each.entry.is_parked]:
+            self._end(stream, stream.alive, "error", cause, "unavailable")
+        self._notify()
+
+    def fail_all(self, cause: str) -> None:
+        """End every request with an error, because nobody will compute it."""
+        for stream in list(self._streams):
+            self._abort_seqs(stream, self._end(stream, stream.alive, "error", cause))
+        self._notify()
+
+    @abstractmethod
+    def _dispatch(self, stream: RequestStream) -> None:
+        """Submit a new request, or check that it could be submitted later.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it cannot be encoded.
+        """
+
+    @abstractmethod
+    def _choices_of(self, stream: RequestStream) -> dict[int, SubmittedChoice]:
+        """Return the table that has the submitted choices of a request."""
+
+    @abstractmethod
+    def _abort_seqs(self, stream: RequestStream, seqs: list[int]) -> None:
+        """Abort sequences of a request where it was submitted."""
+
+    @abstractmethod
+    def _on_removed(self, stream: RequestStream) -> None:
+        """Forget a request whose choices have all ended."""
+
+    def _submit(
+        self, stream: RequestStream, send: SendFunction, choices: dict[int, SubmittedChoice]
+    ) -> None:
+        """Send a request's living choices with new wire ids.
+
+        Args:
+            stream: of a parked or new request.
+            send: sends to the scheduler.
+            choices: table of the choices that this scheduler has, by wire id.
+        """
+        entry, seq = stream.entry, self._next_seq
+        # First, because encoding may raise.
+        send(entry.submission(seq, self._clock(), stream.request_id))
+        entry.on_submitted(seq)
+        self._next_seq += len(entry.seqs)
+        for choice, seq in entry.seqs.items():
+            choices[seq] = SubmittedChoice(stream, choice, entry.outputs[choice].append)
+        if entry.num_attempts > 1:
+            stream.num_resumptions += 1
+            self.num_resumed_requests += 1
+
+    def _check_encoding(self, stream: RequestStream) -> None:
+        """Check that a request that is parked at once can be encoded.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it cannot.
+        """
+        encode(stream.entry.submission(self._next_seq, self._clock()))
+
+    def _remove(self, stream: RequestStream, choices: Collection[int]) -> list[int]:
+        """Remove choices that run; return their wire ids, none of a parked request."""
+        entry = stream.entry
+        seqs = [entry.seqs.pop(choice) for choice in choices if choice in entry.seqs]
+        if seqs:
+            submitted = self._choices_of(stream)
+            for seq in seqs:
+                del submitted[seq]
+        entry.alive.difference_update(choices)
+        if not entry.alive:
+            self._streams.pop(stream, None)
+            self._on_removed(stream)
+            self.on_ended(entry)
+        return seqs
+
+    def _end(
+        self,
+        stream: RequestStream,
+        choices: Collection[int],
+        reason: str,
+        error: str = "",
+        kind: ErrorKind = "",
+    ) -> list[int]:
+        """End choices for their reader and in the journal; return their wire ids, if submitted."""
+        choices = sorted(choices)
+        for choice in choices:
+            delta = stream.delta(choice)
+            delta.end, delta.error_kind = FinishedSequence(choice, reason, error=error), kind
+        return self._remove(stream, choices)
+
+    def _notify(self) -> None:
+        """Call the listeners of streams with new output; one that raises ends its request."""
+        pending = self._pending.copy()
+        self._pending.clear()
+        for stream in pending:
+            try:
+                stream.notify()
+            except Exception as error:
+                log.exception("the reader of a request failed")
+                self._fail(stream, f"its reader failed: {type(error).__name__}: {error}")
+
+    def _fail(self, stream: RequestStream, error: str) -> None:
+        """End a request whose listener has failed."""
+        stream.remove_listener()
+        self._abort_seqs(stream, self._end(stream, stream.alive, "error", error))

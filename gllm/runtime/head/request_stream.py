@@ -1,0 +1,113 @@
+"""Output of a request on its way to the reader."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from gllm.messages.requests import ErrorKind
+from gllm.messages.sampling import TokenLogprobs
+from gllm.runtime.head.journal import JournalEntry
+from gllm.scheduler.plan import FinishedSequence, FirstToken
+
+
+class TokenDelta(msgspec.Struct, gc=False):
+    """New output of one choice since its stream was last read.
+
+    One is created per token of a fast reader, so it creates no lists that are seldom used.
+    """
+
+    tokens: list[int]
+    """Token ids."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Log-probability of each token, if requested."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Log-probabilities of the prompt from its second token on, if requested; in the first
+    delta."""
+    embedding: bytes = b""
+    """As in SampleDetails, if requested."""
+    first: FirstToken | None = None
+    """Set in the first delta of the choice."""
+    end: FinishedSequence | None = None
+    """Set in the last delta of the choice. Its `seq` has no meaning for the reader."""
+    error_kind: ErrorKind = ""
+    """Kind of the error that `end` has."""
+
+
+def _no_listener() -> None:
+    """Do nothing: deltas are kept until they are read."""
+
+
+class RequestStream:
+    """Output of one request's choices, by index; a slow reader gets larger deltas."""
+
+    __slots__ = ("_listener", "_pending", "deltas", "entry", "num_resumptions", "request_id")
+
+    def __init__(
+        self, entry: JournalEntry, request_id: str, pending: "list[RequestStream]"
+    ) -> None:
+        """Create the stream.
+
+        Args:
+            entry: of the request.
+            request_id: id of the request, not unique.
+            pending: streams whose listeners have to be notified; this stream adds itself when it
+                gets its first delta.
+        """
+        self.entry = entry
+        self.request_id = request_id
+        self.num_resumptions = 0
+        """Number of recoveries after which the request was submitted again."""
+        self._listener: Callable[[], None] = _no_listener
+        self._pending = pending
+        self.deltas: dict[int, TokenDelta] = {}
+        """Output that was not read, by choice."""
+
+    @property
+    def alive(self) -> set[int]:
+        """Choices that have not ended."""
+        return self.entry.alive
+
+    def delta(self, choice: int) -> TokenDelta:
+        """Return the delta to which new output of a choice is added."""
+        return self.deltas.get(choice) or self.start_delta(choice, [])
+
+    def start_delta(self, choice: int, tokens: list[int]) -> TokenDelta:
+        """Start the delta of a choice that has none."""
+        if not self.deltas:
+            self._pending.append(self)
+        delta = self.deltas[choice] = TokenDelta(tokens)
+        return delta
+
+    def pop_deltas(self) -> dict[int, TokenDelta]:
+        """Return the output since the last call, by choice."""
+        deltas, self.deltas = self.deltas, {}
+        return deltas
+
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        """Replace the listener.
+
+        It is called after a step that added output to an empty stream, and at once if the stream
+        has output. It must not raise.
+        """
+        self._listener = listener
+        if self.deltas:
+            listener()
+
+    def remove_listener(self) -> None:
+        """Keep deltas until they are read."""
+        self._listener = _no_listener
+
+    def notify(self) -> None:
+        """Call the listener, unless another listener has read the output already."""
+        if self.deltas:
+            self._listener()
+
+    async def wait(self) -> None:
+        """Wait until the stream has output; for one task, instead of a listener."""
+        has_output = asyncio.Event()
+        self.set_listener(has_output.set)
+        try:
+            await has_output.wait()
+        finally:
+            self.remove_listener()

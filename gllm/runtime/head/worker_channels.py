@@ -1,0 +1,123 @@
+"""Messages between the head process and all workers, on its own machine and on others.
+
+Workers of this machine have sessions with a hub of the head process. Messages of other workers
+travel within the session of their node's agent, as frames with the generation of the message.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage, encode
+from gllm.messages.nodes import WorkerFrame
+from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.session import ANY_GENERATION
+
+PROCESS_GENERATION = -1
+"""Generation of a WorkerFrame whose message is about the process."""
+
+
+class AddressSource(Protocol):
+    """Binds the hub, and gives each worker of this machine its address."""
+
+    connecting: set[int]
+
+    def expect(self, sender: int) -> str:
+        """Expect a worker; return the address that it connects to."""
+
+    def on_connected(self, sender: int) -> None:
+        """Note that a worker has connected, or is no longer expected."""
+
+    def close(self) -> None:
+        """Close the descriptor of the address."""
+
+
+class WorkerChannels:
+    """Sends messages to workers wherever they run, and drops frames of earlier generations."""
+
+    def __init__(self, hub: Hub, socket: AddressSource) -> None:
+        """Create the channels of an engine without workers.
+
+        Args:
+            hub: of the workers of this machine.
+            socket: address of the hub.
+        """
+        self._hub = hub
+        self._socket = socket
+        self._routes: dict[int, Callable[[WorkerFrame], None]] = {}
+        """Functions that send to the agents of workers on other machines, by worker."""
+        self._generation = ANY_GENERATION
+        self._num_stale = 0
+
+    @property
+    def num_stale(self) -> int:
+        """Messages of earlier generations, other runs and workers that are gone."""
+        return self._hub.num_stale + self._num_stale
+
+    def start(
+        self,
+        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        """Start delivery of the messages of this machine's workers; see Hub."""
+        self._hub.start(on_messages, on_lost)
+
+    def expect(self, sender: int) -> str:
+        """Expect a worker of this machine; return the address that it connects to."""
+        return self._socket.expect(sender)
+
+    def expect_remote(self, sender: int, send: Callable[[WorkerFrame], None]) -> None:
+        """Expect a worker of another machine.
+
+        Args:
+            sender: the worker.
+            send: sends a frame to the worker's agent.
+        """
+        self._routes[sender] = send
+        self._socket.connecting.add(sender)
+
+    def is_connecting(self, sender: int) -> bool:
+        """Return True if a worker was started and has not connected."""
+        return sender in self._socket.connecting
+
+    def on_connected(self, sender: int) -> None:
+        """Note that a worker has connected, or is no longer expected."""
+        self._socket.on_connected(sender)
+
+    def send(self, sender: int, message: WireMessage) -> None:
+        """Queue a message; it is dropped if the worker is gone."""
+        send = self._routes.get(sender)
+        if send is None:
+            self._hub.send(sender, message)
+        else:
+            generation = self._generation if message.is_fenced else PROCESS_GENERATION
+            send(WorkerFrame(sender, generation, encode(message)))
+
+    def accepts(self, frame: WorkerFrame) -> bool:
+        """Return True if the message in a frame is to be handled; count it as stale otherwise."""
+        is_current = frame.generation in (self._generation, PROCESS_GENERATION)
+        if is_current and frame.sender in self._routes:
+            return True
+        self._num_stale += 1
+        return False
+
+    def drop(self) -> None:
+        """Count a frame of a session that is no longer valid."""
+        self._num_stale += 1
+
+    def forget(self, sender: int) -> None:
+        """Drop all further messages of a worker, which is gone."""
+        self._socket.on_connected(sender)
+        if self._routes.pop(sender, None) is None:
+            self._hub.forget(sender)
+
+    def advance(self, generation: int) -> None:
+        """Begin a generation: messages of earlier ones are dropped from now on."""
+        self._generation = generation
+        self._hub.advance(generation)
+
+    def close(self) -> None:
+        """Stop delivery and close; messages are dropped from now on."""
+        self._hub.close()
+        self._socket.close()
+        self._routes.clear()

@@ -1,0 +1,420 @@
+"""Sessions between processes over ZeroMQ on asyncio: a hub that several spokes connect to.
+
+The head process has a hub that every worker connects to, and the driver's process has one for the
+other stages. A hub's peers are expected senders; a hub of a fleet also accepts guests. A session
+begins with `Hello` and ends with its connection, or with the first frame that is invalid. Nothing
+that arrives raises an error.
+"""
+
+import errno
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import zmq
+
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage, encode
+from gllm.messages.lifecycle import Hello
+from gllm.runtime.messaging.authenticator import Authenticator
+from gllm.runtime.messaging.bus_socket import (
+    CLOSED,
+    HANDSHAKE_SECONDS,
+    MAX_QUEUED_FRAMES,
+    NEW_KEYS,
+    BusSocket,
+    Decode,
+    is_ipv6,
+)
+from gllm.runtime.messaging.connections import (
+    UNKNOWN_ADDRESS,
+    HubConnection,
+    HubConnections,
+    RefusedPeers,
+)
+from gllm.runtime.messaging.session import (
+    ANY_GENERATION,
+    SessionError,
+    SessionReceiver,
+    SessionSender,
+)
+
+log = logging.getLogger(__name__)
+
+# Integers, because an operation on the enumeration takes half as long as sending a frame.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_MAX_MESSAGES = 256
+"""Messages handled before the event loop runs other callbacks."""
+_CLOSE_SECONDS = 0.5
+"""Time for the last messages to a guest that is forgotten."""
+_BIND_SECONDS = 0.02
+"""Interval of attempts to bind the address anew."""
+
+
+class _Session:
+    """A session of a hub."""
+
+    def __init__(
+        self,
+        sender: int,
+        routing_id: bytes,
+        receiver: SessionReceiver,
+        outgoing: SessionSender,
+        is_guest: bool,
+    ) -> None:
+        self.sender = sender
+        self.routing_id = routing_id
+        """Name of the connection, given by ZeroMQ."""
+        self.receiver = receiver
+        self.outgoing = outgoing
+        self.is_guest = is_guest
+        self.connection: HubConnection | None = None
+        self.is_connected = True
+        self.has_ended = False
+        """True if nothing is delivered any more, although frames may still arrive."""
+
+
+class Hub(BusSocket):
+    """The end of all sessions of a process with its peers."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run: int,
+        decode: Decode,
+        authenticator: Authenticator | None = None,
+        max_guests: int = 0,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+    ) -> None:
+        """Create a hub that is bound to no address.
+
+        Args:
+            context: with one I/O thread, so that events of connections arrive in order.
+            run: number of this start of the head process; 0 for hubs of a fleet.
+            decode: decoder of the messages that the peers may send.
+            authenticator: of the same context; None if peers need no node secret.
+            max_guests: maximum sessions of senders that are not expected.
+            handshake_seconds: time limit of the handshake of a peer.
+        """
+        num_frames = MAX_QUEUED_FRAMES if max_guests else 0
+        super().__init__(context, zmq.ROUTER, num_frames, handshake_seconds)
+        # A send to a peer that is gone fails instead of being dropped.
+        self._socket.router_mandatory = True
+        self.refused = RefusedPeers()
+        """Connections over TCP that were refused, by address."""
+        self.num_malformed = 0
+        """Frames that could not be read."""
+        self.num_refused = 0
+        """Sessions of senders that were not expected or had a session."""
+        self._run = run
+        self._decode = decode
+        self._authenticator = authenticator
+        self._max_guests = max_guests
+        self._num_guests = 0
+        self._address = ""
+        """Address that is bound."""
+        self._num_stale = 0
+        self._expected: dict[int, list[tuple[bytes, int]]] = {}
+        """Payloads and generations to send to expected senders once they connect."""
+        self._by_sender: dict[int, _Session] = {}
+        self._by_routing_id: dict[bytes, _Session] = {}
+        """Includes sessions that have ended, until their connections have."""
+        self._disconnected: list[_Session] = []
+        """Sessions whose connections have ended, which may have messages to be read."""
+        self._close_cause = CLOSED
+        """Cause of the end of connections that have ended since the last read."""
+        self._connections = HubConnections(self.refused)
+        self._due: list[tuple[int, AnyMessage]] = []
+        """Messages of a generation that has begun, to be delivered at the next read."""
+
+    @property
+    def num_stale(self) -> int:
+        """Frames of earlier generations, other runs and sessions that have ended."""
+        open_sessions = self._by_sender.values()
+        return self._num_stale + sum(each.receiver.num_dropped for each in open_sessions)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, with and without a session."""
+        return self._connections.num_open
+
+    def bind(self, address: str) -> str:
+        """Bind to an address; return it with the port that was chosen, if any."""
+        self._socket.ipv6 = is_ipv6(address)
+        self._connections.has_strangers = address.startswith("tcp:")
+        if self._authenticator is not None:
+            self._authenticator.protect(self._socket)
+        self._socket.bind(address)
+        self._address = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        return self._address
+
+    def expect(self, sender: int) -> None:
+        """Accept one session of a sender; messages to it are queued until it connects."""
+        if sender not in self._by_sender:
+            self._expected.setdefault(sender, [])
+
+    def forget(self, sender: int) -> None:
+        """End the session of a sender, or no longer expect it.
+
+        The connection of a guest is closed once it had time for the messages that are queued.
+        """
+        self._expected.pop(sender, None)
+        if session := self._by_sender.get(sender):
+            self._end(session)
+            if session.is_guest and session.connection is not None and self._loop is not None:
+                self._loop.call_later(_CLOSE_SECONDS, session.connection.close)
+
+    def address_of(self, sender: int) -> str:
+        """Return the IP address of a sender that has a session; UNKNOWN_ADDRESS over ipc."""
+        session = self._by_sender.get(sender)
+        if session is None or session.connection is None:
+            return UNKNOWN_ADDRESS
+        return session.connection.address
+
+    def start(
+        self,
+        on_messages: Callable[[list[tuple[int, AnyMessage]]], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        """Start delivery on the running event loop.
+
+        Args:
+            on_messages: called with all messages that have arrived and their senders. The first
+                one of a sender is its Hello.
+            on_lost: called with a sender, no longer expected, and the cause when its session ends.
+        """
+        self._on_messages = on_messages
+        self._on_lost = on_lost
+        self._start()
+        if self._authenticator is not None:
+            self._authenticator.start(self._bind_anew)
+
+    def send(self, sender: int, message: WireMessage) -> None:
+        """Queue a message. It is dropped if the sender is neither connected nor expected."""
+        generation = self._generation if message.is_fenced else ANY_GENERATION
+        self._send(sender, encode(message), generation)
+
+    def send_encoded(
+        self, senders: Iterable[int], payload: bytes, generation: int | None = None
+    ) -> None:
+        """Queue an encoded message for several receivers, by default of the current generation."""
+        for sender in senders:
+            self._send(sender, payload, self._generation if generation is None else generation)
+
+    def advance(self, generation: int) -> None:
+        """Begin a generation: frames of earlier ones are dropped from now on."""
+        self._generation = generation
+        for sender, session in self._by_sender.items():
+            self._due += [(sender, each) for each in session.receiver.advance(generation)]
+        self._schedule_read()
+
+    def _send(self, sender: int, payload: bytes, generation: int) -> None:
+        session = self._by_sender.get(sender)
+        if session is None:
+            if sender in self._expected:
+                self._expected[sender].append((payload, generation))
+            return
+        try:
+            for frame in session.outgoing.frames(payload, generation):
+                self._socket.send(session.routing_id, _NOBLOCK_MORE)
+                self._socket.send(frame, _NOBLOCK)
+        except zmq.Again:
+            # The peer receives nothing.
+            self._disconnect(session)
+            self._close_connection(session)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._disconnect(session)
+        self._schedule_read()
+
+    def _read(self) -> None:
+        messages, self._due = self._due, []
+        ended: list[tuple[_Session, str]] = []
+        try:
+            for _ in range(_MAX_MESSAGES):
+                self._receive(messages, ended)
+            self._schedule_read()
+        except zmq.Again:
+            # Only now, because a peer's last messages may be the reason of its exit.
+            for session in self._disconnected:
+                del self._by_routing_id[session.routing_id]
+                ended.append((session, self._close_cause))
+            self._disconnected.clear()
+            self._close_cause = CLOSED
+        try:
+            if messages:
+                self._on_messages(messages)
+        finally:
+            for session, cause in ended:
+                if not session.has_ended:
+                    self._end(session)
+                    self._close_connection(session)
+                    self._on_lost(session.sender, cause)
+
+    def _receive(
+        self, messages: list[tuple[int, AnyMessage]], ended: list[tuple[_Session, str]]
+    ) -> None:
+        """Receive one frame; append the message that it completes, or the session that it ends.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        routing_id = self._socket.recv(_NOBLOCK)
+        frame, is_whole = self._receive_frame()
+        session = self._by_routing_id.get(routing_id)
+        if session is None:
+            self._begin(routing_id, frame, is_whole, messages)
+        elif session.has_ended or any(session is each for each, _ in ended):
+            self._num_stale += 1
+        else:
+            try:
+                message = self._decode_frame(session, frame.bytes, is_whole)
+            except SessionError as error:
+                self.num_malformed += 1
+                ended.append((session, str(error)))
+            else:
+                if message is not None:
+                    messages.append((session.sender, message))
+
+    @staticmethod
+    def _decode_frame(session: _Session, frame: bytes, is_whole: bool) -> AnyMessage | None:
+        if not is_whole:
+            raise SessionError("a frame of several parts")
+        message = session.receiver.receive(frame)
+        if type(message) is Hello:
+            raise SessionError("a second Hello")
+        return message
+
+    def _begin(
+        self,
+        routing_id: bytes,
+        frame: zmq.Frame,
+        is_whole: bool,
+        messages: list[tuple[int, AnyMessage]],
+    ) -> None:
+        """Begin a connection's session, if its first frame is a Hello."""
+        receiver = SessionReceiver(self._run, self._decode, self._generation)
+        try:
+            hello = receiver.receive(frame.bytes) if is_whole else None
+        except SessionError:
+            hello = None
+        descriptor = int(frame.get(zmq.SRCFD))
+        if receiver.num_foreign:
+            self._num_stale += 1
+            self._refuse(descriptor, "another run")
+        elif not isinstance(hello, Hello):
+            self.num_malformed += 1
+            self._refuse(descriptor, "its first message is no Hello")
+        elif cause := self._cause_to_refuse(hello.sender):
+            self.num_refused += 1
+            self._refuse(descriptor, cause)
+        else:
+            is_guest = hello.sender not in self._expected
+            session = _Session(
+                hello.sender, routing_id, receiver, SessionSender(self._run), is_guest
+            )
+            self._num_guests += is_guest
+            self._by_routing_id[routing_id] = self._by_sender[hello.sender] = session
+            self._attach(session, descriptor)
+            messages.append((hello.sender, hello))
+            for payload, generation in self._expected.pop(hello.sender, ()):
+                self._send(hello.sender, payload, generation)
+
+    def _cause_to_refuse(self, sender: int) -> str:
+        """Return the cause for which a sender may not begin a session; empty if it may."""
+        if sender in self._expected:
+            return ""
+        if sender in self._by_sender:
+            return "the sender has a session"
+        if not self._max_guests:
+            return "the sender is not expected"
+        is_full = self._num_guests >= self._max_guests
+        return f"{self._max_guests} peers are connected, the maximum" if is_full else ""
+
+    def _refuse(self, descriptor: int, cause: str) -> None:
+        self._read_events()
+        self._connections.refuse(self._connections.get(descriptor), cause)
+
+    def _attach(self, session: _Session, descriptor: int) -> None:
+        """Find a session's connection among the open ones, to learn of its end."""
+        # The event of this connection's beginning may wait, and so may its end and the beginning
+        # of another one with the same descriptor.
+        self._read_events()
+        connection = self._connections.get(descriptor)
+        if connection is None:
+            self._disconnect(session)
+            return
+        if connection.on_closed is not None:
+            connection.on_closed()
+        session.connection = connection
+        self._connections.attach(connection, partial(self._disconnect, session))
+
+    def _disconnect(self, session: _Session) -> None:
+        """End a session after the messages that have arrived."""
+        if session.is_connected:
+            session.is_connected = False
+            self._disconnected.append(session)
+            self._schedule_read()
+
+    def _on_event(self, event: int, value: int) -> None:
+        self._connections.on_event(event, value)
+
+    def _close_connection(self, session: _Session) -> None:
+        if session.connection is not None:
+            session.connection.close()
+
+    def _bind_anew(self) -> None:
+        """Require the new node secret, which ends all connections."""
+        if self._address:
+            log.info("the hub at %s begins to use the new node secret", self._address)
+            self._read_events()
+            self._socket.unbind(self._address)
+            self._connections.end_all(NEW_KEYS)
+            self._close_cause = NEW_KEYS
+            self._bind_again()
+
+    def _bind_again(self) -> None:
+        if self._loop is None or self._authenticator is None:
+            return
+        self._authenticator.protect(self._socket)
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            # The end of the last use takes a moment.
+            log.debug("the hub could not bind %s: %s", self._address, error)
+            self._loop.call_later(_BIND_SECONDS, self._bind_again)
+        self._schedule_read()
+
+    def close(self) -> None:
+        """Stop delivery and close; messages are dropped from now on."""
+        for session in list(self._by_sender.values()):
+            self._end(session)
+        self._expected.clear()
+        if self._authenticator is not None:
+            self._authenticator.close()
+        super().close()
+
+    def _end(self, session: _Session) -> None:
+        """Deliver nothing of a session any more; its frames are dropped and counted."""
+        session.has_ended = True
+        self._num_guests -= session.is_guest
+        del self._by_sender[session.sender]
+        self._num_stale += session.receiver.num_dropped
+
+
+class Peer(NamedTuple):
+    """One sender of a hub, as the receiver of messages."""
+
+    hub: Hub
+    sender: int
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message."""
+        self.hub.send(self.sender, message)
+
+    def send_encoded(self, payload: bytes) -> None:
+        """Queue an encoded message of the current generation."""
+        self.hub.send_encoded((self.sender,), payload)

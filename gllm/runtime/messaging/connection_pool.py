@@ -1,0 +1,291 @@
+"""Sessions of a process with its peers: those that dialled its hub, and those that it dials.
+
+Both ends of a link use it, so either end may dial the other. Who is silent for too long is lost.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import zmq
+
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage
+from gllm.messages.lifecycle import Hello
+from gllm.runtime.messaging.authenticator import Authenticator
+from gllm.runtime.messaging.backoff import Backoff
+from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.bus_socket import Decode
+from gllm.runtime.messaging.connection import PeerConnection, PeerHandler
+from gllm.runtime.messaging.dialer import Dialer
+from gllm.runtime.messaging.discovery.registry import make_discovery
+from gllm.runtime.messaging.host_names import Resolve, resolve_host
+from gllm.runtime.messaging.link_config import FleetLinkConfig, parse_hub_address
+from gllm.runtime.messaging.security import SecretFile, check_dialed_address, check_hub_address
+from gllm.runtime.messaging.spoke import Spoke
+
+log = logging.getLogger(__name__)
+
+RUN = 0
+"""Run in the headers of the frames: greetings and announcements carry the peers' own."""
+MAX_SOCKETS = 8192
+"""Most sockets of ZeroMQ; its default is enough for about 300 dialled peers."""
+MAX_BEAT_SECONDS = 1.0
+"""Longest time between two heartbeats."""
+BEATS_PER_TIMEOUT = 5
+"""Fewest heartbeats in the time after which a silent peer is lost."""
+
+
+class ConnectionPool:
+    """The hub, the dialled peers, and their heartbeats."""
+
+    def __init__(
+        self,
+        config: FleetLinkConfig,
+        decode: Decode,
+        handler: PeerHandler,
+        resolve: Resolve = resolve_host,
+    ) -> None:
+        """Create a pool that has not started.
+
+        Args:
+            config: addresses and limits.
+            decode: decoder of the messages that the peers may send.
+            handler: owner of the sessions.
+            resolve: resolution of host names.
+
+        Raises:
+            ValueError: an address or the secret cannot be used; the message says what to do.
+        """
+        self._config = config
+        self._decode = decode
+        self._handler = handler
+        self._resolve = resolve
+        path = config.node_secret_file
+        self._secret = None if path is None else SecretFile(path)
+        self._bind_address = self._check_hub()
+        self._discoveries = [
+            make_discovery(entry, resolve, config.resolve_seconds) for entry in config.dial
+        ]
+        for discovery in self._discoveries:
+            # Each address is checked again once it is known.
+            check_dialed_address(f"tcp://{discovery.target}", self._secret is not None)
+        self._rng = Random(secrets.randbits(64))
+        self._beat_seconds = min(MAX_BEAT_SECONDS, config.peer_timeout / BEATS_PER_TIMEOUT)
+        self.hub_address = ""
+        """Address that the hub is bound to, once the pool has started."""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._hub: Hub | None = None
+        self._guests: dict[int, PeerConnection] = {}
+        """Sessions of the hub by sender."""
+        self._closers: dict[PeerConnection, Callable[[str, bool], None]] = {}
+        """Functions that end the open sessions, given the cause and whether a peer refused."""
+        self._found: list[frozenset[str]] = [frozenset()] * len(self._discoveries)
+        """Addresses to dial, by discovery."""
+        self._dialers: dict[str, Dialer] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def dialed_addresses(self) -> list[str]:
+        """Addresses that are dialled; one that is gone counts until its session has ended."""
+        return [address for address, each in self._dialers.items() if not each.has_ended]
+
+    @property
+    def num_refused(self) -> int:
+        """Sessions of peers without the secret, and those above the limit."""
+        return 0 if self._hub is None else self._hub.refused.num_refused
+
+    async def start(self) -> None:
+        """Bind the hub and begin to dial.
+
+        Raises:
+            OSError: the hub's address cannot be bound.
+        """
+        # One I/O thread, so that events of connections arrive in order.
+        self._context = zmq.Context(1)
+        # A session has three: its own and two for the events of its connection.
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        if self._bind_address:
+            authenticator = None
+            if self._secret is not None:
+                authenticator = Authenticator(
+                    self._context, self._secret, self._config.reload_seconds
+                )
+            hub = Hub(self._context, RUN, self._decode, authenticator, self._config.max_guests)
+            self._hub = hub
+            try:
+                self.hub_address = hub.bind(self._bind_address)
+            except zmq.ZMQError as error:
+                await self.stop()
+                text = f"the hub cannot listen on {self._bind_address}: {error.strerror}"
+                raise OSError(error.errno, text) from error
+            hub.start(self._on_hub_messages, self._on_guest_lost)
+        self._tasks.append(asyncio.create_task(self._tick()))
+        for index, discovery in enumerate(self._discoveries):
+            watch = discovery.watch(partial(self._on_found, index))
+            self._tasks.append(asyncio.create_task(watch))
+
+    async def stop(self) -> None:
+        """End all sessions, without calls of the handler."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(dialer.stop() for dialer in self._dialers.values()))
+        self._tasks.clear()
+        self._dialers.clear()
+        for connection in list(self._closers):
+            self.close(connection, "this process ends")
+        if self._hub is not None:
+            self._hub.close()
+            self._hub = None
+        if self._context is not None:
+            # Closed sockets may still send what is queued, for half a second.
+            await asyncio.to_thread(self._context.term)
+            self._context = None
+
+    def close(self, connection: PeerConnection, cause: str, is_refused: bool = False) -> None:
+        """End a session, after the messages that are queued.
+
+        Args:
+            connection: the session.
+            cause: for logs.
+            is_refused: an end refused the session, so that the next attempt may wait.
+        """
+        if close := self._closers.pop(connection, None):
+            connection.is_open = False
+            close(cause, is_refused)
+
+    def _check_hub(self) -> str:
+        """Return the address to bind, empty for no hub. Raises ValueError."""
+        if self._config.hub is None:
+            return ""
+        address = parse_hub_address(self._config.hub, self._secret is not None)
+        check_hub_address(address, self._secret is not None)
+        return address
+
+    def _lose(self, connection: PeerConnection, cause: str) -> None:
+        """End a session and tell the handler."""
+        if connection in self._closers:
+            self.close(connection, cause)
+            self._handler.on_lost(connection, cause)
+
+    def _begin(self, connection: PeerConnection, close: Callable[[str, bool], None]) -> None:
+        self._closers[connection] = close
+        self._handler.on_connected(connection)
+
+    def _deliver(self, connection: PeerConnection, message: AnyMessage) -> None:
+        """Pass a message to the handler, unless the session has ended."""
+        if not connection.is_open:
+            return
+        connection.last_heard = time.monotonic()
+        try:
+            self._handler.on_message(connection, message)
+        except Exception as error:
+            log.exception("a message of %s could not be handled", connection.address)
+            self._lose(connection, f"a message could not be handled: {error}")
+
+    def _on_hub_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+        for sender, message in messages:
+            if isinstance(message, Hello):
+                self._begin_guest(sender)
+            elif connection := self._guests.get(sender):
+                self._deliver(connection, message)
+
+    def _begin_guest(self, sender: int) -> None:
+        hub = self._hub
+        assert hub is not None
+
+        def send(message: WireMessage) -> None:
+            hub.send(sender, message)
+
+        def close(cause: str, is_refused: bool) -> None:
+            del self._guests[sender]
+            hub.forget(sender)
+
+        connection = PeerConnection(hub.address_of(sender), send, time.monotonic())
+        self._guests[sender] = connection
+        self._begin(connection, close)
+
+    def _on_guest_lost(self, sender: int, cause: str) -> None:
+        if connection := self._guests.get(sender):
+            self._lose(connection, cause)
+
+    def _on_found(self, index: int, found: frozenset[str]) -> None:
+        """Dial addresses that are new, and no longer redial those that are gone."""
+        self._found[index] = found
+        addresses = frozenset().union(*self._found)
+        # A session of an address that is gone goes on: heartbeats decide who is lost, not names.
+        for address, dialer in list(self._dialers.items()):
+            dialer.is_wanted = address in addresses
+            if dialer.has_ended:
+                del self._dialers[address]
+        for address in addresses:
+            if address not in self._dialers:
+                backoff = Backoff(self._rng, self._config.refused_seconds)
+                dialer = Dialer(address, self._dial, self._resolve, backoff)
+                self._dialers[address] = dialer
+                dialer.start()
+
+    def _dial(
+        self, address: str, num_failures: int, on_end: Callable[[str, bool], None]
+    ) -> PeerConnection:
+        """Begin a session with a numeric address.
+
+        Args:
+            address: HOST:PORT.
+            num_failures: attempts in a row that failed.
+            on_end: called when it ends, with the cause and whether an end refused it.
+
+        Raises:
+            ValueError: the address or the secret cannot be used.
+            OSError: there is no socket for it.
+        """
+        assert self._context is not None
+        target = f"tcp://{address}"
+        check_dialed_address(target, self._secret is not None)
+        keys = None if self._secret is None else self._secret.dial_keys(num_failures)
+        try:
+            spoke = Spoke(self._context, RUN, secrets.randbits(62), target, self._decode, keys)
+        except zmq.ZMQError as error:
+            # Such as too many open files, which is no reason to dial no more.
+            raise OSError(error.errno, error.strerror) from error
+
+        def close(cause: str, is_refused: bool) -> None:
+            spoke.close()
+            on_end(cause, is_refused)
+
+        connection = PeerConnection(address, spoke.send, time.monotonic())
+        spoke.start(
+            lambda messages: self._deliver_all(connection, messages),
+            lambda cause: self._lose(connection, cause),
+        )
+        self._begin(connection, close)
+        return connection
+
+    def _deliver_all(self, connection: PeerConnection, messages: list[AnyMessage]) -> None:
+        for message in messages:
+            self._deliver(connection, message)
+
+    async def _tick(self) -> None:
+        """Send heartbeats, and lose the peers that send none."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(self._beat_seconds)
+            now = time.monotonic()
+            late = now - before - self._beat_seconds
+            if late > self._beat_seconds:
+                # This process was stopped or busy, and messages of its peers may wait.
+                for connection in self._closers:
+                    connection.last_heard += late
+            try:
+                self._handler.on_tick()
+            except Exception:
+                log.exception("the heartbeats could not be sent")
+            for connection in list(self._closers):
+                silent = now - connection.last_heard
+                if silent > self._config.peer_timeout:
+                    self._lose(connection, f"no message for {silent:.1f} seconds")

@@ -1,0 +1,264 @@
+"""Sessions of a router with its engines: who is attached, and who is refused."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gllm.messages.codec import AnyMessage, decode_for_router
+from gllm.messages.fleet import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    AnnounceEngine,
+    EngineReport,
+    GreetEngine,
+    NoticeToEngine,
+    RefuseEngine,
+    RefuseRouter,
+    RouterHeartbeat,
+    is_compatible,
+)
+from gllm.runtime.messaging.connection import PeerConnection
+from gllm.runtime.messaging.connection_pool import ConnectionPool
+from gllm.runtime.messaging.engine_link import EngineLink, Refusal
+from gllm.runtime.messaging.host_names import Resolve, resolve_host
+from gllm.runtime.messaging.identity import is_valid_name, new_run
+from gllm.runtime.messaging.link_config import FleetLinkConfig
+
+log = logging.getLogger(__name__)
+
+MAX_REFUSALS = 32
+"""Refusals that are kept to be shown."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Session with what may be an engine."""
+
+    announce: AnnounceEngine | None = None
+    link: EngineLink | None = None
+    """Set with the first report."""
+
+
+class FleetLinks:
+    """The engines that are attached to this router.
+
+    The session that attached last has the name: an engine of the same name and another run is
+    refused for as long as it lasts.
+    """
+
+    def __init__(
+        self,
+        config: FleetLinkConfig,
+        router: str,
+        on_attached: Callable[[EngineLink], None],
+        on_lost: Callable[[EngineLink, str], None],
+        on_message: Callable[[EngineLink, AnyMessage], None],
+        resolve: Resolve = resolve_host,
+        create_pool: Callable[..., ConnectionPool] = ConnectionPool,
+    ) -> None:
+        """Create the links of a router that has not started.
+
+        Args:
+            config: hub, engines to dial, limits.
+            router: name of this router, for the logs of engines.
+            on_attached: called with an engine that may be used from now on.
+            on_lost: called with an attached engine whose session has ended, and the cause.
+            on_message: called with every further message of an attached engine.
+            resolve: resolution of host names.
+            create_pool: creates the connections to the engines.
+
+        Raises:
+            ValueError: an address or the secret cannot be used.
+        """
+        self.links: dict[str, EngineLink] = {}
+        """Attached engines by name."""
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_REFUSALS)
+        """Latest engines that were refused."""
+        self._on_attached = on_attached
+        self._on_lost = on_lost
+        self._on_message = on_message
+        self.greeting = GreetEngine(
+            PROTOCOL,
+            OLDEST_PROTOCOL,
+            router,
+            new_run(),
+            accepts_pushes=True,
+            needs_first_chunks=config.needs_first_chunks,
+        )
+        """First message to every engine."""
+        self._peers: dict[PeerConnection, _Peer] = {}
+        self._superseded: dict[str, set[int]] = {}
+        """Runs of engines whose names others have now, by name."""
+        self._pool = create_pool(config, decode_for_router, self, resolve)
+
+    @property
+    def hub_address(self) -> str:
+        """Address that engines dial, with its port; empty without a hub."""
+        return self._pool.hub_address
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions with engines, those included that are not attached yet."""
+        return len(self._peers)
+
+    @property
+    def num_refused_peers(self) -> int:
+        """Peers that the hub refused before they could announce themselves."""
+        return self._pool.num_refused
+
+    async def start(self) -> None:
+        """Listen and dial. Raises OSError if the hub's address cannot be bound."""
+        await self._pool.start()
+
+    async def stop(self) -> None:
+        """End all sessions; the callbacks are not called."""
+        await self._pool.stop()
+        self._peers.clear()
+        self.links.clear()
+
+    def on_connected(self, connection: PeerConnection) -> None:
+        """See PeerHandler."""
+        self._peers[connection] = _Peer()
+        connection.send(self.greeting)
+
+    def on_message(self, connection: PeerConnection, message: AnyMessage) -> None:
+        """See PeerHandler."""
+        peer = self._peers[connection]
+        match message:
+            case AnnounceEngine():
+                self._on_announce(connection, peer, message)
+            case EngineReport():
+                self._on_report(connection, peer, message)
+            case RefuseRouter(cause):
+                self._on_refused(connection, peer, cause)
+            case _ if peer.link is not None:
+                self._on_message(peer.link, message)
+
+    def on_lost(self, connection: PeerConnection, cause: str) -> None:
+        """See PeerHandler."""
+        peer = self._peers.pop(connection)
+        if peer.link is not None:
+            self._detach(peer.link)
+            self._on_lost(peer.link, cause)
+
+    def on_tick(self) -> None:
+        """See PeerHandler."""
+        for connection in self._peers:
+            connection.send(RouterHeartbeat())
+
+    def _on_announce(
+        self, connection: PeerConnection, peer: _Peer, announce: AnnounceEngine
+    ) -> None:
+        """Accept or refuse an engine that announces itself."""
+        if peer.announce is not None:
+            self._on_change(peer, peer.announce, announce)
+        elif not is_compatible(announce.protocol, announce.oldest_protocol):
+            self._refuse(
+                connection,
+                announce.name,
+                f"the engine speaks versions {announce.oldest_protocol} to {announce.protocol} of "
+                f"the protocol, the router {OLDEST_PROTOCOL} to {PROTOCOL}: update the older one",
+            )
+        elif not is_valid_name(announce.name):
+            self._refuse(connection, "", "its name is not 1 to 200 printable characters")
+        elif announce.run in self._superseded.get(announce.name, ()):
+            self._refuse_superseded(connection, announce.name)
+        else:
+            peer.announce = announce
+
+    def _refuse_superseded(self, connection: PeerConnection, name: str) -> None:
+        """Refuse an engine whose name another one has now, and warn the other one."""
+        current = self.links[name]
+        self._refuse(
+            connection,
+            name,
+            f"another engine of the name {name} is attached from {current.address}: give each "
+            "engine a --name of its own",
+        )
+        current.send(
+            NoticeToEngine(
+                f"another engine of the name {name} at {connection.address} is refused: give each "
+                "engine a --name of its own"
+            )
+        )
+
+    def _on_change(self, peer: _Peer, before: AnnounceEngine, announce: AnnounceEngine) -> None:
+        """Store changed facts of an engine."""
+        if (announce.name, announce.run) != (before.name, before.run):
+            raise ValueError("an engine changed its name")
+        peer.announce = announce
+        if peer.link is not None:
+            peer.link.announce = announce
+            self._on_message(peer.link, announce)
+
+    def _on_report(self, connection: PeerConnection, peer: _Peer, report: EngineReport) -> None:
+        """Store a report; attach the engine with its first one."""
+        if peer.announce is None:
+            raise ValueError("a report of an engine that has not announced itself")
+        if peer.link is None:
+            self._attach(connection, peer, peer.announce, report)
+        else:
+            peer.link.report = report
+            self._on_message(peer.link, report)
+
+    def _attach(
+        self,
+        connection: PeerConnection,
+        peer: _Peer,
+        announce: AnnounceEngine,
+        report: EngineReport,
+    ) -> None:
+        """Attach an engine that has accepted this router; it replaces another one of its name."""
+        if previous := self.links.get(announce.name):
+            self._replace(previous, announce)
+        connection.is_established = True
+        link = EngineLink(connection, announce, report, self._refuse_link)
+        peer.link = self.links[announce.name] = link
+        self._on_attached(link)
+
+    def _replace(self, previous: EngineLink, announce: AnnounceEngine) -> None:
+        """End the session of an engine whose name another session takes."""
+        superseded = self._superseded.get(announce.name, set())
+        cause = "the engine has begun another session"
+        if previous.announce.run != announce.run:
+            superseded.add(previous.announce.run)
+            cause = f"a later engine has attached with the name {announce.name}"
+        superseded.discard(announce.run)
+        self._refuse_link(previous, cause)
+        if superseded:
+            self._superseded[announce.name] = superseded
+        self._on_lost(previous, cause)
+
+    def _refuse_link(self, link: EngineLink, cause: str) -> None:
+        """End the session of an attached engine."""
+        if link.is_attached:
+            self._detach(link)
+            self._refuse(link.connection, link.name, cause)
+
+    def _refuse(self, connection: PeerConnection, name: str, cause: str) -> None:
+        """End a session and tell the engine why."""
+        is_known = any((each.name, each.cause) == (name, cause) for each in self.refusals)
+        # The engine tries again every few seconds.
+        level = logging.DEBUG if is_known else logging.WARNING
+        log.log(level, "engine %s (%s) is refused: %s", name, connection.address, cause)
+        self.refusals.append(Refusal(connection.address, name, cause, time.time()))
+        connection.send(RefuseEngine(cause))
+        self._peers.pop(connection, None)
+        self._pool.close(connection, cause, is_refused=True)
+
+    def _on_refused(self, connection: PeerConnection, peer: _Peer, cause: str) -> None:
+        """Handle the refusal of this router by an engine."""
+        log.warning("the engine at %s refuses this router: %s", connection.address, cause)
+        del self._peers[connection]
+        self._pool.close(connection, cause, is_refused=True)
+        if peer.link is not None:
+            self._detach(peer.link)
+            self._on_lost(peer.link, cause)
+
+    def _detach(self, link: EngineLink) -> None:
+        """Forget an attached engine; its name is free."""
+        if self.links.get(link.name) is link:
+            del self.links[link.name]
+            self._superseded.pop(link.name, None)

@@ -1,0 +1,260 @@
+"""Node secret: the file that makes processes on several machines members of one fleet.
+
+The file has one or two secrets of 32 random bytes. A CURVE key pair is derived from each; hubs and
+dialers use the same one, so that only those who have the secret get past the handshake and
+everything on the connection is encrypted. `gllm.runtime.messaging.authenticator` checks members at a hub.
+"""
+
+import base64
+import binascii
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from gllm.options.addresses import is_loopback
+from gllm.runtime.messaging.crypto_speed import find_crypto_fault
+
+SECRET_BYTES = 32
+MAX_SECRETS = 2
+"""Secrets in a file: the current one and, while it is replaced, the next one."""
+_MAX_FILE_BYTES = 4096
+_MIN_DISTINCT = 16
+"""Minimum distinct bytes, and distinct differences of neighbours: 32 random bytes have about 30."""
+_FILE_HEADER = "# Node secrets of a gllm fleet, 32 random bytes each. Keep them private.\n"
+_ADVICE = (
+    "create a file with `gllm node --new-secret FILE`, copy it to every machine of the fleet and "
+    "pass it with --node-secret-file FILE"
+)
+
+
+class SecretFileError(ValueError):
+    """A secret file that cannot be used; the message names the file and never a secret."""
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE key pair, as text in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def derive_keys(node_secret: bytes) -> KeyPair:
+    """Return the key pair of a secret: X25519 of its BLAKE2b hash."""
+    key = z85.encode(blake2b(node_secret, digest_size=32, person=b"gllm-node").digest())
+    return KeyPair(zmq.curve_public(key), key)
+
+
+def create_secret_file(path: Path) -> None:
+    """Create a file with one new secret that only its owner can read.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        # The umask may have taken the owner's rights.
+        os.fchmod(descriptor, 0o600)
+        file.write(_FILE_HEADER + _to_line(secrets.token_bytes(SECRET_BYTES)))
+
+
+def add_secret(path: Path) -> None:
+    """Append a new secret: the first step of a rotation.
+
+    Raises:
+        SecretFileError: the file is invalid or has two secrets.
+        OSError: the file cannot be read or written.
+    """
+    present = read_secrets(path)
+    if len(present) == MAX_SECRETS:
+        raise SecretFileError(
+            f"{path} has {MAX_SECRETS} secrets already: remove the first one with "
+            "`gllm node --drop-secret` to end the rotation under way"
+        )
+    _replace(path, [*present, secrets.token_bytes(SECRET_BYTES)])
+
+
+def drop_secret(path: Path) -> None:
+    """Remove the first of two secrets: the last step of a rotation.
+
+    Raises:
+        SecretFileError: the file is invalid or has only one secret.
+        OSError: the file cannot be read or written.
+    """
+    present = read_secrets(path)
+    if len(present) == 1:
+        raise SecretFileError(
+            f"{path} has only one secret: add its successor with `gllm node --add-secret` first"
+        )
+    _replace(path, present[1:])
+
+
+def read_secrets(path: Path) -> list[bytes]:
+    """Return the secrets of a file, the first one first.
+
+    Raises:
+        SecretFileError: the file has no secrets, more than two or weak ones, or others than its
+            owner and group can read it.
+        OSError: the file cannot be read.
+    """
+    # Without waiting, should it be a pipe.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise SecretFileError(f"{path} is not a regular file")
+        if status.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise SecretFileError(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: other users can read or "
+                f"change the node secret; run `chmod 600 {path}`"
+            )
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise SecretFileError(f"{path} is too large for a file of node secrets")
+    found = [
+        _decode_line(path, number, line.strip())
+        for number, line in enumerate(content.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith(b"#")
+    ]
+    if not 1 <= len(found) <= MAX_SECRETS:
+        raise SecretFileError(f"{path} has {len(found)} node secrets: it has to have one or two")
+    if len(set(found)) < len(found):
+        raise SecretFileError(f"{path} has the same node secret twice")
+    return found
+
+
+class SecretFile:
+    """The key pairs of a secret file, which may be replaced while the process runs."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Read the file.
+
+        Raises:
+            SecretFileError: the file is invalid or cannot be read, or ZeroMQ's encryption is slow.
+        """
+        if fault := find_crypto_fault():
+            raise SecretFileError(fault)
+        self.path = Path(path)
+        self.keys = self._read()
+        """Key pairs of one or two secrets. A hub uses the first one, members may use either."""
+
+    def reload(self) -> bool:
+        """Read the file again; return True if its secrets have changed.
+
+        Raises:
+            SecretFileError: the file is invalid or cannot be read; the keys stay.
+        """
+        keys = self._read()
+        has_changed = keys != self.keys
+        self.keys = keys
+        return has_changed
+
+    def dial_keys(self, num_failures: int) -> KeyPair:
+        """Return the key pair for the next dial to a hub, from the current file if it is valid.
+
+        Dials alternate between two secrets, because the hub may have one of them only.
+
+        Args:
+            num_failures: number of failed dials since the last session with that hub.
+        """
+        # The start has checked the file; it may be just being replaced.
+        with suppress(SecretFileError):
+            self.reload()
+        return self.keys[num_failures % len(self.keys)]
+
+    def _read(self) -> list[KeyPair]:
+        try:
+            return [derive_keys(each) for each in read_secrets(self.path)]
+        except OSError as error:
+            cause = error.strerror or error
+            raise SecretFileError(f"the node secret file {self.path}: {cause}") from error
+
+
+def check_hub_address(address: str, has_secret: bool) -> None:
+    """Raise ValueError if a hub would accept connections from other machines without a secret.
+
+    Args:
+        address: such as tcp://0.0.0.0:29700.
+        has_secret: True if the hub requires a node secret.
+    """
+    if not has_secret and not _is_local(address):
+        raise ValueError(
+            f"a hub at {address} accepts connections from other machines, which needs a node "
+            f"secret: {_ADVICE}"
+        )
+
+
+def check_dialed_address(address: str, has_secret: bool) -> None:
+    """Raise ValueError if prompts and outputs would leave this machine without encryption.
+
+    Args:
+        address: such as tcp://router.example:29700.
+        has_secret: True if the connection uses a node secret.
+    """
+    if not has_secret and not _is_local(address):
+        raise ValueError(
+            f"{address} is not on this machine, and a connection to another one needs a node "
+            f"secret: {_ADVICE}"
+        )
+
+
+def _is_local(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    return scheme in ("ipc", "inproc") or is_loopback(rest.rpartition(":")[0].strip("[]"))
+
+
+def _to_line(node_secret: bytes) -> str:
+    return base64.b64encode(node_secret).decode() + "\n"
+
+
+def _decode_line(path: Path, number: int, line: bytes) -> bytes:
+    try:
+        node_secret = base64.b64decode(line, validate=True)
+    except binascii.Error:
+        node_secret = b""
+    if len(node_secret) != SECRET_BYTES:
+        raise SecretFileError(
+            f"{path}, line {number}: a node secret is {SECRET_BYTES} random bytes in base64; "
+            "create one with `gllm node --new-secret FILE`"
+        )
+    if _is_weak(node_secret):
+        raise SecretFileError(
+            f"{path}, line {number}: the node secret is not random, so it could be guessed from "
+            "recorded traffic; create one with `gllm node --new-secret FILE`"
+        )
+    return node_secret
+
+
+def _is_weak(node_secret: bytes) -> bool:
+    """Return True for text, repetitions and sequences; random bytes fail once in 10^13."""
+    following = node_secret[1:]
+    steps = {(b - a) % 256 for a, b in zip(node_secret, following, strict=False)}
+    is_text = all(0x20 <= byte < 0x7F for byte in node_secret)
+    return is_text or len(set(node_secret)) < _MIN_DISTINCT or len(steps) < _MIN_DISTINCT
+
+
+def _replace(path: Path, node_secrets: Sequence[bytes]) -> None:
+    """Replace the file at once, with its owner and mode."""
+    path = path.resolve()
+    status = path.stat()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            os.fchown(descriptor, status.st_uid, status.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
+            file.write(_FILE_HEADER + "".join(map(_to_line, node_secrets)))
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,363 @@
+"""Workers of an agent: their processes, their sessions and the stages that they run.
+
+They outlive a session with the head. What they report is passed on in frames; without a session it
+is dropped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from gllm.config.engine import EngineConfig
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage, decode_for_head, encode
+from gllm.messages.lifecycle import CloseGeneration, GenerationClosed, Hello, Shutdown
+from gllm.messages.measurement import StageMeasured
+from gllm.messages.nodes import (
+    AssignmentFailed,
+    AssignStages,
+    StageFrame,
+    StartWorker,
+    WorkerExited,
+    WorkerFrame,
+    WorkerSample,
+    WorkerSessionLost,
+    WorkerStacks,
+)
+from gllm.observability.logs import LogConfig
+from gllm.recovery.clock_offset import ClockOffset
+from gllm.recovery.join_check import apply_own_fields
+from gllm.recovery.placement import Placement
+from gllm.runtime.driver.driver_relay import DriverRelay
+from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity, decode_node_assignment
+from gllm.runtime.head.head_socket import HeadSocket
+from gllm.runtime.head.node import Node
+from gllm.runtime.head.worker_channels import PROCESS_GENERATION
+from gllm.runtime.messaging.bus import Hub
+from gllm.runtime.messaging.session import ANY_GENERATION
+from gllm.runtime.node.agent_state import AgentConfig
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.05
+"""Time after an exit in which the last messages of the process may still arrive."""
+DUMP_SECONDS = 0.15
+"""Time in which a worker writes its stacks; the head reads them 0.3 s after its command."""
+
+_CLOSE_GENERATION = encode(CloseGeneration())
+
+
+class AgentWorkers:
+    """Workers of one start of the head at a time."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        node: Node,
+        send: Callable[[WireMessage], None],
+        clock: Callable[[], ClockOffset | None],
+        config: AgentConfig,
+    ) -> None:
+        """Create the owner of a node without workers, on the running event loop.
+
+        Args:
+            context: of this process.
+            node: runs the workers.
+            send: sends a message to the head; drops it without a session.
+            clock: returns the offset of the head's clock; None without a session.
+            config: of the agent.
+        """
+        self.run = 0
+        """Number of the head's start that the workers belong to; 0 for none."""
+        self.generation = ANY_GENERATION
+        """Generation that was assigned last."""
+        self.living: set[int] = set()
+        """Workers that have not exited."""
+        self._context = context
+        self._node = node
+        self._send = send
+        self._clock = clock
+        self._config = config
+        self._hub: Hub | None = None
+        self._socket: HeadSocket | None = None
+        self._relay: DriverRelay | None = None
+        self._busy: set[int] = set()
+        """Workers that have a stage or measure their speed."""
+        self._unwanted: set[int] = set()
+        """Workers that were killed although the head knows nothing of them."""
+        self._num_stale = 0
+        self._has_changed = asyncio.Event()
+        """Set when a worker has closed its stage, or has exited."""
+        node.watch(self._on_exit)
+
+    @property
+    def idle(self) -> list[int]:
+        """Living workers without a stage."""
+        return sorted(self.living - self._busy - self._unwanted)
+
+    @property
+    def has_stages(self) -> bool:
+        """True if a worker has a stage."""
+        return bool(self._busy)
+
+    @property
+    def num_stale(self) -> int:
+        """Messages of earlier generations and runs, and for workers that are gone."""
+        hubs = (each for each in (self._hub, self._relay) if each is not None)
+        return self._num_stale + sum(each.num_stale for each in hubs)
+
+    def sample(self) -> list[WorkerSample]:
+        """Return the states of the workers' processes."""
+        samples = ((sender, self._node.sample(sender)) for sender in sorted(self.living))
+        return [
+            WorkerSample(sender, each.is_stopped, each.cpu_seconds)
+            for sender, each in samples
+            if each is not None
+        ]
+
+    async def begin_session(self, run: int, wanted: Collection[int]) -> None:
+        """Keep the workers that the head wants, kill the others.
+
+        Args:
+            run: number of the head's start.
+            wanted: workers of an earlier session that the head keeps.
+        """
+        if run != self.run:
+            await self._begin_run(run)
+        for sender in self.living.difference(wanted):
+            self._kill_unwanted(sender)
+        for sender in wanted:
+            if sender not in self.living or sender in self._unwanted:
+                self._send(WorkerExited(sender, "the process has exited", ""))
+            elif self._socket is not None and sender not in self._socket.connecting:
+                # It may have connected while there was no session.
+                self._send(WorkerFrame(sender, PROCESS_GENERATION, encode(Hello(sender))))
+
+    def start(self, command: StartWorker) -> None:
+        """Start a worker; report its exit if that fails."""
+        sender = command.sender
+        assert self._socket is not None, "the session has begun"
+        try:
+            address = self._socket.expect(sender)
+            logs = LogConfig(command.log_level, command.log_format)
+            self._node.spawn(WorkerIdentity(self.run, sender, address, logs))
+        except (OSError, zmq.ZMQError) as error:
+            log.warning("a worker could not be started: %s", error)
+            self._forget(sender)
+            self._send(WorkerExited(sender, f"a process could not be started: {error}", ""))
+        else:
+            self.living.add(sender)
+
+    def kill(self, sender: int) -> None:
+        """Kill a worker; its exit is reported."""
+        self._node.kill(sender)
+
+    def dump_stacks(self, sender: int) -> None:
+        """Let a worker write its stacks; report them soon after."""
+        self._node.dump_stacks(sender)
+        asyncio.get_running_loop().call_later(DUMP_SECONDS, self._report_stacks, sender)
+
+    def assign(self, command: AssignStages, folder: Path) -> None:
+        """Begin a generation, measure the workers or prepare their layers; report a failure.
+
+        Args:
+            command: of the head.
+            folder: of the model.
+        """
+        try:
+            assignment = decode_node_assignment(command.assignment)
+            own_config = self._config.engine_config
+            applied = apply_own_fields(msgspec.json.encode(assignment.config), own_config)
+            assignment = msgspec.structs.replace(
+                assignment, config=msgspec.json.decode(applied, type=EngineConfig)
+            )
+            placement, config = assignment.placement, assignment.config
+            if assignment.is_probe:
+                self._busy.update(self._senders(placement))
+                self._node.measure(placement, config, folder)
+            elif assignment.change:
+                self._node.prepare(placement, config, folder, assignment.change)
+            else:
+                self._assign(assignment, folder)
+        except (OSError, ValueError, msgspec.DecodeError, zmq.ZMQError) as error:
+            log.warning("the stages of generation %d cannot begin: %s", command.generation, error)
+            self._send(AssignmentFailed(command.generation, str(error)))
+
+    def on_generation_ready(self) -> None:
+        """Remove the address of the driver's stand-in: nothing else may connect."""
+        self._node.on_generation_ready()
+
+    def deliver(self, frame: WorkerFrame) -> None:
+        """Send a message of the head to its worker, which checks and decodes it."""
+        is_fenced = frame.generation != PROCESS_GENERATION
+        if self._hub is None or (is_fenced and frame.generation != self.generation):
+            self._num_stale += 1
+            return
+        generation = self.generation if is_fenced else ANY_GENERATION
+        self._hub.send_encoded((frame.sender,), frame.payload, generation)
+        if frame.payload == _CLOSE_GENERATION:
+            self._close_connections()
+
+    def deliver_to_stage(self, frame: StageFrame) -> None:
+        """Send a message of the driver to a stage."""
+        if self._relay is None or frame.generation != self._relay.generation:
+            self._num_stale += 1
+        else:
+            self._relay.deliver(frame)
+
+    async def close_stages(self) -> None:
+        """Close all stages because there is no head; kill the workers that do not close theirs."""
+        self._close_connections()
+        self._node.on_generation_ready()
+        if self._hub is not None:
+            for sender in self._busy:
+                self._hub.send(sender, CloseGeneration())
+        if not await self._wait_for(lambda: not self._busy):
+            for sender in sorted(self._busy):
+                log.warning("worker %d does not close its stage and is killed", sender)
+                self._node.kill(sender)
+            await self._wait_for(lambda: not self._busy)
+
+    async def stop(self) -> None:
+        """End all workers, and the sessions with them."""
+        self._close_connections()
+        for sender in self.living:
+            # A process that has not connected yet has nothing to finish.
+            if self._hub is None or self._socket is None or sender in self._socket.connecting:
+                self._node.kill(sender)
+            else:
+                self._hub.send(sender, Shutdown())
+        await self._node.stop()
+        self.living.clear()
+        self._busy.clear()
+        self._close_hub()
+
+    async def _begin_run(self, run: int) -> None:
+        """Kill the workers of another start of the head, whose senders come again."""
+        self._close_connections()
+        for sender in self.living:
+            self._kill_unwanted(sender)
+        while not await self._wait_for(lambda: not self.living):
+            log.warning("workers of an earlier head cannot be killed: %s", sorted(self.living))
+        self._close_hub()
+        self.run, self.generation = run, ANY_GENERATION
+        hub = self._hub = Hub(self._context, run, decode_for_head)
+        hub.start(self._on_messages, self._on_session_lost)
+        self._socket = HeadSocket(hub)
+
+    def _close_hub(self) -> None:
+        if self._hub is not None:
+            self._num_stale += self._hub.num_stale
+            self._hub.close()
+            self._hub = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _kill_unwanted(self, sender: int) -> None:
+        self._unwanted.add(sender)
+        self._node.kill(sender)
+
+    def _assign(self, assignment: NodeAssignment, folder: Path) -> None:
+        """Send the stages to the workers and stand in for the driver. Raises as `Node.assign`."""
+        assert self._hub is not None, "the session has begun"
+        placement = assignment.placement
+        if placement.generation <= self.generation:
+            raise ValueError(f"generation {self.generation} has begun already")
+        self._close_connections()
+        self._node.assign(assignment, folder)
+        senders = self._senders(placement)
+        self._busy.update(senders)
+        self.generation = placement.generation
+        self._hub.advance(placement.generation)
+        self._relay = DriverRelay(
+            self._context,
+            self.run,
+            placement.generation,
+            self._node.driver_address,
+            senders,
+            self._send,
+            self._clock,
+            self._report_session_lost,
+            self._config.lost_seconds,
+        )
+
+    def _senders(self, placement: Placement) -> set[int]:
+        """Return this machine's living workers in a placement."""
+        here = {worker.sender for worker in placement.workers_on(self._node.node_name)}
+        return here & self.living
+
+    def _close_connections(self) -> None:
+        """End the connections of the present generation: with the driver and other machines."""
+        if self._relay is not None:
+            self._num_stale += self._relay.num_stale
+            self._relay.close()
+            self._relay = None
+        if self._node.remote_edges is not None:
+            self._node.remote_edges.close_edges(self.generation)
+
+    async def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Wait until the workers have changed as needed; False after `close_seconds`."""
+        try:
+            async with asyncio.timeout(self._config.close_seconds):
+                while not condition():
+                    self._has_changed.clear()
+                    await self._has_changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
+        """Pass messages of workers on."""
+        for sender, message in messages:
+            match message:
+                case Hello() if self._socket is not None:
+                    self._socket.on_connected(sender)
+                case GenerationClosed() | StageMeasured():
+                    self._busy.discard(sender)
+                    self._has_changed.set()
+            assert isinstance(message, WireMessage)
+            generation = self.generation if message.is_fenced else PROCESS_GENERATION
+            self._send(WorkerFrame(sender, generation, encode(message)))
+
+    def _on_session_lost(self, sender: int, cause: str) -> None:
+        """Report the end of a worker's session with this process."""
+        self._report_session_lost(sender, f"the session with its agent ended: {cause}")
+
+    def _report_session_lost(self, sender: int, cause: str) -> None:
+        if sender in self.living:
+            self._send(WorkerSessionLost(sender, cause))
+
+    def _report_stacks(self, sender: int) -> None:
+        if sender in self.living:
+            self._send(WorkerStacks(sender, self._node.read_stacks(sender)))
+
+    def _on_exit(self, sender: int, description: str) -> None:
+        """Handle the exit of a worker; report it after its last messages."""
+        stacks = self._node.read_stacks(sender)
+        self._busy.discard(sender)
+        self.living.discard(sender)
+        self._has_changed.set()
+        if sender in self._unwanted:
+            self._unwanted.discard(sender)
+            self._forget(sender)
+            return
+        asyncio.get_running_loop().call_later(
+            REPORT_SECONDS, partial(self._report_exit, self.run, sender, description, stacks)
+        )
+
+    def _report_exit(self, run: int, sender: int, description: str, stacks: str) -> None:
+        if run == self.run:
+            self._forget(sender)
+            self._send(WorkerExited(sender, description, stacks))
+
+    def _forget(self, sender: int) -> None:
+        if self._hub is not None:
+            self._hub.forget(sender)
+        if self._socket is not None:
+            self._socket.on_connected(sender)

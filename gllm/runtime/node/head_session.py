@@ -1,0 +1,191 @@
+"""Session of an agent with the head, from dialling to its end."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage, decode_for_agent
+from gllm.messages.nodes import (
+    JoinCluster,
+    LinkState,
+    NodeHeartbeat,
+    NodeLoad,
+    RefuseNode,
+    WelcomeNode,
+    WorkerSample,
+)
+from gllm.recovery.clock_offset import ClockOffset
+from gllm.runtime.messaging.bus_socket import Decode
+from gllm.runtime.messaging.security import KeyPair
+from gllm.runtime.messaging.spoke import Spoke
+
+log = logging.getLogger(__name__)
+
+RUN = 0
+"""Run in the headers of the frames: an agent learns the head's run from its answer."""
+WELCOME_SECONDS = 30.0
+"""Time in which the head has to answer JoinCluster."""
+MAX_BEAT_SECONDS = 1.0
+"""Longest time between two heartbeats."""
+BEATS_PER_TIMEOUT = 5
+"""Fewest heartbeats in the time after which a silent head is lost."""
+NUM_FIRST_BEATS = 5
+"""Heartbeats at the beginning of a session that come sooner, to learn the clock's offset."""
+FIRST_BEAT_SECONDS = 0.1
+"""Time between two of them."""
+
+
+class NodeReading(NamedTuple):
+    """State of this machine for a heartbeat."""
+
+    samples: list[WorkerSample]
+    load: NodeLoad
+    links: list[LinkState]
+
+
+class HeadSession:
+    """One session; it ends once and does not come back."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: KeyPair | None,
+        join: JoinCluster,
+        on_message: Callable[[AnyMessage], None],
+        read_node: Callable[[], NodeReading],
+        decode: Decode = decode_for_agent,
+    ) -> None:
+        """Dial the head and ask to join, on the running event loop.
+
+        Args:
+            context: of this process.
+            address: HOST:PORT of the head's hub, with a numeric host.
+            keys: of the node secret; None without encryption.
+            join: first message.
+            on_message: called with `WelcomeNode` and all messages after it but heartbeats.
+            read_node: returns the state of this machine.
+            decode: decoder of the messages that the head may send.
+
+        Raises:
+            zmq.ZMQError: there is no socket for it.
+        """
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """Cause of the end, once the session has ended."""
+        self.answered = asyncio.Event()
+        """Set when the head has answered, or the session has ended."""
+        self.welcome: WelcomeNode | None = None
+        """Answer of the head; None until it has accepted this machine."""
+        self.refusal: RefuseNode | None = None
+        """Answer of the head that has refused this machine."""
+        self.clock = ClockOffset()
+        """Offset of the head's clock."""
+        self._on_message = on_message
+        self._read_node = read_node
+        self._last_heard = time.monotonic()
+        self._echo = (0.0, 0.0)
+        """`sent` of the last heartbeat, and the time at which it arrived."""
+        self._spoke = Spoke(context, RUN, secrets.randbits(62), f"tcp://{address}", decode, keys)
+        self._spoke.start(self._on_messages, self._end)
+        self._spoke.send(join)
+        self._watch = loop.create_task(self._keep_alive())
+        self._watch.add_done_callback(self._on_watch_done)
+
+    @property
+    def is_member(self) -> bool:
+        """True from the head's welcome until the end of the session."""
+        return self.welcome is not None and not self.ended.done()
+
+    @property
+    def num_stale(self) -> int:
+        """Frames of other runs."""
+        return self._spoke.num_stale
+
+    def send(self, message: WireMessage) -> None:
+        """Queue a message; it is dropped if the session has ended."""
+        self._spoke.send(message)
+
+    def close(self, cause: str) -> None:
+        """End the session after the messages that are queued."""
+        if not self.ended.done():
+            self._spoke.close()
+            self._end(cause)
+
+    def _end(self, cause: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(cause)
+            self.answered.set()
+            self._watch.cancel()
+
+    def _on_watch_done(self, watch: "asyncio.Task[None]") -> None:
+        """End the session if its heartbeats have failed."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            log.error("the heartbeats have failed", exc_info=error)
+            self.close(f"the heartbeats have failed: {error}")
+
+    def _on_messages(self, messages: list[AnyMessage]) -> None:
+        self._last_heard = time.monotonic()
+        for message in messages:
+            if self.ended.done():
+                return
+            try:
+                self._handle(message)
+            except Exception as error:
+                log.exception("a message of the head could not be handled")
+                self.close(f"a message of the head could not be handled: {error}")
+
+    def _handle(self, message: AnyMessage) -> None:
+        match message:
+            case NodeHeartbeat():
+                self._on_heartbeat(message)
+            case RefuseNode(cause):
+                self.refusal = message
+                self.close(f"the head refuses this node: {cause}")
+            case WelcomeNode() if self.welcome is None:
+                self.welcome = message
+                self.answered.set()
+                self._on_message(message)
+            case _ if self.welcome is None or isinstance(message, WelcomeNode):
+                raise ValueError(f"{type(message).__name__} does not belong here")
+            case _:
+                self._on_message(message)
+
+    def _on_heartbeat(self, message: NodeHeartbeat) -> None:
+        now = time.monotonic()
+        self._echo = message.sent, now
+        if message.echo:
+            self.clock.on_echo(message.echo, message.heard, message.sent, now)
+
+    async def _keep_alive(self) -> None:
+        """Send heartbeats, and end the session of a silent head."""
+        num_beats = 0
+        begin = time.monotonic()
+        while True:
+            welcome = self.welcome
+            interval = FIRST_BEAT_SECONDS
+            if welcome is not None and num_beats > NUM_FIRST_BEATS:
+                interval = min(MAX_BEAT_SECONDS, welcome.node_timeout / BEATS_PER_TIMEOUT)
+            before = time.monotonic()
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            late = now - before - interval
+            if late > interval:
+                # This process was stopped or busy, and messages of the head may wait.
+                self._last_heard += late
+            if welcome is None:
+                if now - begin > WELCOME_SECONDS:
+                    self.close(f"the head has not answered for {now - begin:.0f} seconds")
+                continue
+            num_beats += 1
+            samples, load, links = self._read_node()
+            self.send(NodeHeartbeat(time.monotonic(), *self._echo, samples, load, links))
+            if now - self._last_heard > welcome.node_timeout:
+                silent = now - self._last_heard
+                self.close(f"the head was silent for {silent:.1f} seconds")

@@ -1,0 +1,36 @@
+"""Entry point of a worker process: `python -m gllm.runtime CHANNEL STACKS RATIOS PARENT`.
+
+Prepares the process before it imports torch, which takes a second: it dies with its parent, writes
+its stacks when it crashes, and garbage collection is off. Its identity and its stage arrive over
+the channel, because the parent reads the model's configuration meanwhile.
+"""
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+
+import setproctitle
+
+from gllm.runtime.messaging.parent_death import die_with_parent
+
+
+def main() -> None:
+    """Run a worker."""
+    channel, stacks, ratios, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    for descriptor in (channel, stacks, ratios):
+        os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
+    setproctitle.setproctitle("gllm-standby")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    # Objects of imports and loading stay alive; visiting them takes a tenth of the start-up time.
+    gc.disable()
+    from gllm.runtime.worker.worker import run_worker
+
+    run_worker(channel, ratios)
+
+
+main()

@@ -1,0 +1,341 @@
+"""Base class of executors: everything that does not depend on the kind of device.
+
+It loads weights, follows block tables, registers sequences and builds micro-batches on the host.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gllm.config.engine import EngineConfig
+from gllm.kernels.attention_backends import (
+    AttentionRequirements,
+    BackendChoice,
+    choose_backend,
+    find_supported_backend,
+)
+from gllm.kernels.native.library import describe_build, describe_kernels
+from gllm.messages.kv_layout import KvLayout
+from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import RegisterSequences
+from gllm.models.attention import LayerCache, head_shape
+from gllm.models.config import ModelConfig
+from gllm.models.shard import shard, unsupported_reason
+from gllm.options.field_types import FieldError
+from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
+from gllm.runtime.worker.device import (
+    check_quantization,
+    choose_cache_dtype,
+    choose_compute_dtype,
+)
+from gllm.runtime.worker.executor import DeviceTime
+from gllm.runtime.worker.kv_cache import KVCache, block_bytes, describe_layout, map_zeros
+from gllm.runtime.worker.logprobs import PromptChunk, create_prompt_chunks
+from gllm.runtime.worker.sampling import SamplingMetadata, build_sampling_metadata, fail_guides
+from gllm.runtime.worker.sampling_state import (
+    SamplingState,
+    create_default_states,
+    create_sampling_states,
+)
+from gllm.runtime.worker.stage_weights import StageWeights
+from gllm.scheduler.block_table_replica import BlockTableReplica, SequenceView
+from gllm.scheduler.plan import SampledToken, StepPlan
+from gllm.transport.groups import StageGroups
+from gllm.transport.kv.progress import LayerProgress
+
+log = logging.getLogger(__name__)
+
+
+class BaseExecutor(StageWeights, ABC):
+    """Model part and KV cache of one stage; subclasses compute and sample."""
+
+    is_asynchronous = False
+    keeps_weights = True
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        num_stages: int,
+        layers: range,
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
+        gpu_capability: tuple[int, int] | None = None,
+    ) -> None:
+        """Choose dtypes and the attention backend.
+
+        Args:
+            model_config: of the whole model.
+            engine_config: of the engine.
+            num_stages: stages of the pipeline.
+            layers: indices of the stage's layers.
+            device: that computes.
+            rank: index among the workers of the stage.
+            num_ranks: workers of the stage, which compute its layers together.
+            gpu_capability: compute capability of the GPU; None on a CPU.
+
+        Raises:
+            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
+                share the model.
+        """
+        if (reason := unsupported_reason(model_config.model, num_ranks)) is not None:
+            raise FieldError("tensor_parallel_size", reason)
+        self.model = shard(model_config.model, rank, num_ranks)
+        self._whole_model = model_config.model
+        self._rank, self._num_ranks = rank, num_ranks
+        self._groups: StageGroups | None = None
+        self.layers = layers
+        self._layer_specs = self.model.layers[layers.start : layers.stop]
+        self._max_model_len = engine_config.max_model_len or self.model.context_length
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == self.model.num_layers
+        self.has_sampler = self.is_last and rank == 0
+        self.dtype = choose_compute_dtype(engine_config.dtype, model_config.dtype, device.type)
+        check_quantization(engine_config.quantization, device.type)
+        self._quantization = engine_config.quantization
+        self.device = device
+        self._gpu_capability = gpu_capability
+        self.cache_dtype = choose_cache_dtype(
+            engine_config.kv_cache_dtype, self.dtype, gpu_capability
+        )
+        block_size = engine_config.scheduler.block_size
+        self.block_bytes = block_bytes(self._layer_specs, block_size, self.cache_dtype)
+        self._attention = self._choose_attention_backend(engine_config, gpu_capability)
+        self.backend = self._attention.name
+        self._mirror = BlockTableReplica()
+        self._tables = BlockTables()
+        self._states: dict[int, SamplingState] = {}
+        """Sampling state by sequence, on the ranks of the last stage."""
+        self._keeps_last_tokens = num_stages == 1
+        """True if plans may have placeholders for tokens that the previous step samples."""
+        self._eos_ids = model_config.eos_ids
+        self._progress: LayerProgress | None = None
+        self._counts_each_layer = engine_config.scheduler.kv_push == "layer"
+
+    @property
+    def numerics(self) -> str:
+        """See Executor."""
+        # Ranks add up parts of what one rank adds up at once.
+        ranks = f"; {self._num_ranks} ranks" if self._num_ranks > 1 else ""
+        if self.device.type != "cpu":
+            return f"{self.kv_numerics}{ranks}"
+        return f"{self._describe_numerics(describe_kernels(self.dtype), self.backend)}{ranks}"
+
+    @property
+    def kv_numerics(self) -> str:
+        """See Executor."""
+        if self.device.type == "cpu":
+            # Which kernels are faster than those of torch is measured: two engines may choose
+            # others, which add up the same sums in another order.
+            return self._describe_numerics(describe_build(self.dtype), self._supported_backend)
+        kernels = f"compute capability {self._gpu_capability}, torch {torch.__version__}"
+        return self._describe_numerics(kernels, self.backend)
+
+    def _describe_numerics(self, kernels: str, backend: str) -> str:
+        dtypes = f"{self.dtype}, KV cache {self.cache_dtype}, quantization {self._quantization}"
+        return f"{self.device.type}: {kernels}; {dtypes}; attention {backend}"
+
+    def _choose_attention_backend(
+        self, config: EngineConfig, gpu_capability: tuple[int, int] | None
+    ) -> BackendChoice:
+        """Choose the attention backend.
+
+        gpu_capability: compute capability of the GPU; None on a CPU.
+        """
+        requirements = AttentionRequirements(
+            "cpu" if gpu_capability is None else "cuda",
+            gpu_capability or (0, 0),
+            self.dtype,
+            self.cache_dtype,
+            config.scheduler.block_size,
+            frozenset(head_shape(layer.attention) for layer in self._layer_specs),
+        )
+        try:
+            choice = choose_backend(config.attention_backend, requirements)
+            self._supported_backend = find_supported_backend(config.attention_backend, requirements)
+            return choice
+        except ValueError as error:
+            raise FieldError("attention_backend", str(error)) from error
+
+    def log_choices(self) -> None:
+        """See Executor."""
+        log.log(
+            # The slowest backend on every device.
+            logging.WARNING if self.backend == "torch" else logging.INFO,
+            "attention by %s (%s); KV cache in %s, %d bytes a block",
+            self.backend,
+            self._attention.reason,
+            self.cache_dtype,
+            self.block_bytes,
+        )
+
+    @property
+    def held_seqs(self) -> set[int]:
+        """Sequences that have been registered or scheduled and not released."""
+        return self._mirror.sequences.keys() | self._tables.seqs | self._states.keys()
+
+    @property
+    def layer_caches(self) -> Sequence[LayerCache]:
+        """KV cache of each layer, once it is allocated."""
+        return self._cache.layers
+
+    def join(self, groups: StageGroups) -> None:
+        """See Executor."""
+        self._groups = groups
+        self._stage.ranks.join(*groups)
+
+    def close(self) -> None:
+        """See Executor."""
+        self._states = {}
+        self._groups = None
+        self._mirror, self._tables = BlockTableReplica(), BlockTables()
+        if self._folder is not None:
+            self._stage.release_workspace()
+            self._stage.ranks.leave()
+        self._progress = None
+        if hasattr(self, "_cache"):
+            del self._cache
+
+    def allocate(self, num_blocks: int, block_size: int, kv_memory: int | None = None) -> None:
+        """See Executor."""
+        zeros = None if kv_memory is None else map_zeros(kv_memory)
+        self._cache = KVCache(self._layer_specs, num_blocks, block_size, self.cache_dtype, zeros)
+        plan_attention = partial(plan_windows, backend=self.backend)
+        self._batch_config = BatchConfig(
+            num_blocks, block_size, self.dtype, self._windows, plan_attention
+        )
+
+    def describe_kv_cache(self, model: str) -> KvLayout:
+        """See Executor."""
+        layers = self._whole_model.layers
+        return describe_layout(model, self.layers, layers, self._rank, self._num_ranks, self._cache)
+
+    def count_layers(self, kv_memory: int, layout: KvLayout) -> None:
+        """See Executor."""
+        self._progress = LayerProgress(kv_memory, layout, is_writable=True)
+
+    @property
+    def _windows(self) -> frozenset[int | None]:
+        """Sliding windows of the stage's layers."""
+        return frozenset(layer.attention.window for layer in self._layer_specs)
+
+    def register(self, message: RegisterSequences) -> "Future[bytes] | None":
+        """See Executor."""
+        for seq in range(message.seq, message.seq + message.n):
+            self._mirror.register(seq, message.prompt_len, message.prompt)
+        try:
+            states = create_sampling_states(message, self._grammars)
+        except Exception as error:
+            log.exception("request %d could not be registered", message.seq)
+            states = create_default_states(message)
+            self._states.update(enumerate(states, start=message.seq))
+            failed: Future[bytes] = Future()
+            failed.set_exception(error)
+            return failed
+        self._states.update(enumerate(states, start=message.seq))
+        guides = [state.guide for state in states if state.guide is not None]
+        return guides[-1].first_mask if guides else None
+
+    def prepare(self, plan: StepPlan) -> Batch:
+        """See Executor."""
+        try:
+            return self._build_batch(plan)
+        finally:
+            self._release(plan.released_seqs)
+
+    def _build_batch(self, plan: StepPlan) -> Batch:
+        """Build the micro-batch of a plan."""
+        sequences = self._mirror.apply(plan)
+        inputs, placeholders = build_inputs(
+            plan, sequences, self._tables, self._batch_config, self.is_first
+        )
+        logits_indices, sampling, chunks = self._build_sampling(plan, sequences)
+        return Batch(
+            plan.step,
+            inputs,
+            sum(row.num_tokens for row in plan.rows),
+            logits_indices,
+            sampling,
+            chunks,
+            placeholders,
+        )
+
+    def _release(self, seqs: list[int]) -> None:
+        """Free the state of sequences that have ended.
+
+        The driver releases a sequence when all its steps have committed: no thread samples it.
+        """
+        self._mirror.release(seqs)
+        self._tables.release(seqs)
+        for seq in seqs:
+            self._states.pop(seq, None)
+
+    def _build_sampling(
+        self, plan: StepPlan, sequences: list[SequenceView]
+    ) -> tuple[Tensor, SamplingMetadata, list[PromptChunk]]:
+        """Collect the rows that are sampled and the prompt tokens that are scored.
+
+        Returns:
+            Token rows [samples] int64, the sampling rows and the prompt chunks; all are empty
+            except on the last stage, where only rank 0 has sampling rows.
+        """
+        owners, states, output_indices, token_rows = [], [], [], []
+        chunks: list[PromptChunk] = []
+        end = 0
+        for row, sequence in zip(plan.rows, sequences, strict=True):
+            begin, end = end, end + row.num_tokens
+            if not self.is_last:
+                continue
+            state = self._states[row.seq]
+            if state.params.prompt_logprobs is not None:
+                chunks += create_prompt_chunks(state, row, begin)
+            if row.should_sample:
+                token_rows.append(end - 1)
+                if not self.has_sampler:
+                    continue
+                owners.append((row.seq, row.epoch))
+                states.append(state)
+                output_indices.append(row.start + row.num_tokens - sequence.prompt_len)
+        sampling = build_sampling_metadata(owners, states, output_indices)
+        return torch.tensor(token_rows, dtype=torch.int64), sampling, chunks
+
+    @abstractmethod
+    def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """See Executor."""
+
+    def wait(self, batch: Batch) -> DeviceTime:
+        """See Executor."""
+        raise NotImplementedError("computing is over when `compute` returns")
+
+    @abstractmethod
+    def sample(
+        self, batch: Batch, output: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
+        """See Executor."""
+
+    def fail_batch(self, batch: Batch, error: str) -> None:
+        """See Executor."""
+        fail_guides(batch.sampling.states, error)
+
+    def fail_plan(self, plan: StepPlan, error: str) -> None:
+        """See Executor."""
+        states = [self._states.get(row.seq) for row in plan.rows]
+        fail_guides([state for state in states if state is not None], error)
+
+    def fail_sequences(self, error: str) -> None:
+        """See Executor."""
+        for state in self._states.values():
+            if state.guide is not None:
+                # First, because a thread that waits for a mask may hold the guide's lock.
+                state.guide.cancel()
+        fail_guides(self._states.values(), error)
+
+    def bind_thread(self) -> None:
+        """See Executor."""
+        return

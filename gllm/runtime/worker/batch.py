@@ -1,0 +1,173 @@
+"""A micro-batch as tensors, built from its plan: rows and block tables become columns."""
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gllm.kernels.attention_plan import AttentionPlan, PagedBatch, plan_attention
+from gllm.models.stage import StageInputs
+from gllm.runtime.worker.logprobs import PromptChunk
+from gllm.runtime.worker.sampling import SamplingMetadata
+from gllm.scheduler.block_table_replica import SequenceView
+from gllm.scheduler.plan import ON_DEVICE, ScheduledRow, StepPlan
+
+Int64Array = npt.NDArray[np.int64]
+Windows = frozenset[int | None]
+"""Sliding windows of a stage's layers in tokens; None for full attention."""
+PlanAttention = Callable[[PagedBatch, torch.dtype, Windows], Mapping[int | None, AttentionPlan]]
+"""(rows of a step, dtype of queries, windows) to the attention plan of each window."""
+
+
+def plan_windows(
+    rows: PagedBatch, dtype: torch.dtype, windows: Windows, backend: str | None = None
+) -> dict[int | None, AttentionPlan]:
+    """Return the attention plan of each window, on the host."""
+    return {window: plan_attention(rows, dtype, window, backend=backend) for window in windows}
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch of one stage.
+
+    It passes from `prepare` to `compute` to `sample`; only one thread at a time changes it.
+    """
+
+    step: int
+    inputs: StageInputs
+    num_tokens: int
+    """Without the tokens of padding rows."""
+    logits_indices: Tensor
+    """[samples] int64: token row whose logits each sampling row takes."""
+    sampling: SamplingMetadata
+    prompt_chunks: list[PromptChunk]
+    """Prompt tokens to score, on the last stage."""
+    placeholders: list[tuple[int, int]]
+    """(token row, sequence) of inputs that the previous step samples; first stage only."""
+    embeddings: Tensor | None = None
+    """[embedding rows, hidden] float32, once computed."""
+    device_state: Any = None
+    """State of an executor on a device (gllm/runtime/worker/cuda/step.py)."""
+
+
+@dataclass(slots=True)
+class BlockTables:
+    """Block tables of sequences as arrays: a step copies rows instead of converting lists."""
+
+    _arrays: dict[int, tuple[int, int, Int64Array]] = field(default_factory=dict)
+    """By sequence: epoch, number of blocks, and an array with spare capacity."""
+
+    @property
+    def seqs(self) -> Set[int]:
+        """Sequences that have a table."""
+        return self._arrays.keys()
+
+    def gather(
+        self, plan_rows: list[ScheduledRow], sequences: list[SequenceView], block_size: int
+    ) -> Int64Array:
+        """Return block ids [rows, most blocks], zero-padded; each row's up to its last token."""
+        num_blocks = [-(-(row.start + row.num_tokens) // block_size) for row in plan_rows]
+        table = np.zeros((len(plan_rows), max(num_blocks, default=0)), dtype=np.int64)
+        for index, (row, sequence) in enumerate(zip(plan_rows, sequences, strict=True)):
+            blocks = self._update(row, sequence)[: num_blocks[index]]
+            table[index, : len(blocks)] = blocks
+        return table
+
+    def release(self, seqs: Iterable[int]) -> None:
+        """Remove the tables of sequences."""
+        for seq in seqs:
+            self._arrays.pop(seq, None)
+
+    def _update(self, row: ScheduledRow, sequence: SequenceView) -> Int64Array:
+        """Return the row's table, extended by the blocks that the plan added."""
+        count = len(sequence.block_ids)
+        epoch, known, array = self._arrays.get(row.seq, (-1, 0, np.empty(0, dtype=np.int64)))
+        if epoch != sequence.epoch:
+            known = 0
+        if count > len(array):
+            larger = np.empty(2 * count, dtype=np.int64)
+            larger[:known] = array[:known]
+            array = larger
+        array[known:count] = sequence.block_ids[known:]
+        self._arrays[row.seq] = (sequence.epoch, count, array)
+        return array
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Properties of a stage that are the same for all its batches."""
+
+    num_blocks: int
+    """Usable blocks of the KV cache."""
+    block_size: int
+    """Tokens per block."""
+    dtype: torch.dtype
+    """Type of queries; the KV cache may have another one."""
+    windows: Windows
+    plan_attention: PlanAttention = plan_windows
+    pad: Callable[[PagedBatch], PagedBatch] = lambda rows: rows
+    """Appends padding rows of one token each."""
+
+
+def build_inputs(
+    plan: StepPlan,
+    sequences: list[SequenceView],
+    tables: BlockTables,
+    config: BatchConfig,
+    has_token_ids: bool,
+) -> tuple[StageInputs, list[tuple[int, int]]]:
+    """Build a stage's inputs.
+
+    Args:
+        plan: the step.
+        sequences: sequence of each row, with the plan applied.
+        tables: block tables of the stage.
+        config: the same for all batches of the stage.
+        has_token_ids: True on the first stage.
+
+    Returns:
+        The inputs and the placeholders (token row, sequence).
+    """
+    start = np.array([row.start for row in plan.rows], dtype=np.int64)
+    count = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
+    query_start = np.concatenate((np.zeros(1, dtype=np.int64), count.cumsum()))
+    positions = np.arange(query_start[-1]) + np.repeat(start - query_start[:-1], count)
+    prefills = np.flatnonzero(count > 1)
+    rows = PagedBatch(
+        tables.gather(plan.rows, sequences, config.block_size),
+        query_start,
+        start + count,
+        int(prefills[0]) if len(prefills) else len(count),
+        config.block_size,
+        config.num_blocks,
+    )
+    padded = config.pad(rows)
+    padding = np.zeros(padded.query_start[-1] - query_start[-1], dtype=np.int64)
+    attention = config.plan_attention(padded, config.dtype, config.windows)
+    ids = gather_token_ids(plan.rows, sequences) if has_token_ids else np.empty(0, dtype=np.int64)
+    unknown = np.flatnonzero(ids == ON_DEVICE)
+    owners = np.searchsorted(query_start, unknown, side="right") - 1
+    placeholders = [
+        (token, plan.rows[owner].seq)
+        for token, owner in zip(unknown.tolist(), owners.tolist(), strict=True)
+    ]
+    if len(padding):
+        positions = np.concatenate((positions, padding))
+        ids = np.concatenate((ids, padding)) if has_token_ids else ids
+    inputs = StageInputs(torch.from_numpy(ids), torch.from_numpy(positions), attention)
+    return inputs, placeholders
+
+
+def gather_token_ids(rows: list[ScheduledRow], sequences: list[SequenceView]) -> Int64Array:
+    """Return token ids [tokens]: those of the registered prompt, then those in the row."""
+    ids: list[int] = []
+    for row, sequence in zip(rows, sequences, strict=True):
+        end = row.start + row.num_tokens
+        if row.start < sequence.prompt_len:
+            ids += sequence.prompt_token_ids[row.start : end]
+        ids += row.token_ids
+    return np.array(ids, dtype=np.int64)

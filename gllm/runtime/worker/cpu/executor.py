@@ -1,0 +1,128 @@
+"""Executor of a stage on a CPU."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gllm.config.engine import EngineConfig
+from gllm.kernels.native.library import log_kernels
+from gllm.messages.sampling import SampleDetails
+from gllm.models.config import ModelConfig
+from gllm.runtime.worker.base_executor import BaseExecutor
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cpu.sampler import sample_rows
+from gllm.runtime.worker.sampling import build_embedding_details, to_sampled
+from gllm.scheduler.plan import SampledToken
+
+CPU = torch.device("cpu")
+COUNTED_TOKENS = 32
+"""Tokens of a step from which on its layers are counted one by one. Smaller steps are decodes or
+short, and a recorded program runs without a stop."""
+
+
+class CpuExecutor(BaseExecutor):
+    """Model part and KV cache of one stage in the host's memory.
+
+    A single stage computes and samples on one thread, so `sample` may store the last token of each
+    sequence for `compute` of the next batch with placeholders.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        num_stages: int,
+        layers: range,
+        device: torch.device = CPU,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """Choose dtypes and the attention backend; see BaseExecutor.
+
+        Raises:
+            FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
+                share the model.
+        """
+        super().__init__(model_config, engine_config, num_stages, layers, device, rank, num_ranks)
+        self._last_tokens: dict[int, int] = {}
+        """Last sampled token by sequence, on rank 0."""
+
+    def log_choices(self) -> None:
+        """See Executor."""
+        super().log_choices()
+        if self.is_first and self._rank == 0 and self.device.type == "cpu":
+            log_kernels()
+
+    @property
+    def held_seqs(self) -> set[int]:
+        """See BaseExecutor."""
+        return super().held_seqs | self._last_tokens.keys()
+
+    def _release(self, seqs: list[int]) -> None:
+        super()._release(seqs)
+        for seq in seqs:
+            self._last_tokens.pop(seq, None)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """Compute a micro-batch.
+
+        Args:
+            batch: if it has placeholders, the previous one has been sampled.
+            hidden: activations [tokens, hidden] of the previous stage; None on the first stage.
+
+        Returns:
+            Activations [tokens, hidden]; on the last stage logits [samples, vocabulary] float32,
+            of which ranks other than 0 have no row.
+
+        Raises:
+            GroupClosedError: another rank of the stage has ended or cancelled the groups.
+        """
+        if batch.placeholders:
+            self._fill_placeholders(batch)
+        hidden = self._forward(batch, hidden)
+        if not self.is_last:
+            return hidden
+        for chunk in batch.prompt_chunks:
+            chunk.compute_scores(hidden, self._stage.compute_logits)
+        sampled = hidden[batch.logits_indices]
+        if batch.sampling.embedding_rows:
+            batch.embeddings = self._stage.apply_final_norm(sampled[batch.sampling.embedding_rows])
+        return self._stage.compute_logits(sampled)
+
+    def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        """Compute the layers, and count them for other engines that fetch the keys and values."""
+        progress, on_layer = self._progress, None
+        if progress is not None and self._counts_each_layer and batch.num_tokens >= COUNTED_TOKENS:
+            on_layer = partial(progress.record, batch.step + 1)
+        hidden = self._stage.forward(batch.inputs, hidden, self._cache.layers, on_layer)
+        if progress is not None:
+            progress.record(batch.step + 1, len(self.layers))
+        return hidden
+
+    def _fill_placeholders(self, batch: Batch) -> None:
+        """Put the tokens that were sampled last into the inputs of a batch."""
+        rows, seqs = zip(*batch.placeholders, strict=True)
+        tokens: Tensor | None = None
+        if self._rank == 0:
+            # A sequence whose step failed has no token: it has ended, and this row is discarded.
+            tokens = torch.tensor([self._last_tokens.get(seq, 0) for seq in seqs])
+        if self._groups is not None:
+            tokens = self._groups.head.broadcast(tokens, len(rows))
+        assert tokens is not None, "without groups there is only rank 0"
+        batch.inputs.token_ids[list(rows)] = tokens
+
+    @torch.inference_mode()
+    def sample(
+        self, batch: Batch, output: Tensor
+    ) -> tuple[list[SampledToken], list[SampleDetails]]:
+        """See Executor; `output` are logits."""
+        for chunk in batch.prompt_chunks:
+            chunk.store_scores()
+        samples = sample_rows(output, batch.sampling)
+        results = to_sampled(batch.sampling, samples)
+        if self._keeps_last_tokens:
+            self._last_tokens.update((result.seq, result.token_id) for result in results)
+        embedded = build_embedding_details(batch.sampling, batch.embeddings, samples.errors)
+        return results, samples.details + embedded

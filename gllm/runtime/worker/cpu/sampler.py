@@ -1,0 +1,114 @@
+"""Sampler of the CPU: converts logits to tokens; a row that cannot be sampled fails alone.
+
+The order is log-probabilities, logit edits, sampling. The arithmetic is in gllm/kernels.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gllm.kernels.logprobs import compute_logprobs, gather_logprobs
+from gllm.kernels.masking import apply_token_bitmask
+from gllm.kernels.sampling import list_finite_rows, sample
+from gllm.messages.sampling import SampleDetails
+from gllm.runtime.worker.cpu.logit_edits import apply_logit_edits
+from gllm.runtime.worker.logprobs import NOT_FINITE, to_token_logprobs
+from gllm.runtime.worker.sampling import (
+    ALL_TOKENS_BANNED,
+    SampleOutput,
+    SamplingMetadata,
+    advance_guides,
+    build_logprob_details,
+    build_sampling_metadata,
+    collect_grammar_masks,
+    num_top_logprobs,
+)
+
+
+def sample_rows(logits: Tensor, sampling: SamplingMetadata) -> SampleOutput:
+    """Sample the token of each row and add it to the histories of rows with edits.
+
+    logits: [rows, vocabulary] float32; overwritten.
+    """
+    if not sampling.states:
+        return SampleOutput([], [], [])
+    errors = _input_errors(logits, sampling)
+    failed = [row for row, error in enumerate(errors) if error]
+    if failed:
+        logits[failed] = 0
+    changed = _changed_rows(sampling)
+    original = logits[changed] if changed else None
+    try:
+        output = _sample_batch(logits, sampling, errors)
+    except Exception:
+        if original is not None:
+            logits[changed] = original
+        output = _sample_one_by_one(logits, sampling, errors)
+    new_tokens = advance_guides(sampling, output)
+    for row in sampling.edited_rows:
+        if not output.errors[row]:
+            for token in new_tokens.get(row, output.tokens[row : row + 1]):
+                sampling.states[row].history.append(token)
+    return output
+
+
+def _changed_rows(sampling: SamplingMetadata) -> list[int]:
+    """Return the rows whose logits sampling may change."""
+    if not sampling.grammar_rows:
+        return sampling.edited_rows
+    return sorted({*sampling.edited_rows, *sampling.grammar_rows})
+
+
+def _input_errors(logits: Tensor, sampling: SamplingMetadata) -> list[str]:
+    """Return the error of each row whose logits, or those of its prompt, are not finite."""
+    errors = ["" if is_finite else NOT_FINITE for is_finite in list_finite_rows(logits)]
+    for row in sampling.logprob_rows:
+        errors[row] = errors[row] or sampling.states[row].error
+    return errors
+
+
+def _sample_batch(logits: Tensor, sampling: SamplingMetadata, errors: list[str]) -> SampleOutput:
+    """Sample all rows at once; `errors` has those of rows that have failed already.
+
+    logits: finite.
+    """
+    errors = list(errors)
+    scored = sampling.logprob_rows
+    raw = compute_logprobs(logits[scored]) if scored else None
+    known_rows: set[int] = set()
+    if sampling.grammar_rows:
+        masks, known_rows = collect_grammar_masks(sampling, logits.shape[1])
+        apply_token_bitmask(logits, torch.tensor(sampling.grammar_rows), masks)
+    edited = [row for row in sampling.edited_rows if not errors[row] and row not in known_rows]
+    apply_logit_edits(logits, sampling.states, sampling.output_indices, edited)
+    for row in _changed_rows(sampling):
+        if not errors[row] and logits[row].max() == -math.inf:
+            errors[row] = ALL_TOKENS_BANNED
+        if errors[row]:
+            logits[row] = 0
+    tokens = sample(logits, sampling.plan)
+    details: list[SampleDetails] = []
+    if raw is not None:
+        scores = gather_logprobs(raw, tokens[scored], num_top_logprobs(sampling))
+        details = build_logprob_details(to_token_logprobs(scores), sampling, errors)
+    kept = [0 if error else token for token, error in zip(tokens.tolist(), errors, strict=True)]
+    return SampleOutput(kept, errors, details)
+
+
+def _sample_one_by_one(
+    logits: Tensor, sampling: SamplingMetadata, errors: list[str]
+) -> SampleOutput:
+    """Sample row by row, so that an exception ends its own row only."""
+    output = SampleOutput([], [], [])
+    for row, error in enumerate(errors):
+        sequence, state = sampling.sequences[row], sampling.states[row]
+        metadata = build_sampling_metadata([sequence], [state], [sampling.output_indices[row]])
+        try:
+            row_output = _sample_batch(logits[row : row + 1], metadata, [error])
+        except Exception as cause:
+            row_output = SampleOutput([0], [f"sampling failed: {cause!r}"], [])
+        output.tokens.extend(row_output.tokens)
+        output.errors.extend(row_output.errors)
+        output.details.extend(row_output.details)
+    return output

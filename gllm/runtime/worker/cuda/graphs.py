@@ -1,0 +1,170 @@
+"""CUDA graphs of decodes: a step is recorded once per padded number of rows and replayed.
+
+A decode step is small: launching its thousand kernels takes longer than running them. A graph
+launches them at once, but with the shapes and addresses of its recording. A step is therefore
+padded to the next recorded size, and its inputs are copied to the graph's memory. A padding row has
+a context of one token, which it writes to a block that no sequence holds.
+
+Only block tables differ in width between steps. A graph's table has the largest possible width; a
+step overwrites the columns that its contexts use. The other columns keep old values, which no
+kernel reads because they are behind the end of every context.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gllm.kernels.attention_plan import PagedBatch
+from gllm.runtime.worker.cuda.staging import TreeLayout
+from gllm.transport.device_streams import DeviceGraph, DeviceRuntime, DeviceStream
+
+SMALL_SIZES = (1, 2, 4, 8)
+"""Numbers of rows that are recorded in any case."""
+SIZE_STEP = 8
+"""Difference between larger numbers of rows."""
+NUM_WARM_UPS = 2
+"""Runs before a recording: libraries initialize in the first."""
+
+Forward = Callable[[Any, Tensor | None], Tensor]
+"""(inputs, activations of the previous stage or None) to activations or logits, on the device."""
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows to record, ascending; the last one is `max_rows`."""
+    larger = range(SMALL_SIZES[-1] + SIZE_STEP, max_rows, SIZE_STEP)
+    return [size for size in (*SMALL_SIZES, *larger) if size < max_rows] + [max_rows]
+
+
+def find_graph_size(num_rows: int, sizes: Sequence[int]) -> int | None:
+    """Return the smallest of ascending sizes that holds the rows; None if none does."""
+    return next((size for size in sizes if size >= num_rows), None)
+
+
+def pad_decodes(rows: PagedBatch, size: int, min_blocks: int = 1) -> PagedBatch:
+    """Append padding rows up to `size`; the block table has at least `min_blocks` columns.
+
+    Padding rows share the block after the one that stays zero.
+    """
+    used = len(rows.context_len)
+    width = rows.block_table.shape[1]
+    table = np.zeros((size, max(width, min_blocks)), dtype=rows.block_table.dtype)
+    table[:used, :width] = rows.block_table
+    table[used:, 0] = rows.num_blocks + 1
+    context_len = np.ones(size, dtype=rows.context_len.dtype)
+    context_len[:used] = rows.context_len
+    return replace(
+        rows,
+        block_table=table,
+        query_start=np.arange(size + 1, dtype=rows.query_start.dtype),
+        context_len=context_len,
+        num_decodes=size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedGraph:
+    """A graph and the memory that it reads."""
+
+    graph: DeviceGraph
+    memory: Tensor
+    """[bytes] uint8: all inputs."""
+    inputs: Any
+    """The inputs as views of `memory`."""
+    hidden: Tensor | None
+    """[size, hidden]: activations of the previous stage."""
+
+
+class DecodeGraphs:
+    """The graphs of one stage; all run on one stream."""
+
+    def __init__(
+        self,
+        queues: DeviceRuntime,
+        stream: DeviceStream,
+        get_block_table: Callable[[Any], Tensor | None],
+    ) -> None:
+        """Create an empty set of graphs.
+
+        Args:
+            queues: of the device.
+            stream: compute stream of the stage.
+            get_block_table: returns the block table [rows, blocks] of inputs, which is the last of
+                their tensors in memory; None for inputs of one fixed layout.
+        """
+        self._queues, self._stream, self._get_block_table = queues, stream, get_block_table
+        self._recorded: dict[int, _RecordedGraph] = {}
+        self._output: Tensor | None = None
+        """[largest size, ...]: shared by all graphs, because logits are large."""
+
+    def record(self, size: int, example: Any, hidden: Tensor | None, forward: Forward) -> None:
+        """Record a graph; the largest size has to be recorded first.
+
+        Args:
+            size: number of rows.
+            example: inputs on the host, padding in every row and block tables of the largest width.
+                All later steps of this size have the same layout except for the block table.
+            hidden: [size, hidden] on the device; None on the first stage.
+            forward: the work to record.
+        """
+        layout, queues = TreeLayout(example), self._queues
+        staged = queues.allocate_pinned((layout.num_bytes,), torch.uint8)
+        layout.fill(staged)
+        memory = queues.zeros((layout.num_bytes,), torch.uint8)
+        inputs = layout.views(example, memory)
+        with self._stream.current():
+            memory.copy_(staged, non_blocking=True)
+            for _ in range(NUM_WARM_UPS):
+                forward(inputs, hidden)
+        queues.synchronize()
+
+        def run() -> None:
+            output = forward(inputs, hidden)
+            if self._output is None:
+                self._output = output
+            else:
+                self._output[:size].copy_(output)
+
+        graph = queues.capture(self._stream, run)
+        self._recorded[size] = _RecordedGraph(graph, memory, inputs, hidden)
+
+    def fill_inputs(self, size: int, inputs: Any, memory: Tensor, hidden: Tensor | None) -> Any:
+        """Copy a step's inputs to a graph's memory. Has to be called within the stream.
+
+        Args:
+            size: of the graph.
+            inputs: of the step, on the device.
+            memory: [bytes] uint8, begins with `inputs`.
+            hidden: [rows, hidden], activations of the previous stage.
+
+        Returns:
+            The graph's own inputs.
+        """
+        recorded = self._recorded[size]
+        table = self._get_block_table(inputs)
+        graph_table = self._get_block_table(recorded.inputs)
+        num_bytes = len(recorded.memory)
+        if table is not None and graph_table is not None:
+            num_bytes = int(graph_table.storage_offset()) * graph_table.itemsize
+            assert num_bytes == table.storage_offset() * table.itemsize, "equal up to the table"
+            graph_table[:, : table.shape[1]].copy_(table)
+        recorded.memory[:num_bytes].copy_(memory[:num_bytes])
+        if recorded.hidden is not None:
+            assert hidden is not None, "a stage that is not the first needs activations"
+            recorded.hidden[: len(hidden)].copy_(hidden)
+            # Layers add to it in place: without this, padding would grow from step to step.
+            recorded.hidden[len(hidden) :].zero_()
+        return recorded.inputs
+
+    def replay(self, size: int) -> Tensor:
+        """Replay a graph. Has to be called within the stream.
+
+        Returns:
+            Its output [size, ...], valid until the next replay of any graph.
+        """
+        self._recorded[size].graph.replay()
+        assert self._output is not None
+        return self._output[:size]

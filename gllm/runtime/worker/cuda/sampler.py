@@ -1,0 +1,221 @@
+"""Sampler of a device: samples and scores tokens there, and decodes what the host reads back.
+
+The order is that of `gllm.runtime.worker.cpu.sampler`: check for finite logits, log-probabilities, logit
+edits, sampling. Nothing synchronizes: a row that fails has an error code instead of a token.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gllm.kernels.logprobs import LogprobTensors, compute_logprobs, gather_logprobs, pack_logprobs
+from gllm.kernels.masking import apply_token_bitmask
+from gllm.kernels.sampling import find_finite_rows, sample
+from gllm.kernels.sampling_plan import SamplingPlan
+from gllm.messages.sampling import SequenceSamplingParams
+from gllm.messages.steps import RegisterSequences
+from gllm.options.limits import MAX_LOGPROBS
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.cuda.logit_edits import LogitEditPlanner, LogitEdits
+from gllm.runtime.worker.logprobs import (
+    MAX_SCORED_ROWS,
+    NOT_FINITE,
+    PromptChunk,
+    to_token_logprobs,
+)
+from gllm.runtime.worker.sampling import (
+    ALL_TOKENS_BANNED,
+    SampleOutput,
+    SamplingMetadata,
+    build_logprob_details,
+    build_sampling_metadata,
+    num_top_logprobs,
+)
+from gllm.runtime.worker.sampling_state import create_sampling_states
+
+NOT_FINITE_CODE, ALL_BANNED_CODE = -1, -2
+"""Error codes in the place of tokens."""
+ERRORS = {NOT_FINITE_CODE: NOT_FINITE, ALL_BANNED_CODE: ALL_TOKENS_BANNED}
+"""Error of a row by its code."""
+LARGEST_PARAMS = SequenceSamplingParams(
+    top_p=0.9,
+    repetition_penalty=1.1,
+    allowed=(0, 1),
+    bad_words=((0,), (0, 1)),
+    logprobs=MAX_LOGPROBS,
+)
+"""Sampling parameters that take most memory: one of every kind of edit."""
+
+
+class SamplerInputs(NamedTuple):
+    """Tensors of a step that the sampler reads on the device."""
+
+    plan: SamplingPlan
+    edits: LogitEdits | None
+    logprob_rows: Tensor
+    """[scored rows] int64: rows of logits whose sampled token is scored."""
+    embedding_rows: Tensor
+    """[embeddings] int64: sampling rows that return an embedding."""
+    prompt_rows: Tensor
+    """[prompt tokens] int64: token rows that score the next token of their prompt."""
+    prompt_targets: Tensor
+    """[prompt tokens] int64: those next tokens."""
+    num_top_logprobs: int
+    """Number of top tokens scored with each token."""
+
+
+class DeviceSampler:
+    """Samples the tokens of steps on a device."""
+
+    def __init__(self, vocab_size: int, block_size: int) -> None:
+        self._planner = LogitEditPlanner(vocab_size, block_size)
+
+    def plan(
+        self,
+        sampling: SamplingMetadata,
+        prompt_chunks: Sequence[PromptChunk],
+        num_tokens: Sequence[int],
+        block_table: npt.NDArray[np.int64],
+    ) -> SamplerInputs:
+        """Build the sampler's inputs of a step, on the host.
+
+        Args:
+            sampling: the sampling rows.
+            prompt_chunks: prompt tokens that the step scores.
+            num_tokens: tokens of each row's sequence, prompt and output.
+            block_table: [rows, blocks], block ids of each row's sequence.
+        """
+        prompt_rows = [row for chunk in prompt_chunks for row in chunk.rows]
+        targets = [token for chunk in prompt_chunks for token in chunk.tokens]
+        has_prompt_top = any(chunk.num_top_logprobs for chunk in prompt_chunks)
+        return SamplerInputs(
+            sampling.plan.for_gpu(),
+            self._planner.plan(sampling, num_tokens, block_table),
+            torch.tensor(sampling.logprob_rows, dtype=torch.int64),
+            torch.tensor(sampling.embedding_rows, dtype=torch.int64),
+            torch.tensor(prompt_rows, dtype=torch.int64),
+            torch.tensor(targets, dtype=torch.int64),
+            MAX_LOGPROBS if has_prompt_top else num_top_logprobs(sampling),
+        )
+
+    def create_example(
+        self, num_rows: int, params: SequenceSamplingParams = LARGEST_PARAMS
+    ) -> SamplerInputs:
+        """Create inputs of rows whose sequences have one token each."""
+        states = create_sampling_states(RegisterSequences(0, 1, [0], params, n=num_rows))
+        sampling = build_sampling_metadata([(0, 0)] * num_rows, states, [0] * num_rows)
+        blocks = np.zeros((num_rows, 1), dtype=np.int64)
+        return self.plan(sampling, [], [1] * num_rows, blocks)
+
+    def score_prompts(
+        self,
+        hidden: Tensor,
+        inputs: SamplerInputs,
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """Score the prompt tokens of a step.
+
+        Args:
+            hidden: [tokens, hidden] of the step.
+            inputs: of the step, on the device.
+            compute_logits: maps rows of `hidden` to logits [rows, vocabulary]; on ranks that only
+                take part in that it returns no rows.
+
+        Returns:
+            Packed scores, [rows, width] float64 each; none on such ranks.
+        """
+        parts = zip(
+            inputs.prompt_rows.split(MAX_SCORED_ROWS),
+            inputs.prompt_targets.split(MAX_SCORED_ROWS),
+            strict=True,
+        )
+        scores = []
+        for rows, targets in parts:
+            if len(rows):
+                logits = compute_logits(hidden.index_select(0, rows))
+                if not len(logits):
+                    continue
+                logprobs = compute_logprobs(logits)
+                scores.append(
+                    pack_logprobs(gather_logprobs(logprobs, targets, inputs.num_top_logprobs))
+                )
+        return scores
+
+    def sample(
+        self,
+        logits: Tensor,
+        inputs: SamplerInputs,
+        cached_tokens: Tensor,
+        grammar_masks: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Sample the token of each row.
+
+        Args:
+            logits: [rows, vocabulary] float32, contiguous; overwritten.
+            inputs: of the step, on the device.
+            cached_tokens: [slots] int64, the token of each slot of the KV cache.
+            grammar_masks: rows with a grammar [n] int64 and their masks [n, words] int32.
+
+        Returns:
+            Tokens [rows] int64, with the codes of ERRORS for rows that failed, and the packed
+            scores of rows with log-probabilities.
+        """
+        is_finite = find_finite_rows(logits)
+        logits.masked_fill_(~is_finite[:, None], 0)
+        logprobs = has_token = None
+        if len(inputs.logprob_rows):
+            logprobs = compute_logprobs(logits.index_select(0, inputs.logprob_rows))
+        if grammar_masks is not None:
+            apply_token_bitmask(logits, *grammar_masks)
+        if inputs.edits is not None:
+            inputs.edits.apply(logits, cached_tokens)
+        if grammar_masks is not None or inputs.edits is not None:
+            has_token = logits.amax(dim=-1) > -torch.inf
+            logits.masked_fill_(~has_token[:, None], 0)
+        tokens = sample(logits, inputs.plan)
+        scores = []
+        if logprobs is not None:
+            scored = tokens.index_select(0, inputs.logprob_rows)
+            scores.append(pack_logprobs(gather_logprobs(logprobs, scored, inputs.num_top_logprobs)))
+        if has_token is not None:
+            tokens = tokens.masked_fill(~has_token, ALL_BANNED_CODE)
+        return tokens.masked_fill(~is_finite, NOT_FINITE_CODE), scores
+
+
+def to_sample_output(batch: Batch, tokens: list[int], scores: LogprobTensors) -> SampleOutput:
+    """Convert what the host read back to the output of a batch, and store its prompt scores.
+
+    Args:
+        batch: the batch.
+        tokens: of its sampling rows, with the codes of ERRORS.
+        scores: of its prompt tokens, followed by those of rows with log-probabilities.
+    """
+    sampling = batch.sampling
+    begin = 0
+    for chunk in batch.prompt_chunks:
+        end = begin + len(chunk.tokens)
+        chunk.scores.append(_slice_scores(scores, begin, end, chunk.num_top_logprobs))
+        chunk.store_scores()
+        begin = end
+    errors = [ERRORS.get(token, "") for token in tokens]
+    for row in sampling.logprob_rows:
+        errors[row] = errors[row] or sampling.states[row].error
+    row_scores = _slice_scores(scores, begin, begin + len(sampling.logprob_rows), MAX_LOGPROBS)
+    details = build_logprob_details(to_token_logprobs(row_scores), sampling, errors)
+    kept = [0 if error else token for token, error in zip(tokens, errors, strict=True)]
+    return SampleOutput(kept, errors, details)
+
+
+def _slice_scores(scores: LogprobTensors, begin: int, end: int, num_top: int) -> LogprobTensors:
+    """Return some rows of scores with their `num_top` top tokens."""
+    return LogprobTensors(
+        scores.tokens[begin:end],
+        scores.logprobs[begin:end],
+        scores.ranks[begin:end],
+        scores.top_ids[begin:end, :num_top],
+        scores.top_logprobs[begin:end, :num_top],
+    )

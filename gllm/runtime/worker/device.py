@@ -1,0 +1,287 @@
+"""Resources of the machine: cores, memory, GPUs, and the number formats they support.
+
+It respects CPU affinities and the limits of containers (cgroups v1 and v2). torch is imported only
+by functions that need it.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gllm.config.engine import QUANTIZATION_DEVICES
+from gllm.kernels.native.builds import AMX, BFLOAT16, BUILD_VARIABLE, OFF
+from gllm.options.field_types import FieldError
+
+if TYPE_CHECKING:
+    import torch
+
+PROC = Path("/proc")
+"""Mount point of the process file system."""
+CGROUPS = Path("/sys/fs/cgroup")
+"""Mount point of the cgroup file systems."""
+KV_SHARE = 0.25
+"""Share of the available memory that the KV cache takes by default."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with 8-bit floats (Ada; Hopper is 9.0)."""
+
+
+def count_cores(proc: Path = PROC, cgroups: Path = CGROUPS, num_allowed: int | None = None) -> int:
+    """Return the cores that this process may use, by affinity and quota; at least 1.
+
+    Args:
+        proc: mount point of the process file system.
+        cgroups: mount point of the cgroup file systems.
+        num_allowed: cores by affinity; None for the affinity of this process.
+    """
+    allowed = float(num_allowed or len(os.sched_getaffinity(0)))
+    for folder in _cgroup_folders("cpu", proc, cgroups):
+        quota, period = _read_quota(folder)
+        if quota > 0 and period > 0:
+            allowed = min(allowed, quota / period)
+    return max(1, -int(-allowed // 1))
+
+
+def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes that this process may still allocate, by the machine and its cgroups."""
+    available = _read_numbers(proc / "meminfo")["MemAvailable"] * 1024
+    for folder in _cgroup_folders("memory", proc, cgroups):
+        # The second name of each pair is the name in cgroup v1.
+        limit = _read_number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _read_number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is None or used is None:
+            continue
+        stat = _read_numbers(folder / "memory.stat")
+        reclaimable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+        available = min(available, limit - used + reclaimable)
+    return max(available, 0)
+
+
+def kv_cache_bytes(requested_bytes: int | None) -> int:
+    """Return the bytes for the KV cache of all workers of this machine.
+
+    requested_bytes: None for KV_SHARE of the available memory; call it with the weights loaded.
+    """
+    if requested_bytes is None:
+        return int(available_memory_bytes() * KV_SHARE)
+    return requested_bytes
+
+
+def count_kv_blocks(requested_bytes: int | None, workers: Sequence[tuple[int, int | None]]) -> int:
+    """Return the number of KV blocks, which is the same for every worker.
+
+    Each block is in all workers: each has the keys and values of its layers and heads.
+
+    Args:
+        requested_bytes: for all workers; None for all available memory.
+        workers: for each worker, the bytes of its part of a block and the available bytes of its
+            own memory, None for a worker in the memory of this machine.
+    """
+    counts = [available // block for block, available in workers if available is not None]
+    if requested_bytes is not None or not counts:
+        counts.append(kv_cache_bytes(requested_bytes) // sum(block for block, _ in workers))
+    return min(counts)
+
+
+def threads_per_worker(requested: int | None, num_workers: int) -> int:
+    """Return the compute threads of a worker.
+
+    Args:
+        requested: by the configuration; None for an equal share of this machine's cores.
+        num_workers: workers that share this machine.
+    """
+    return requested or max(1, count_cores() // num_workers)
+
+
+def set_num_threads(count: int) -> None:
+    """Set the threads of tensor operations; call it once, before the first operation."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def trim_memory() -> None:
+    """Return freed memory, which the allocator would keep, to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # Only in the GNU C library.
+        trim(0)
+
+
+def choose_compute_dtype(
+    requested: str, checkpoint: str, device: str = "cpu", proc: Path = PROC
+) -> "torch.dtype":
+    """Return the dtype of the arithmetic.
+
+    Args:
+        requested: the configuration's `dtype`. auto is the checkpoint's dtype on GPUs; on CPUs
+            bfloat16 if the checkpoint has it and the CPU multiplies it natively, else float32.
+        checkpoint: dtype of the checkpoint.
+        device: type of the device.
+        proc: mount point of the process file system, which describes the CPU.
+    """
+    import torch
+
+    if requested == "auto" and device == "cuda":
+        requested = checkpoint
+    if requested == "auto":
+        is_native = checkpoint == "bfloat16" and has_native_bfloat16(proc)
+        requested = "bfloat16" if is_native else "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+        requested
+    ]
+
+
+def choose_cache_dtype(
+    requested: str, compute: "torch.dtype", capability: tuple[int, int] | None
+) -> "torch.dtype":
+    """Return the dtype of the KV cache.
+
+    Args:
+        requested: the configuration's `kv_cache_dtype`.
+        compute: dtype of the arithmetic.
+        capability: compute capability of the GPU; None on a CPU.
+
+    Raises:
+        FieldError: 8-bit floats are requested on a GPU without them.
+    """
+    import torch
+
+    if requested.startswith("fp8"):
+        if capability is not None and capability < FP8_CAPABILITY:
+            needed, actual = _format_version(FP8_CAPABILITY), _format_version(capability)
+            raise FieldError(
+                "kv_cache_dtype",
+                f"--kv-cache-dtype {requested} needs a GPU of compute capability {needed} or more, "
+                f"but this one has {actual}: choose auto, bfloat16 or float16",
+            )
+        return torch.float8_e4m3fn
+    return {"auto": compute, "bfloat16": torch.bfloat16, "float16": torch.float16}[requested]
+
+
+def check_quantization(requested: str, device: str) -> None:
+    """Check that a type of device can compute a configuration's `quantization`.
+
+    Raises:
+        FieldError: it cannot.
+    """
+    devices = QUANTIZATION_DEVICES[requested]
+    # torch's meta device computes nothing and takes every format.
+    if device != "meta" and device not in devices:
+        raise FieldError(
+            "quantization",
+            f"--quantization {requested} has no kernels for device {device}: leave it out, serve a "
+            f"checkpoint whose weights are 8-bit floats, or choose --device {devices[0]}",
+        )
+
+
+def _format_version(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def count_gpus(requested: str) -> int:
+    """Return the number of GPUs to use for a configuration's `device`; 0 for the CPU.
+
+    Raises:
+        FieldError: `cuda` is requested and there is no GPU.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
+    if requested == "cuda" and not num_gpus:
+        message = "device is cuda, but PyTorch finds no GPU here: choose cpu or auto"
+        raise FieldError("device", message)
+    return num_gpus
+
+
+def describe_device(is_gpu: bool, proc: Path = PROC) -> str:
+    """Return the model name of the current GPU, or of the CPU."""
+    if is_gpu:
+        import torch
+
+        return torch.cuda.get_device_name()
+    try:
+        lines = (proc / "cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line for line in lines if line.startswith("model name")), "unknown")
+
+
+def find_gpu_models(proc: Path = PROC) -> set[str]:
+    """Return the names of the GPU models in this machine, without torch."""
+    names = set()
+    for path in proc.glob("driver/nvidia/gpus/*/information"):
+        with suppress(OSError):
+            lines = path.read_text().splitlines()
+            names |= {line for line in lines if line.startswith("Model:")}
+    return names
+
+
+def has_native_bfloat16(proc: Path = PROC) -> bool:
+    """Return whether the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX).
+
+    False if GLLM_CPU_KERNELS names a build of compiled kernels that does not use it.
+    """
+    if os.environ.get(BUILD_VARIABLE, BFLOAT16) not in (AMX, BFLOAT16, OFF):
+        return False
+    try:
+        text = (proc / "cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and its ancestors, of v2 and v1.
+
+    In a container the path is the host's, of which only a tail or nothing is mounted: missing
+    folders are skipped.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = cgroups / controllers if controllers else cgroups
+        inner = root / path.lstrip("/")
+        yield from (folder for folder in (inner, *inner.parents) if _is_folder_in(folder, root))
+
+
+def _is_folder_in(folder: Path, root: Path) -> bool:
+    return folder.is_relative_to(root) and folder.is_dir()
+
+
+def _read_quota(folder: Path) -> tuple[float, float]:
+    """Return CPU quota and period in microseconds; (0, 0) for no quota."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        quota_v1 = _read_number(folder / "cpu.cfs_quota_us")
+        period_v1 = _read_number(folder / "cpu.cfs_period_us")
+        return float(quota_v1 or 0), float(period_v1 or 0)
+    return (0.0, 0.0) if quota == "max" else (float(quota), float(period))
+
+
+def _read_number(*paths: Path) -> int | None:
+    """Return the number in the first file that has one."""
+    for path in paths:
+        try:
+            return int(path.read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _read_numbers(path: Path) -> dict[str, int]:
+    """Return numbers by name from lines like `name: number unit`; empty without the file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.replace(":", " ").split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}

@@ -1,0 +1,138 @@
+"""Memory of a stage's KV cache: layout and size. The scheduler assigns its blocks."""
+
+import math
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gllm.messages.kv_layout import KvLayout, LayerLayout
+from gllm.models.spec import LayerSpec
+from gllm.options.field_types import FieldError
+
+
+def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one KV block over a stage's layers, keys and values."""
+    num_elements = sum(layer.attention.kv_entry.num_elements for layer in layers)
+    return block_size * num_elements * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of a stage's layers.
+
+    There is one block more than can be used: the last one stays zero. On the CPU the system
+    provides a page when it is first written.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        zeros: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """Allocate the memory.
+
+        Args:
+            layers: of the stage.
+            num_blocks: usable blocks.
+            block_size: tokens per block.
+            dtype: of keys and values.
+            zeros: creates a tensor of a shape and dtype; None for one on the CPU.
+        """
+        create = zeros or _lazy_zeros
+        # 8-bit floats are created as bytes: 0 is 0, and not all of torch can write them.
+        created_dtype = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = []
+        """Keys and values of each layer, [num_blocks + 1, block_size, kv_heads, elements]."""
+        for layer in layers:
+            cached = layer.attention.kv_entry
+            shape = (num_blocks + 1, block_size, cached.num_heads)
+            keys = create((*shape, cached.key_dim), created_dtype).view(dtype)
+            if cached.is_shared:
+                values = keys[..., : cached.value_dim]
+            else:
+                values = create((*shape, cached.value_dim), created_dtype).view(dtype)
+            self.layers.append((keys, values))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take no memory until written.
+
+    numpy gets zeroed pages from the system; torch.zeros would write them.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def map_zeros(descriptor: int) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+    """Return a function that creates the tensors of a KVCache one after another in a file.
+
+    The layout of the file is that of KvLayout. Other processes that map the file read and write
+    the same memory; a page takes none until it is written. The tensors keep their memory when the
+    descriptor is closed.
+
+    The function raises FieldError if the process may not have a file or mappings of that size.
+
+    Args:
+        descriptor: An empty file, for example a memfd.
+    """
+
+    def create(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin = os.fstat(descriptor).st_size
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            os.ftruncate(descriptor, begin + size)
+            memory = mmap.mmap(descriptor, size, offset=begin)
+        except OSError as error:
+            raise FieldError(
+                "kv_cache_memory",
+                f"kv_transfer cannot have a KV cache of {begin + size} bytes or more in a file "
+                f"({error.strerror}): lower kv_cache_memory, or raise the limits of file size and "
+                "address space (ulimit -f, ulimit -v)",
+            ) from error
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+    return create
+
+
+def describe_layout(
+    model: str,
+    layers: range,
+    all_layers: Sequence[LayerSpec],
+    rank: int,
+    num_ranks: int,
+    cache: KVCache,
+) -> KvLayout:
+    """Return the layout of a worker's KV cache for transfers.
+
+    Args:
+        model: Digest of all that decides the numbers in the cache.
+        layers: Indices of the stage's layers.
+        all_layers: Layers of the whole model, not divided among ranks.
+        rank: Of the worker in its stage.
+        num_ranks: Workers of the stage.
+        cache: Of the worker.
+    """
+    layouts = []
+    for index, (keys, values) in zip(layers, cache.layers, strict=True):
+        entry = all_layers[index].attention.kv_entry
+        item_bytes = keys.dtype.itemsize
+        layouts.append(
+            LayerLayout(
+                index,
+                rank * entry.num_heads // num_ranks,
+                keys.shape[2],
+                keys.shape[3] * item_bytes,
+                0 if entry.is_shared else values.shape[3] * item_bytes,
+            )
+        )
+    dtype = str(cache.layers[0][0].dtype).removeprefix("torch.")
+    return KvLayout(model, dtype, cache.block_size, cache.num_blocks, layouts)

@@ -1,0 +1,293 @@
+"""Probe of a worker's speed: times some layers of the model and the LM head on its device.
+
+The layers are divided by its result where workers differ. It loads one layer of each kind, three
+consecutive layers and the last layer, so it takes a few seconds. The result is kept in the cache
+folder.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from gllm.messages.measurement import StageMeasured
+from gllm.models.config import ModelConfig, read_config
+from gllm.models.spec import LayerSpec
+from gllm.runtime.head.assignment import StageAssignment
+from gllm.runtime.worker.device import set_num_threads
+from gllm.runtime.worker.layer_probe import LayerProbe
+from gllm.runtime.worker.probe_cache import ProbeCache, create_key
+
+log = logging.getLogger(__name__)
+
+DECODES_PER_CHUNK = 8
+"""Decode steps that weigh as much as one prefill step: with 16 decodes each, there are four prompt
+tokens per output token, which is usual for chats (Azure's traces of 2023 have five)."""
+MAX_KINDS = 4
+"""Kinds of layers that are measured; others are estimated from their numbers of weights."""
+SPAN_LAYERS = 3
+"""Consecutive layers that are measured together, to separate their time from that of a step."""
+MIN_REPETITIONS, MAX_REPETITIONS = 5, 200
+WARM_UP_STEPS = 2
+"""Steps that are not timed: kernels are chosen and programs recorded in them."""
+MEASURED_SECONDS = 0.25
+"""Time after which a step is not repeated any more."""
+
+
+class ProbeCancelledError(Exception):
+    """The measurement was cancelled."""
+
+
+class SpanCost(NamedTuple):
+    """Measured cost of consecutive layers that are loaded together."""
+
+    seconds: float
+    """Time of a decode step, plus the share of a prefill step."""
+    head_seconds: float
+    """The same for the LM head; 0 without the last layer."""
+    num_bytes: int
+    """Weights, with the keys and values of the longest sequence."""
+
+
+class StageProbe:
+    """Measurement of a worker, on one thread."""
+
+    result: StageMeasured
+    """Known once `run` has ended without an error."""
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        cache: ProbeCache | None = None,
+        measured_seconds: float = MEASURED_SECONDS,
+        make_probe: Callable[[StageAssignment, ModelConfig, range], LayerProbe] = LayerProbe,
+    ) -> None:
+        """Create a probe.
+
+        Args:
+            assignment: with preliminary layers.
+            cache: of earlier measurements; None for the default folder.
+            measured_seconds: time after which a step is not repeated any more.
+            make_probe: loads some layers and times their steps.
+        """
+        self._assignment = assignment
+        self._measured_seconds = measured_seconds
+        self._make_probe = make_probe
+        self._cache = ProbeCache() if cache is None else cache
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """End `run` soon, from any thread."""
+        self._is_cancelled = True
+
+    def run(self) -> None:
+        """Measure, or find an earlier measurement; then `result` has it.
+
+        Raises:
+            ModelError: the folder does not have the weights.
+            FieldError: weights, KV cache or attention cannot be as configured.
+            ProbeCancelledError: `cancel` was called.
+        """
+        assignment = self._assignment
+        set_num_threads(assignment.num_threads)
+        model = read_config(Path(assignment.model_folder))
+        last = model.model.num_layers - 1
+        # Without weights: only to know what decides the times.
+        numerics = self._make_probe(assignment, model, range(last, last + 1)).executor.numerics
+        key = create_key(assignment, numerics)
+        cached = self._cache.load(key)
+        measured = cached or self._measure(model)
+        if cached is None:
+            self._cache.store(key, measured)
+        self.result = msgspec.structs.replace(
+            measured,
+            stage=assignment.stage,
+            rank=assignment.rank,
+            # With a cached measurement nothing was loaded, so there is no memory to free.
+            keeps_weights=cached is not None or measured.keeps_weights,
+            cache_key=key,
+        )
+        log.info(
+            "measured%s: layers %.3f to %.3f ms, LM head %.3f ms per step",
+            "" if cached is None else " at an earlier start",
+            1e3 * min(measured.layer_seconds),
+            1e3 * max(measured.layer_seconds),
+            1e3 * measured.head_seconds,
+        )
+
+    def _measure(self, model: ModelConfig) -> StageMeasured:
+        """Load some layers, time their steps, and estimate the costs of all layers from them."""
+        assignment, specs = self._assignment, model.model.layers
+        kinds = find_kinds(specs)
+        consecutive = find_span(specs, kinds)
+        has_head = assignment.stage == assignment.num_stages - 1
+        last = range(len(specs) - 1, len(specs)) if has_head else None
+        # Single layers first: the first one has the device for itself.
+        spans = [range(kind, kind + 1) for kind in kinds]
+        spans += [each for each in (consecutive, last) if each is not None and each not in spans]
+        probes: dict[range, LayerProbe] = {}
+        try:
+            self._load(model, spans, probes)
+            costs = self._measure_spans(probes)
+            first = probes[spans[0]]
+            keeps_weights, item_bytes = first.executor.keeps_weights, first.executor.dtype.itemsize
+        finally:
+            for probe in probes.values():
+                probe.close()
+        kind_of_layer = [_kind_of(specs, kinds, index) for index in range(len(specs))]
+        alone = [costs[range(kind, kind + 1)] for kind in kind_of_layer]
+        step_seconds = 0.0
+        if consecutive is not None:
+            step_seconds = _separate_step(alone, consecutive, costs[consecutive].seconds)
+        weights = [_count_weights(spec, model.model.hidden_size) for spec in specs]
+        shares = [weights[index] / weights[kind] for index, kind in enumerate(kind_of_layer)]
+        layers = [*zip(alone, shares, strict=True)]
+        return StageMeasured(
+            assignment.stage,
+            assignment.rank,
+            [(cost.seconds - step_seconds) * share for cost, share in layers],
+            costs[last].head_seconds if last is not None else 0.0,
+            step_seconds,
+            [int(cost.num_bytes * share) for cost, share in layers],
+            self._count_embedding_bytes(model, item_bytes),
+            max(0, costs[last].num_bytes - alone[-1].num_bytes) if last is not None else 0,
+            first.available_bytes,
+            keeps_weights,
+        )
+
+    def _load(
+        self, model: ModelConfig, spans: Sequence[range], probes: dict[range, LayerProbe]
+    ) -> None:
+        """Load several parts of the model at once, so that their steps can take turns.
+
+        probes: gets each part once it is loaded.
+        """
+        for span in spans:
+            self._check_cancelled()
+            probe = self._make_probe(self._assignment, model, span)
+            probe.load()
+            probes[span] = probe
+
+    def _measure_spans(self, probes: dict[range, LayerProbe]) -> dict[range, SpanCost]:
+        """Time decode and prefill steps, where the last layer is also without the LM head."""
+        variants = [
+            (span, should_sample)
+            for span, probe in probes.items()
+            for should_sample in ([False, True] if probe.executor.is_last else [False])
+        ]
+        decodes = [partial(probes[span].decode, each) for span, each in variants]
+        prefills = [partial(probes[span].prefill, each) for span, each in variants]
+        parts = [
+            _repeat(steps, self._check_cancelled, self._measured_seconds)
+            for steps in (decodes, prefills)
+        ]
+        times = {
+            variant: decode + prefill / DECODES_PER_CHUNK
+            for variant, decode, prefill in zip(variants, *parts, strict=True)
+        }
+        costs = {}
+        for span, probe in probes.items():
+            seconds = times[span, False]
+            head_seconds = max(0.0, times.get((span, True), seconds) - seconds)
+            costs[span] = SpanCost(seconds, head_seconds, self._count_bytes(probe))
+        return costs
+
+    def _count_bytes(self, probe: LayerProbe) -> int:
+        """Return the bytes of the weights, with the keys and values of the longest sequence."""
+        config = self._assignment.config
+        assert config.max_model_len is not None
+        num_blocks = -(-config.max_model_len // config.scheduler.block_size)
+        return probe.executor.weight_bytes + num_blocks * probe.executor.block_bytes
+
+    def _count_embedding_bytes(self, model: ModelConfig, item_bytes: int) -> int:
+        """Return the bytes of this rank's rows of the embedding; 0 except on the first stage."""
+        if self._assignment.stage:
+            return 0
+        num_rows = -(-model.model.vocab_size // self._assignment.num_ranks)
+        return num_rows * model.model.hidden_size * item_bytes
+
+    def _check_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise ProbeCancelledError
+
+
+def find_kinds(specs: Sequence[LayerSpec]) -> list[int]:
+    """Return a layer of each kind, the most frequent kinds first and at most MAX_KINDS.
+
+    The first and the last layer of the model are avoided, because embedding or head come with them.
+    """
+    kinds: list[list[int]] = []
+    for index, spec in enumerate(specs):
+        same = next((kind for kind in kinds if specs[kind[0]] == spec), None)
+        if same is None:
+            kinds.append([index])
+        else:
+            same.append(index)
+    kinds.sort(key=len, reverse=True)
+    inner = range(1, len(specs) - 1)
+    return [next((i for i in kind if i in inner), kind[0]) for kind in kinds[:MAX_KINDS]]
+
+
+def find_span(specs: Sequence[LayerSpec], kinds: Sequence[int]) -> range | None:
+    """Return consecutive layers whose kinds are measured, without the first one of the model."""
+    for begin in range(1, len(specs) - SPAN_LAYERS + 1):
+        span = range(begin, begin + SPAN_LAYERS)
+        if all(specs[_kind_of(specs, kinds, index)] == specs[index] for index in span):
+            return span
+    return None
+
+
+def _kind_of(specs: Sequence[LayerSpec], kinds: Sequence[int], index: int) -> int:
+    """Return the measured layer of the same kind; the first one if there is none."""
+    return next((kind for kind in kinds if specs[kind] == specs[index]), kinds[0])
+
+
+def _separate_step(alone: Sequence[SpanCost], consecutive: range, seconds: float) -> float:
+    """Return the time of a step in addition to that of its layers.
+
+    Args:
+        alone: cost of each layer of the model in a step of its own.
+        consecutive: layers that are also measured in one step.
+        seconds: time of that step.
+    """
+    separately = sum(alone[index].seconds for index in consecutive)
+    overhead = (separately - seconds) / (len(consecutive) - 1)
+    # Noise must not leave a layer without a cost.
+    return min(max(0.0, overhead), 0.9 * min(cost.seconds for cost in alone))
+
+
+def _count_weights(spec: LayerSpec, hidden_size: int) -> int:
+    """Return the number of weights that a layer reads per token."""
+    attention = spec.attention.weights_per_token(hidden_size)
+    return attention + spec.mlp.weights_per_token(hidden_size)
+
+
+def _repeat(
+    steps: Sequence[Callable[[], float]],
+    check_cancelled: Callable[[], None],
+    measured_seconds: float,
+) -> list[float]:
+    """Return the least time of each step over several repetitions, which is disturbed least.
+
+    Steps whose times are compared take turns, so that the load of the machine is the same.
+
+    Args:
+        steps: return the time of a step.
+        check_cancelled: raises an error to end the measurement.
+        measured_seconds: time per step after which it is not repeated any more.
+    """
+    for _ in range(WARM_UP_STEPS):
+        for time_step in steps:
+            time_step()
+    best, total = [math.inf] * len(steps), 0.0
+    for repetition in range(MAX_REPETITIONS):
+        check_cancelled()
+        seconds = [time_step() for time_step in steps]
+        best, total = list(map(min, best, seconds)), total + sum(seconds)
+        if repetition + 1 >= MIN_REPETITIONS and total > measured_seconds * len(steps):
+            break
+    return best

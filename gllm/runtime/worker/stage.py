@@ -1,0 +1,367 @@
+"""Threads of one stage: inputs are built on the event loop; computing and sampling have threads.
+
+The inputs of a step are built while earlier steps still compute. Only the compute thread waits for
+activations, without using the CPU. On the last of several stages a second thread samples while the
+next step computes. A single stage cannot compute the next step without its tokens, so its compute
+thread samples as well: a thread switch takes longer than most sampling. For a device, one thread
+queues the work and the other one waits for it.
+
+With two lanes (gllm/scheduler/lanes.py) a decode step overtakes prefill steps that wait. A stage of
+several ranks has one lane, because its ranks compute the same steps at the same time.
+
+The ranks of a stage run the same plans. Before each step they agree on its number and on whether it
+has failed; what fails later ends the generation, because the others wait in the middle of the step.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from gllm.kernels.all_reduce import GroupClosedError
+from gllm.messages.sampling import SampleDetails
+from gllm.messages.steps import GrammarReady, RegisterSequences, StepDone
+from gllm.runtime.worker.batch import Batch
+from gllm.runtime.worker.executor import Executor
+from gllm.runtime.worker.step_queue import PreparedStep, create_step_queue
+from gllm.scheduler.plan import StepPlan, StepResult, StepTime
+from gllm.transport.base import EdgeClosedError, Receiver, Sender, StepFailedError
+from gllm.transport.groups import StageGroups
+
+log = logging.getLogger(__name__)
+
+CLOSED = "the stage was closed"
+"""Error of sequences whose threads wait for something when the stage is closed."""
+
+
+class ComputedStep(NamedTuple):
+    """A step after `compute`: still to be sampled, or still running on a device."""
+
+    plan: StepPlan
+    batch: Batch
+    output: torch.Tensor
+
+
+class StageRunner:
+    """Runs the plans of one rank of a stage, those of a lane in order."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        receivers: Sequence[Receiver],
+        senders: Sequence[Sender],
+        on_result: Callable[[StepDone | GrammarReady], None],
+        on_error: Callable[[BaseException], None],
+        min_step_seconds: float = 0.0,
+        slowdown: float = 1.0,
+        groups: StageGroups | None = None,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            executor: with its KV cache allocated.
+            receivers: of the lanes of the edge from the previous stage; none on the first stage.
+            senders: of the lanes of the edge to the next stage; none on the last stage.
+            on_result: called on the event loop with the messages for the driver.
+            on_error: called on the event loop with the error that ends the stage; with
+                GroupClosedError if another rank has ended it.
+            min_step_seconds: sleep until a step has taken this long.
+            slowdown: sleep until a step has taken this many times as long as it did.
+            groups: of all ranks of the stage; None where it has one rank.
+        """
+        self.num_steps = 0
+        """Steps computed."""
+        self.busy_seconds = 0.0
+        self._step_times: deque[StepTime] = deque()
+        self._begun: deque[tuple[StepPlan, float]] = deque()
+        """Steps being computed and their starts; time.monotonic()."""
+        self._num_accepted = 0
+        self._num_failed = 0
+        self._executor = executor
+        self._receivers = receivers
+        self._senders = senders
+        self._on_result = on_result
+        self._on_error = on_error
+        self._loop = asyncio.get_running_loop()
+        self._min_step_seconds, self._slowdown = min_step_seconds, slowdown
+        self._groups = groups
+        self._is_closed = False
+        self._prepared = create_step_queue(max(len(receivers), len(senders)), receivers)
+        self._computed: queue.SimpleQueue[ComputedStep | StepResult | None] = queue.SimpleQueue()
+        """Input of the sampling thread; None after `close`."""
+        samples_beside = executor.has_sampler and bool(receivers)
+        self._has_sampling_thread = executor.is_asynchronous or samples_beside
+        self._threads = [
+            threading.Thread(target=self._run_thread, args=(run,), name=run.__name__, daemon=True)
+            for run in [self._compute_steps] + [self._sample_steps] * self._has_sampling_thread
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def register(self, message: RegisterSequences) -> None:
+        """Register sequences that later plans name.
+
+        `on_result` is called when a grammar is ready, and for requests that cannot be sampled.
+        """
+        grammar = self._executor.register(message)
+        if grammar is not None and self._executor.has_sampler:
+            grammar.add_done_callback(lambda done: self._on_grammar(message, done))
+
+    def close(self) -> None:
+        """End the threads and drop the steps that are queued; blocks until the current step ends.
+
+        No other method may be called at the same time or later. Nothing is reported from now on.
+        The receivers and the groups are cancelled, but not closed. A step that several ranks
+        compute ends at once.
+        """
+        self._is_closed = True
+        # Each of these wakes one of the threads, whatever it waits for.
+        self._prepared.close()
+        self._computed.put(None)
+        for receiver in self._receivers:
+            receiver.cancel()
+        self._cancel_groups()
+        self._executor.fail_sequences(CLOSED)
+        for thread in self._threads:
+            thread.join()
+        self._prepared.free()
+        # Others may keep this object for longer, but the memory of the groups is freed now.
+        self._groups = None
+
+    @property
+    def is_closed(self) -> bool:
+        """True once `close` was called, although a step may still be under way."""
+        return self._is_closed
+
+    def _report(self, result: StepDone | GrammarReady) -> None:
+        """Pass a message for the driver to the event loop; called on any thread."""
+        self._loop.call_soon_threadsafe(self._deliver, result)
+
+    def _deliver(self, result: StepDone | GrammarReady) -> None:
+        if not self._is_closed:
+            self._on_result(result)
+
+    def _on_grammar(self, message: RegisterSequences, done: "Future[bytes]") -> None:
+        """Report a compiled grammar, or the error; called on the compiling thread."""
+        if self._is_closed or done.cancelled():
+            return
+        error = done.exception()
+        reason = "" if error is None else str(error) or format_error(error)
+        self._report(GrammarReady(message.seq, reason, message.n))
+
+    @property
+    def is_busy(self) -> bool:
+        """True if some accepted step has not been computed yet."""
+        return self.num_steps + self._num_failed < self._num_accepted
+
+    @property
+    def step_under_way(self) -> tuple[StepPlan, float] | None:
+        """Plan of the oldest step being computed and its start, time.monotonic(); or None."""
+        with suppress(IndexError):  # It may end meanwhile.
+            return self._begun[0]
+        return None
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a step waits for another rank of the stage."""
+        return any(group.is_waiting for group in self._groups or ())
+
+    def run_plan(self, plan: StepPlan) -> None:
+        """Build a step's inputs now and queue it for the compute thread."""
+        self._num_accepted += 1
+        batch: Batch | str
+        try:
+            batch = self._executor.prepare(plan)
+        except Exception as error:
+            log.exception("step %d could not be prepared", plan.step)
+            batch = format_error(error)
+            # Before it is queued: an earlier step in the queue may wait for one of its guides.
+            self._executor.fail_plan(plan, batch)
+        self._prepared.put(PreparedStep(plan, batch))
+
+    def pop_step_times(self) -> tuple[list[StepTime], float]:
+        """Return the times of steps computed since the last call.
+
+        Returns:
+            The times, and the time before which no other step has begun.
+        """
+        # In this order, because steps complete meanwhile.
+        until = time.monotonic()
+        with suppress(IndexError):
+            until = self._begun[0][1]
+        times = [self._step_times.popleft() for _ in range(len(self._step_times))]
+        return times, until
+
+    def _run_thread(self, run: Callable[[], None]) -> None:
+        try:
+            self._executor.bind_thread()
+            run()
+        except BaseException as error:
+            # Whatever fails because the stage is being closed concerns nobody.
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._on_error, error)
+            self._cancel_groups()
+
+    def _cancel_groups(self) -> None:
+        """End the step of all ranks, now and later: one of them has ended."""
+        for group in self._groups or ():
+            group.cancel()
+
+    def _compute_steps(self) -> None:
+        while (prepared := self._prepared.get()) is not None and not self._is_closed:
+            plan, batch = prepared
+            try:
+                self._compute(plan, batch)
+            except StepFailedError as error:
+                if not isinstance(batch, str):
+                    self._executor.fail_batch(batch, str(error))
+                self._fail(plan, str(error))
+            except EdgeClosedError:
+                return
+
+    def _compute(self, plan: StepPlan, batch: Batch | str) -> None:
+        """Compute one step.
+
+        Raises:
+            StepFailedError: the step has no output, due to an error here, on another rank or on an
+                earlier stage.
+            EdgeClosedError: the stage is being closed.
+            GroupClosedError: another rank has ended, or this stage is being closed.
+        """
+        hidden = self._begin(plan, batch)
+        assert not isinstance(batch, str), "the step has failed"
+        sender = self._senders[plan.lane] if self._senders else None
+        if sender is not None:
+            sender.mark_begin(plan.turn)
+        begin = time.monotonic()
+        self._begun.append((plan, begin))
+        try:
+            with torch.profiler.record_function(f"step {plan.step}"):
+                output = self._executor.compute(batch, hidden)
+        except Exception as error:
+            self._begun.pop()
+            if isinstance(error, GroupClosedError):
+                raise
+            log.exception("step %d failed", plan.step)
+            if self._groups is not None:
+                # The others wait in the middle of the step.
+                raise
+            raise StepFailedError(format_error(error)) from error
+        if not self._executor.is_asynchronous:
+            self._slow_down(begin)
+        if sender is not None:
+            sender.send(plan.turn, output)
+        if not self._executor.is_asynchronous:
+            end = time.monotonic()
+            self._record_time(plan.step, begin, end, end - begin)
+        if sender is None or self._executor.is_asynchronous:
+            self._pass_on(ComputedStep(plan, batch, output))
+
+    def _begin(self, plan: StepPlan, batch: Batch | str) -> torch.Tensor | None:
+        """Receive a step's activations and meet the other ranks.
+
+        Returns:
+            The activations; None on the first stage.
+
+        Raises:
+            StepFailedError: here, on another rank or on an earlier stage.
+            EdgeClosedError: the stage is being closed.
+            GroupClosedError: another rank has ended, or this stage is being closed.
+        """
+        hidden, failure = None, batch if isinstance(batch, str) else ""
+        if self._receivers:
+            try:
+                num_tokens = sum(row.num_tokens for row in plan.rows)
+                hidden = self._receivers[plan.lane].receive(plan.turn, num_tokens)
+            except StepFailedError as error:
+                failure = str(error)
+        if self._groups is not None:
+            failure = self._groups.layers.meet(plan.step, failure)
+        if failure:
+            raise StepFailedError(failure)
+        return hidden
+
+    def _slow_down(self, begin: float) -> float:
+        """Sleep until a step has taken as long as configured; return the seconds slept.
+
+        begin: start of the step; time.monotonic().
+        """
+        if not self._min_step_seconds and self._slowdown == 1:
+            return 0.0
+        elapsed = time.monotonic() - begin
+        seconds = max(self._min_step_seconds, self._slowdown * elapsed) - elapsed
+        if seconds > 0:
+            time.sleep(seconds)
+        return max(seconds, 0.0)
+
+    def _record_time(self, step: int, begin: float, end: float, busy_seconds: float) -> None:
+        """Count the oldest running step as computed."""
+        self.num_steps += 1
+        self.busy_seconds += busy_seconds
+        self._step_times.append(StepTime(step, begin, end))
+        self._begun.popleft()
+
+    def _fail(self, plan: StepPlan, error: str) -> None:
+        """End the sequences of a step; those of other steps continue."""
+        self._num_failed += 1
+        if self._senders:
+            self._senders[plan.lane].fail(plan.turn, error)
+        else:
+            self._pass_on(StepResult(plan.step, [], error))
+
+    def _pass_on(self, item: ComputedStep | StepResult) -> None:
+        """Finish a step, on the sampling thread if there is one; results keep their order."""
+        if self._has_sampling_thread:
+            self._computed.put(item)
+        else:
+            self._finish(item)
+
+    def _sample_steps(self) -> None:
+        while (item := self._computed.get()) is not None and not self._is_closed:
+            self._finish(item)
+
+    def _finish(self, item: ComputedStep | StepResult) -> None:
+        """Wait for the device and sample, where that is left to do, and report the result."""
+        details: list[SampleDetails] = []
+        if isinstance(item, ComputedStep) and self._executor.is_asynchronous:
+            self._wait_for_device(item)
+        if not self._executor.has_sampler:
+            return
+        if isinstance(item, ComputedStep):
+            step, batch = item.plan.step, item.batch
+            try:
+                sampled, details = self._executor.sample(batch, item.output)
+                item = StepResult(step, sampled)
+            except Exception as error:
+                log.exception("step %d could not be sampled", step)
+                self._executor.fail_batch(batch, format_error(error))
+                item = StepResult(step, [], format_error(error))
+        self._report(StepDone(item, details))
+
+    def _wait_for_device(self, item: ComputedStep) -> None:
+        """Wait until the device has computed a step.
+
+        Raises:
+            TransportError: the step was computed with activations that did not arrive.
+        """
+        device_time = self._executor.wait(item.batch)
+        for receiver in self._receivers:
+            receiver.check()
+        end = time.monotonic()
+        begin = end - device_time.elapsed
+        if slept := self._slow_down(begin):
+            end = time.monotonic()
+        self._record_time(item.plan.step, begin, end, device_time.busy + slept)
+
+
+def format_error(error: BaseException) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,0 +1,283 @@
+"""A rank of a stage during one generation: its resources, sessions, reports and driver.
+
+Nothing of it outlives `close` but the weights, which the next instance of the same process takes
+over.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+
+import zmq
+
+from gllm.kernels.all_reduce import GroupClosedError
+from gllm.messages.base import WireMessage
+from gllm.messages.codec import AnyMessage
+from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageReady
+from gllm.messages.reports import StageTimes
+from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
+from gllm.observability.step_log import StepLogWriter
+from gllm.runtime.driver.driver import Driver
+from gllm.runtime.driver.driver_pacing import DriverPacing
+from gllm.runtime.driver.driver_setup import create_scheduler, dispatch_to_driver
+from gllm.runtime.driver.plan_record import PlanRecord
+from gllm.runtime.head.assignment import StageAssignment
+from gllm.runtime.messaging.spoke import Spoke
+from gllm.runtime.messaging.threads import run_in_thread
+from gllm.runtime.worker.executor import Executor
+from gllm.runtime.worker.stage import StageRunner
+from gllm.runtime.worker.stage_loader import StageLoader
+from gllm.runtime.worker.stage_reports import StageReporter
+from gllm.runtime.worker.stage_resources import StageResources
+from gllm.runtime.worker.stage_sessions import StageSessions
+from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import StepPlan
+
+TURN_SECONDS = 1.0
+"""Time after which a driver takes a turn without a message while leases run."""
+
+
+class StageInstance:
+    """One rank of a stage in one generation; called on the event loop."""
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run: int,
+        head: Spoke,
+        on_error: Callable[[BaseException], None],
+        previous: "StageInstance | None" = None,
+        prepared: StageLoader | None = None,
+    ) -> None:
+        """Create an instance; if it has the driver, its hub is bound when this returns.
+
+        Args:
+            assignment: its descriptors belong to the instance from now on.
+            context: of this process.
+            run: number of this start of the parent.
+            head: session with the parent, in the generation of the assignment.
+            on_error: called with the error that ends the stage.
+            previous: closed instance of this process; it is not used in any other way again.
+            prepared: layers that were loaded for this instance; None for none.
+        """
+        self.assignment = assignment
+        self._head = head
+        self._on_error = on_error
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._resources: StageResources = StageResources(
+            assignment,
+            partial(self._call_soon, self._send_progress),
+            partial(self._call_soon, self._fail),
+            None if previous is None else previous._resources,
+            prepared,
+        )
+        self._sessions = StageSessions(assignment, context, run, self.handle, self._fail)
+        self._reporter: StageReporter | None = None
+        self._driver: Driver | None = None
+        self._turn_timer: asyncio.TimerHandle | None = None
+        """Next turn of a driver whose transfers of KV blocks have leases."""
+        self._step_log: StepLogWriter | None = None
+        self._plan_record: PlanRecord | None = None
+
+    @property
+    def step_under_way(self) -> tuple[StepPlan, float] | None:
+        """Plan of the oldest step being computed and its start, time.monotonic(); or None."""
+        runner = self._resources.runner
+        return None if runner is None else runner.step_under_way
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a step waits for another rank of the stage."""
+        runner = self._resources.runner
+        return runner is not None and runner.is_waiting
+
+    @property
+    def executor(self) -> Executor:
+        """Executor of the stage, once it has loaded."""
+        return self._resources.executor
+
+    @property
+    def loader(self) -> StageLoader:
+        """Loader of the weights."""
+        return self._resources.loader
+
+    @property
+    def has_leases(self) -> bool:
+        """True while leases of KV blocks can end without a message, for which turns are taken."""
+        driver = self._driver
+        return driver is not None and driver.kv is not None and driver.kv.is_active
+
+    def load(self) -> None:
+        """Load the weights, open edges and groups on a thread; report StageLoaded."""
+        self._resources.load(partial(self._call_soon, self._send))
+
+    def handle(self, messages: Iterable[AnyMessage]) -> None:
+        """Handle messages of the parent and of other stages; an error ends the stage."""
+        if self._is_closed:
+            return
+        try:
+            for message in messages:
+                self._handle_message(message)
+            if self._driver is not None:
+                self._driver.run_turn()
+                self._schedule_turn()
+        except Exception as error:
+            self._fail(error)
+
+    async def close(self) -> None:
+        """End threads and sessions, free edges and KV cache; keep the weights.
+
+        A step that is being computed ends first. Weights that are being loaded go on loading, for
+        the next instance.
+        """
+        self.disconnect()
+        await run_in_thread(self._resources.free)
+
+    def disconnect(self) -> None:
+        """End the sessions and the driver; nothing is handled or reported any more."""
+        self._is_closed = True
+        self._resources.cancel()
+        if self._reporter is not None:
+            self._reporter.close()
+        self._driver = None
+        if self._turn_timer is not None:
+            self._turn_timer.cancel()
+        for file in (self._step_log, self._plan_record):
+            if file is not None:
+                file.close()
+        self._step_log = self._plan_record = None
+        self._sessions.close()
+
+    async def _start(self, num_blocks: int) -> None:
+        """Allocate the KV cache and start the threads; create the driver if it belongs here."""
+        assignment = self.assignment
+        config = assignment.resolve_scheduler(num_blocks)
+        await run_in_thread(partial(self._resources.allocate, num_blocks, config.block_size))
+        if self._is_closed:
+            return
+        runner = self._resources.start_threads(self._on_result, self._on_thread_error)
+        self._reporter = StageReporter(
+            assignment.place, runner, self._resources.backend, self._send, self._on_step_times
+        )
+        if not assignment.has_driver:
+            self._sessions.connect()
+            self._send(StageReady(assignment.stage, self._resources.kv_layout))
+            return
+        self._create_driver(config)
+        self._on_stage_connected(assignment.sender)
+
+    def _create_driver(self, config: SchedulerConfig) -> None:
+        """Create the driver of the generation.
+
+        config: resolved.
+        """
+        assignment, executor = self.assignment, self.executor
+        assert config.max_in_flight is not None
+        scheduler, self._step_log = create_scheduler(assignment, config)
+        if assignment.plan_record is not None:
+            self._plan_record = PlanRecord(
+                assignment.plan_record,
+                config.max_in_flight,
+                config.max_num_seqs,
+                config.num_lanes,
+            )
+        pacing = None
+        # As many micro-batches as stages are a fixed depth.
+        if assignment.has_tcp_edges and config.max_in_flight > config.stages:
+            bytes_per_token = executor.model.hidden_size * executor.dtype.itemsize
+            pacing = DriverPacing(scheduler, bytes_per_token)
+        other_ranks, other_stages = self._sessions.peers
+        self._driver = Driver(
+            scheduler,
+            self._handle_message,
+            [*other_stages],
+            self._head,
+            last_stage_needs_prompts=executor.is_asynchronous,
+            vocab_size=executor.model.vocab_size,
+            plan_record=self._plan_record,
+            first_stage_ranks=other_ranks,
+            pacing=pacing,
+            has_kv_mover=assignment.config.kv_transfer is not None,
+        )
+        if self._driver.kv is not None:
+            self._driver.kv.fetch_choice = assignment.config.kv_fetch
+
+    def _schedule_turn(self) -> None:
+        """Take a turn later if leases of KV blocks can end without a message."""
+        if self.has_leases and self._turn_timer is None:
+            self._turn_timer = self._loop.call_later(TURN_SECONDS, self._on_turn_timer)
+
+    def _on_turn_timer(self) -> None:
+        self._turn_timer = None
+        self.handle([])
+
+    def _on_started(self, starting: "asyncio.Task[None]") -> None:
+        if not starting.cancelled() and (error := starting.exception()) is not None:
+            self._fail(error)
+
+    def _on_stage_connected(self, sender: int) -> None:
+        """Report the driver's worker as ready once every worker has connected."""
+        if self._sessions.on_connected(sender):
+            self._send(StageReady(0, self._resources.kv_layout))
+
+    def _handle_message(self, message: AnyMessage) -> None:
+        match message:
+            case RunStep(plan):
+                self._running.run_plan(plan)
+                assert self._reporter is not None
+                self._reporter.schedule()
+            case RegisterSequences():
+                self._running.register(message)
+            case InitializeCache(num_blocks):
+                self._loop.create_task(self._start(num_blocks)).add_done_callback(self._on_started)
+            case Hello(sender):
+                self._on_stage_connected(sender)
+            case _ if self._driver is not None:
+                dispatch_to_driver(self._driver, message)
+            case _:
+                name = type(message).__name__
+                raise ValueError(f"{self.assignment.name} has no use for {name}")
+
+    @property
+    def _running(self) -> StageRunner:
+        """The threads of the stage."""
+        assert self._resources.runner is not None, "steps come after StageReady"
+        return self._resources.runner
+
+    def _on_result(self, result: StepDone | GrammarReady) -> None:
+        """Send a result of the last stage to the driver."""
+        if not self._is_closed:
+            self._sessions.send_to_driver(result)
+
+    def _on_step_times(self, times: StageTimes) -> None:
+        """Send step times to the driver, and write what is in the step log so far."""
+        self._sessions.send_to_driver(times)
+        if self._step_log is not None:
+            self._step_log.flush()
+
+    def _send_progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._send(LoadProgress(self.assignment.stage, done_bytes, total_bytes))
+
+    def _send(self, message: WireMessage) -> None:
+        """Send a message to the parent, as long as it concerns the parent's generation."""
+        if not self._is_closed:
+            self._head.send(message)
+
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function on the event loop, from any thread; the loop may have been closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _on_thread_error(self, error: BaseException) -> None:
+        """Report an error of the threads; the error of another rank is reported by that rank."""
+        if isinstance(error, GroupClosedError):
+            self._sessions.fail_later(error)
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._is_closed:
+            self._on_error(error)

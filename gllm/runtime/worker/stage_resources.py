@@ -1,0 +1,243 @@
+"""Resources of a stage instance: weights, edges, groups of ranks, KV cache and threads.
+
+They are loaded, opened and allocated on threads, while the event loop goes on. `free` may be called
+at any moment of that.
+"""
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from gllm.messages.kv_layout import KvLayout
+from gllm.messages.lifecycle import StageLoaded
+from gllm.messages.steps import GrammarReady, StepDone
+from gllm.models.identity import hash_model, hash_numerics
+from gllm.runtime.head.assignment import StageAssignment
+from gllm.runtime.worker.backend import DeviceBackend
+from gllm.runtime.worker.device import available_memory_bytes, trim_memory
+from gllm.runtime.worker.executor import Executor
+from gllm.runtime.worker.stage import StageRunner
+from gllm.runtime.worker.stage_loader import StageLoader
+from gllm.scheduler.config import SchedulerConfig
+from gllm.transport.base import EdgeClosedError, EdgeLayout, Receiver, Sender
+from gllm.transport.fan_out import join_senders
+from gllm.transport.groups import StageGroups, open_groups
+from gllm.transport.region import RegionLayout
+from gllm.transport.registry import open_edges
+
+
+class StageResources:
+    """Resources of a stage instance until it is closed, and the weights, which outlive it."""
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        on_progress: Callable[[int, int], None],
+        on_error: Callable[[BaseException], None],
+        previous: "StageResources | None" = None,
+        prepared: StageLoader | None = None,
+    ) -> None:
+        """Create the resources of an instance that has not been loaded.
+
+        Args:
+            assignment: its descriptors belong to the resources from now on.
+            on_progress: called on the loading thread with the bytes loaded and in total.
+            on_error: called on any thread with the error that ends the stage.
+            previous: of a closed instance, whose weights are taken over.
+            prepared: layers that were loaded for this instance; None for none.
+        """
+        self.runner: StageRunner | None = None
+        """Threads that compute and sample, once they are started."""
+        self.kv_layout: KvLayout | None = None
+        """Layout of the KV cache, once it is allocated in memory that other processes map."""
+        self._assignment = assignment
+        self._on_error = on_error
+        loaders = [prepared, None if previous is None else previous.loader]
+        self.loader: StageLoader = StageLoader(
+            assignment, on_progress, [each for each in loaders if each is not None]
+        )
+        """Has the weights, which outlive the resources."""
+        self._lock = threading.Lock()
+        """Held while edges, groups, caches and threads begin or end."""
+        self._is_cancelled = self._is_freed = False
+        self._edges: tuple[list[Receiver], list[Sender]] = ([], [])
+        """Receivers and senders of the lanes."""
+        self._groups: StageGroups | None = None
+
+    @property
+    def backend(self) -> DeviceBackend:
+        """Device of the stage, once the weights are loaded."""
+        return self.loader.backend
+
+    @property
+    def executor(self) -> Executor:
+        """Executor of the stage, once the weights are loaded."""
+        return self.loader.executor
+
+    def load(self, on_loaded: Callable[[StageLoaded], None]) -> None:
+        """Load the weights and open edges and groups on a thread.
+
+        on_loaded: called on that thread, unless the resources are cancelled before.
+        """
+        self.loader.start(lambda: self._on_weights(on_loaded), self._on_error)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Allocate the KV cache and compile kernels; called on a thread, as it can take minutes."""
+        with self._lock:
+            if self._is_cancelled:
+                return
+            executor, kv_memory = self.executor, self._assignment.kv_memory
+            executor.bind_thread()
+            executor.allocate(num_blocks, block_size, kv_memory)
+            if kv_memory is not None:
+                folder = Path(self._assignment.model_folder)
+                model = hash_numerics(hash_model(folder), executor.kv_numerics)
+                self.kv_layout = executor.describe_kv_cache(model)
+                if self._assignment.config.scheduler.push_threshold is not None:
+                    executor.count_layers(kv_memory, self.kv_layout)
+            self.backend.prepare_steps()
+
+    def start_threads(
+        self,
+        on_result: Callable[[StepDone | GrammarReady], None],
+        on_error: Callable[[BaseException], None],
+    ) -> StageRunner:
+        """Start the threads that compute and sample; called on the event loop, as both callbacks.
+
+        Args:
+            on_result: called with the messages for the driver.
+            on_error: called with the error that ends the stage.
+        """
+        self.executor.bind_thread()
+        config = self._assignment.config
+        self.runner = StageRunner(
+            self.executor,
+            *self._edges,
+            on_result,
+            on_error,
+            config.debug_step_seconds,
+            config.slowdown_of(self._assignment.stage),
+            self._groups,
+        )
+        return self.runner
+
+    def cancel(self) -> None:
+        """Open, allocate and report nothing from now on; `free` follows."""
+        self._is_cancelled = True
+
+    def free(self) -> None:
+        """Free everything but the weights; blocks until a step that is being computed has ended.
+
+        Weights that are being loaded go on loading, for the next instance.
+        """
+        with self._lock:
+            if self._is_freed:
+                return
+            self._is_freed = True
+            if self.runner is not None:
+                self.runner.close()
+                self.runner = None
+            for ends in self._edges:
+                for end in ends:
+                    end.close()
+            self._edges = ([], [])
+            self.loader.close_executor()
+            for group in self._groups or ():
+                group.close()
+            self._groups = None
+            self._assignment.close_descriptors()
+        trim_memory()
+
+    def _on_weights(self, on_loaded: Callable[[StageLoaded], None]) -> None:
+        """Open edges and groups; called on the loading thread."""
+        backend, executor = self.backend, self.executor
+        # One that was closed meanwhile leaves the weights to its successor.
+        with self._lock:
+            if self._is_cancelled:
+                return
+            # Before the rest of the memory is divided: these take some, NCCL for example.
+            scheduler = backend.reserve()
+            try:
+                self._edges = self._open_edges(scheduler)
+            except EdgeClosedError:
+                return
+            if self._assignment.region is not None:
+                self._groups = self._open_groups(scheduler)
+                executor.join(self._groups)
+        available_bytes = backend.available_bytes()
+        trim_memory()
+        # Loaded objects live as long as the process: the collector never has to visit them.
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
+        on_loaded(
+            StageLoaded(
+                self._assignment.stage,
+                executor.weight_bytes,
+                executor.block_bytes,
+                available_bytes,
+                executor.keeps_weights,
+                executor.numerics,
+                available_memory_bytes() if available_bytes is None else None,
+            )
+        )
+
+    def _open_edges(self, scheduler: SchedulerConfig) -> tuple[list[Receiver], list[Sender]]:
+        """Open the edges to the neighbours; on a GPU this waits for them.
+
+        scheduler: resolved except for the number of KV blocks.
+        """
+        assert scheduler.max_in_flight is not None
+        assert scheduler.max_num_batched_tokens is not None
+        backend, executor = self.backend, self.executor
+        # A rank may still finish a step that rank 0 has committed, but not the one before that:
+        # all ranks meet before each step.
+        num_late_steps = int(max(self._assignment.degrees) > 1)
+        shape = EdgeLayout(
+            scheduler.max_in_flight + num_late_steps,
+            scheduler.max_num_batched_tokens,
+            executor.model.hidden_size,
+            executor.dtype.itemsize,
+            # This module imports no torch.
+            str(executor.dtype) == "torch.bfloat16",
+        )
+        receivers, senders = open_edges(
+            self._assignment.incoming,
+            self._assignment.outgoing,
+            backend.transport,
+            shape,
+            executor.dtype,
+            backend.streams,
+            self._on_error,
+            self._assignment.config.trusted_network,
+            lambda: self._is_cancelled,
+        )
+        if executor.is_last:
+            return receivers, []
+        lanes = range(scheduler.num_lanes)
+        return receivers, [join_senders([edge[lane] for edge in senders]) for lane in lanes]
+
+    def _open_groups(self, scheduler: SchedulerConfig) -> StageGroups:
+        """Join the other ranks of the stage; on a GPU this waits for them.
+
+        scheduler: resolved except for the number of KV blocks.
+        """
+        assignment, executor = self._assignment, self.executor
+        assert assignment.region is not None, "the stage has one rank"
+        assert scheduler.max_num_batched_tokens is not None
+        model = executor.model
+        layout = RegionLayout(
+            scheduler.max_num_batched_tokens,
+            model.hidden_size,
+            -(-model.vocab_size // assignment.num_ranks) if executor.is_last else 0,
+        )
+        return open_groups(
+            assignment.region,
+            assignment.rank,
+            assignment.num_ranks,
+            layout,
+            self.backend.collectives,
+            self.backend.streams,
+            self._on_error,
+        )

@@ -1,0 +1,301 @@
+"""Compile grammars before their requests are accepted.
+
+Compilation runs in a separate process (compiler_process.py); results are cached. The
+last stage compiles an accepted grammar again.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gllm.config.sampling import StructuredOutput
+from gllm.options.field_types import FieldError
+from gllm.text.grammar.compiler_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
+from gllm.text.grammar.sources.structured_output import GrammarSource, to_grammar_source
+
+log = logging.getLogger(__name__)
+
+PROCESS_MODULE = "gllm.text.grammar.compiler_process"
+"""Module that the process runs."""
+MAX_CACHED_GRAMMARS = 1024
+"""Largest number of cached results."""
+MAX_CACHED_CHARACTERS = 2**24
+"""Largest total length of cached grammars and their sources."""
+MAX_WAITING = 64
+"""Largest number of grammars that wait to be compiled."""
+ANSWER_SECONDS = 60.0
+"""Time without an answer after which the process is replaced. Its own limit is CPU time, of which
+it may get little on a busy machine."""
+START_SECONDS = 60.0
+"""Limit for the start of the process."""
+MAX_ANSWER_BYTES = 2**23
+"""Size limit of an answer."""
+LIMIT_SIGNALS = {
+    signal.SIGPROF: f"{CPU_SECONDS:g} s",
+    signal.SIGSEGV: f"a stack of {STACK_BYTES >> 20} MiB",
+    signal.SIGABRT: f"{MEMORY_BYTES >> 20} MiB",
+}
+"""Signals that end the process if a grammar exceeds a limit, and these limits."""
+MAX_ATTEMPTS = 2
+"""Number of processes that compile one grammar, if they end for another reason."""
+
+
+@dataclass(frozen=True)
+class CompilerLimits:
+    """Limits of a GrammarCompiler."""
+
+    max_cached_grammars: int = MAX_CACHED_GRAMMARS
+    max_cached_characters: int = MAX_CACHED_CHARACTERS
+    max_waiting: int = MAX_WAITING
+    answer_seconds: float = ANSWER_SECONDS
+    max_answer_bytes: int = MAX_ANSWER_BYTES
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be used; the message is for its author."""
+
+
+class CompilerBusyError(Exception):
+    """Grammars cannot be compiled at the moment, for a reason other than the grammar."""
+
+
+class GrammarCompiler:
+    """Compiler of the grammars of one model, with a cache; starts its process on first use.
+
+    Concurrent requests with the same grammar share one compilation.
+
+    Args:
+        folder: The model folder.
+        vocab_size: Vocabulary size of the model.
+        eos_ids: Tokens that end a sequence.
+        limits: Limits of the cache and of answers.
+        process_module: Module that the process runs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        limits: CompilerLimits | None = None,
+        process_module: str = PROCESS_MODULE,
+    ) -> None:
+        self._limits, self._process_module = limits or CompilerLimits(), process_module
+        self._arguments = [str(folder), str(vocab_size), *map(str, eos_ids)]
+        self._cache: OrderedDict[GrammarSource, tuple[str, str]] = OrderedDict()
+        """Grammar and error by source, least recently used first."""
+        self._num_cached_characters = 0
+        self._num_compiled = 0
+        self._tasks: dict[GrammarSource, asyncio.Task[tuple[str, str]]] = {}
+        self._lock = asyncio.Lock()
+        self._process: Process | None = None
+        self._is_fresh = False
+        """True if the process has not compiled a grammar yet."""
+
+    def describe(self) -> dict[str, int | None]:
+        """Return the state of the compiler: its process, its work so far and its cache."""
+        return {
+            "process_id": None if self._process is None else self._process.pid,
+            "num_compiled": self._num_compiled,
+            "num_cached_grammars": len(self._cache),
+            "num_cached_characters": self._num_cached_characters,
+        }
+
+    async def compile_structured_output(self, structured: StructuredOutput) -> str:
+        """Return the compiled grammar of a structured output.
+
+        Raises:
+            FieldError: The grammar is invalid or too complex; the error names the request's field.
+            CompilerBusyError: Grammars cannot be compiled at the moment.
+        """
+        source = await asyncio.to_thread(to_grammar_source, structured)
+        try:
+            return await self.compile(source)
+        except GrammarError as error:
+            param = structured.param
+            raise FieldError(param, f"{param} cannot be used: {error}") from error
+
+    async def compile(self, source: GrammarSource) -> str:
+        """Return the grammar in the form that the last stage compiles.
+
+        Raises:
+            GrammarError: The grammar is invalid or too complex.
+            CompilerBusyError: Grammars cannot be compiled at the moment.
+        """
+        if source in self._cache:
+            self._cache.move_to_end(source)
+            grammar, error = self._cache[source]
+        else:
+            grammar, error = await self._wait(self._find_or_create_task(source))
+        if error:
+            raise GrammarError(error)
+        return grammar
+
+    async def close(self) -> None:
+        """Stop the process; requests that wait for it get CompilerBusyError."""
+        for task in self._tasks.values():
+            task.cancel()
+        await self._end()
+
+    async def _wait(self, task: "asyncio.Task[tuple[str, str]]") -> tuple[str, str]:
+        """Return the result of a task.
+
+        A cancelled caller does not cancel the task: its answer would be read as the next one's.
+        """
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise CompilerBusyError("the engine was stopped") from None
+
+    def _find_or_create_task(self, source: GrammarSource) -> "asyncio.Task[tuple[str, str]]":
+        """Return the running compilation of a grammar, or start one."""
+        if source in self._tasks:
+            return self._tasks[source]
+        if len(self._tasks) >= self._limits.max_waiting:
+            raise CompilerBusyError(
+                f"{self._limits.max_waiting} grammars are waiting to be compiled: try again later"
+            )
+        task = asyncio.create_task(self._compile(source))
+        self._tasks[source] = task
+        task.add_done_callback(lambda _: self._tasks.pop(source, None))
+        return task
+
+    async def _compile(self, source: GrammarSource) -> tuple[str, str]:
+        async with self._lock:
+            self._num_compiled += 1
+            try:
+                answer = await self._request(source)
+            except GrammarError as error:
+                answer = "", str(error)
+        self._remember(source, answer)
+        return answer
+
+    def _remember(self, source: GrammarSource, answer: tuple[str, str]) -> None:
+        self._cache[source] = answer
+        self._num_cached_characters += _size(source, answer)
+        while (
+            len(self._cache) > self._limits.max_cached_grammars
+            or self._num_cached_characters > self._limits.max_cached_characters
+        ):
+            self._num_cached_characters -= _size(*self._cache.popitem(last=False))
+
+    async def _request(self, source: GrammarSource) -> tuple[str, str]:
+        """Return grammar and error from the process.
+
+        A process that ends for a reason other than a limit is replaced, and the new one compiles
+        the grammar.
+
+        Raises:
+            GrammarError: The grammar exceeds a limit.
+            CompilerBusyError: The new process ended as well.
+        """
+        ending = ""
+        for _ in range(MAX_ATTEMPTS):
+            process = self._process
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            if process is None:
+                ending = "it does not start"
+                continue
+            was_fresh, self._is_fresh = self._is_fresh, False
+            line = await self._exchange(process, source)
+            if line:
+                grammar, error = json.loads(line)
+                return grammar, error
+            code = await process.wait()
+            await self._end()
+            # Memory and stack of a process that compiled before may be used up by other grammars.
+            if -code in LIMIT_SIGNALS and (was_fresh or -code == signal.SIGPROF):
+                limit = LIMIT_SIGNALS[signal.Signals(-code)]
+                raise GrammarError(f"it is too complex: compiling takes more than {limit}")
+            ending = _describe_exit(code)
+            log.warning("the process that compiles grammars ended: %s", ending)
+        raise CompilerBusyError(f"grammars cannot be compiled now ({ending}): try again later")
+
+    async def _exchange(self, process: Process, source: GrammarSource) -> bytes:
+        """Send a grammar to the process and return its answer, empty if the process has ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(source).encode() + b"\n")
+            await process.stdin.drain()
+        except ConnectionError:
+            return b""
+        try:
+            seconds = self._limits.answer_seconds
+            line = await asyncio.wait_for(process.stdout.readline(), seconds)
+        except TimeoutError:
+            await self._end()
+            # The process did not get its CPU time: the machine is too busy.
+            raise CompilerBusyError(
+                f"grammars cannot be compiled now (no answer in {seconds:g} s): try again later"
+            ) from None
+        except ValueError:
+            # The rest of the line would be read as the next answer.
+            await self._end()
+            raise GrammarError(
+                "it is too complex: compiled it has over "
+                f"{self._limits.max_answer_bytes / 2**20:g} MiB"
+            ) from None
+        return _complete_line(line)
+
+    async def _start(self) -> Process | None:
+        """Start a process; return None if it ends before it is ready.
+
+        Raises:
+            GrammarError: The model's tokenizer does not support grammars.
+        """
+        # The limits apply to one thread, which is all that the process uses.
+        environment = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = (sys.executable, "-m", self._process_module, *self._arguments)
+        limit = self._limits.max_answer_bytes
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, limit=limit, env=environment
+        )
+        self._process = process
+        assert process.stdout is not None
+        line = b""
+        with suppress(TimeoutError):
+            line = _complete_line(await asyncio.wait_for(process.stdout.readline(), START_SECONDS))
+        error = json.loads(line)[1] if line else ""
+        if error or not line:
+            await self._end()
+        if error:
+            raise GrammarError(error)
+        self._is_fresh = True
+        return process if line else None
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _complete_line(line: bytes) -> bytes:
+    """Return a line, or nothing if a process wrote only a part of it before it ended."""
+    return line if line.endswith(b"\n") else b""
+
+
+def _describe_exit(code: int) -> str:
+    """Return the exit of a process in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def _size(source: GrammarSource, answer: tuple[str, str]) -> int:
+    return len(source.text) + sum(map(len, answer))

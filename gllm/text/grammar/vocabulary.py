@@ -1,0 +1,53 @@
+"""Load a model's tokenizer for the grammar library, and set the limits of one grammar.
+
+The compiler process and the last stage use the same vocabulary and limits: a grammar that compiles
+when its request arrives also compiles on the last stage.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from llguidance import LLParserLimits, LLTokenizer
+
+from gllm.text.grammar.guide import filter_eos_ids
+
+STEP_FUEL = 50_000
+"""Limit of work on regular expressions per mask, which is at most 0.1 s and 50 MB."""
+COMPILE_FUEL = 200_000
+"""Limit of work on regular expressions while a grammar is compiled."""
+LEXER_STATES = 20_000
+"""Limit of the states of a grammar's lexer, 1 to 2 KB each."""
+
+
+def create_parser_limits() -> LLParserLimits:
+    """Return the limits of one grammar."""
+    return LLParserLimits(
+        step_lexer_fuel=STEP_FUEL,
+        initial_lexer_fuel=COMPILE_FUEL,
+        max_lexer_states=LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+def load_grammar_tokenizer(folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """Load the tokenizer.json of a model folder, padded to the model's vocabulary.
+
+    Raises:
+        ValueError: The model has no token that ends a sequence, or a tokenizer that the grammar
+            library does not support.
+    """
+    eos_tokens = filter_eos_ids(eos_ids, vocab_size)
+    if not eos_tokens:
+        raise ValueError("the model has no token that ends a sequence")
+    description = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    # The file may contain truncation and padding of the training run.
+    description["truncation"] = description["padding"] = None
+    text = json.dumps(description, ensure_ascii=False)
+    try:
+        tokenizer = LLTokenizer(text, eos_token=eos_tokens)
+        if tokenizer.vocab_size < vocab_size:
+            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_tokens)
+    except Exception as error:
+        raise ValueError(f"this model's tokenizer does not support grammars: {error}") from None
+    return tokenizer

@@ -1,0 +1,73 @@
+"""Interface of a backend, and what both ends of a transfer pass to it."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from gllm.transport.kv.frames import KvConnection, ReadPart, ReadRequest
+from gllm.transport.kv.pages import KvPages, Slots
+
+
+def skip_wait(index: int) -> None:
+    """Return at once: all parts are computed."""
+
+
+class ServedRead(NamedTuple):
+    """A READ at the owner of the blocks."""
+
+    request: ReadRequest
+    pages: Sequence[KvPages]
+    """KV caches of the machine's workers, by place."""
+    descriptors: Sequence[int]
+    """Read-only descriptors of the same caches."""
+    block_ids: list[int]
+    """Blocks of the sequence, from its first token on."""
+    is_held: Callable[[], bool]
+    """Returns whether the ticket is still valid."""
+    yield_to_activations: Callable[[], None]
+    """Waits as long as activations wait for the links of this machine."""
+    wait_for_part: Callable[[int], None] = skip_wait
+    """Waits until a part and all before it may be read, and notifies the receiver of a READ per
+    layer. Raises OSError, KvTransferError."""
+
+
+class TargetPart(NamedTuple):
+    """Part of a READ at the receiver."""
+
+    part: ReadPart
+    pages: KvPages
+    """KV cache that the part is written to."""
+    slots: Slots
+    """Position of each token."""
+
+
+class FetchTarget(NamedTuple):
+    """Memory that a READ fills."""
+
+    request: ReadRequest
+    parts: Sequence[TargetPart]
+    """In the order of the request."""
+    on_bytes: Callable[[int], None]
+    """Notes bytes that have been written; raises KvTransferError if the fetch has to end."""
+    wait_for_part: Callable[[int], None] = skip_wait
+    """Waits until the owner has announced a part and all before it; called once per part, in order.
+    Raises OSError, KvFrameError, KvTransferError."""
+
+
+class KvBackend(Protocol):
+    """Way to transfer bytes. One object serves all transfers of a process, on several threads."""
+
+    def serve(self, connection: KvConnection, read: ServedRead) -> None:
+        """Answer a READ up to its last byte; the mover confirms it.
+
+        Raises:
+            OSError, KvFrameError: The connection ends.
+            KvTransferError: The READ is refused.
+        """
+
+    def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
+        """Receive the answer to a READ that was sent, and write each token of each part once.
+
+        Raises:
+            OSError, KvFrameError: The connection ends.
+            KvTransferError: The transfer has failed.
+        """

@@ -1,0 +1,69 @@
+"""Delay in place of a network, for studies on one machine.
+
+Contents arrive as by another backend, but not before kappa x tokens / bandwidth.
+
+Source: TetriInfer's mock of its transfers (Hu et al., "Inference without Interference", 2024).
+"""
+
+import time
+from collections.abc import Callable
+
+from gllm.transport.kv.backends.base import FetchTarget, KvBackend, ServedRead
+from gllm.transport.kv.frames import KvConnection
+
+
+def mock_seconds(bytes_per_token: int, num_tokens: int, bytes_per_second: float) -> float:
+    """Return the duration of a transfer of so many tokens."""
+    return bytes_per_token * num_tokens / bytes_per_second
+
+
+class MockBackend:
+    """Adds the delay of a link to another backend."""
+
+    def __init__(
+        self,
+        inner: KvBackend,
+        bytes_per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Create a backend.
+
+        Args:
+            inner: Moves the bytes.
+            bytes_per_second: Of the link that is imitated.
+            clock: Time in seconds.
+            sleep: Waits for a number of seconds.
+
+        Raises:
+            ValueError: The bandwidth is not positive.
+        """
+        if not bytes_per_second > 0:
+            raise ValueError("the bandwidth of the mock backend must be positive")
+        self._inner, self._rate, self._clock, self._sleep = inner, bytes_per_second, clock, sleep
+
+    def serve(self, connection: KvConnection, read: ServedRead) -> None:
+        """See KvBackend."""
+        self._inner.serve(connection, read)
+
+    def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
+        """See KvBackend. All bytes are in place before the delay ends, none later.
+
+        The link begins with a part when it may be read and the parts before it have arrived.
+        """
+        end = self._clock()
+
+        def wait_for_part(index: int) -> None:
+            nonlocal end
+            if target.request.is_per_layer:
+                target.wait_for_part(index)
+                end = max(end, self._clock())
+            part = target.parts[index]
+            bytes_per_token = part.pages.bytes_per_token(part.part.layer, part.part.heads)
+            end += mock_seconds(bytes_per_token, target.request.num_tokens, self._rate)
+
+        self._inner.fetch(connection, target._replace(wait_for_part=wait_for_part))
+        while (left := end - self._clock()) > 0:
+            self._sleep(min(left, 0.1))
+            # Keeps the fetch alive, and ends it if it was cancelled.
+            target.on_bytes(0)

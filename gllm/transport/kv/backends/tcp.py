@@ -1,0 +1,76 @@
+"""Runs of tokens as frames on a connection, with TLS or without.
+
+Each chunk leaves behind the activations that wait at this machine: a KV cache is the least urgent
+traffic of a link (gllm.pacing.traffic.TrafficClass).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from gllm.transport.kv.backends.base import FetchTarget, ServedRead, TargetPart
+from gllm.transport.kv.frames import (
+    RUN_HEADER,
+    KvConnection,
+    KvFrameError,
+    KvFrameKind,
+    KvTransferError,
+)
+from gllm.transport.kv.pages import KvPagesError
+from gllm.transport.kv.run_encoding import RunEncoding
+
+CHUNK_BYTES = 2**18
+"""Bytes that are sent before activations may go first again."""
+
+
+class TcpBackend:
+    """Sends the bytes themselves."""
+
+    def serve(self, connection: KvConnection, read: ServedRead) -> None:
+        """See KvBackend."""
+        request = read.request
+        for index, part in enumerate(request.parts):
+            read.wait_for_part(index)
+            pages = read.pages[part.place]
+            encoding = RunEncoding(request.encoding, pages.layout, part.layer)
+            step = _chunk_tokens(pages.bytes_per_token(part.layer, part.heads))
+            slots = pages.find_slots(read.block_ids, request.first_token, request.num_tokens)
+            for begin in range(0, request.num_tokens, step):
+                if not read.is_held():
+                    raise KvTransferError("the ticket is not held any more")
+                read.yield_to_activations()
+                chunk = slots[begin : begin + step]
+                run = encoding.encode(pages.read(part.layer, part.heads, chunk))
+                header = RUN_HEADER.pack(index, request.first_token + begin, len(chunk))
+                connection.send(KvFrameKind.RUN, header, run.data)
+
+    def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
+        """See KvBackend."""
+        for index, part, first, count in _expected_runs(target):
+            if not first:
+                target.wait_for_part(index)
+            arrived = connection.receive_run()
+            if arrived[:3] != (index, target.request.first_token + first, count):
+                raise KvFrameError(f"run {arrived[:3]} in place of {index, first, count}")
+            layer, heads = part.part.layer, part.part.heads
+            encoding = RunEncoding(target.request.encoding, part.pages.layout, layer)
+            try:
+                run = encoding.decode(arrived[3])
+                part.pages.write(layer, heads, part.slots[first : first + count], run)
+            except KvPagesError as error:
+                raise KvFrameError(str(error)) from error
+            target.on_bytes(len(arrived[3]))
+
+
+def _expected_runs(target: FetchTarget) -> Iterator[tuple[int, TargetPart, int, int]]:
+    """Yield index of the part, the part, and first token and length of each run, in order."""
+    num_tokens = target.request.num_tokens
+    for index, part in enumerate(target.parts):
+        step = _chunk_tokens(part.pages.bytes_per_token(part.part.layer, part.part.heads))
+        for begin in range(0, num_tokens, step):
+            yield index, part, begin, min(step, num_tokens - begin)
+
+
+def _chunk_tokens(bytes_per_token: int) -> int:
+    """Return the tokens of a run, the same at both ends."""
+    return int(np.clip(CHUNK_BYTES // bytes_per_token, 1, 2**16))

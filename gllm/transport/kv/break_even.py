@@ -1,0 +1,115 @@
+"""Decision whether KV blocks are fetched or computed again, and the deadline of a fetch.
+
+All functions are pure; time is an argument.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from gllm.transport.kv.transfer_estimate import TransferEstimate, size_class
+
+DEADLINE_FACTOR = 3.0
+"""Predicted durations after which a fetch without progress is late."""
+DEADLINE_SECONDS = 2.0
+"""Added to that; also the time for which arrived bytes extend the deadline."""
+RETRY_SECONDS = 30.0
+"""Time after which a measured rate is no longer a reason to fetch nothing."""
+TRUSTED_FACTOR = 2.0
+"""Transfers of more than so many times the largest measured one are not predicted."""
+UNSURE_FACTOR = 2.0
+"""A prediction of up to so many times the prefill is verified if no transfer of its size is recent:
+a size that is not fetched would otherwise keep a prediction that is too high."""
+
+
+def should_fetch(transfer_seconds: float | None, compute_seconds: float | None) -> bool:
+    """Return whether a transfer is cheaper than a prefill of the same tokens.
+
+    Args:
+        transfer_seconds: predicted; None if unknown: fetching it measures the rate.
+        compute_seconds: predicted for the prefill; None if unknown.
+    """
+    if transfer_seconds is None or compute_seconds is None:
+        return True
+    return transfer_seconds < compute_seconds
+
+
+@dataclass
+class FetchDecision:
+    """Decides about fetches from one engine, and learns from them.
+
+    What is not fetched is not measured, so the estimate is trusted only for sizes like the measured
+    ones, and for a limited time: otherwise a few slow or small transfers could end all fetches.
+    """
+
+    estimate: TransferEstimate = field(default_factory=TransferEstimate)
+    _largest: int = 0
+    """Bytes of the largest transfer."""
+    _time: float = -inf
+    """Time of the last transfer."""
+    _times: dict[int, float] = field(default_factory=dict)
+    """Times of the last transfers by size class."""
+
+    def observe(self, num_bytes: int, seconds: float, now: float) -> None:
+        """Note a complete transfer."""
+        self.estimate.observe(num_bytes, seconds, now)
+        self._largest, self._time = max(self._largest, num_bytes), now
+        self._times[size_class(num_bytes)] = now
+
+    def is_worth(self, num_bytes: int, compute_seconds: float | None, now: float) -> bool:
+        """Return whether to fetch so many bytes.
+
+        Args:
+            num_bytes: of the keys and values.
+            compute_seconds: predicted for the prefill of their tokens; None if unknown.
+            now: Time in seconds.
+        """
+        if num_bytes > TRUSTED_FACTOR * self._largest or now - self._time > RETRY_SECONDS:
+            return True
+        predicted = self.estimate.predict(num_bytes)
+        if predicted is None or compute_seconds is None or predicted < compute_seconds:
+            return True
+        last = self._times.get(size_class(num_bytes), -inf)
+        return now - last > RETRY_SECONDS and predicted < UNSURE_FACTOR * compute_seconds
+
+
+def find_crossing_tokens(
+    estimate: TransferEstimate, bytes_per_token: int, prefill_tokens_per_second: float
+) -> float | None:
+    """Return the number of tokens from which on a transfer is cheaper than a prefill.
+
+    Solves a + n * kappa / r = n / p for n, with kappa the bytes per token, r the link rate and p
+    the prefill speed.
+
+    Returns:
+        The number of tokens; None if a prefill is always cheaper, or the rate is unknown.
+    """
+    if estimate.bytes_per_second is None:
+        return None
+    gain = 1 / prefill_tokens_per_second - bytes_per_token / estimate.bytes_per_second
+    return estimate.fixed_seconds / gain if gain > 0 else None
+
+
+@dataclass
+class FetchDeadline:
+    """Time at which a fetch is given up: 3 x predicted + 2 s, later while bytes arrive."""
+
+    begin: float
+    predicted_seconds: float
+    last_arrival: float | None = None
+    """Time of the last bytes; None before the first ones."""
+
+    def on_bytes(self, now: float) -> None:
+        """Note that bytes have arrived."""
+        self.last_arrival = now
+
+    @property
+    def time(self) -> float:
+        """Deadline as known now."""
+        deadline = self.begin + DEADLINE_FACTOR * self.predicted_seconds + DEADLINE_SECONDS
+        if self.last_arrival is None:
+            return deadline
+        return max(deadline, self.last_arrival + DEADLINE_SECONDS)
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the fetch has to be cancelled."""
+        return now > self.time

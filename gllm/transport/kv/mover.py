@@ -1,0 +1,367 @@
+"""KV mover of a machine: serves the blocks of its workers and fetches blocks from other engines.
+
+It has threads of its own and works in any process. Workers do nothing during a transfer.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from gllm.config.kv_backends import AUTO, check_backend_name
+from gllm.messages.kv_layout import KvLayout, KvMove, count_move_bytes
+from gllm.messages.kv_transfer import (
+    CancelKvFetch,
+    FetchKv,
+    KvCommand,
+    KvFetched,
+    KvFetchStarted,
+    KvReport,
+    KvRevoked,
+    RevokeKv,
+    ServeKv,
+)
+from gllm.transport.kv.backends.base import KvBackend, TargetPart
+from gllm.transport.kv.backends.registry import make_backend
+from gllm.transport.kv.break_even import FetchDeadline
+from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint
+from gllm.transport.kv.fetch import RunningFetch, fetch_from_machine, find_targets
+from gllm.transport.kv.frames import KvConnection, KvFrameError, KvTransferError
+from gllm.transport.kv.pages import KvPages
+from gllm.transport.kv.progress import open_progress
+from gllm.transport.kv.source import MAX_CONNECTIONS, KvSourceServer, KvSourceState, ServedCaches
+from gllm.transport.kv.tickets import HeldBlocks, TicketError
+from gllm.transport.kv.transfer_estimate import TransferEstimate
+from gllm.transport.link.encodings import PLAIN
+
+log = logging.getLogger(__name__)
+
+NUM_FETCH_THREADS = 4
+"""Fetches that run at the same time; further ones wait."""
+NUM_WAITING_THREADS = 32
+"""Fetches per layer that run at the same time: they wait for the owner's prefill most of it."""
+FIRST_GUESS_BYTES_PER_SECOND = 1e7
+"""Rate that a deadline assumes before any transfer was measured."""
+_BACKLOG = 64
+IDLE_SECONDS = 10.0
+"""Time after which a connection of another machine that requests nothing is closed."""
+_CREDENTIALS = struct.Struct("3i")
+
+Dial = Callable[[KvMachine], socket.socket]
+"""Connects to the data port of another machine. Raises OSError, ValueError."""
+
+
+class KvMover:
+    """Mover of the workers of one machine."""
+
+    def __init__(
+        self,
+        on_report: Callable[[int, KvReport], None],
+        backend: str = AUTO,
+        encoding: str = PLAIN,
+        dial: Dial | None = None,
+        yield_to_activations: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        create_backend: Callable[[str], KvBackend] = make_backend,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """Start to accept connections of other movers of this machine.
+
+        Args:
+            on_report: Called with the generation and each report, on any thread.
+            backend: Of fetches: a name of BACKENDS, AUTO or mock:GIGABYTES_PER_SECOND.
+            encoding: Of fetches over TCP: a name of LINK_ENCODINGS.
+            dial: Reaches other machines; None if only this machine is reached.
+            yield_to_activations: See ServedRead.
+            clock: Time in seconds.
+            sleep: Waits for a number of seconds, between two looks at the owner's layers.
+            create_backend: Creates a backend by its name, once per name.
+            max_connections: Largest number of connections that are served at the same time.
+
+        Raises:
+            ValueError: There is no such backend.
+            OSError: No socket can be bound.
+        """
+        check_backend_name(backend)
+        self._on_report, self._backend, self._encoding = on_report, backend, encoding
+        self._dial, self._clock = dial, clock
+        self._state = KvSourceState(on_used=self._end_ticket)
+        self._backends: dict[str, KvBackend] = {}
+        self._create_backend = create_backend
+        self._source = KvSourceServer(
+            self._state, self._find_backend, yield_to_activations, clock, sleep, max_connections
+        )
+        self._fetches: dict[tuple[int, int], RunningFetch] = {}
+        """Fetches that have not ended, by generation and number."""
+        self._estimates: dict[str, TransferEstimate] = {}
+        """By the socket name of the other machine's mover."""
+        self._threads = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
+        self._waiting_threads = ThreadPoolExecutor(NUM_WAITING_THREADS, "kv-fetch-per-layer")
+        self.socket_name = f"gllm-kv-{secrets.token_hex(16)}"
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(f"\0{self.socket_name}")
+        self._listening.listen(_BACKLOG)
+        threading.Thread(target=self._accept, name="kv-listener", daemon=True).start()
+
+    @property
+    def num_malformed(self) -> int:
+        """Connections that have sent invalid frames."""
+        return self._state.num_malformed
+
+    @property
+    def num_fetches(self) -> int:
+        """Number of fetches that have not ended."""
+        return len(self._fetches)
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        """Bytes that the fetches that have not ended have received."""
+        return sum(fetch.num_bytes for fetch in list(self._fetches.values()))
+
+    @property
+    def num_readers(self) -> int:
+        """Number of connections over which other movers read."""
+        return self._source.num_readers
+
+    def machine(self, address: str = "", certificate: bytes = b"") -> KvMachine:
+        """Return how other movers reach this one, with the caches that are open.
+
+        Args:
+            address: HOST:PORT of the data port whose connections get to `adopt`.
+            certificate: Of the data port.
+        """
+        layouts = [pages.layout for pages in self._state.caches.pages]
+        return KvMachine(read_host_id(), self.socket_name, address, certificate, layouts)
+
+    def open_caches(self, generation: int, caches: list[tuple[KvLayout, int]]) -> None:
+        """Serve and fill the KV caches of a generation; those before it are closed.
+
+        Args:
+            generation: Number of the generation.
+            caches: Layout and descriptor of the memory of each worker. The descriptors belong to
+                the mover from now on.
+
+        Raises:
+            KvPagesError, OSError: A cache cannot be mapped.
+        """
+        pages, read_only, progress = [], [], []
+        try:
+            for layout, descriptor in caches:
+                pages.append(KvPages(layout, descriptor))
+                progress.append(open_progress(descriptor, layout))
+                path = f"/proc/self/fd/{descriptor}"
+                read_only.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except BaseException:
+            for each in read_only:
+                os.close(each)
+            raise
+        finally:
+            for _, descriptor in caches:
+                os.close(descriptor)
+        self._replace_caches(ServedCaches(generation, pages, read_only, progress))
+
+    def close_caches(self) -> None:
+        """End the generation: all tickets and fetches end without reports."""
+        self._replace_caches(ServedCaches(self._state.caches.generation))
+
+    def handle(self, command: KvCommand) -> None:
+        """Execute a command of the present generation's driver."""
+        match command:
+            case ServeKv():
+                self._serve(command)
+            case RevokeKv(ticket):
+                with self._state.lock:
+                    self._state.book.revoke(ticket)
+                # Readers are not waited for: they discard what they have read since.
+                self._on_report(self._state.caches.generation, KvRevoked(ticket))
+            case FetchKv():
+                self._begin_fetch(command)
+            case CancelKvFetch(number):
+                fetch = self._fetches.get((self._state.caches.generation, number))
+                if fetch is not None:
+                    fetch.cancel()
+
+    def adopt(self, connection: socket.socket, address: str) -> None:
+        """Serve a connection that a mover with an IP address has opened at the data port."""
+        self._source.adopt(KvConnection(connection, idle_seconds=IDLE_SECONDS), address)
+
+    def close(self) -> None:
+        """End all fetches and connections."""
+        self.close_caches()
+        # Wakes the thread that accepts.
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._source.close()
+        for threads in (self._threads, self._waiting_threads):
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def _replace_caches(self, caches: ServedCaches) -> None:
+        with self._state.lock:
+            previous, self._state.caches = self._state.caches, caches
+            self._state.book.clear()
+            for fetch in list(self._fetches.values()):
+                fetch.cancel()
+            self._fetches.clear()
+        for descriptor in previous.descriptors:
+            os.close(descriptor)
+
+    def _serve(self, command: ServeKv) -> None:
+        """Serve blocks, or report that their ticket has ended."""
+        held = HeldBlocks(
+            command.num_tokens,
+            list(command.block_ids),
+            step=command.step,
+            is_partial=command.is_partial,
+        )
+        with self._state.lock:
+            try:
+                self._state.book.hold(command.ticket, held)
+                return
+            except TicketError as error:
+                log.debug("blocks are not served: %s", error)
+            is_served = command.ticket in self._state.book
+        if not is_served:
+            self._on_report(self._state.caches.generation, KvRevoked(command.ticket))
+
+    def _find_backend(self, name: str) -> KvBackend:
+        """Return a backend, the same object for the same name. Raises ValueError, ImportError."""
+        if name not in self._backends:
+            self._backends[name] = self._create_backend(name)
+        return self._backends[name]
+
+    def _end_ticket(self, ticket: int) -> None:
+        """Report a ticket as revoked, because its reader has all that it needs."""
+        with self._state.lock:
+            generation = self._state.caches.generation
+            is_held = ticket in self._state.book
+            self._state.book.revoke(ticket)
+        if is_held:
+            self._on_report(generation, KvRevoked(ticket))
+
+    def _begin_fetch(self, command: FetchKv) -> None:
+        generation = self._state.caches.generation
+        predicted = 0.0
+        fetch = RunningFetch(
+            command,
+            secrets.randbelow(2**63 - 1) + 1,
+            generation,
+            FetchDeadline(self._clock(), predicted),
+            lambda: self._report(fetch, KvFetchStarted(command.fetch)),
+            self._clock,
+        )
+        self._fetches[generation, command.fetch] = fetch
+        threads = self._waiting_threads if command.is_per_layer else self._threads
+        threads.submit(self._run_fetch, fetch, list(self._state.caches.pages))
+
+    def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> None:
+        """Fetch from all machines of the owner, one after another, and report the end."""
+        cause, begin = "", self._clock()
+        # Fetches that wait for a thread are not late.
+        fetch.deadline.begin = begin
+        try:
+            endpoint = decode_endpoint(fetch.command.endpoint)
+            targets = find_targets(fetch.command, endpoint, pages)
+            if not targets:
+                raise KvTransferError("this engine has no KV cache for transfers")
+            self._predict(fetch, endpoint, targets)
+            for number, parts in targets.items():
+                self._fetch_parts(fetch, endpoint.machines[number], parts)
+        except (OSError, ValueError, ImportError, KvTransferError, KvFrameError) as error:
+            cause = str(error) or type(error).__name__
+        except Exception as error:
+            log.exception("fetch %d ends", fetch.command.fetch)
+            cause = f"{type(error).__name__}: {error}"
+        seconds = self._clock() - begin
+        done = KvFetched(fetch.command.fetch, not cause, fetch.num_bytes, seconds, cause)
+        self._report(fetch, done)
+        self._fetches.pop((fetch.generation, fetch.command.fetch), None)
+
+    def _report(self, fetch: RunningFetch, report: KvReport) -> None:
+        """Report on a fetch, unless its generation has ended."""
+        if (fetch.generation, fetch.command.fetch) in self._fetches:
+            self._on_report(fetch.generation, report)
+
+    def _predict(
+        self, fetch: RunningFetch, endpoint: KvEndpoint, targets: dict[int, list[TargetPart]]
+    ) -> None:
+        """Set the deadline by the rates measured so far."""
+        predicted = 0.0
+        for number, parts in targets.items():
+            num_bytes = _count_bytes(parts, fetch.command.num_tokens)
+            estimate = self._estimates.get(endpoint.machines[number].socket)
+            seconds = estimate and estimate.predict(num_bytes)
+            predicted += seconds or num_bytes / FIRST_GUESS_BYTES_PER_SECOND
+        fetch.deadline.predicted_seconds = predicted
+
+    def _fetch_parts(
+        self, fetch: RunningFetch, machine: KvMachine, parts: list[TargetPart]
+    ) -> None:
+        """Fetch what one machine has. Raises OSError, ValueError, KvTransferError, KvFrameError."""
+        is_local = machine.host == read_host_id()
+        name = self._backend
+        if name == AUTO:
+            name = "shm" if is_local else "tcp"
+        backend, begin = self._find_backend(name), self._clock()
+        connection = KvConnection(self._connect(machine, is_local), fetch.check)
+        try:
+            fetch_from_machine(fetch, connection, backend, (name, self._encoding), parts)
+        finally:
+            connection.close()
+        if fetch.command.is_per_layer:
+            # Its duration is that of the computation.
+            return
+        estimate = self._estimates.setdefault(machine.socket, TransferEstimate())
+        num_bytes = _count_bytes(parts, fetch.command.num_tokens)
+        now = self._clock()
+        estimate.observe(num_bytes, now - begin, now)
+
+    def _connect(self, machine: KvMachine, is_local: bool) -> socket.socket:
+        """Return a connection to another mover. Raises OSError, ValueError, KvTransferError."""
+        if not is_local:
+            if self._dial is None or not machine.address:
+                raise KvTransferError(
+                    "the other engine is on another machine and has no --kv-transfer-address"
+                )
+            return self._dial(machine)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(f"\0{machine.socket}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            option = socket.SO_PEERCRED
+            peer = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+            # Abstract sockets have no permissions of their own.
+            if _CREDENTIALS.unpack(peer)[1] != os.getuid():
+                connection.close()
+                continue
+            self._source.adopt(KvConnection(connection))
+
+
+def read_host_id() -> str:
+    """Return the identity of this machine and its network namespace, until it restarts."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # Abstract sockets belong to a network namespace.
+    return f"{boot}:{os.readlink('/proc/self/ns/net')}"
+
+
+def _count_bytes(parts: list[TargetPart], num_tokens: int) -> int:
+    return num_tokens * sum(
+        count_move_bytes(part.pages.layout, [KvMove(0, part.part.layer, part.part.heads)])
+        for part in parts
+    )

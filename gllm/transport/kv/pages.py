@@ -1,0 +1,150 @@
+"""Memory of a worker's KV cache as numpy views: runs of tokens of one layer and head range."""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gllm.messages.kv_layout import KvLayout, LayerLayout
+
+Bytes = NDArray[np.uint8]
+Slots = NDArray[np.int64]
+
+
+class KvPagesError(ValueError):
+    """Tokens, heads or blocks are outside of a worker's KV cache."""
+
+
+def find_slots(block_ids: Sequence[int], block_size: int, offset: int, num_tokens: int) -> Slots:
+    """Return the positions of a run of tokens in a layer's memory, [num_tokens] int64.
+
+    Args:
+        block_ids: Blocks of a sequence, in order.
+        block_size: Tokens per block.
+        offset: Tokens before the run, counted from the begin of the first block.
+        num_tokens: Length of the run.
+
+    Raises:
+        KvPagesError: There are too few blocks.
+    """
+    if offset < 0 or num_tokens < 0 or offset + num_tokens > len(block_ids) * block_size:
+        raise KvPagesError(
+            f"tokens {offset} to {offset + num_tokens - 1} are not in {len(block_ids)} blocks of "
+            f"{block_size} tokens"
+        )
+    tokens = np.arange(offset, offset + num_tokens, dtype=np.int64)
+    blocks = np.asarray(block_ids, np.int64)
+    return blocks[tokens // block_size] * block_size + tokens % block_size
+
+
+class KvPages:
+    """KV cache of one worker in a file, for example a memfd.
+
+    Pages that nobody has written take no memory. Elements are copied as bytes, so every dtype,
+    FP8 included, arrives as it was.
+    """
+
+    def __init__(self, layout: KvLayout, descriptor: int, is_writable: bool = True) -> None:
+        """Map the file.
+
+        Args:
+            layout: Of the worker.
+            descriptor: The file, which may be closed afterwards.
+            is_writable: False for a cache of another engine.
+
+        Raises:
+            KvPagesError: The file is smaller than the layout.
+            OSError: The file cannot be mapped.
+        """
+        self.layout = layout
+        size = os.fstat(descriptor).st_size
+        if size < layout.num_bytes:
+            raise KvPagesError(f"a KV cache of {layout.num_bytes} bytes in a file of {size}")
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        self._memory = mmap.mmap(descriptor, layout.num_bytes, mmap.MAP_SHARED, access)
+        memory = np.frombuffer(self._memory, np.uint8)
+        self.address: int = memory.ctypes.data
+        """Address of the memory in this process."""
+        num_slots = (layout.num_blocks + 1) * layout.block_size
+        self._layers: dict[int, tuple[LayerLayout, tuple[Bytes, ...]]] = {}
+        """Layers by index: layout, keys and values [slots, heads, bytes]; no values with MLA."""
+        for each, offsets in zip(layout.layers, layout.offsets, strict=True):
+            arrays = tuple(
+                memory[begin : begin + num_slots * each.num_heads * width].reshape(
+                    num_slots, each.num_heads, width
+                )
+                for begin, width in (
+                    (offsets.keys, each.key_bytes),
+                    (offsets.values, each.value_bytes),
+                )
+                if width
+            )
+            self._layers[each.layer] = each, arrays
+
+    def find_slots(self, block_ids: Sequence[int], offset: int, num_tokens: int) -> Slots:
+        """See the function `find_slots`. Raises KvPagesError for unknown blocks too."""
+        for block in block_ids:
+            if not 0 <= block < self.layout.num_blocks:
+                raise KvPagesError(f"block {block} of {self.layout.num_blocks}")
+        return find_slots(block_ids, self.layout.block_size, offset, num_tokens)
+
+    def bytes_per_token(self, layer: int, heads: range) -> int:
+        """Return the bytes of one token of a head range. Raises KvPagesError."""
+        each, _ = self._find(layer, heads)
+        return len(heads) * each.bytes_per_head
+
+    def read(self, layer: int, heads: range, slots: Slots) -> Bytes:
+        """Return a run: keys [tokens, heads, bytes], then values, as one array of bytes.
+
+        Raises:
+            KvPagesError: The worker does not have the layer or the heads.
+        """
+        each, arrays = self._find(layer, heads)
+        own = slice(heads.start - each.first_head, heads.stop - each.first_head)
+        return np.concatenate([array[slots, own].reshape(-1) for array in arrays])
+
+    def write(self, layer: int, heads: range, slots: Slots, run: Bytes) -> None:
+        """Write a run as `read` returns it. Raises KvPagesError."""
+        each, arrays = self._find(layer, heads)
+        if len(run) != len(slots) * len(heads) * each.bytes_per_head:
+            raise KvPagesError(f"{len(run)} bytes for {len(slots)} tokens of {len(heads)} heads")
+        own = slice(heads.start - each.first_head, heads.stop - each.first_head)
+        begin = 0
+        for array in arrays:
+            shape = len(slots), len(heads), array.shape[-1]
+            end = begin + len(slots) * len(heads) * array.shape[-1]
+            array[slots, own] = run[begin:end].reshape(shape)
+            begin = end
+
+    def copy(
+        self, layer: int, heads: range, slots: Slots, source: "KvPages", source_slots: Slots
+    ) -> None:
+        """Copy a run from another worker's memory without a buffer. Raises KvPagesError."""
+        each, arrays = self._find(layer, heads)
+        other, other_arrays = source._find(layer, heads)
+        own = slice(heads.start - each.first_head, heads.stop - each.first_head)
+        theirs = slice(heads.start - other.first_head, heads.stop - other.first_head)
+        for array, other_array in zip(arrays, other_arrays, strict=True):
+            array[slots, own] = other_array[source_slots, theirs]
+
+    def close(self) -> None:
+        """Unmap the memory once no view of it is left."""
+        self._layers = {}
+        try:
+            self._memory.close()
+        except BufferError:
+            # A reader still copies; the memory ends with its view.
+            return
+
+    def _find(self, layer: int, heads: range) -> tuple[LayerLayout, tuple[Bytes, ...]]:
+        if layer not in self._layers:
+            raise KvPagesError(f"the worker does not have layer {layer}")
+        each, arrays = self._layers[layer]
+        if not (heads and each.heads.start <= heads.start and heads.stop <= each.heads.stop):
+            raise KvPagesError(
+                f"heads {heads.start} to {heads.stop - 1} of layer {layer}: the worker has "
+                f"{each.heads.start} to {each.heads.stop - 1}"
+            )
+        return each, arrays

@@ -1,0 +1,162 @@
+"""Tokens and parts of a READ that are computed while it is answered.
+
+The owner sends READY with two numbers: the tokens, from the first requested one on, for which it
+answers this READ, and the parts, from the first one on, that have these tokens in its KV cache. The
+first READY with tokens fixes their number; the receiver requests the others with another READ.
+"""
+
+import struct
+import time
+from collections.abc import Callable
+
+from gllm.transport.kv.frames import KvConnection, KvFrameError, KvFrameKind, KvTransferError
+
+POLL_SECONDS = 0.0005
+"""Time between two looks at the counters of the owner's workers."""
+SIGN_SECONDS = 0.5
+"""Time without a new part after which READY is sent again, so that the receiver waits longer."""
+MAX_PART_SECONDS = 60.0
+"""Limit for the wait for one part, or for the next tokens."""
+_READY = struct.Struct("!II")
+
+
+class OwnerGate:
+    """Owner's side: waits until tokens are scheduled and parts are computed."""
+
+    def __init__(
+        self,
+        is_held: Callable[[], bool],
+        connection: KvConnection | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Create a gate.
+
+        Args:
+            is_held: Returns whether the ticket is still valid.
+            connection: To the receiver; None if it expects no READY.
+            clock: Time in seconds.
+            sleep: Waits for a number of seconds.
+        """
+        self._is_held = is_held
+        self._connection, self._clock, self._sleep = connection, clock, sleep
+        self._num_tokens = self._num_parts = self._num_ready = 0
+        self._is_computed: Callable[[int], bool] = lambda index: False
+
+    @property
+    def num_ready(self) -> int:
+        """Number of parts that are known to be computed."""
+        return self._num_ready
+
+    def wait_for_tokens(self, are_scheduled: Callable[[], bool]) -> None:
+        """Wait until a READ can be answered.
+
+        Args:
+            are_scheduled: Returns whether requested tokens are computed or scheduled.
+
+        Raises:
+            OSError: The receiver has gone.
+            KvTransferError: The blocks are not kept any more, or the tokens are late.
+        """
+        self._wait(are_scheduled)
+
+    def announce(self, num_tokens: int) -> None:
+        """Announce the tokens for which the READ is answered. Raises OSError."""
+        self._num_tokens = num_tokens
+        self._send()
+
+    def watch(self, num_parts: int, is_computed: Callable[[int], bool]) -> None:
+        """Note the parts of the READ, and the function that returns whether a part is computed."""
+        self._num_parts, self._is_computed = num_parts, is_computed
+
+    def wait_for_part(self, index: int) -> None:
+        """Wait until a part and all before it are computed.
+
+        Raises:
+            OSError: The receiver has gone.
+            KvTransferError: The blocks are not kept any more, or the part is late.
+        """
+        if index < self._num_ready:
+            return
+        self._wait(lambda: self._find_ready(index))
+        self._send()
+
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        now = self._clock()
+        limit, next_sign = now + MAX_PART_SECONDS, now + SIGN_SECONDS
+        while not is_ready():
+            if not self._is_held():
+                raise KvTransferError("the ticket is not held any more")
+            if (now := self._clock()) > limit:
+                raise KvTransferError("a layer was not computed in time")
+            if now > next_sign:
+                self._send()
+                next_sign = now + SIGN_SECONDS
+            self._sleep(POLL_SECONDS)
+
+    def _find_ready(self, index: int) -> bool:
+        """Count the computed parts; return whether they include one."""
+        while self._num_ready < self._num_parts and self._is_computed(self._num_ready):
+            self._num_ready += 1
+        return index < self._num_ready
+
+    def _send(self) -> None:
+        if self._connection is not None:
+            payload = _READY.pack(self._num_tokens, self._num_ready)
+            self._connection.send(KvFrameKind.READY, payload)
+
+
+class ReceiverGate:
+    """Receiver's side: waits until the owner has announced tokens and parts."""
+
+    def __init__(
+        self,
+        connection: KvConnection,
+        num_tokens: int,
+        num_parts: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """Create a gate.
+
+        Args:
+            connection: To the owner.
+            num_tokens: Tokens of the READ.
+            num_parts: Parts of the READ.
+            on_ready: Called with each announcement.
+        """
+        self._connection, self._on_ready = connection, on_ready
+        self._max_tokens, self._num_parts = num_tokens, num_parts
+        self._num_tokens = self._num_ready = 0
+
+    @property
+    def num_ready(self) -> int:
+        """Number of parts that the owner has announced as computed."""
+        return self._num_ready
+
+    def wait_for_tokens(self) -> int:
+        """Wait until the owner has announced for how many tokens it answers; return their number.
+
+        Raises:
+            OSError, KvFrameError: The connection ends.
+            KvTransferError: The owner refuses, or the fetch has to end.
+        """
+        while not self._num_tokens:
+            self._receive()
+        return self._num_tokens
+
+    def wait_for_part(self, index: int) -> None:
+        """Wait until a part and all before it may be read. Raises as `wait_for_tokens` does."""
+        while index >= self._num_ready:
+            self._receive()
+
+    def _receive(self) -> None:
+        _, payload = self._connection.receive(KvFrameKind.READY)
+        if len(payload) != _READY.size:
+            raise KvFrameError(f"READY has {len(payload)} bytes")
+        num_tokens, count = _READY.unpack(payload)
+        if num_tokens > self._max_tokens or num_tokens != (self._num_tokens or num_tokens):
+            raise KvFrameError(f"{num_tokens} of {self._max_tokens} tokens are announced")
+        if not self._num_ready <= count <= (self._num_parts if num_tokens else 0):
+            raise KvFrameError(f"{count} of {self._num_parts} parts are ready")
+        self._num_tokens, self._num_ready = num_tokens, count
+        self._on_ready()

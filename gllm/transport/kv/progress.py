@@ -1,0 +1,59 @@
+"""Counter of the layers that a worker has computed, in the memory behind its KV cache.
+
+Other processes read it without any message. The worker writes one number per layer: steps in the
+upper bits, the layers of that step in the lower ones. A worker computes its steps in order, so the
+number grows, and one counter serves all sequences.
+"""
+
+import mmap
+import os
+
+from gllm.messages.kv_layout import KvLayout
+
+_LAYER_BITS = 16
+
+
+class LayerProgress:
+    """Counter of one worker; it has a page of its own in the worker's file."""
+
+    def __init__(self, descriptor: int, layout: KvLayout, is_writable: bool = False) -> None:
+        """Map the page.
+
+        Args:
+            descriptor: File of the worker's KV cache, which may be closed afterwards.
+            layout: Of the worker.
+            is_writable: True at the worker, which makes the file larger if necessary.
+
+        Raises:
+            ValueError: The file ends before the page: the worker does not count its layers.
+            OSError: The page cannot be mapped.
+        """
+        begin, end = layout.num_bytes, layout.num_bytes + mmap.PAGESIZE
+        if os.fstat(descriptor).st_size < end:
+            if not is_writable:
+                raise ValueError("the worker does not count its layers")
+            os.ftruncate(descriptor, end)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        memory = mmap.mmap(descriptor, mmap.PAGESIZE, mmap.MAP_SHARED, access, offset=begin)
+        self._counter = memoryview(memory).cast("Q")
+
+    def record(self, step: int, num_layers: int) -> None:
+        """Note that the first `num_layers` layers of a step are in the KV cache.
+
+        Steps are numbered from 1 on: a new page reads as no step.
+
+        The store is one aligned word, so readers never see a half of it.
+        """
+        self._counter[0] = step << _LAYER_BITS | num_layers
+
+    def has_computed(self, step: int, num_layers: int) -> bool:
+        """Return whether that many layers of a step are in the KV cache."""
+        return self._counter[0] >= step << _LAYER_BITS | num_layers
+
+
+def open_progress(descriptor: int, layout: KvLayout) -> LayerProgress | None:
+    """Return a worker's counter; None if it has none."""
+    try:
+        return LayerProgress(descriptor, layout)
+    except ValueError:
+        return None

@@ -1,0 +1,283 @@
+"""Owner's side of transfers: answers READs as long as their tickets are held."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gllm.transport.kv.backends.base import KvBackend, ServedRead
+from gllm.transport.kv.frames import (
+    KvConnection,
+    KvFrameError,
+    KvFrameKind,
+    KvTransferError,
+    ReadConfirmed,
+    ReadPart,
+    ReadRequest,
+)
+from gllm.transport.kv.pages import KvPages, KvPagesError
+from gllm.transport.kv.part_gate import OwnerGate
+from gllm.transport.kv.progress import LayerProgress
+from gllm.transport.kv.tickets import HeldBlocks, TicketBook, TicketError
+
+MAX_CONNECTIONS = 256
+"""Beyond, the oldest connection without an answered READ of the address with most is closed."""
+_TICKET_SECONDS = 1.0
+"""Time in which a ticket may arrive after its first READ, or be free after the death of its reader:
+the driver's message, the end of a connection and the reader's way over the router are not
+ordered."""
+_TICKET_TICK_SECONDS = 0.01
+_CLOSE_SECONDS = 5.0
+"""Limit for the end of a connection's thread."""
+
+
+@dataclass
+class ServedCaches:
+    """KV caches of one generation, by place."""
+
+    generation: int
+    pages: Sequence[KvPages] = ()
+    descriptors: Sequence[int] = ()
+    """Read-only, for other processes."""
+    progress: Sequence[LayerProgress | None] = ()
+    """Counters of the workers that count their layers."""
+
+    def find_awaited(self, step: int, part: ReadPart) -> tuple[LayerProgress, int] | None:
+        """Return what has to be awaited for a part: the counter and the number of layers.
+
+        Args:
+            step: That computes the last tokens; 0 if all are computed.
+            part: Of the READ.
+
+        Returns:
+            None if the part is computed.
+
+        Raises:
+            KvTransferError: The worker does not count its layers.
+        """
+        if not step:
+            return None
+        counter = self.progress[part.place]
+        if counter is None:
+            raise KvTransferError("the other engine cannot be read before a prefill has ended")
+        layers = [each.layer for each in self.pages[part.place].layout.layers]
+        return counter, layers.index(part.layer) + 1
+
+
+@dataclass
+class KvSourceState:
+    """Caches and tickets that the threads of the owner's mover share."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    book: TicketBook = field(default_factory=TicketBook)
+    caches: ServedCaches = field(default_factory=lambda: ServedCaches(0))
+    num_malformed: int = 0
+    """Connections that have sent invalid frames."""
+    on_used: Callable[[int], None] = lambda ticket: None
+    """Called on any thread with a ticket that its reader needs no longer."""
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A connection that is served."""
+
+    connection: KvConnection
+    address: str
+    has_read: bool = False
+    """True once it has shown a ticket that is held."""
+
+
+@dataclass
+class _Use:
+    """Use of a ticket by a connection."""
+
+    reader: int
+    is_complete: bool = False
+    """True once the reader has confirmed the last token."""
+
+
+class KvSourceServer:
+    """Answers the READs of other movers, each connection on a thread."""
+
+    def __init__(
+        self,
+        state: KvSourceState,
+        make_backend: Callable[[str], KvBackend],
+        yield_to_activations: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """Create a source.
+
+        Args:
+            state: Tickets and caches.
+            make_backend: Returns the backend with a name. Raises ValueError, ImportError.
+            yield_to_activations: See ServedRead.
+            clock: Time in seconds.
+            sleep: Waits for a number of seconds.
+            max_connections: Largest number of connections that are served at the same time.
+        """
+        self._max_connections = max_connections
+        self._state, self._make_backend = state, make_backend
+        self._clock, self._sleep = clock, sleep
+        self._yield = yield_to_activations
+        self._readers: dict[_Reader, threading.Thread] = {}
+        """Open connections and their threads, the oldest first."""
+
+    @property
+    def num_readers(self) -> int:
+        """Number of open connections."""
+        return len(self._readers)
+
+    def adopt(self, connection: KvConnection, address: str = "") -> None:
+        """Serve a connection on a thread.
+
+        If there are too many, strangers make room: connections that have shown no valid ticket. A
+        connection that finds only readers is closed.
+
+        Args:
+            connection: The connection, which belongs to the source from now on.
+            address: IP address of the other end; empty on this machine.
+        """
+        reader = _Reader(connection, address)
+        thread = threading.Thread(target=self._run, args=(reader,), name="kv-source", daemon=True)
+        refused = None
+        with self._state.lock:
+            self._readers[reader] = thread
+            if len(self._readers) > self._max_connections:
+                refused = self._find_stranger()
+                del self._readers[refused]
+            if refused is not reader:
+                thread.start()
+        if refused is reader:
+            connection.close()
+        elif refused is not None:
+            refused.connection.shut_down()
+
+    def _find_stranger(self) -> _Reader:
+        """Return the oldest stranger of the address that has most; the newest is one always."""
+        strangers = [reader for reader in self._readers if not reader.has_read]
+        counts = Counter(reader.address for reader in strangers)
+        address, _ = counts.most_common(1)[0]
+        return next(reader for reader in strangers if reader.address == address)
+
+    def close(self) -> None:
+        """End all connections."""
+        with self._state.lock:
+            readers = dict(self._readers)
+        for reader in readers:
+            reader.connection.shut_down()
+        for thread in readers.values():
+            thread.join(_CLOSE_SECONDS)
+
+    def _run(self, reader: _Reader) -> None:
+        connection = reader.connection
+        uses: dict[int, _Use] = {}
+        try:
+            while True:
+                request = connection.receive_struct(KvFrameKind.READ, ReadRequest)
+                try:
+                    self._answer(reader, request, uses)
+                except (KvTransferError, TicketError, KvPagesError, ValueError) as error:
+                    connection.refuse(str(error))
+                except ImportError as error:
+                    connection.refuse(f"on the owner's machine: {error}")
+        except KvFrameError as error:
+            self._state.num_malformed += 1
+            with suppress(OSError):
+                connection.refuse(str(error))
+        except OSError:
+            # The receiver has gone; it asks again if it needs the rest.
+            pass
+        finally:
+            connection.close()
+            with self._state.lock:
+                self._readers.pop(reader, None)
+            # A ticket has one reader, and a reader has one connection.
+            for ticket, use in sorted(uses.items()):
+                if use.is_complete:
+                    self._state.on_used(ticket)
+                else:
+                    with self._state.lock:
+                        self._state.book.leave(ticket, use.reader)
+
+    def _answer(self, reader: _Reader, request: ReadRequest, uses: dict[int, _Use]) -> None:
+        """Answer one READ, and note the use of its ticket.
+
+        Raises OSError, and all reasons to refuse it.
+        """
+        connection = reader.connection
+        backend = self._make_backend(request.backend)
+        held, caches = self._use_ticket(request)
+        use = uses[request.ticket] = _Use(request.reader)
+        last = request.first_token + request.num_tokens
+        reader.has_read = True
+        for part in request.parts:
+            if part.place >= len(caches.pages):
+                raise KvTransferError(f"worker {part.place} of {len(caches.pages)}")
+            caches.pages[part.place].bytes_per_token(part.layer, part.heads)
+
+        def is_held() -> bool:
+            return self._is_held(request.ticket, held)
+
+        receiver = connection if request.is_per_layer else None
+        gate = OwnerGate(is_held, receiver, self._clock, self._sleep)
+        step, block_ids = held.step, held.block_ids
+        if receiver is not None:
+            first = request.first_token
+            gate.wait_for_tokens(lambda: held.num_tokens > first)
+            with self._state.lock:
+                # More tokens may follow meanwhile, by later steps.
+                end, step = held.find_chunk(first)
+                block_ids = held.block_ids
+            num_tokens = min(last, end) - first
+            gate.announce(num_tokens)
+            request = msgspec.structs.replace(request, num_tokens=num_tokens)
+        awaited = [caches.find_awaited(step, part) for part in request.parts]
+        gate.watch(len(awaited), lambda index: _is_computed(step, awaited[index]))
+        if receiver is None:
+            gate.wait_for_part(len(awaited) - 1)
+        read = ServedRead(
+            request,
+            caches.pages,
+            caches.descriptors,
+            block_ids,
+            is_held,
+            self._yield,
+            gate.wait_for_part,
+        )
+        backend.serve(connection, read)
+        connection.receive(KvFrameKind.CONFIRM)
+        connection.send_struct(KvFrameKind.CONFIRMED, ReadConfirmed(is_held()))
+        use.is_complete = request.first_token + request.num_tokens == last
+
+    def _use_ticket(self, request: ReadRequest) -> tuple[HeldBlocks, ServedCaches]:
+        """Return the blocks of a ticket, which is awaited, and their caches. Raises TicketError."""
+        state, end = self._state, self._clock() + _TICKET_SECONDS
+        while True:
+            with state.lock:
+                is_expected = state.book.may_come(request.ticket, request.reader)
+                if not is_expected or self._clock() >= end:
+                    held = state.book.use(
+                        request.ticket,
+                        request.reader,
+                        request.first_token,
+                        request.num_tokens,
+                        request.is_per_layer,
+                    )
+                    return held, state.caches
+            self._sleep(_TICKET_TICK_SECONDS)
+
+    def _is_held(self, ticket: int, held: HeldBlocks) -> bool:
+        with self._state.lock:
+            return self._state.book.is_held(ticket, held)
+
+
+def _is_computed(step: int, awaited: tuple[LayerProgress, int] | None) -> bool:
+    """Return whether a part is in the KV cache; see ServedCaches.find_awaited."""
+    return awaited is None or awaited[0].has_computed(step, awaited[1])

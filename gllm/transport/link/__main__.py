@@ -1,0 +1,27 @@
+"""Entry point of a data mover: `python -m gllm.transport.link DESCRIPTOR`.
+
+The descriptor is its end of a DescriptorChannel. The process ends when its parent does, because the
+channel is closed then.
+"""
+
+import os
+import signal
+import sys
+
+import setproctitle
+
+from gllm.transport.descriptors import DescriptorChannel
+from gllm.transport.link.mover import DataMover
+
+
+def main() -> None:
+    """Run a data mover until its parent closes the channel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
+    setproctitle.setproctitle("gllm-link")
+    DataMover(DescriptorChannel.from_descriptor(int(sys.argv[1]))).run()
+    # Threads may wait for connections; the kernel ends these.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

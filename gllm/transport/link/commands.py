@@ -1,0 +1,201 @@
+"""Messages between a data mover (`gllm-link`) and its parent over their DescriptorChannel."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from gllm.messages.kv_layout import KvLayout
+from gllm.messages.kv_transfer import KvCommand, KvReport
+from gllm.messages.nodes import LinkState
+from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
+from gllm.transport.link.encodings import PLAIN
+
+MAX_LANES = 2
+"""Lanes of an edge: decodes, and steps with prefills."""
+
+
+class LinkPeer(msgspec.Struct, frozen=True):
+    """Another machine, as the data mover reaches and recognizes it."""
+
+    node: str
+    address: str
+    """HOST:PORT of its data port; empty if it accepts no connections."""
+    certificate: bytes
+    """Certificate of its data connections, in DER; empty without encryption."""
+
+
+class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
+    """First message to a data mover; LinkListening answers it. Again: another run begins.
+
+    Its descriptor, if any, is the file of `NodeCertificate.descriptor` (runtime/certificates.py).
+    """
+
+    run: int
+    """Number of the head's start."""
+    node: str
+    """Name of this machine."""
+    listen: str
+    """HOST:PORT to bind, port 0 for any; empty if this machine only dials."""
+    has_tls: bool
+    """True if a descriptor with the certificate and its key travels along."""
+    congestion: str | None = None
+    """Congestion control of TCP; None for that of the system."""
+    policy: str = DEFAULT_LINK_POLICY
+    """Order of the steps that wait for a connection: a name of LINK_POLICIES."""
+    encoding: str = PLAIN
+    """Encoding of activations: a name of LINK_ENCODINGS, the same at both ends of an edge."""
+    node_timeout: float = 5.0
+    """Seconds; an edge is lost when it stays disconnected for twice as long."""
+    accepts_engines: bool = False
+    """True if the data port is for engines of other machines that fetch KV blocks: they show no
+    certificate, because tickets permit what they read."""
+    log_level: str = "warning"
+    log_format: str = "text"
+
+
+class OpenLinkEdge(msgspec.Struct, frozen=True, tag=True):
+    """Command: connect this machine's end of an edge to the other machine.
+
+    Its descriptors are those of the worker's `Edge`, in the same order: memory and event of lane 0,
+    the files of the meeting, then memory and event of each further lane.
+    """
+
+    generation: int
+    edge: int
+    """Number of the edge within the generation."""
+    is_sender: bool
+    """True if the worker of this machine sends."""
+    dials: bool
+    """True if this machine dials the other one."""
+    peer: LinkPeer
+    num_lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)] = 1
+    """Lanes of the edge, each with a ring of its own."""
+
+
+class CloseLinkEdges(msgspec.Struct, frozen=True, tag=True):
+    """Command: close the edges of a generation and of all earlier ones."""
+
+    generation: int
+
+
+class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
+    """Command: serve and fill the KV caches of a generation; KvCachesOpened answers.
+
+    Its descriptors are the memory of the workers' caches, in the order of the layouts. Caches of
+    an earlier generation are closed.
+    """
+
+    generation: int
+    layouts: list[KvLayout]
+    backend: str
+    """See gllm.config.kv_backends."""
+    encoding: str = PLAIN
+    """Encoding of fetches over TCP: a name of LINK_ENCODINGS."""
+
+
+class CloseKvCaches(msgspec.Struct, frozen=True, tag=True):
+    """Command: end all tickets and fetches, without reports."""
+
+
+class MoveKv(msgspec.Struct, frozen=True, tag=True):
+    """Command of a generation's driver; ignored in other generations."""
+
+    generation: int
+    command: KvCommand
+
+
+class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
+    """Report that KV caches are served."""
+
+    generation: int
+    machine: bytes
+    """KvMachine of this machine (gllm.transport.kv.endpoint); empty after an error."""
+    cause: str = ""
+    """Reason for which they are not served; empty for none."""
+
+
+class KvMoved(msgspec.Struct, frozen=True, tag=True):
+    """Report on a command of MoveKv."""
+
+    generation: int
+    report: KvReport
+
+
+class LinkListening(msgspec.Struct, frozen=True, tag=True):
+    """Report that the data mover is ready."""
+
+    port: int
+    """Port that it has bound; 0 for none."""
+    cause: str = ""
+    """Reason for which it could not bind; its parent ends it then."""
+
+
+class LinkEdgeOpened(msgspec.Struct, frozen=True, tag=True):
+    """Report that an edge is connected for the first time; both of its ends report it."""
+
+    generation: int
+    edge: int
+
+
+class LinkEdgeLost(msgspec.Struct, frozen=True, tag=True):
+    """Report that an edge cannot be connected, or stays disconnected."""
+
+    generation: int
+    edge: int
+    cause: str
+
+
+class LinkReport(msgspec.Struct, frozen=True, tag=True):
+    """State of all edges, sent when it has changed; counters alone once per second."""
+
+    links: list[LinkState]
+    num_malformed: int
+    """Frames and handshakes that were invalid."""
+    refused: dict[str, int]
+    """Connections that were refused, by IP address."""
+    refusal_causes: dict[str, str] = {}
+    """Cause of the last refusal, by IP address."""
+
+
+LinkCommand = LinkIdentity | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches | MoveKv
+"""Messages to a data mover."""
+LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened | KvMoved
+"""Messages to its parent."""
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[LinkCommand] = msgspec.msgpack.Decoder(LinkCommand)
+_message_decoder: msgspec.msgpack.Decoder[LinkMessage] = msgspec.msgpack.Decoder(LinkMessage)
+
+
+def encode_link_message(message: LinkCommand | LinkMessage) -> bytes:
+    """Return the payload of a message; descriptors travel beside it."""
+    return _encoder.encode(message)
+
+
+def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkCommand:
+    """Return a message to a data mover.
+
+    Raises:
+        msgspec.DecodeError: the payload is no valid message.
+        ValueError: the number of descriptors is wrong.
+    """
+    command = _command_decoder.decode(payload)
+    match command:
+        case LinkIdentity():
+            is_valid = len(descriptors) == int(command.has_tls)
+        case OpenLinkEdge():
+            is_valid = len(descriptors) >= 2 * command.num_lanes
+        case OpenKvCaches():
+            is_valid = len(descriptors) == len(command.layouts) > 0
+        case CloseLinkEdges() | CloseKvCaches() | MoveKv():
+            is_valid = not descriptors
+    if not is_valid:
+        raise ValueError(f"{type(command).__name__} has {len(descriptors)} descriptors")
+    return command
+
+
+def decode_link_message(payload: bytes) -> LinkMessage:
+    """Return a message of a data mover. Raises msgspec.DecodeError."""
+    return _message_decoder.decode(payload)

@@ -1,0 +1,250 @@
+"""Data connections: sockets, TLS with pinned certificates, and whole frames."""
+
+import select
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from gllm.transport.link.frames import FRAME, FrameError, FrameHeader, unpack_frame
+from gllm.transport.link.tcp import TcpInfo, read_tcp_info, set_pacing, set_unsent_limit
+
+HANDSHAKE_SECONDS = 5.0
+"""Limit until the first frame has arrived."""
+CONNECT_SECONDS = 2.0
+"""Limit for TCP; a later attempt finds a link that is back sooner than SYNs that are repeated."""
+_USER_TIMEOUT_MILLISECONDS = 5000
+"""Time after which a connection ends that does not get its bytes through."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+"""Seconds without traffic before the first probe, seconds between two, and their number."""
+_JOINED_BYTES = 2**16
+"""Largest parts that are copied to be sent at once: one TLS record, one packet."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(f"{address} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def configure_socket(connection: socket.socket, congestion: str | None) -> None:
+    """Set the options of a data connection. Raises OSError for an unknown congestion control."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    timeout = _USER_TIMEOUT_MILLISECONDS
+    for option, value in (*_KEEPALIVE, (socket.TCP_USER_TIMEOUT, timeout)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if congestion:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+
+
+class TlsIdentity:
+    """Certificate and key of this machine: contexts that accept certain certificates only."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Use the file of a NodeCertificate."""
+        self._descriptor = descriptor
+
+    def accepting(self, certificates: Iterable[bytes]) -> ssl.SSLContext:
+        """Return a context that accepts the owners of certificates in DER.
+
+        An invalid certificate is left out: the machine that announced it cannot connect.
+        """
+        context = self.accepting_anyone()
+        # Certificates carry no host names: they are compared as a whole.
+        context.verify_mode = ssl.CERT_REQUIRED
+        for certificate in certificates:
+            with suppress(ssl.SSLError, ValueError):
+                context.load_verify_locations(cadata=certificate)
+        return context
+
+    def accepting_anyone(self) -> ssl.SSLContext:
+        """Return a context that accepts dialers without a certificate."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Tickets would arrive beside the frames, and no session is ever resumed.
+        context.num_tickets = 0
+        context.load_cert_chain(f"/proc/self/fd/{self._descriptor}")
+        return context
+
+    def dialing(self, certificate: bytes) -> ssl.SSLContext:
+        """Return a context that connects to the owner of a certificate.
+
+        Raises:
+            ssl.SSLError, ValueError: the certificate is invalid.
+        """
+        context = create_dialing_context(certificate)
+        context.load_cert_chain(f"/proc/self/fd/{self._descriptor}")
+        return context
+
+
+def create_dialing_context(certificate: bytes) -> ssl.SSLContext:
+    """Return a context that connects to the owner of a certificate, and shows none itself.
+
+    Raises:
+        ssl.SSLError, ValueError: the certificate is invalid.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Certificates carry no host names: they are compared as a whole.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
+def peer_certificate(connection: socket.socket) -> bytes:
+    """Return the certificate of the other end in DER; empty without TLS."""
+    if isinstance(connection, ssl.SSLSocket):
+        return connection.getpeercert(binary_form=True) or b""
+    return b""
+
+
+def dial(
+    address: str, congestion: str | None, tls: TlsIdentity | None, certificate: bytes
+) -> socket.socket:
+    """Connect to another machine.
+
+    Raises:
+        OSError: there is no connection, or the other end has another certificate.
+        ValueError: the address is invalid.
+    """
+    connection = socket.create_connection(split_address(address), CONNECT_SECONDS)
+    try:
+        configure_socket(connection, congestion)
+        connection.settimeout(HANDSHAKE_SECONDS)
+        if tls is None and not certificate:
+            return connection
+        context = create_dialing_context(certificate) if tls is None else tls.dialing(certificate)
+        secured = context.wrap_socket(connection)
+    except BaseException:
+        connection.close()
+        raise
+    if peer_certificate(secured) != certificate:
+        secured.close()
+        raise OSError("the other end has another certificate")
+    return secured
+
+
+class FrameConnection:
+    """Connection that sends and receives whole frames; used by one thread, except `shut_down`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Use a connected socket."""
+        self._socket = connection
+        self._header = bytearray(FRAME.size)
+        self._timeout = connection.gettimeout()
+        self.payload_timeout: float | None = HANDSHAKE_SECONDS
+        """Limit of a wait for the rest of a frame; None once the edge is open."""
+        self.num_bytes = 0
+        """Bytes sent and received."""
+        self.address = "an unknown address"
+        """IP address of the other end."""
+        with suppress(OSError):
+            self.address = connection.getpeername()[0]
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for readable bytes."""
+        return self._socket.fileno()
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send bytes; waits as long as the other end does not read. Raises OSError."""
+        self._set_timeout(None)
+        size = sum(len(part) for part in parts)
+        for part in [b"".join(parts)] if size <= _JOINED_BYTES else parts:
+            self._socket.sendall(part)
+        self.num_bytes += size
+
+    def read_tcp_info(self) -> TcpInfo | None:
+        """Return TCP's measurements; None if the system has none. Raises OSError."""
+        return read_tcp_info(self._socket)
+
+    def set_pacing(self, bytes_per_second: float) -> None:
+        """Limit the rate at which packets leave; infinite for no limit. Raises OSError."""
+        set_pacing(self._socket, bytes_per_second)
+
+    def set_unsent_limit(self, num_bytes: int) -> None:
+        """Limit the bytes that the kernel holds before they leave. Raises OSError."""
+        set_unsent_limit(self._socket, num_bytes)
+
+    def try_receive_header(self) -> FrameHeader | None:
+        """Return the header of a frame that has begun to arrive; None if none has.
+
+        Raises:
+            OSError: the connection has ended.
+            FrameError: the header is invalid.
+        """
+        view = memoryview(self._header)
+        self._set_timeout(0)
+        try:
+            size = self._socket.recv_into(view)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return None
+        self._check_end(size)
+        self._receive_rest(view[size:])
+        self.num_bytes += len(view)
+        return unpack_frame(view)
+
+    def receive_header(self, timeout: float) -> FrameHeader:
+        """Wait for the header of a frame. Raises OSError, FrameError."""
+        end = time.monotonic() + timeout
+        while (header := self.try_receive_header()) is None:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("the other end does not answer")
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            waiting.poll(left * 1000)
+        return header
+
+    def receive_into(self, view: memoryview) -> None:
+        """Receive exactly as many bytes as fit. Raises OSError."""
+        self._receive_rest(view)
+        self.num_bytes += len(view)
+
+    def receive(self, length: int) -> bytes:
+        """Return exactly `length` bytes. Raises OSError."""
+        data = bytearray(length)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def shut_down(self) -> None:
+        """End the connection; a thread that waits for it gets an error. Called on any thread."""
+        with suppress(OSError):
+            # Not the method of SSLSocket, which would go on without encryption.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _receive_rest(self, view: memoryview) -> None:
+        while view:
+            try:
+                size = self._socket.recv_into(view)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._set_timeout(self.payload_timeout)
+                continue
+            self._check_end(size)
+            view = view[size:]
+
+    def _set_timeout(self, seconds: float | None) -> None:
+        # Each call is a system call, and most small frames need none.
+        if seconds != self._timeout:
+            self._timeout = seconds
+            self._socket.settimeout(seconds)
+
+    def _check_end(self, size: int) -> None:
+        if size == 0:
+            raise ConnectionError("the other end has closed the connection")
+
+
+def receive_answer(connection: FrameConnection) -> tuple[FrameHeader, bytes]:
+    """Wait for a frame with a small payload. Raises OSError, FrameError."""
+    header = connection.receive_header(HANDSHAKE_SECONDS)
+    if not header.frame_class:
+        raise FrameError("activations before the edge is open")
+    return header, connection.receive(header.length)

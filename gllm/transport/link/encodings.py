@@ -1,0 +1,79 @@
+"""Registry of encodings: how gllm-link writes activations on a connection.
+
+An encoding is one class of this package and one line of LINK_ENCODINGS. It sees rows: the
+activations of one token each. Encoded rows have equal lengths, so a receiver decodes each row as
+soon as its bytes have arrived.
+"""
+
+import importlib
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+PLAIN = "plain"
+LINK_ENCODINGS = MappingProxyType(
+    {
+        PLAIN: ("gllm.transport.link.encodings", "PlainEncoding"),
+        "int8": ("gllm.transport.link.int8_encoding", "Int8Encoding"),
+    }
+)
+"""Module and class by name, imported on first use."""
+
+
+class RowFormat(NamedTuple):
+    """One row of activations in the memory of a ring."""
+
+    hidden_size: int
+    itemsize: int
+    """Bytes per element: 4 for float32, 2 for bfloat16 and float16."""
+    is_bfloat16: bool = False
+    """True if elements of 2 bytes are bfloat16."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of a row."""
+        return self.hidden_size * self.itemsize
+
+
+class LinkEncoding(Protocol):
+    """Encoding of activations on a connection. Its methods keep no state between calls."""
+
+    def row_bytes(self, row: RowFormat) -> int:
+        """Return the length of an encoded row, which is at most that of the row itself."""
+
+    def encode(self, rows: memoryview, row: RowFormat) -> memoryview:
+        """Return whole rows encoded, possibly in the same memory."""
+
+    def decode(self, encoded: memoryview, row: RowFormat, rows: memoryview) -> None:
+        """Write whole encoded rows, of any contents, into the memory of as many rows."""
+
+
+class PlainEncoding:
+    """Rows as they are."""
+
+    def row_bytes(self, row: RowFormat) -> int:
+        """Return the length of the row."""
+        return row.num_bytes
+
+    def encode(self, rows: memoryview, row: RowFormat) -> memoryview:
+        """Return the rows themselves."""
+        return rows
+
+    def decode(self, encoded: memoryview, row: RowFormat, rows: memoryview) -> None:
+        """Copy the rows."""
+        rows[:] = encoded
+
+
+def make_encoding(name: str) -> LinkEncoding:
+    """Return an encoding.
+
+    Args:
+        name: Of LINK_ENCODINGS.
+
+    Raises:
+        ValueError: There is no such encoding.
+    """
+    if name not in LINK_ENCODINGS:
+        raise ValueError(f"the encoding {name!r} is none of {', '.join(LINK_ENCODINGS)}")
+    module, class_name = LINK_ENCODINGS[name]
+    encoding: LinkEncoding = getattr(importlib.import_module(module), class_name)()
+    return encoding

@@ -1,0 +1,191 @@
+"""Frames of a data connection: their headers, their limits, and the payloads of the first ones.
+
+A connection belongs to one edge of one generation. It begins with a HELLO of the dialing end, which
+the other one answers; then each end sends RESUME. After that the sending end sends LAYOUT before
+its first step, and each step as frames of ACTIVATIONS; both ends send MEETING.
+"""
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple, Self, TypeVar
+
+import msgspec
+
+from gllm.transport.base import EdgeLayout
+from gllm.transport.link.encodings import PLAIN
+
+MAGIC, VERSION = b"gA", 2
+FRAME = struct.Struct("!2sBBQIHBHQII")
+"""Magic, version, and the fields of FrameHeader."""
+MAX_HELLO_BYTES = 4096
+"""Largest payload before the other end is known."""
+
+
+class FrameError(Exception):
+    """A frame is invalid; its connection ends."""
+
+
+class FrameClass(IntEnum):
+    """Kind of a frame."""
+
+    ACTIVATIONS = 0
+    """Part of a slot."""
+    HELLO = 16
+    ANSWER = 17
+    RESUME = 18
+    LAYOUT = 19
+    MEETING = 20
+    """Part of the log by which the two workers meet before they use NCCL."""
+    PROBE = 21
+    """Request for an ECHO, from the sending end of an idle connection."""
+    ECHO = 22
+    KV_HELLO = 23
+    """First frame of a connection of two KV movers; gllm.transport.kv.frames follow."""
+
+
+MAX_BYTES = {
+    FrameClass.ACTIVATIONS: 2**32 - 1,
+    FrameClass.HELLO: MAX_HELLO_BYTES,
+    FrameClass.ANSWER: MAX_HELLO_BYTES,
+    FrameClass.RESUME: 2**16,
+    FrameClass.LAYOUT: 256,
+    FrameClass.MEETING: 2**14,
+    FrameClass.PROBE: 0,
+    FrameClass.ECHO: 0,
+    FrameClass.KV_HELLO: MAX_HELLO_BYTES,
+}
+"""Largest payload by class; the slot limits activations further."""
+
+
+class FrameHeader(NamedTuple):
+    """Header of a frame."""
+
+    frame_class: FrameClass
+    run: int
+    generation: int
+    edge: int
+    lane: int
+    """Lane of ACTIVATIONS and LAYOUT; 0 in all others."""
+    slot: int
+    """Slot of ACTIVATIONS; 0 in all others."""
+    step: int
+    """Turn of ACTIVATIONS in their lane; 0 in all others."""
+    offset: int
+    """Position of the payload in its slot, or in the log of a MEETING."""
+    length: int
+    """Bytes of the payload."""
+
+    def pack(self) -> bytes:
+        """Return the header's bytes."""
+        return FRAME.pack(MAGIC, VERSION, *self)
+
+
+def unpack_frame(data: bytes | bytearray | memoryview) -> FrameHeader:
+    """Return the header of a frame.
+
+    Raises:
+        FrameError: it is no valid header.
+    """
+    magic, version, frame_class, *fields = FRAME.unpack_from(data)
+    if magic != MAGIC:
+        raise FrameError("the bytes are no frame of gllm-link")
+    if version != VERSION:
+        raise FrameError(f"the frame has version {version}, expected {VERSION}")
+    try:
+        header = FrameHeader(FrameClass(frame_class), *fields)
+    except ValueError:
+        raise FrameError(f"the frame has the unknown class {frame_class}") from None
+    limit = MAX_BYTES[header.frame_class]
+    if header.length > limit:
+        name = header.frame_class.name
+        raise FrameError(f"a frame {name} has {header.length} bytes, at most {limit} are allowed")
+    if header.frame_class != FrameClass.ACTIVATIONS:
+        if header.slot or header.step:
+            raise FrameError(f"a frame {header.frame_class.name} names a slot or a step")
+        if header.lane and header.frame_class != FrameClass.LAYOUT:
+            raise FrameError(f"a frame {header.frame_class.name} names a lane")
+    return header
+
+
+class EdgeName(NamedTuple):
+    """Edge of one generation of one run."""
+
+    run: int
+    generation: int
+    edge: int
+
+    def header(
+        self, frame_class: FrameClass, payload: bytes, offset: int = 0, lane: int = 0
+    ) -> bytes:
+        """Return the bytes of a frame that concerns no step."""
+        return FrameHeader(frame_class, *self, lane, 0, 0, offset, len(payload)).pack() + payload
+
+    def find_difference(self, header: FrameHeader) -> str:
+        """Return the field in which a frame belongs to another edge; empty for none."""
+        for name, value in self._asdict().items():
+            received = getattr(header, name)
+            if received != value:
+                return f"the frame is of {name} {received}, expected {value}"
+        return ""
+
+
+class EdgeHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Payload of HELLO."""
+
+    node: str
+    """Machine that dials."""
+    peer: str
+    """Machine that it expects."""
+    is_sender: bool
+    """True if the dialing machine sends activations."""
+    encoding: str = PLAIN
+    """Name of the encoding that the dialing machine uses."""
+
+
+class EdgeAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Payload of ANSWER."""
+
+    cause: str = ""
+    """Reason for which the edge is refused; empty if it is accepted."""
+    is_final: bool = False
+    """True if the dialing end need not try again."""
+
+
+class EdgeResume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Payload of RESUME: the state at which an earlier connection of the edge left its sender."""
+
+    signalled: list[list[int | None]]
+    """Turn that was signalled last in each slot, by lane; empty from the end that sends."""
+    meeting_bytes: int
+    """Bytes of the other end's log that have arrived."""
+
+
+class RingLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Payload of LAYOUT: what both rings of a lane have in common."""
+
+    slots: int
+    hidden_size: int
+    itemsize: int
+    is_bfloat16: bool = False
+
+    @classmethod
+    def of(cls, layout: EdgeLayout) -> Self:
+        """Return what a ring with this layout has in common with the other one."""
+        return cls(layout.slots, layout.hidden_size, layout.itemsize, layout.is_bfloat16)
+
+
+_Payload = TypeVar("_Payload", EdgeHello, EdgeAnswer, EdgeResume, RingLayout)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_payload(payload: EdgeHello | EdgeAnswer | EdgeResume | RingLayout) -> bytes:
+    """Return the bytes of a payload."""
+    return _encoder.encode(payload)
+
+
+def decode_payload(data: bytes | memoryview, kind: type[_Payload]) -> _Payload:
+    """Return a payload. Raises FrameError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FrameError(f"the payload of a frame is invalid: {error}") from error

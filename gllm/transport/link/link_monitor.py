@@ -1,0 +1,208 @@
+"""Monitor of an edge's connection: reads TCP's measurements, and sets the limits that follow."""
+
+from collections import deque
+from math import inf, isinf
+
+from gllm.pacing.link_estimator import LinkEstimator, LinkSample
+from gllm.pacing.send_rate import SendRate
+from gllm.transport.link.connection import FrameConnection
+from gllm.transport.link.tcp import TcpInfo
+
+SAMPLE_SECONDS = 0.02
+"""Least interval between two samples."""
+PROBE_SECONDS = 1.0
+"""Silence after which the round trip is probed. A probe and its echo take 200 bytes with all
+headers: 1 % of the capacity of a link of 0.2 Mbit/s."""
+WARM_PROBE_SECONDS = 0.2
+"""Silence after which a shaped connection is probed that carries steps now and then. TCP's
+retransmission timeout is at least as long, and after a longer silence cubic restarts from its
+initial window: the next step would leave at the pace of that, 10 ms later at 100 Mbit/s, 30 ms."""
+WARM_SECONDS = 60.0
+"""Time since the last step for which a connection is kept so."""
+MIN_WARM_BYTES_PER_SECOND = 125e3
+"""Least rate of a link that is kept so, of which these probes take less than 1 %."""
+FULL_WINDOW_SHARE = 0.9
+"""Share of the congestion window from which on that is what bytes wait for."""
+MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.05, 0.1
+"""Time over which the rate of arrivals is measured; between these it is the round trip."""
+LIMIT_TOLERANCE = 0.05
+"""Relative change of a limit that is worth a system call."""
+
+
+class LinkMonitor:
+    """Estimates of one edge over all of its connections, and the limits of the present one."""
+
+    def __init__(self, is_shaped: bool) -> None:
+        """Create a monitor without a connection.
+
+        is_shaped: True if the kernel's buffer stays empty and prefills are paced.
+        """
+        self.estimator = LinkEstimator()
+        self._is_shaped = is_shaped
+        self._rate = SendRate(self.estimator)
+        self._connection: FrameConnection | None = None
+        self._last: TcpInfo | None = None
+        """Last sample of this connection."""
+        self._deliveries: deque[tuple[float, int]] = deque()
+        """Times and numbers of delivered segments of the samples of the last window."""
+        self._busy_since = inf
+        """Time since which the kernel has always had bytes to send."""
+        self._sample_time = self._active_time = 0.0
+        """Times of the last sample and of the last traffic."""
+        self._step_time = -inf
+        """Time at which a step last waited for this connection."""
+        self._probe_time: float | None = None
+        """Time of the probe that was not answered yet."""
+        self._has_prefill = False
+        """True if a prefill waited at the last call of `observe`."""
+        self._pacing = inf
+        self._unsent_bytes = 0
+        """Limits of this connection; 0 for none."""
+
+    def begin(self, connection: FrameConnection, now: float) -> None:
+        """Measure a new connection from now on. Raises OSError."""
+        self._connection, self._last, self._busy_since = connection, None, inf
+        self._deliveries.clear()
+        self._sample_time, self._active_time, self._probe_time = 0.0, now, None
+        self._has_prefill, self._pacing, self._unsent_bytes = False, inf, 0
+        self.observe(now, is_busy=False, has_prefill=False)
+
+    def observe(self, now: float, is_busy: bool, has_prefill: bool) -> None:
+        """Take a sample, unless the last one is recent, and adapt the limits.
+
+        Args:
+            now: time in seconds.
+            is_busy: True if a step waits for the connection.
+            has_prefill: True if one of these is no decode.
+
+        Raises:
+            OSError: the connection is closed.
+        """
+        self._busy_since = min(self._busy_since, now) if is_busy else inf
+        if is_busy:
+            self._step_time = now
+        begins_prefill = has_prefill and not self._has_prefill
+        self._has_prefill = has_prefill
+        if self._connection is None:
+            return
+        if begins_prefill and self._is_shaped:
+            # A whole window would leave before the next sample, and the decodes after it wait.
+            self._adapt(now, has_prefill)
+        if now - self._sample_time < SAMPLE_SECONDS:
+            return
+        self._sample_time = now
+        info = self._connection.read_tcp_info()
+        if info is None:
+            return
+        last, self._last = self._last, info
+        has_arrived = last is not None and info.num_delivered != last.num_delivered
+        if last is not None and has_arrived:
+            self.estimator.observe(self._compare(now, last, info))
+        if info.unacknowledged_bytes or info.unsent_bytes:
+            self._active_time = now
+        if self._is_shaped:
+            self._adapt(now, has_prefill)
+
+    def check_supply(self) -> None:
+        """Note whether the kernel has run out of bytes: this thread was late then, not the link.
+
+        Called before bytes are written. Raises OSError.
+        """
+        info = self._connection.read_tcp_info() if self._connection else None
+        if info is None or info.unsent_bytes:
+            return
+        if info.unacknowledged_bytes < FULL_WINDOW_SHARE * info.window_bytes:
+            self._busy_since = inf
+
+    def send_bytes_per_second(self) -> float:
+        """Return the rate at which a chunk leaves now; 0 if it is unknown."""
+        rate = self.estimator.bytes_per_second or inf
+        info = self._last
+        if info is not None and info.round_trip_seconds > 0:
+            rate = min(rate, info.window_bytes / info.round_trip_seconds)
+        return 0.0 if rate == inf else rate
+
+    def seconds_to_sample(self, now: float) -> float:
+        """Return the time until `observe` or a probe is due."""
+        if self._active_time == self._sample_time:
+            # Bytes are on their way.
+            return max(0.0, self._sample_time + SAMPLE_SECONDS - now)
+        return max(0.0, self._active_time + self._probe_seconds(now) - now)
+
+    def should_probe(self, now: float) -> bool:
+        """Return True if the connection has been idle; the caller then sends a probe."""
+        if now - self._active_time < self._probe_seconds(now):
+            return False
+        self._active_time = now
+        if self._probe_time is not None:
+            # TCP still tries to get the last probe through.
+            return False
+        self._probe_time = now
+        return True
+
+    def on_echo(self, now: float) -> None:
+        """Note the answer to a probe."""
+        if self._probe_time is not None:
+            self.estimator.observe_round_trip(now, now - self._probe_time)
+        self._probe_time = None
+
+    def _probe_seconds(self, now: float) -> float:
+        """Return the silence after which a probe is due."""
+        rate = self.estimator.bytes_per_second
+        is_fast = rate is not None and rate >= MIN_WARM_BYTES_PER_SECOND
+        is_warm = self._is_shaped and is_fast and now - self._step_time < WARM_SECONDS
+        return WARM_PROBE_SECONDS if is_warm else PROBE_SECONDS
+
+    def _compare(self, now: float, last: TcpInfo, info: TcpInfo) -> LinkSample:
+        """Return what has happened since the last sample."""
+        rate = self._arrival_rate(now, info)
+        is_app_limited = rate is None
+        if rate is None:
+            # The kernel keeps an older rate where a later one says less.
+            rate = 0.0
+            if info.bytes_per_second != last.bytes_per_second:
+                rate = info.bytes_per_second
+        return LinkSample(
+            now,
+            rate,
+            is_app_limited,
+            self._pacing,
+            info.round_trip_seconds,
+            info.num_sent_bytes - last.num_sent_bytes,
+            info.num_retransmitted_bytes - last.num_retransmitted_bytes,
+        )
+
+    def _arrival_rate(self, now: float, info: TcpInfo) -> float | None:
+        """Return the rate of arrivals over a window; None if the sender was the limit.
+
+        The kernel's own rate does not tell: with few unsent bytes it takes each pause of the
+        writing thread for a lack of bytes, and drops the rate.
+        """
+        window = min(max(info.round_trip_seconds, MIN_WINDOW_SECONDS), MAX_WINDOW_SECONDS)
+        deliveries = self._deliveries
+        deliveries.append((now, info.num_delivered))
+        while now - deliveries[1][0] >= window if len(deliveries) > 1 else False:
+            deliveries.popleft()
+        begin, num_delivered = deliveries[0]
+        # What arrived in the window was sent a round trip earlier.
+        if now - begin < window or self._busy_since > begin - info.round_trip_seconds:
+            return None
+        return (info.num_delivered - num_delivered) * info.segment_bytes / (now - begin)
+
+    def _adapt(self, now: float, has_prefill: bool) -> None:
+        assert self._connection is not None
+        pacing = self._rate.pacing_bytes_per_second(now, has_prefill)
+        if _differs(pacing, self._pacing):
+            self._connection.set_pacing(pacing)
+            self._pacing = pacing
+        unsent_bytes = self._rate.unsent_bytes()
+        if _differs(unsent_bytes, self._unsent_bytes):
+            self._connection.set_unsent_limit(unsent_bytes)
+            self._unsent_bytes = unsent_bytes
+
+
+def _differs(value: float, present: float) -> bool:
+    """Return whether a limit has to be set again."""
+    if isinf(value) or isinf(present):
+        return value != present
+    return abs(value - present) > LIMIT_TOLERANCE * present

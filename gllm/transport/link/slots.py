@@ -1,0 +1,146 @@
+"""Slots of a ring as frames, and frames as slots.
+
+A step travels as one frame with its slot's header and error text, at offset 0, and frames with its
+activations, in order, from offset PAGE_BYTES on; with an encoding, offsets and lengths are those of
+the encoded bytes. Frames of other steps, of the same lane or another
+one, may come between these.
+
+A slot may be overwritten while it is sent again: by the step that is `slots` later in its lane,
+which is planned once the first one has committed. The receiving stage has read the first step by
+then, so its ring has signalled that step before the overwriting began, and ignores all frames of
+the step since. Bytes of two steps therefore never reach a stage. A step of which bytes wait at the
+sending end cannot have committed, so its slot keeps it. After a reconnection the sending end
+resends what the receiving ring had not signalled by then, and so nothing that may be overwritten
+meanwhile.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gllm.transport.link.encoded_rows import EncodedRows, RowDecoder
+from gllm.transport.link.encodings import LinkEncoding, RowFormat
+from gllm.transport.link.frames import FrameError, FrameHeader
+from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
+
+MAX_STEP = 2**63 - 1
+
+
+class StepBytes(NamedTuple):
+    """Bytes of one step."""
+
+    step: int
+    head: bytes
+    """The slot's header and error."""
+    payload: memoryview | EncodedRows
+    """Activations, in the slot's memory or encoded; empty for none."""
+
+
+def read_step(ring: Ring, step: int, encoding: LinkEncoding | None = None) -> StepBytes | None:
+    """Return the bytes of a step that was signalled; None if the slot has a later step by now."""
+    header = ring.header(step)
+    if header.step != step or header.find_fault(ring.shape):
+        return None
+    begin = ring.offset(step)
+    head = ring.memory[begin : begin + SLOT_HEADER.size + header.error_bytes]
+    payload = memoryview(ring.memory)[ring.payload(step) :][: header.payload_bytes]
+    if encoding is None:
+        return StepBytes(step, head, payload)
+    return StepBytes(step, head, EncodedRows(payload, _row_of(ring), encoding))
+
+
+@dataclass(slots=True)
+class _PartialStep:
+    """Step whose header has arrived."""
+
+    step: int
+    next_offset: int
+    end: int
+    decoder: RowDecoder | None
+    """Memory for encoded activations; None if they go to the slot."""
+
+
+class SlotWriter:
+    """Receiver of a lane's steps on one connection; checks each frame before it writes a byte."""
+
+    def __init__(self, ring: Ring, encoding: LinkEncoding | None = None) -> None:
+        """Fill the lane's ring.
+
+        Args:
+            ring: Of the lane.
+            encoding: Of the connection; None for none.
+        """
+        self._ring, self._encoding = ring, encoding
+        self._partial: dict[int, _PartialStep] = {}
+        self._head = bytearray(PAGE_BYTES)
+
+    def place(self, frame: FrameHeader) -> memoryview | None:
+        """Return the memory for a frame's payload; None if the ring has the step already.
+
+        Raises:
+            FrameError: the frame does not fit.
+        """
+        ring, shape = self._ring, self._ring.shape
+        if frame.slot >= shape.slots or frame.step > MAX_STEP:
+            raise FrameError(f"step {frame.step} in slot {frame.slot} of {shape.slots}")
+        if frame.slot != ring.slot(frame.step):
+            raise FrameError(f"step {frame.step} is in slot {frame.slot}")
+        if frame.offset + frame.length > ring.stride:
+            raise FrameError(f"bytes up to {frame.offset + frame.length} of {ring.stride}")
+        if ring.has_signalled(frame.step):
+            return None
+        partial = self._partial.get(frame.slot)
+        if frame.offset == 0:
+            if partial is not None:
+                raise FrameError(f"step {frame.step} before the end of step {partial.step}")
+            if not SLOT_HEADER.size <= frame.length <= PAGE_BYTES:
+                raise FrameError(f"a slot's header of {frame.length} bytes")
+            return memoryview(self._head)[: frame.length]
+        if partial is None or (partial.step, partial.next_offset) != (frame.step, frame.offset):
+            raise FrameError(f"bytes {frame.offset} of step {frame.step} are out of order")
+        if not 0 < frame.length <= partial.end - frame.offset:
+            raise FrameError(f"{frame.length} bytes, {partial.end - frame.offset} are missing")
+        if partial.decoder is not None:
+            return partial.decoder.encoded[frame.offset - PAGE_BYTES :][: frame.length]
+        begin = ring.offset(frame.step) + frame.offset
+        return memoryview(ring.memory)[begin : begin + frame.length]
+
+    def finish(self, frame: FrameHeader) -> None:
+        """Handle a frame whose payload is in its place; signal a step that is complete.
+
+        Raises:
+            FrameError: the slot's header does not fit.
+        """
+        if frame.offset == 0:
+            self._begin_step(frame)
+        partial = self._partial[frame.slot]
+        if frame.offset > 0:
+            partial.next_offset += frame.length
+            if partial.decoder is not None:
+                partial.decoder.decode(partial.next_offset - PAGE_BYTES)
+        if partial.next_offset == partial.end:
+            del self._partial[frame.slot]
+            self._ring.signal_written(frame.step)
+
+    def _begin_step(self, frame: FrameHeader) -> None:
+        header = SlotHeader(*SLOT_HEADER.unpack_from(self._head))
+        fault = header.find_fault(self._ring.shape)
+        if header.step != frame.step:
+            fault = f"the header of step {header.step}"
+        elif frame.length != SLOT_HEADER.size + header.error_bytes:
+            fault = f"{frame.length} bytes with an error text of {header.error_bytes}"
+        if fault:
+            raise FrameError(f"step {frame.step} has {fault}")
+        begin = self._ring.offset(frame.step)
+        self._ring.memory[begin : begin + frame.length] = self._head[: frame.length]
+        num_bytes, decoder = header.payload_bytes, None
+        if self._encoding is not None:
+            rows = memoryview(self._ring.memory)[self._ring.payload(frame.step) :][:num_bytes]
+            decoder = RowDecoder(rows, _row_of(self._ring), self._encoding)
+            num_bytes = len(decoder.encoded)
+        end = PAGE_BYTES + num_bytes
+        self._partial[frame.slot] = _PartialStep(frame.step, PAGE_BYTES, end, decoder)
+
+
+def _row_of(ring: Ring) -> RowFormat:
+    """Return the format of a token's activations."""
+    return RowFormat(ring.shape.hidden_size, ring.shape.itemsize, ring.shape.is_bfloat16)

@@ -1,0 +1,247 @@
+"""Sessions of routers and engines over real sockets: attachment, loss, and who is refused."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from gllm.engine.attachment.attachment import RouterAttachment
+from gllm.messages.fleet import AnnounceEngine, DrainEngine, EngineReport, GreetEngine
+from gllm.runtime.messaging.link_config import FleetLinkConfig
+from gllm.runtime.messaging.security import create_secret_file
+from tests.support.routing.links import FakeEngine, Links, announcement, request, until
+
+HUB = "127.0.0.1:0"
+
+
+def reports(router: object) -> list[EngineReport]:
+    return [each for each in router.messages if isinstance(each, EngineReport)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_engine_dialling", [True, False])
+async def test_either_end_dials(links: Links, is_engine_dialling: bool) -> None:
+    facts = announcement("east", 5, role="decode", num_blocks=99)
+    if is_engine_dialling:
+        router = await links.router(hub=HUB)
+        engine, _ = await links.engine(facts, dial=(router.address,))
+    else:
+        engine, attachment = await links.engine(facts, hub=HUB)
+        router = await links.router(dial=(attachment.hub_address.removeprefix("tcp://"),))
+    await until(lambda: router.attached)
+    link = router.link("east")
+    assert (link.name, link.announce, link.report.state) == ("east", facts, "ready")
+    assert link.address.startswith("127.0.0.1")
+    link.send(request(1, [1], 3))
+    await until(lambda: engine.driver.sequences)
+    engine.step()
+    await until(lambda: router.tokens())
+
+
+async def test_members_with_the_secret(links: Links, tmp_path: Path) -> None:
+    path = str(tmp_path / "secret")
+    create_secret_file(Path(path))
+    router = await links.router(hub=HUB, node_secret_file=path)
+    await links.engine(dial=(router.address,), node_secret_file=path)
+    await until(lambda: router.attached)
+    await links.engine(announcement("two"), dial=(router.address,))
+    await asyncio.sleep(0.2)
+    assert router.attached == ["one"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FleetLinkConfig(hub="0.0.0.0:0"),
+        FleetLinkConfig(dial=("10.0.0.1:29700",)),
+        FleetLinkConfig(dial=("router.example:29700",)),
+        FleetLinkConfig(dial=("127.0.0.1:1", "dns:routers.example:29700")),
+    ],
+    ids=str,
+)
+def test_nothing_leaves_this_machine_without_a_secret(config: FleetLinkConfig) -> None:
+    with pytest.raises(ValueError, match="needs a node secret"):
+        RouterAttachment(FakeEngine(), announcement, config)
+
+
+async def test_several_engines_and_routers(links: Links) -> None:
+    routers = [await links.router(f"router {i}", hub=HUB) for i in range(2)]
+    dial = tuple(router.address for router in routers)
+    engines = [await links.engine(announcement(f"e{i}", i), dial=dial) for i in range(3)]
+    for router in routers:
+        await until(lambda: sorted(router.attached) == ["e0", "e1", "e2"])  # noqa: B023
+    for number, router in enumerate(routers):
+        # Wire ids are a router's own.
+        router.link("e1").send(request(7, [number], 3))
+    engine = engines[1][0]
+    await until(lambda: len(engine.driver.sequences) == 2)
+    while engine.driver.sequences:
+        engine.step()
+    for router in routers:
+        await until(lambda: 7 in router.ends())  # noqa: B023
+    assert routers[0].tokens() != routers[1].tokens()
+    assert [len(attachment.routers) for _, attachment in engines] == [2, 2, 2]
+
+
+async def test_a_second_session_of_a_router_is_refused(
+    links: Links, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = await links.router(hub=HUB)
+    _, attachment = await links.engine(hub=HUB, dial=(router.address,))
+    await until(lambda: router.attached)
+    # A router that an engine dials may dial the engine too.
+    hub = attachment.hub_address.removeprefix("tcp://")
+    again = await links.router(greeting=router.links.greeting, dial=(hub,))
+    await until(lambda: "has a session with this router already" in caplog.text)
+    assert (router.attached, router.lost, again.attached) == (["one"], [], [])
+    assert len(attachment.routers) == 1
+
+
+async def test_changes_of_state_are_reported_at_once(links: Links) -> None:
+    router, engine, _ = await links.pair()
+    router.messages.clear()
+    engine.change("ready")
+    engine.change("recovering", "stage 0 was killed")
+    await until(lambda: reports(router))
+    assert [(each.state, each.cause) for each in reports(router)][:1] == [
+        ("recovering", "stage 0 was killed")
+    ]
+    assert router.link().report.state == "recovering"
+    engine.change("ready")
+    await until(lambda: router.link().report.state == "ready")
+
+
+async def test_a_router_drains_an_engine_for_all_routers(links: Links) -> None:
+    routers = [await links.router(hub=HUB) for _ in range(2)]
+    await links.engine(dial=tuple(router.address for router in routers))
+    for router in routers:
+        await until(lambda: router.attached)  # noqa: B023
+    for is_on, state in ((True, "draining"), (False, "ready")):
+        routers[0].link().send(DrainEngine(is_on))
+        for router in routers:
+            await until(lambda: router.link().report.state == state)  # noqa: B023
+
+
+async def test_changed_facts_are_announced_again(links: Links) -> None:
+    router = await links.router(hub=HUB, peer_timeout=0.5)
+    facts = [announcement(num_blocks=0)]
+    attachment = RouterAttachment(
+        FakeEngine(),
+        lambda: facts[0],
+        FleetLinkConfig(dial=(router.address,), peer_timeout=0.5),
+    )
+    await attachment.start()
+    try:
+        await until(lambda: router.attached)
+        facts[0] = announcement(num_blocks=64)
+        await until(lambda: router.link().announce.num_blocks == 64)
+        assert [each for each in router.messages if isinstance(each, AnnounceEngine)] == facts
+    finally:
+        await attachment.stop()
+
+
+async def test_an_engine_attaches_again_after_the_router_has_restarted(links: Links) -> None:
+    router, engine, attachment = await links.pair()
+    port = router.port
+    router.link().send(request(1, [1], 400))
+    await until(lambda: engine.driver.sequences)
+    await router.links.stop()
+    await until(lambda: not engine.driver.sequences)
+    later = await links.router(hub=f"127.0.0.1:{port}")
+    await until(lambda: later.attached)
+    assert len(attachment.routers) == 1
+
+
+async def test_an_engine_that_leaves_is_lost_at_once(links: Links) -> None:
+    router, engine, attachment = await links.pair()
+    await attachment.drain()
+    await until(lambda: router.link().is_leaving)
+    await attachment.stop()
+    await until(lambda: router.lost)
+    assert router.links.links == {}
+    assert engine.client.num_requests == 0
+
+
+@pytest.mark.parametrize("is_router_silent", [True, False])
+async def test_a_silent_peer_is_lost(links: Links, is_router_silent: bool) -> None:
+    router = await links.router(hub=HUB, peer_timeout=0.4)
+    engine, attachment = await links.engine(dial=(router.address,), peer_timeout=0.4)
+    await until(lambda: router.attached)
+    router.link().send(request(1, [1], 400))
+    await until(lambda: engine.driver.sequences)
+    session = attachment.routers[0]
+    silent = router.links if is_router_silent else attachment
+    silent.is_silent = True
+    if is_router_silent:
+        await until(lambda: not engine.driver.sequences)
+    else:
+        await until(lambda: router.lost)
+        assert "no message for" in router.lost[0][1]
+    await until(lambda: not session.connection.is_open)
+    silent.is_silent = False
+    await until(lambda: len(router.attached) >= 2)
+
+
+async def test_nobody_is_lost_because_this_process_was_stopped(links: Links) -> None:
+    router = await links.router(hub=HUB, peer_timeout=0.5)
+    await links.engine(dial=(router.address,), peer_timeout=0.5)
+    await until(lambda: router.attached)
+    # The event loop runs nothing for longer than a peer may be silent.
+    time.sleep(0.8)
+    router.messages.clear()
+    await until(lambda: len(reports(router)) > 1)
+    assert router.lost == []
+
+
+async def test_two_living_engines_of_one_name(
+    links: Links, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = await links.router(hub=HUB)
+    await links.engine(announcement("x", 1), dial=(router.address,), refused_seconds=0.05)
+    await until(lambda: router.attached == ["x"])
+    _, later = await links.engine(announcement("x", 2), dial=(router.address,))
+    await until(lambda: router.attached == ["x", "x"])
+    assert [name for name, _ in router.lost] == ["x"]
+    # The earlier one tries again in vain, and both logs show it.
+    await until(lambda: len(router.links.refusals) >= 2)
+    await until(lambda: "another engine of the name x at 127.0.0.1" in caplog.text)
+    assert "another engine of the name x is attached" in caplog.text
+    assert router.link("x").announce.run == 2
+    assert router.attached == ["x", "x"]
+    await later.stop()
+    await until(lambda: router.links.links and router.link("x").announce.run == 1)
+
+
+async def test_versions_that_do_not_understand_each_other(
+    links: Links, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = await links.router(hub=HUB)
+    await links.engine(announcement("new", protocol=9, oldest_protocol=8), dial=(router.address,))
+    await until(lambda: router.links.refusals)
+    assert "update the older one" in router.links.refusals[0].cause
+    _, attachment = await links.engine(hub=HUB)
+    hub = attachment.hub_address.removeprefix("tcp://")
+    old = await links.router(greeting=GreetEngine(0, 0, "old", 3), dial=(hub,))
+    await until(lambda: "the router speaks versions 0 to 0" in caplog.text)
+    assert router.attached == old.attached == []
+    assert attachment.routers == []
+
+
+async def test_an_engine_that_the_router_refuses(
+    links: Links, caplog: pytest.LogCaptureFixture
+) -> None:
+    router, engine, attachment = await links.pair()
+    router.link().send(request(1, [1], 400))
+    await until(lambda: engine.driver.sequences)
+    router.link().refuse("it serves another model")
+    await until(lambda: "it serves another model" in caplog.text)
+    await until(lambda: not engine.driver.sequences)
+    assert router.links.links == {}
+    assert router.lost == []
+    assert attachment.routers == []
+
+
+async def test_a_hub_that_cannot_be_bound(links: Links) -> None:
+    router = await links.router(hub=HUB)
+    with pytest.raises(OSError, match="cannot listen"):
+        await links.router(hub=router.address)
