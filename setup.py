@@ -75,7 +75,7 @@ class BuildFlavors(build_ext):
 
 setup(
     name="gllm",
-    version="0.1.0",
+    version=runpy.run_path(str(ROOT / "gllm/options/version.py"))["__version__"],
     description="Pipeline-parallel LLM serving with token throttling",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",

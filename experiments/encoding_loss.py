@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from gllm.config.engine import EngineConfig
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RegisterSequences
 from gllm.models.config import read_config
 from gllm.models.split import split_layers
 from gllm.runtime.worker.cpu.executor import CpuExecutor
 from gllm.scheduler.plan import ScheduledRow, StepPlan
-from gllm.transport.link.encodings import PLAIN, RowFormat, make_encoding
+from gllm.transport.link.encodings import RowFormat, make_encoding
 
 BLOCK_SIZE = 16
 """Tokens of a KV block."""

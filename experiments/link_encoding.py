@@ -17,10 +17,10 @@ from experiments.encoding_loss import (
     measure_encoding_loss,
 )
 from experiments.parallel import map_parallel
+from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
 from gllm.models.hub import resolve_model
 from gllm.sim.metrics.bar_plot import plot_bars
 from gllm.sim.metrics.report import format_table
-from gllm.transport.link.encodings import LINK_ENCODINGS, PLAIN
 
 MODEL = "demo"
 STAGES = (2, 3, 6)

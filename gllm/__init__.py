@@ -2,14 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+from gllm.options.version import __version__
+
 if TYPE_CHECKING:
     from gllm.config.engine import EngineConfig
     from gllm.config.sampling import SamplingParams, StructuredOutput
     from gllm.engine.engine import Engine
     from gllm.engine.llm import LLM
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "StructuredOutput"]
+__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "StructuredOutput", "__version__"]
 
 _MODULES = {
     "Engine": "gllm.engine.engine",

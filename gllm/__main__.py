@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from gllm import __version__
+from gllm.options.version import __version__
 
 COMMANDS = {
     "serve": ("gllm.serve:main", "serve a model over HTTP"),
@@ -18,7 +18,6 @@ COMMANDS = {
         "gllm.commands.simulate:main",
         "predict a deployment from a profile or a data sheet",
     ),
-    "experiment": ("experiments.__main__:main", "run a named experiment and write its page"),
     "plan": ("gllm.commands.plan.command:main", "find machines, parallelism and routes"),
     "up": ("gllm.commands.up:main", "start this machine's share of a plan"),
     "bench": ("gllm.commands.bench.command:main", "measure a server over HTTP, or an engine"),

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from scripts.layers import layers_table
 from scripts.package_tree import package_tree
 from scripts.page_parts import replace_parts
+from scripts.rooms import floors_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-PARTS = {"packages": package_tree, "layers": layers_table}
+PARTS = {"packages": package_tree, "floors": floors_table}
 """By name of the part: the function that returns its text."""
 
 

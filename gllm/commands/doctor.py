@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 
-from gllm import __version__
 from gllm.config.node_environment import has_launcher, parse_head_address, read_node_place
 from gllm.config.nodes import DEFAULT_DATA_PORT, NodesConfig
 from gllm.deploy.doctor import host_checks, model_checks, network_checks
@@ -15,6 +14,7 @@ from gllm.deploy.doctor.head_probe import HeadAnswer, check_answer, probe_head
 from gllm.deploy.doctor.model_checks import LocalModel
 from gllm.messages.nodes import PROTOCOL
 from gllm.options.flags import FlagParser, number_type
+from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 from gllm.runtime.messaging.security import SecretFile, SecretFileError
 from gllm.runtime.node.machine import MachineMonitor

@@ -15,6 +15,7 @@ from functools import partial
 
 import setproctitle
 
+from gllm.config.link_encodings import PLAIN
 from gllm.config.node_environment import parse_head_address
 from gllm.deploy.cluster.service_command import ServiceMachine
 from gllm.deploy.cluster.service_node import ServiceNode
@@ -30,7 +31,6 @@ from gllm.runtime.messaging.certificates import NodeCertificate, create_certific
 from gllm.runtime.messaging.security import SecretFile, check_dialed_address
 from gllm.runtime.node.agent import Agent, AgentConfig
 from gllm.runtime.node.machine import MachineMonitor, find_own_address, read_facts
-from gllm.transport.link.encodings import PLAIN
 
 log = logging.getLogger("gllm")
 

@@ -8,10 +8,10 @@ from collections.abc import MutableMapping
 
 import setproctitle
 
-from gllm import __version__
 from gllm.config.server import ServerConfig, check_api_key
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.options.flags import FlagParser, add_flags
+from gllm.options.version import __version__
 
 log = logging.getLogger("gllm")
 

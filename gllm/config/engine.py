@@ -10,6 +10,7 @@ from typing import Any
 
 from gllm.config.kv_backends import AUTO, check_backend_name
 from gllm.config.kv_events import KvEventsConfig, parse_kv_events
+from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
 from gllm.options.addresses import is_wildcard, parse_host_port
 from gllm.options.degrees import as_degrees, expand_degrees
 from gllm.options.field_types import FieldError, convert_fields
@@ -25,7 +26,6 @@ from gllm.options.flags import (
 )
 from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.scheduler.config import SchedulerConfig
-from gllm.transport.link.encodings import LINK_ENCODINGS, PLAIN
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Values of --dtype."""

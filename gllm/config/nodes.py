@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
 from gllm.options.field_types import convert_fields
 from gllm.options.flags import parse_counts
 from gllm.options.options import INT32_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY, LINK_POLICIES
-from gllm.transport.link.encodings import LINK_ENCODINGS, PLAIN
 
 EXECUTOR_BACKENDS = ("mp", "ray")
 """Values of --distributed-executor-backend."""

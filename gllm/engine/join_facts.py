@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from gllm import __version__
 from gllm.config.engine import EngineConfig
 from gllm.messages.nodes import PROTOCOL
 from gllm.models.identity import hash_model
+from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 
 

@@ -6,6 +6,7 @@ Runs the engine's event loop on a thread of its own and shows a progress bar.
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.config.output_parsers import OutputParserConfig
 from gllm.config.sampling import SamplingParams
-from gllm.deploy.ray.launcher import RayLauncher
 from gllm.engine.chat import prepare_chat
 from gllm.engine.engine import Engine, EngineError
 from gllm.engine.request_checks import check_options, check_request, truncate_prompt
@@ -30,6 +30,9 @@ from gllm.text.output.events import ToolCall
 from gllm.text.output.parser import OutputFormat
 
 T = TypeVar("T")
+Launcher = Callable[[EngineConfig, NodesConfig, str | None], AbstractContextManager[NodesConfig]]
+"""Starts the other machines of an engine and returns them once entered; ends them on exit. Its
+arguments: the engine, the options about machines, the path of the secret file."""
 
 
 @dataclass
@@ -103,7 +106,8 @@ class LLM:
             shows.
         options: Fields of EngineConfig, SchedulerConfig and NodesConfig, and `node_secret_file`.
             With `nnodes`, this process is the head; `gllm node --join` runs on the other machines.
-            With `distributed_executor_backend="ray"`, Ray starts it there.
+        launcher: Starts the other machines, as `gllm.deploy.ray.launcher.RayLauncher` does; then
+            `nnodes` and `master_addr` may be left out.
         create_engine: Creates the engine from the arguments of `Engine`.
     """
 
@@ -114,6 +118,7 @@ class LLM:
         *,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        launcher: Launcher | None = None,
         create_engine: Callable[..., Engine] = Engine,
         **options: Any,
     ) -> None:
@@ -122,13 +127,13 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
         self._thread.start()
-        self._launcher: RayLauncher | None = None
+        self._machines: AbstractContextManager[NodesConfig] | None = None
         try:
-            nodes, secret_file = _pop_nodes(options)
+            nodes, secret_file = _pop_nodes(options, launcher is not None)
             config = EngineConfig.from_options(model, **options)
-            if nodes.distributed_executor_backend == "ray":
-                self._launcher = RayLauncher(config, nodes, secret_file)
-                nodes = self._launcher.place()
+            if launcher is not None:
+                self._machines = launcher(config, nodes, secret_file)
+                nodes = self._machines.__enter__()
             attachment = AttachmentConfig(node_secret_file=secret_file)
             self._engine = self._wait(
                 _start(create_engine, config, progress=progress, attachment=attachment, nodes=nodes)
@@ -241,8 +246,8 @@ class LLM:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _end_loop(self) -> None:
-        if self._launcher is not None:
-            self._launcher.close()
+        if self._machines is not None:
+            self._machines.__exit__(None, None, None)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -311,15 +316,22 @@ async def _start(create_engine: Callable[..., Engine], *args: Any, **options: An
     return engine
 
 
-def _pop_nodes(options: dict[str, Any]) -> tuple[NodesConfig, str | None]:
+def _pop_nodes(
+    options: dict[str, Any], has_launcher: bool = False
+) -> tuple[NodesConfig, str | None]:
     """Remove the options about machines; return them and the file of the node secret.
 
-    Raises ValueError, because only the head has an LLM.
+    Raises ValueError: only the head has an LLM, and Ray needs its launcher.
     """
     names = {spec.name for spec in fields(NodesConfig)}
     nodes = NodesConfig(**{name: options.pop(name) for name in list(options) if name in names})
-    backend = nodes.distributed_executor_backend
-    if nodes.node_rank or (nodes.nnodes > 1 and nodes.master_addr is None and backend != "ray"):
+    if nodes.distributed_executor_backend == "ray" and not has_launcher:
+        raise ValueError(
+            "distributed_executor_backend ray: pass launcher=RayLauncher instead, from "
+            "gllm.deploy.ray.launcher"
+        )
+    has_address = nodes.nnodes == 1 or nodes.master_addr is not None or has_launcher
+    if nodes.node_rank or not has_address:
         raise ValueError(
             "an LLM with nnodes is the head: leave node_rank out, set master_addr to an address of "
             "this machine, and run `gllm node --join` with that address on the other machines"

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gllm import __version__
 from gllm.frontend.endpoint import Endpoint
 from gllm.frontend.errors import ERROR_TYPES
 from gllm.frontend.fields.base import JsonObject, RequestFields
+from gllm.options.version import __version__
 
 ERROR_SCHEMA: JsonObject = {
     "type": "object",

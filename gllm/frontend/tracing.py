@@ -25,9 +25,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gllm import __version__
 from gllm.frontend.context import REQUEST_ID
 from gllm.frontend.request_summary import SUMMARY, RequestSummary
+from gllm.options.version import __version__
 
 MAX_QUEUED_SPANS = 4096
 """Spans that wait for the collector; further ones are dropped and counted."""

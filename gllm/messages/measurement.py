@@ -10,7 +10,8 @@ from gllm.messages.base import WireMessage
 class StageMeasured(WireMessage, frozen=True):
     """Measured time and memory of each layer of the model on a worker.
 
-    A time is that of a decode step, plus a share of that of a prefill step (gllm/runtime/worker/probe.py).
+    A time is that of a decode step, plus a share of that of a prefill step
+    (gllm/runtime/worker/probe.py).
     """
 
     is_fenced: ClassVar[bool] = False

@@ -1,8 +1,8 @@
 """Maximum sizes of request fields, checked before any work on a request.
 
 docs/api.md has the table. `gllm.config.server` has the limits that flags set,
-`gllm.text.grammar.sources.structured_output` those of grammars. docs/benchmarks/frontend-gaps.md has the
-time for which a request of each size blocks the event loop.
+`gllm.text.grammar.sources.structured_output` those of grammars. docs/benchmarks/frontend-gaps.md
+has the time for which a request of each size blocks the event loop.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,5 +1,5 @@
 """Decisions about the processes of an engine: placements, recovery from deaths, liveness.
 
-Everything here is pure: time and events are arguments, and `gllm.runtime.head.supervisor` executes the
-decisions.
+Everything here is pure: time and events are arguments, and `gllm.runtime.head.supervisor` executes
+the decisions.
 """

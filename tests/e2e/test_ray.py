@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gllm.config.sampling import SamplingParams
+from gllm.deploy.ray.launcher import RayLauncher
 from gllm.engine.llm import LLM
 from gllm.runtime.messaging.security import create_secret_file
 from tests.support.network.ports import free_ports
@@ -165,7 +166,7 @@ def test_an_llm_uses_ray() -> None:
             pipeline_parallel_size=3,
             threads=1,
             device="cpu",
-            distributed_executor_backend="ray",
+            launcher=RayLauncher,
             ray_address=raylets.address,
             master_addr=f"{raylets.addresses[0]}:{port}",
         ) as llm:

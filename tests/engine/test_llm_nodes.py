@@ -21,6 +21,11 @@ def test_only_the_head_has_an_llm(options):
         _pop_nodes(options)
 
 
-def test_ray_finds_the_address_of_the_head():
-    nodes, _ = _pop_nodes({"nnodes": 2, "distributed_executor_backend": "ray"})
+def test_a_launcher_finds_the_address_of_the_head():
+    nodes, _ = _pop_nodes({"nnodes": 2}, has_launcher=True)
     assert nodes.nnodes == 2
+
+
+def test_ray_needs_its_launcher():
+    with pytest.raises(ValueError, match="launcher=RayLauncher"):
+        _pop_nodes({"nnodes": 2, "distributed_executor_backend": "ray"})

@@ -11,7 +11,7 @@ import pytest
 
 from gllm.kernels.attention_backends import BACKENDS
 from scripts.architecture_page import PAGE, with_current_parts
-from scripts.layers import layer_of, may_import
+from scripts.rooms import floor_of, forbidden, room_of
 from tests.support.sources import ROOT, parse, sources, text_of
 
 MODULES = [path for path in sources("gllm") if path.stat().st_size and "demo" not in path.parts]
@@ -63,28 +63,38 @@ def package_of(path: Path) -> str:
 
 
 def forbidden_imports(name: str, source: str) -> set[str]:
-    """Return the layers and other packages that a module imports but may not."""
-    layers = {layer_of(other) for other in imported(source, name.rpartition(".")[0])}
-    own = layer_of(name)
-    return {other for other in layers - STANDARD if not may_import(own, other)}
+    """Return the modules and packages that a module imports but may not."""
+    modules = imported(source, name.rpartition(".")[0])
+    return forbidden(name, {other for other in modules if other.split(".")[0] not in STANDARD})
 
 
-def test_imports_stay_within_the_layers() -> None:
-    forbidden = {
+def test_imports_run_down_the_floors() -> None:
+    found = {
         name: modules
         for path in MODULES
         if (name := name_of(path)) != "gllm" and (modules := forbidden_imports(name, text_of(path)))
     }
-    assert forbidden == {}
+    assert found == {}
+
+
+def test_rooms_fill_21_packages_on_12_floors() -> None:
+    rooms = {room_of(name) for name in NAMES if name != "gllm"}
+    packages = {room for room in rooms if (ROOT / "gllm" / room).is_dir()}
+    assert len(packages | {"demo"}) == 21
+    assert {floor_of(room) for room in rooms} <= set(range(1, 13))
 
 
 def test_the_check_finds_what_does_not_belong() -> None:
     assert forbidden_imports("gllm.scheduler.x", "import torch, json") == {"torch"}
-    assert forbidden_imports(
-        "gllm.frontend.x", "def f():\n    from gllm.runtime.messaging.bus import Hub"
-    ) == {"gllm.runtime"}
+    upward = "def f():\n    from gllm.runtime.messaging.bus import Hub"
+    assert forbidden_imports("gllm.transport.x", upward) == {"gllm.runtime.messaging.bus"}
+    assert forbidden_imports("gllm.frontend.x", upward) == set()
+    beside = "from gllm.routing.state import EngineState"
+    assert forbidden_imports("gllm.pacing.x", beside) == {"gllm.routing.state"}
+    assert forbidden_imports("gllm.runtime.head.x", "import torch") == {"torch"}
+    assert forbidden_imports("gllm.runtime.worker.cpu.x", "import torch") == set()
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"
-    assert forbidden_imports("gllm.transport.x", hidden) == set()
+    assert forbidden_imports("gllm.config.x", hidden) == set()
 
 
 def test_generated_parts_of_the_page_are_current() -> None:
@@ -101,7 +111,11 @@ LIGHT = (
     "gllm.transport.link.mover",
 )
 """Modules of packages that may load torch elsewhere."""
-LIGHT_PACKAGES = ("sim", "plan", "scheduler", "pacing", "cluster", "routing")
+LIGHT_PACKAGES = (
+    *("options", "scheduler", "routing", "pacing", "recovery", "messages", "observability"),
+    *("config", "text", "sim", "plan", "router", "runtime.head", "runtime.node"),
+    "runtime.messaging",
+)
 HEAVY = {"torch", "transformers", "sklearn", "matplotlib", "opentelemetry"}
 
 

@@ -5,7 +5,6 @@ import logging
 import secrets
 import time
 
-from gllm import __version__
 from gllm.config.cluster import ClusterConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.interface import (
@@ -35,6 +34,7 @@ from gllm.messages.services import (
     ServiceProcessStarted,
     ServiceReport,
 )
+from gllm.options.version import __version__
 from gllm.recovery.join_check import JoinFacts
 from gllm.recovery.membership import NodeRecord
 from gllm.runtime.head.agent_session import AgentSession

@@ -1,7 +1,7 @@
 """Membership of a machine in a cluster: a session with its master, and the processes of services.
 
-Unlike the agent of an engine (`gllm.runtime.node.agent`) it has no workers of its own: each process of a
-service has them. A lost session costs no process for as long as the master may return.
+Unlike the agent of an engine (`gllm.runtime.node.agent`) it has no workers of its own: each process
+of a service has them. A lost session costs no process for as long as the master may return.
 """
 
 import asyncio

@@ -4,7 +4,8 @@ The agent is a process of its own, so that Ray's threads and signal handlers sta
 and actor end together: the kernel kills the agent when the actor's process dies, and the actor
 exits some time after its agent, so that Ray restarts it, here or on another machine.
 
-Run as a module this file becomes the agent: `python -m gllm.deploy.ray.agent_actor PARENT COMMAND...`.
+Run as a module this file becomes the agent: `python -m gllm.deploy.ray.agent_actor PARENT
+COMMAND...`.
 """
 
 import os

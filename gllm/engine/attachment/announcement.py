@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from gllm import __version__
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.engine.attachment.attachment import RouterAttachment
 from gllm.engine.interface import ModelInfo
 from gllm.messages.fleet import OLDEST_PROTOCOL, PROTOCOL, AnnounceEngine
 from gllm.models.identity import hash_model, hash_numerics
+from gllm.options.version import __version__
 from gllm.runtime.head.supervisor import Supervisor
 from gllm.runtime.messaging.identity import default_engine_name, new_run
 from gllm.runtime.messaging.link_config import FleetLinkConfig

@@ -9,7 +9,7 @@ from gllm.runtime.head.kv_events import KvEventSource
 
 
 class AttachedEngine(Protocol):
-    """An engine as the sessions with routers see it; `gllm.runtime.head.supervisor` implements it."""
+    """An engine as sessions with routers see it; `gllm.runtime.head.supervisor` implements it."""
 
     @property
     def client(self) -> EngineClient:

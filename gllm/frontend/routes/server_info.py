@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gllm import __version__
 from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
+from gllm.options.version import __version__
 
 
 async def get_server_info(request: web.Request) -> web.Response:

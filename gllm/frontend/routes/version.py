@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from gllm import __version__
+from gllm.options.version import __version__
 
 
 async def get_version(request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.base import WireMessage
 from gllm.messages.kv_layout import KvLayout, count_token_bytes
 from gllm.messages.kv_transfer import (
@@ -38,7 +39,6 @@ from gllm.transport.link.commands import (
     MoveKv,
     OpenKvCaches,
 )
-from gllm.transport.link.encodings import PLAIN
 
 log = logging.getLogger(__name__)
 

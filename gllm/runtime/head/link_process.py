@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import Callable
 
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.head.link_child import LinkChild
@@ -23,7 +24,6 @@ from gllm.transport.link.commands import (
     LinkReport,
     OpenLinkEdge,
 )
-from gllm.transport.link.encodings import PLAIN
 
 
 class LinkProcess:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from gllm import __version__
 from gllm.messages.nodes import NodeFacts, NodeLoad
 from gllm.options.addresses import is_loopback
+from gllm.options.version import __version__
 from gllm.runtime.worker.device import PROC, available_memory_bytes, count_cores, find_gpu_models
 
 POWERCAP = Path("/sys/class/powercap")

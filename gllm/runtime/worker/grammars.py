@@ -1,7 +1,7 @@
 """Grammars of the last stage: compiled and followed on threads beside the pipeline.
 
-A grammar that arrives here has been compiled before (gllm/text/grammar/compiler.py), so its compilation
-is known to end.
+A grammar that arrives here has been compiled before (gllm/text/grammar/compiler.py), so its
+compilation is known to end.
 """
 
 import threading

@@ -2,8 +2,8 @@
 
 Edits of all rows of a step become a few tensors, applied on any device. Edits that look back at the
 output (bad words of several tokens, penalties) are in `gllm.runtime.worker.cpu.logit_edits` and
-`gllm.runtime.worker.cuda.logit_edits`: a CPU finds the output in the host's token history, a GPU in a
-table on the device.
+`gllm.runtime.worker.cuda.logit_edits`: a CPU finds the output in the host's token history, a GPU in
+a table on the device.
 """
 
 from collections import defaultdict

@@ -1,6 +1,7 @@
 """Sampling of a step: its rows as columns, their outputs, and their grammars.
 
-Shared by `gllm.runtime.worker.cpu.sampler` and `gllm.runtime.worker.cuda.sampler`, which turn logits into tokens.
+Shared by `gllm.runtime.worker.cpu.sampler` and `gllm.runtime.worker.cuda.sampler`, which turn
+logits into tokens.
 """
 
 from collections.abc import Iterable

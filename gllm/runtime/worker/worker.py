@@ -1,7 +1,7 @@
 """Worker process: its connections to the parent, heartbeats, and one stage instance at a time.
 
-`gllm.runtime.worker.__main__` starts it. The parent assigns a stage for each generation; between two
-generations the process keeps the weights.
+`gllm.runtime.worker.__main__` starts it. The parent assigns a stage for each generation; between
+two generations the process keeps the weights.
 """
 
 import asyncio

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gllm.config.kv_backends import AUTO, check_backend_name
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.kv_layout import KvLayout, KvMove, count_move_bytes
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
@@ -38,7 +39,6 @@ from gllm.transport.kv.progress import open_progress
 from gllm.transport.kv.source import MAX_CONNECTIONS, KvSourceServer, KvSourceState, ServedCaches
 from gllm.transport.kv.tickets import HeldBlocks, TicketError
 from gllm.transport.kv.transfer_estimate import TransferEstimate
-from gllm.transport.link.encodings import PLAIN
 
 log = logging.getLogger(__name__)
 

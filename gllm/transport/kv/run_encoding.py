@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.kv_layout import KvLayout
 from gllm.transport.kv.pages import Bytes, KvPagesError
-from gllm.transport.link.encodings import PLAIN, LinkEncoding, RowFormat, make_encoding
+from gllm.transport.link.encodings import LinkEncoding, RowFormat, make_encoding
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -6,11 +6,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import KvCommand, KvReport
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
-from gllm.transport.link.encodings import PLAIN
 
 MAX_LANES = 2
 """Lanes of an edge: decodes, and steps with prefills."""

@@ -14,10 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 
+from gllm.config.link_encodings import PLAIN
 from gllm.messages.nodes import LinkState
 from gllm.transport.link.commands import OpenLinkEdge
 from gllm.transport.link.connection import FrameConnection, dial, receive_answer
-from gllm.transport.link.encodings import PLAIN, make_encoding
+from gllm.transport.link.encodings import make_encoding
 from gllm.transport.link.frames import (
     EdgeAnswer,
     EdgeHello,

@@ -1,22 +1,14 @@
-"""Registry of encodings: how gllm-link writes activations on a connection.
+"""Encodings: how gllm-link writes activations on a connection.
 
-An encoding is one class of this package and one line of LINK_ENCODINGS. It sees rows: the
-activations of one token each. Encoded rows have equal lengths, so a receiver decodes each row as
-soon as its bytes have arrived.
+An encoding is one class of this package and one line of `gllm.config.link_encodings`. It sees rows:
+the activations of one token each. Encoded rows have equal lengths, so a receiver decodes each row
+as soon as its bytes have arrived.
 """
 
 import importlib
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-PLAIN = "plain"
-LINK_ENCODINGS = MappingProxyType(
-    {
-        PLAIN: ("gllm.transport.link.encodings", "PlainEncoding"),
-        "int8": ("gllm.transport.link.int8_encoding", "Int8Encoding"),
-    }
-)
-"""Module and class by name, imported on first use."""
+from gllm.config.link_encodings import LINK_ENCODINGS
 
 
 class RowFormat(NamedTuple):

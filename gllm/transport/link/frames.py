@@ -11,8 +11,8 @@ from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
+from gllm.config.link_encodings import PLAIN
 from gllm.transport.base import EdgeLayout
-from gllm.transport.link.encodings import PLAIN
 
 MAGIC, VERSION = b"gA", 2
 FRAME = struct.Struct("!2sBBQIHBHQII")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from gllm.config.link_encodings import PLAIN
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
 from gllm.transport.base import EdgeLayout
@@ -31,7 +32,6 @@ from gllm.transport.link.commands import (
     decode_link_message,
     encode_link_message,
 )
-from gllm.transport.link.encodings import PLAIN
 from gllm.transport.ring import Ring
 
 RUN = 77

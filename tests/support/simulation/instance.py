@@ -1,7 +1,7 @@
 """Simulated stages: the real driver and scheduler, and ranks of a fake model.
 
-They follow gllm/runtime/worker/stage_instance.py message by message. Loading and computing take random
-times.
+They follow gllm/runtime/worker/stage_instance.py message by message. Loading and computing take
+random times.
 """
 
 import os

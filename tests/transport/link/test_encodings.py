@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from gllm.config.link_encodings import LINK_ENCODINGS
 from gllm.transport.link.encoded_rows import EncodedRows, RowDecoder
-from gllm.transport.link.encodings import LINK_ENCODINGS, LinkEncoding, RowFormat, make_encoding
+from gllm.transport.link.encodings import LinkEncoding, RowFormat, make_encoding
 from gllm.transport.link.int8_encoding import Int8Encoding
 from tests.support.examples import num_examples
 

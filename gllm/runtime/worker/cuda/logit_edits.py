@@ -1,8 +1,8 @@
 """Logit edits of a step on a device, planned on the host and copied with the step's inputs.
 
 Edits that look back find the output in a table on the device (gllm/kernels/history.py): with async
-scheduling the host does not know the last token yet. `gllm.runtime.worker.cpu.logit_edits` is the same for
-the CPU.
+scheduling the host does not know the last token yet. `gllm.runtime.worker.cpu.logit_edits` is the
+same for the CPU.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Sampler of a device: samples and scores tokens there, and decodes what the host reads back.
 
-The order is that of `gllm.runtime.worker.cpu.sampler`: check for finite logits, log-probabilities, logit
-edits, sampling. Nothing synchronizes: a row that fails has an error code instead of a token.
+The order is that of `gllm.runtime.worker.cpu.sampler`: check for finite logits, log-probabilities,
+logit edits, sampling. Nothing synchronizes: a row that fails has an error code instead of a token.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,1 @@
+"""Launchers of processes on machines: plans, clusters of services, Ray; checks of machines."""

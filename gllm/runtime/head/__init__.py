@@ -1,0 +1,1 @@
+"""The head of an engine: supervises its processes, places its stages, keeps its requests."""

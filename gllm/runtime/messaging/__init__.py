@@ -1,0 +1,1 @@
+"""Sessions between processes: sockets, keys, reconnection, and the links to routers."""
