@@ -83,7 +83,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     @property
     def command(self) -> str:
         """Sub-command of `gllm`."""
-        return self.module.removeprefix("gllm.")
+        return self.module.rpartition(".")[2]
 
 
 def engine_ports(plan: ServingPlan, name: str, node: str) -> EnginePorts:

@@ -207,7 +207,7 @@ class LocalNode(Node):
         numbers = map(str, (*descriptors, os.getpid()))
         try:
             process = self._popen(
-                [sys.executable, "-m", "gllm.runtime", *numbers],
+                [sys.executable, "-m", "gllm.runtime.worker", *numbers],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
             )

@@ -1,4 +1,4 @@
-"""Entry point of a worker process: `python -m gllm.runtime CHANNEL STACKS RATIOS PARENT`.
+"""Entry point of a worker process: `python -m gllm.runtime.worker CHANNEL STACKS RATIOS PARENT`.
 
 Prepares the process before it imports torch, which takes a second: it dies with its parent, writes
 its stacks when it crashes, and garbage collection is off. Its identity and its stage arrive over

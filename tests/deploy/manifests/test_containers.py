@@ -17,8 +17,8 @@ from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT, NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import config_from_flags
 from gllm.serve import build_parser
+from tests.support.sources import ROOT
 
-ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
 SCRIPTS = [DEPLOY / "slurm.sbatch", DEPLOY / "torchrun.sh", DEPLOY / "wsl" / "join.sh"]

@@ -22,9 +22,10 @@ from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard
 from tests.frontend.test_engines import ScriptedFleet
 from tests.support.http.fake_engine import FakeEngine
+from tests.support.sources import ROOT
 from tests.support.text import tokenizers as some
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 GETS = {one.path for one in ENDPOINTS if one.method == "GET"}
 
 

@@ -18,8 +18,9 @@ from gllm.runtime.head.node_admission import node_hub_address
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
 from gllm.serve import build_parser
 from tests.support.schemas.lws import LEADER_WORKER_SET
+from tests.support.sources import ROOT
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.37"
 MANIFESTS = [*sorted(DEPLOY.glob("kubernetes*.yaml")), DEPLOY / "lws.yaml"]
 POD = {"POD_NAME": "pod-1", "POD_IP": "127.0.0.7"}

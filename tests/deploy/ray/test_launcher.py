@@ -15,8 +15,9 @@ from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.ray.launcher import RayLauncher, make_launch_spec
 from gllm.observability.logs import LogConfig
+from tests.support.sources import ROOT
 
-FAKE = Path(__file__).parents[1] / "support" / "nodes" / "fake_launcher.py"
+FAKE = ROOT / "tests" / "support" / "nodes" / "fake_launcher.py"
 
 
 def wait_for(condition: Callable[[], Any]) -> None:

@@ -16,8 +16,8 @@ from gllm.config.nodes import NodesConfig
 from gllm.deploy.ray.launch_spec import LaunchSpec
 from gllm.deploy.ray.launcher import make_launch_spec
 from gllm.observability.logs import LogConfig
+from tests.support.sources import ROOT
 
-ROOT = Path(__file__).parents[2]
 STAND_IN = {
     "ray/__init__.py": """
 from tests.support.nodes.fake_ray import FakeRay
