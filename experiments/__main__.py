@@ -1,4 +1,4 @@
-"""`gllm experiment NAME ...`: run experiments of a paper and write their pages.
+"""`python -m experiments NAME ...`: run experiments of a paper and write their pages.
 
 Experiments are imported when they run.
 """
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     names = "\n".join(f"  {name:16}{text}" for name, (_, text) in EXPERIMENTS.items())
     parser = FlagParser(
-        prog="gllm experiment",
+        prog="python -m experiments",
         description=__doc__.splitlines()[0],
         epilog=f"experiments:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        default="docs/experiments",
+        default="experiments/pages",
         type=FlagType(output_folder),
-        help="folder for the page and its plots (default docs/experiments)",
+        help="folder for the page and its plots (default experiments/pages)",
     )
     parser.add_argument(
         "--requests",
@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def format_command(name: str, values: argparse.Namespace) -> str:
     """Return the command that repeats a page, without flags that change no figures."""
-    words = ["gllm", "experiment", name]
+    words = ["python", "-m", "experiments", name]
     if values.requests != ExperimentOptions.requests:
         words += ["--requests", str(values.requests)]
     words += [f"--{flag}" for flag in ("quick", "real") if getattr(values, flag)]
@@ -124,18 +124,22 @@ def run_experiment(name: str, values: argparse.Namespace) -> None:
     print(f"wrote {page}")
 
 
-def main(argv: list[str]) -> int:
-    """Run `gllm experiment` and return the exit status."""
+def main(argv: list[str] | None = None) -> int:
+    """Run `python -m experiments` and return the exit status."""
     values = make_parser().parse_args(argv)
     for name in values.names:
         if values.real and name not in REAL:
             message = f"--real supports {', '.join(REAL)}, not {name}"
-            print(f"gllm experiment: {message}", file=sys.stderr)
+            print(f"python -m experiments: {message}", file=sys.stderr)
             return 2
     for name in values.names:
         try:
             run_experiment(name, values)
         except (ValueError, OSError, EngineError) as error:
-            print(f"gllm experiment: {error}", file=sys.stderr)
+            print(f"python -m experiments: {error}", file=sys.stderr)
             return 2
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

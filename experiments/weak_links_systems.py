@@ -92,7 +92,7 @@ SYSTEMS: Mapping[str, ServingSystem] = MappingProxyType(
         "gllm": ServingSystem("molink", 0, 1, 1, EngineKind.TWO_LANES),
     }
 )
-"""Assumptions per system; docs/experiments/weak-links.md states which of them are fitted."""
+"""Assumptions per system; experiments/pages/weak-links.md states which of them are fitted."""
 
 
 SimulatedEngine = VirtualEngines | RequestPipelines | SimulatedPipeline

@@ -1,8 +1,8 @@
 """Check parts of the project while working on them: `python -m scripts.check FILES`.
 
 FILES are files or folders of gllm/ and tests/. Runs ruff and mypy on them and on their tests, then
-those tests that `make test` has. The tests of gllm/NAME are in tests/NAME; a part without a folder
-of tests of its own has them where PLACES says.
+those tests that `make test` has. The tests of gllm/NAME are in tests/NAME, or in the folder for the
+package above it; a part outside of gllm/ has them where PLACES says.
 """
 
 import subprocess
@@ -29,8 +29,9 @@ def tests_of(path: Path) -> Path | None:
     for folder, tests in PLACES.items():
         if path.is_relative_to(folder):
             return Path(tests)
-    tests_folder = Path("tests", *path.parts[1:2])
-    return tests_folder if len(path.parts) > 1 and (ROOT / tests_folder).is_dir() else None
+    parts = path.parts[1:]
+    folders = (Path("tests", *parts[:count]) for count in range(len(parts), 0, -1))
+    return next((folder for folder in folders if (ROOT / folder).is_dir()), None)
 
 
 def plan_commands(names: Iterable[str]) -> list[list[str]]:

@@ -5,8 +5,8 @@ placed. Its distance is that of the point (tokens, requests) from the line on wh
 takes as long as planned.
 
 Simulated clusters use it (gllm/sim/cluster/rebalanced.py). The router does not: in simulation it
-changes the attainment little, up or down (docs/experiments/aladdin.md), and an engine would have to
-give back requests that it has not scheduled.
+changes the attainment little, up or down (experiments/pages/aladdin.md), and an engine would have
+to give back requests that it has not scheduled.
 
 Source: "Aladdin" (arXiv 2405.06856), section on re-balancing; the distance is our reading.
 """

@@ -45,7 +45,7 @@ from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.support.full_cases import full_but
 
-PAGES = Path(__file__).parents[2] / "docs" / "experiments"
+PAGES = Path(__file__).parents[2] / "experiments" / "pages"
 MEASURED = ("replay", "link-encoding", "kv-theta", "prediction")
 SIMULATED = [name for name in EXPERIMENTS if name not in MEASURED]
 SMALL: dict[str, list[tuple[ModuleType, str, object]]] = {
@@ -97,7 +97,7 @@ def test_simulated(name: str, requests: str, tmp_path: Path) -> None:
     uses_processes = getrusage(RUSAGE_CHILDREN).ru_utime > cpu_seconds
     assert uses_processes == (name not in CLOSED_FORMS)
     page = (tmp_path / f"{name}.md").read_text()
-    assert f"`gllm experiment {name} --requests {requests} --quick`" in page
+    assert f"`python -m experiments {name} --requests {requests} --quick`" in page
     assert "simulated" in page.lower()
     pictures = [line.split("](")[1].rstrip(")") for line in page.splitlines() if "![" in line]
     assert pictures
@@ -189,7 +189,7 @@ def test_a_page_names_its_misses(tmp_path: Path) -> None:
     ]
     result = ExperimentResult("Title", "Text.", claims)
     run_time = RunTime(12.3, 20.1, 2)
-    page = write_result(result, "x", "gllm experiment x", tmp_path, run_time)
+    page = write_result(result, "x", "python -m experiments x", tmp_path, run_time)
     text = page.read_text()
     assert text.startswith("# Title")
     assert text.count("**miss**") == 1
@@ -199,14 +199,16 @@ def test_a_page_names_its_misses(tmp_path: Path) -> None:
 
 def made_by(page: Path) -> list[str]:
     """Return the words of the command that made a page."""
-    (command,) = re.findall(r"^Made by `(gllm experiment .*?)`", page.read_text(), re.MULTILINE)
+    (command,) = re.findall(
+        r"^Made by `(python -m experiments .*?)`", page.read_text(), re.MULTILINE
+    )
     return shlex.split(command)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("[!R]*.md")), ids=lambda page: page.stem)
 def test_pages_name_valid_commands(page: Path) -> None:
     words = made_by(page)
-    values = make_parser().parse_args(words[2:])
+    values = make_parser().parse_args(words[3:])
     (name,) = values.names
     assert shlex.split(format_command(name, values)) == words
     assert page.stem == name + ("-real" if values.real else "")
@@ -221,10 +223,10 @@ def test_made_by_line_repeats_the_page(tmp_path: Path) -> None:
     arguments = ["volatility", "weak-links", "--requests", "8", "--quick", "--jobs", "2"]
     assert main([*arguments, "--output", str(first)]) == 0
     flags = ["--requests", "8", "--quick"]
-    assert made_by(first / "weak-links.md") == ["gllm", "experiment", "weak-links", *flags]
+    assert made_by(first / "weak-links.md") == ["python", "-m", "experiments", "weak-links", *flags]
     words = made_by(first / "volatility.md")
-    assert words == ["gllm", "experiment", "volatility", *flags]
-    assert main([*words[2:], "--jobs", "1", "--output", str(second)]) == 0
+    assert words == ["python", "-m", "experiments", "volatility", *flags]
+    assert main([*words[3:], "--jobs", "1", "--output", str(second)]) == 0
     texts = [(folder / "volatility.md").read_text() for folder in (first, second)]
     without_time = [re.sub("Run time: .*", "", text) for text in texts]
     assert without_time[0] == without_time[1]

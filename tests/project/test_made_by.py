@@ -17,8 +17,8 @@ MADE_BY = re.compile(r"^(?:Made|Merged|Measured) by `([^`]+)`", re.MULTILINE)
 
 
 def commands() -> list[str]:
-    """Return the command of every page under docs/."""
-    pages = sorted((ROOT / "docs").rglob("*.md"))
+    """Return the command of every page under docs/ and experiments/."""
+    pages = sorted(page for top in ("docs", "experiments") for page in (ROOT / top).rglob("*.md"))
     found = (command for page in pages for command in MADE_BY.findall(page.read_text("utf-8")))
     return sorted(set(found))
 
@@ -44,7 +44,9 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         SystemExit: An argument is invalid.
     """
     words = shlex.split(command)
-    module = "gllm.__main__" if words[0] == "gllm" else words[2]
+    module = "gllm" if words[0] == "gllm" else words[2]
+    if (ROOT / module / "__main__.py").exists():
+        module += ".__main__"
     for parser_class in (argparse.ArgumentParser, FlagParser):
         monkeypatch.setattr(parser_class, "parse_args", parse_only(parser_class.parse_args))
     monkeypatch.setattr(sys, "argv", words[words[0] != "gllm" and 2 :])
@@ -66,4 +68,4 @@ def test_commands_on_pages_are_valid() -> None:
 
 def test_invalid_argument_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
-        parse_command("gllm experiment slo folder", monkeypatch)
+        parse_command("python -m experiments slo folder", monkeypatch)

@@ -29,7 +29,7 @@ class LinkPeer(msgspec.Struct, frozen=True):
 class LinkIdentity(msgspec.Struct, frozen=True, tag=True):
     """First message to a data mover; LinkListening answers it. Again: another run begins.
 
-    Its descriptor, if any, is the file of `NodeCertificate.descriptor` (runtime/certificates.py).
+    Its descriptor, if any, is the file of `NodeCertificate.descriptor`.
     """
 
     run: int
