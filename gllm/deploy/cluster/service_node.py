@@ -133,7 +133,7 @@ class ServiceNode:
             membership.cancel()
             await self._processes.close()
             if not self._is_dismissed:
-                self._send(LeaveCluster(self._end_cause or "it was interrupted"))
+                await self._dialer.leave(LeaveCluster(self._end_cause or "it was interrupted"))
             self._dialer.close(self._end_cause)
             # Closed sockets may still send what is queued, for half a second.
             await asyncio.to_thread(context.term)
@@ -183,6 +183,8 @@ class ServiceNode:
         """Keep the processes: the master may return."""
 
     def _on_message(self, message: AnyMessage) -> None:
+        if self._has_ended:
+            return
         match message:
             case WelcomeNode():
                 self._num_sessions += 1

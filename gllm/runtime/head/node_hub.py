@@ -342,7 +342,10 @@ class NodeHub:
         """Handle a node that ends its membership by itself."""
         if session.dismissed_at is not None:
             self.lose(session, cause)
-        elif self._end(session):
+            return
+        # The node reads until this has arrived.
+        session.send(LeaveCluster(cause))
+        if self._end(session):
             self.membership.on_left(session.name, cause)
             if self.listener is None:
                 log.warning("node %s (%s) has left: %s", session.name, session.address, cause)

@@ -201,7 +201,7 @@ class Agent:
         status, self._end_cause = self._finished.result()
         self._cancel_preparing()
         if not self._is_dismissed:
-            self._send(LeaveCluster(self._end_cause, status != 0))
+            await self._dialer.leave(LeaveCluster(self._end_cause, status != 0))
         self._dialer.close(self._end_cause)
         await self._workers.stop()
         self._links.close()
@@ -258,6 +258,8 @@ class Agent:
             self._preparing = None
 
     def _on_message(self, message: AnyMessage) -> None:
+        if self._has_ended:
+            return
         match message:
             case WelcomeNode():
                 self._on_welcome(message)

@@ -11,7 +11,7 @@ from random import Random
 import zmq
 
 from gllm.messages.codec import AnyMessage, decode_for_agent
-from gllm.messages.nodes import JoinCluster
+from gllm.messages.nodes import JoinCluster, LeaveCluster
 from gllm.options.addresses import parse_host_port
 from gllm.runtime.messaging.backoff import Backoff
 from gllm.runtime.messaging.bus_socket import Decode
@@ -77,6 +77,12 @@ class HeadDialer:
         """True if the peer is no head but the master of a cluster."""
         refusal = None if self.session is None else self.session.refusal
         return refusal is not None and refusal.is_master
+
+    async def leave(self, message: LeaveCluster) -> None:
+        """Notify the head that this machine leaves, if it is a member, and end the session."""
+        if self.session is not None and self.session.is_member:
+            await self.session.leave(message)
+        self.close(message.cause)
 
     def close(self, cause: str) -> None:
         """End the session after the messages that are queued."""

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -13,6 +13,7 @@ from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_agent
 from gllm.messages.nodes import (
     JoinCluster,
+    LeaveCluster,
     LinkState,
     NodeHeartbeat,
     NodeLoad,
@@ -39,6 +40,8 @@ NUM_FIRST_BEATS = 5
 """Heartbeats at the beginning of a session that come sooner, to learn the clock's offset."""
 FIRST_BEAT_SECONDS = 0.1
 """Time between two of them."""
+LEAVE_SECONDS = 1.0
+"""Time in which the head has to answer LeaveCluster."""
 
 
 class NodeReading(NamedTuple):
@@ -85,6 +88,8 @@ class HeadSession:
         """Answer of the head; None until it has accepted this machine."""
         self.refusal: RefuseNode | None = None
         """Answer of the head that has refused this machine."""
+        self._dismissed: asyncio.Future[None] = loop.create_future()
+        """Done once the head has sent LeaveCluster."""
         self.clock = ClockOffset()
         """Offset of the head's clock."""
         self._on_message = on_message
@@ -111,6 +116,17 @@ class HeadSession:
     def send(self, message: WireMessage) -> None:
         """Queue a message; it is dropped if the session has ended."""
         self._spoke.send(message)
+
+    async def leave(self, message: LeaveCluster) -> None:
+        """Send the last message and end the session once the head has answered it, or is late.
+
+        A socket that is closed with unread data resets its connection, and what it has sent before
+        may be lost: the head would wait for this node to return.
+        """
+        self.send(message)
+        waited: list[asyncio.Future[Any]] = [self._dismissed, self.ended]
+        await asyncio.wait(waited, timeout=LEAVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        self.close(message.cause)
 
     def close(self, cause: str) -> None:
         """End the session after the messages that are queued."""
@@ -154,6 +170,9 @@ class HeadSession:
                 self._on_message(message)
             case _ if self.welcome is None or isinstance(message, WelcomeNode):
                 raise ValueError(f"{type(message).__name__} does not belong here")
+            case LeaveCluster() if not self._dismissed.done():
+                self._dismissed.set_result(None)
+                self._on_message(message)
             case _:
                 self._on_message(message)
 
