@@ -194,6 +194,7 @@ def test_another_request_gets_nothing_of_a_prefetch(changes: dict[str, object]) 
         changes = {**changes, "outputs": (), "kv_source_tokens": 11}
     scheduler.add(decoding(**changes), 0.0)
     assert scheduler.take_fetch_cancellations() == [seq]
+    assert scheduler.take_fetch_cancellations() == [], "each is cancelled once"
     scheduler.finish_fetch(seq, True, 0.0)
     assert scheduler.stats().fetched_tokens == 0
     assert scheduler.kv_cache.free_share == 1

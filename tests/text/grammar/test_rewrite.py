@@ -90,6 +90,11 @@ EXPRESSED = [
     ),
     ({**NAMES, "propertyNames": {"pattern": "^[a-z]+$"}}, [{"ab": 1}], [{"A": 1}, {"ab": "x"}]),
     (
+        {**NAMES, "propertyNames": {"maxLength": 2}},
+        [{"": 1}, {"ab": 1}],
+        [{"abc": 1}],
+    ),
+    (
         {**NAMES, "propertyNames": {"maxLength": 2, "minLength": 1}},
         [{"ab": 1}],
         [{"": 1}, {"abc": 1}],

@@ -55,6 +55,25 @@ def test_all_pairs_of_cuts_have_moves(prefill: tuple[int, int], decode: tuple[in
     assert num_moved == 4 * 2
 
 
+def test_strides_are_those_of_the_layer_and_its_heads() -> None:
+    (layout,) = cut_layouts(1, 1, num_layers=2, num_heads=2)
+    strides = {
+        (layer, head): layout.find_strides(layer, range(head, head + 1))
+        for layer in (0, 1)
+        for head in (0, 1)
+    }
+    begins = {each[0][0] for each in strides.values()}
+    assert len(begins) == 4
+    for layer in (0, 1):
+        own = layout.layers[layer]
+        ((begin, distance, size), *_) = layout.find_strides(layer, range(2))
+        assert begin == layout.offsets[layer].keys
+        assert (distance, size) == (2 * own.key_bytes, 2 * own.key_bytes)
+    for layer, heads in ((2, range(2)), (0, range(1, 3))):
+        with pytest.raises(KvLayoutError, match="elsewhere"):
+            layout.find_strides(layer, heads)
+
+
 def test_replicated_heads_are_read_from_different_ranks() -> None:
     mine, theirs = cut_layouts(1, 4, num_heads=1), cut_layouts(1, 4, num_heads=1)
     peers = {find_moves(mine[position], theirs, position)[0].peer for position in range(4)}

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from gllm.config.link_encodings import LINK_ENCODINGS
 from gllm.transport.link.encoded_rows import EncodedRows, RowDecoder
 from gllm.transport.link.encodings import LinkEncoding, RowFormat, make_encoding
-from gllm.transport.link.int8_encoding import Int8Encoding
+from gllm.transport.link.int8_encoding import BLOCK_ELEMENTS, Int8Encoding
 from tests.support.examples import num_examples
 
 FORMATS = {torch.float32: (4, False), torch.bfloat16: (2, True), torch.float16: (2, False)}
@@ -90,6 +90,12 @@ def test_token_that_is_not_finite_arrives_as_nan_alone(dtype: torch.dtype, bad: 
     received = send(Int8Encoding(), values)
     assert received[1].isnan().all()
     assert received[[0, 2]].isfinite().all()
+
+
+def test_rows_of_more_elements_than_a_block_are_sent() -> None:
+    values = torch.randn(3, BLOCK_ELEMENTS + 1)
+    errors = (send(Int8Encoding(), values) - values).abs()
+    assert (errors <= 0.51 * values.abs().amax(1, keepdim=True) / 127 + 1e-6).all()
 
 
 def test_zeros_and_levels_are_exact() -> None:
