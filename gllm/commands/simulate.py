@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags: those of SimulationConfig, and the output files."""
     parser = FlagParser(prog="gllm simulate", description=__doc__.splitlines()[0])
     parser.add_config_flag()
-    add_flags(parser, SimulationConfig)
+    add_flags(parser, SimulationConfig, takes_entries=True)
     parser.add_argument("--compare", metavar="LOG", help="step log of a real run to compare with")
     parser.add_argument(
         "--output",

@@ -287,21 +287,30 @@ def output_folder(text: str) -> str:
     return text
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type, exclude: Collection[str] = ()) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type,
+    exclude: Collection[str] = (),
+    takes_entries: bool = False,
+) -> None:
     """Add a flag for each field of a configuration dataclass, including nested dataclasses.
 
     Args:
         parser: Gets the flags.
         config: The dataclass.
         exclude: Names of fields without a flag.
+        takes_entries: Flags with EntryChoices also take an entry `module:Class`.
     """
     hints = typing.get_type_hints(config)
     for spec in dataclasses.fields(config):
         if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]), exclude)
+            add_flags(parser, typing.cast(type, hints[spec.name]), exclude, takes_entries)
         elif "help" in spec.metadata and spec.name not in exclude:
             flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
-            parser.add_argument(*flags, dest=spec.name, **_flag_options(spec, hints[spec.name]))
+            options = _flag_options(spec, hints[spec.name])
+            if "choices" in options and not takes_entries:
+                options["choices"] = tuple(options["choices"])
+            parser.add_argument(*flags, dest=spec.name, **options)
 
 
 def config_from_flags(

@@ -61,6 +61,20 @@ class Range:
         return f"in {edges[0]}{_short(low)}, {_short(high)}{edges[1]}"
 
 
+class EntryChoices(tuple[str, ...]):
+    """Choices of a field that also takes the entry `module:Class` of a class of its user.
+
+    Flags of servers offer the choices alone.
+    """
+
+    def __contains__(self, value: object) -> bool:
+        """Return True for a choice and for the text of an entry, which need not exist."""
+        if super().__contains__(value):
+            return True
+        module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+        return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+
 def option(default: Any, text: str, **metadata: Any) -> Any:
     """Declare a dataclass field with a command-line flag.
 

@@ -1,11 +1,13 @@
 """Space of engine designs: device, parallelism, policy and batch size."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
 from gllm.scheduler.config import POLICY_NAMES
+from gllm.scheduler.policy_entry import BASELINE_ENTRIES, expand_policy, load_policy
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.options import SimulationConfig
@@ -85,16 +87,19 @@ def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
     """Return names and tokens per micro-batch of a text such as `vllm,sarathi:512`.
 
     Raises:
-        ValueError: A policy is unknown, or its tokens are no number from 1 on.
+        ValueError: A policy is unknown or cannot be imported, or its tokens are no number from 1
+            on.
     """
     policies = []
     for part in text.split(","):
-        name, has_tokens, tokens = (word.strip() for word in part.partition(":"))
-        is_valid = not has_tokens or (tokens.isascii() and tokens.isdigit() and int(tokens) > 0)
-        if name not in POLICY_NAMES or not is_valid:
+        match = re.fullmatch(r"([^:]+|[^:]+:[^\W\d]\w*)(?::0*([1-9][0-9]*))?", part.strip())
+        name, tokens = match.groups() if match else ("", None)
+        if name in BASELINE_ENTRIES or ":" in name:
+            load_policy(expand_policy(name))
+        elif name not in POLICY_NAMES:
             raise ValueError(
                 f"--policies {text}: {part!r} has to be NAME or NAME:TOKENS with one of "
-                f"{', '.join(POLICY_NAMES)}, as in vllm,sarathi:512"
+                f"{', '.join(POLICY_NAMES)} or an entry module:Class, as in vllm,sarathi:512"
             )
         policies.append((name, int(tokens) if tokens else None))
     return tuple(policies)

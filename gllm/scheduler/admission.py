@@ -30,9 +30,6 @@ UNBOUNDED_HORIZON = 2**62
 class AdmissionController:
     """Admission rule, with the statistics that it needs: output lengths and recomputed tokens."""
 
-    predicts_lengths = False
-    """True if the rule knows output lengths without `expected_output_tokens`."""
-
     def __init__(
         self,
         config: SchedulerConfig,
@@ -40,7 +37,7 @@ class AdmissionController:
         output_lengths: OutputLengths | None = None,
     ) -> None:
         self.output_lengths = OutputLengthPredictor(config.expected_output_tokens, output_lengths)
-        self._expects = config.expected_output_tokens > 0 or self.predicts_lengths
+        self._expects = config.expected_output_tokens > 0
         self._block_size = config.block_size
         self._kv_cache = kv_cache
         self._credit = 0.0

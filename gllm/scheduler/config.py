@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gllm.options.field_types import convert_fields
-from gllm.options.options import INT32_MAX, option
+from gllm.options.options import INT32_MAX, EntryChoices, option
 from gllm.scheduler.lanes import LANE_NAMES
+from gllm.scheduler.policy_entry import BASELINE_ENTRIES, expand_policy, load_policy
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 from gllm.scheduler.transfer_mode import DEFAULT_THRESHOLD_TOKENS
 
@@ -20,15 +21,10 @@ POLICY_NAMES = (
     "auto",
     "throttle",
     "throttle-paper",
-    "throttle-no-wt",
-    "throttle-no-ut",
     "balance",
     "sarathi",
     "prefill-first",
     "vllm",
-    "orca+",
-    "lightllm",
-    "fastertransformer",
     "distserve",
     "splitwise",
     "tetri",
@@ -38,9 +34,6 @@ POLICY_NAMES = (
 MAX_BATCHED_TOKENS = {
     "sarathi": 2048,
     "vllm": 4096,
-    "orca+": 4096,
-    "lightllm": 4096,
-    "fastertransformer": 4096,
     "distserve": 8192,
     "splitwise": 8192,
 }
@@ -97,7 +90,8 @@ class SchedulerConfig:
     policy: str = option(
         "auto",
         "scheduling policy; auto: sarathi with one stage, throttle with more",
-        choices=POLICY_NAMES,
+        choices=EntryChoices(POLICY_NAMES),
+        parse=expand_policy,
     )
     max_prefill_tokens: int = option(
         2048, "#MaxP: maximum number of prefill tokens per micro-batch", ge=1, le=INT32_MAX
@@ -123,8 +117,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = option(
         None,
         "maximum number of tokens per micro-batch; default: 2048 with sarathi, 4096 with vllm, "
-        "orca+, lightllm and fastertransformer, 8192 with distserve and splitwise, else #MaxP + "
-        "512",
+        "8192 with distserve and splitwise, else #MaxP + 512",
         ge=1,
         le=INT32_MAX,
     )
@@ -215,17 +208,14 @@ class SchedulerConfig:
         Raises:
             ValueError: a value is invalid; the message names the field and the fix.
         """
+        if self.policy in BASELINE_ENTRIES:
+            object.__setattr__(self, "policy", expand_policy(self.policy))
         convert_fields(self)
         self._apply_preset()
         if self.min_prefill_tokens > self.max_prefill_tokens:
             raise ValueError(
                 f"min_prefill_tokens ({self.min_prefill_tokens}) is above "
                 f"max_prefill_tokens ({self.max_prefill_tokens}): lower one or raise the other"
-            )
-        if self.policy == "fastertransformer" and self.kv_admission != "auto":
-            raise ValueError(
-                f"kv_admission is {self.kv_admission}, but policy fastertransformer admits whole "
-                "batches by its own rule: choose auto or another policy"
             )
 
     def _apply_preset(self) -> None:
@@ -277,7 +267,8 @@ class SchedulerConfig:
             num_ranks: largest number of ranks of a stage.
 
         Raises:
-            ValueError: the cache cannot hold one sequence of full length.
+            ValueError: the cache cannot hold one sequence of full length, or the policy is an
+                entry `module:Class` that cannot be imported.
         """
         blocks_needed = -(-max_model_len // self.block_size)
         if num_blocks < blocks_needed:
@@ -290,8 +281,11 @@ class SchedulerConfig:
         if policy == "auto":
             policy = "sarathi" if stages == 1 else "throttle"
         async_scheduling = self.async_scheduling and stages == 1
-        max_num_batched_tokens = MAX_BATCHED_TOKENS.get(policy, self.max_prefill_tokens + 512)
-        max_num_batched_tokens = self.max_num_batched_tokens or max_num_batched_tokens
+        max_num_batched_tokens = (
+            self.max_num_batched_tokens
+            or _default_batched_tokens(policy)
+            or self.max_prefill_tokens + 512
+        )
         prefill_batch_tokens = self.prefill_batch_tokens or PREFILL_BATCH_TOKENS.get(
             policy, max_num_batched_tokens
         )
@@ -308,3 +302,15 @@ class SchedulerConfig:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
         )
+
+
+def _default_batched_tokens(policy: str) -> int | None:
+    """Return the default of max_num_batched_tokens that a policy has of its own.
+
+    Raises:
+        ValueError: The policy is an entry `module:Class` that cannot be imported.
+    """
+    if ":" not in policy:
+        return MAX_BATCHED_TOKENS.get(policy)
+    tokens: int | None = getattr(load_policy(policy), "default_batched_tokens", None)
+    return tokens

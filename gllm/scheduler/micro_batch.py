@@ -1,18 +1,16 @@
 """Fill a micro-batch: choose the decodes and prefill chunks that run next, and give them KV blocks.
 
-The policy has the budgets, this module the limits: ready decodes, free blocks and
-max_num_batched_tokens.
+The policy has the budgets and the order of the phases, this module the limits: ready decodes, free
+blocks and max_num_batched_tokens.
 """
 
-import math
 from collections.abc import Mapping
 
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.decode_ageing import split_by_age
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.plan import ScheduledRow, count_tokens
-from gllm.scheduler.policy import SchedulingPolicy
+from gllm.scheduler.policy import SchedulerLoad, SchedulingPolicy
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
@@ -33,18 +31,16 @@ class MicroBatchFiller:
         counters: SchedulerCounters,
     ) -> None:
         assert config.max_num_batched_tokens is not None
-        assert config.prefill_batch_tokens is not None
         self.is_decode_stalled = False
         """True if a decode of the last plan did not get a block."""
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        """Limit of the tokens in a micro-batch."""
         self.max_prefill_tokens = config.max_num_batched_tokens
         """Limit of the prefill in a micro-batch, in addition to the policy's budget."""
         self._policy = policy
-        self._splits_prompts = policy.splits_prompts
-        self._is_phase_pure = policy.runs_prefill_first or config.phase_pure
+        self._is_phase_pure = config.phase_pure
         self._async_scheduling = config.async_scheduling
         self._block_size = config.block_size
-        self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._prefill_batch_tokens = config.prefill_batch_tokens
         self._kv_cache = kv_cache
         self._admission = admission
         self._queues = queues
@@ -52,10 +48,7 @@ class MicroBatchFiller:
         self._counters = counters
 
     def fill(self, now: float, follows_decodes: bool) -> list[ScheduledRow]:
-        """Return rows by the policy's budgets.
-
-        Decodes get their blocks first, unless the policy runs prefill first. It never does while a
-        decode lacks a block: a victim of preemption would take its freed blocks back.
+        """Return the rows of the next micro-batch, as the policy chooses them.
 
         Args:
             now: current time in seconds.
@@ -63,16 +56,23 @@ class MicroBatchFiller:
         """
         self._queues.form_group()
         self._preemption.preempt_for_head()
-        phase_pure = self._is_phase_pure
-        is_prefill_turn = phase_pure and (follows_decodes or self._policy.runs_prefill_first)
-        if is_prefill_turn and not self.is_decode_stalled:
-            return self._schedule_prefills([], 0.0, now) or self._schedule_decodes()[0]
-        if self._policy.displaces_decodes and not (phase_pure or self.is_decode_stalled):
-            return self._fill_around_prompts(now)
-        rows, cost = self._schedule_decodes()
-        if rows and phase_pure:
-            return rows
-        return rows + self._schedule_prefills(rows, cost, now)
+        if self._is_phase_pure:
+            return self.fill_one_phase(self._policy.leads_with_prefill(follows_decodes), now)
+        return self._policy.fill(self, now)
+
+    def fill_one_phase(self, prefill_leads: bool, now: float) -> list[ScheduledRow]:
+        """Return rows of one phase by the policy's budgets: those of the other if it has none.
+
+        Prefill never leads while a decode lacks a block: a victim of preemption would take its
+        freed blocks back.
+
+        Args:
+            prefill_leads: prefill is tried before decodes.
+            now: current time in seconds.
+        """
+        if prefill_leads and not self.is_decode_stalled:
+            return self.schedule_prefills([], 0.0, now) or self.schedule_decodes()[0]
+        return self.schedule_decodes()[0] or self.schedule_prefills([], 0.0, now)
 
     def fill_lane(self, now: float, decodes_fit: bool, prefill_fits: bool) -> list[ScheduledRow]:
         """Return rows of one lane by the policy's budgets: all of them decodes, or all prefill.
@@ -88,50 +88,35 @@ class MicroBatchFiller:
         if prefill_fits:
             self._queues.form_group()
             self._preemption.preempt_for_head()
-        prefill_leads = self._policy.runs_prefill_first and not self.is_decode_stalled
-        if prefill_leads and prefill_fits and (rows := self._schedule_prefills([], 0.0, now)):
+        prefill_leads = not self.is_decode_stalled and self._policy.leads_with_prefill(
+            follows_decodes=False
+        )
+        if prefill_leads and prefill_fits and (rows := self.schedule_prefills([], 0.0, now)):
             return rows
         if decodes_fit:
-            if rows := self._schedule_decodes()[0]:
+            if rows := self.schedule_decodes()[0]:
                 return rows
         elif self.is_decode_stalled:
             return []
         if prefill_leads or not prefill_fits:
             return []
-        return self._schedule_prefills([], 0.0, now)
+        return self.schedule_prefills([], 0.0, now)
 
-    def _fill_around_prompts(self, now: float) -> list[ScheduledRow]:
-        """Return rows of decodes that have been displaced often, of prefill, and of other decodes.
+    def load(self) -> SchedulerLoad:
+        """Return the load before anything of the micro-batch is scheduled."""
+        return self._queues.load()
 
-        The other decodes get the places that prefill leaves of `prefill_batch_tokens`.
-        """
-        budget = self._policy.decode_budget(self._queues.load())
-        aged, others = split_by_age(self._admission.select_decodes(self._queues.ready))
-        self.is_decode_stalled = False
-        max_tokens = self._max_num_batched_tokens
-        rows, cost = self._schedule_ready(aged, budget, max_tokens)
-        prefill = self._schedule_prefills(rows, cost, now)
-        max_tokens -= count_tokens(rows)
-        if prefill:
-            limit = min(self._prefill_batch_tokens - count_tokens(rows), max_tokens)
-            max_tokens = max(0, limit - count_tokens(prefill))
-        late, _ = self._schedule_ready(others, budget - cost, max_tokens)
-        if prefill:
-            scheduled = {row.seq for row in late}
-            for sequence in others[: max(0, math.ceil(budget - cost))]:
-                sequence.num_displacements += sequence.seq not in scheduled
-        single_token_rows = [row for row in rows + late if row.num_tokens == 1]
-        multi_token_rows = [row for row in rows + late if row.num_tokens > 1]
-        return single_token_rows + multi_token_rows + prefill
+    def select_decodes(self) -> list[Sequence]:
+        """Return the decodes that may run, in the order of service."""
+        return self._admission.select_decodes(self._queues.ready)
 
-    def _schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
+    def schedule_decodes(self) -> tuple[list[ScheduledRow], float]:
         """Return decode rows, those of one token first, and their cost for the policy."""
         budget = self._policy.decode_budget(self._queues.load())
         self.is_decode_stalled = False
-        decodes = self._admission.select_decodes(self._queues.ready)
-        return self._schedule_ready(decodes, budget, self._max_num_batched_tokens)
+        return self.schedule_ready(self.select_decodes(), budget, self.max_num_batched_tokens)
 
-    def _schedule_ready(
+    def schedule_ready(
         self, decodes: list[Sequence], budget: float, num_left: int
     ) -> tuple[list[ScheduledRow], float]:
         """Return rows of ready decodes, those of one token first, and their cost for the policy.
@@ -169,14 +154,14 @@ class MicroBatchFiller:
         self._queues.tally.on_decodes_scheduled(limit - num_left)
         return single_token_rows + multi_token_rows, cost
 
-    def _schedule_prefills(
+    def schedule_prefills(
         self, decodes: list[ScheduledRow], decode_cost: float, now: float
     ) -> list[ScheduledRow]:
         """Return prefill chunks for a micro-batch with these decodes."""
-        if not (self._queues.waiting or self._policy.counts_idle_turns):
+        if not self._queues.waiting:
             return []
         budget = self._policy.prefill_budget(self._queues.load(len(decodes), decode_cost))
-        num_left = self._max_num_batched_tokens - count_tokens(decodes)
+        num_left = self.max_num_batched_tokens - count_tokens(decodes)
         num_left = min(num_left, self.max_prefill_tokens)
         rows: list[ScheduledRow] = []
         while self._queues.waiting and budget > 0 and num_left:
@@ -184,9 +169,8 @@ class MicroBatchFiller:
             sequence = self._queues.waiting[0]
             if sequence.is_fetch_pending:
                 break  # It waits for blocks, which prompts behind it would take.
-            max_whole_tokens = min(num_left, budget)
-            if rows and not (
-                self._splits_prompts or sequence.num_waiting_tokens <= max_whole_tokens
+            if rows and not self._policy.accepts_prompt(
+                sequence.num_waiting_tokens, min(num_left, budget)
             ):
                 break
             max_tokens = min(self._admit_prefill(sequence, now), num_left)
@@ -226,7 +210,7 @@ class MicroBatchFiller:
 
     def _schedule_alone(self, sequence: Sequence, now: float) -> list[ScheduledRow]:
         """Return a row of one sequence without regard to the others; empty if no token fits."""
-        max_batched = self._max_num_batched_tokens
+        max_batched = self.max_num_batched_tokens
         if sequence.is_prefilling:
             max_batched = min(max_batched, self.max_prefill_tokens)
             max_tokens = min(self._admit_prefill(sequence, now, runs_alone=True), max_batched)

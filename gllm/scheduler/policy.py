@@ -1,7 +1,7 @@
 """Scheduling policies: the share of a micro-batch for decodes and for prefill.
 
-Contains the throttling equations. A policy sees a load record, not sequences or blocks, and returns
-budgets and the cost of rows. A policy is a class, or a variant of one, and one line of
+Contains the throttling equations. From a load record a policy returns budgets and the cost of rows;
+`fill` decides which phase gets its rows first. A policy is a class and one line of
 policy_registry.py.
 
 Source of equations and symbols: arXiv 2504.14775, section on token throttling. Where the paper is
@@ -10,11 +10,15 @@ the choice.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.stage_work import StageWork
+
+if TYPE_CHECKING:
+    from gllm.scheduler.micro_batch import MicroBatchFiller
 
 PREFILL_TOKENS_PER_DECODE = 8
 """Prefill tokens per decode of a micro-batch at which prefill has 8/9 of it."""
@@ -53,25 +57,38 @@ class SchedulerLoad(NamedTuple):
 
 
 class SchedulingPolicy(Protocol):
-    """Budgets for one micro-batch, in a unit of the policy's own.
+    """Rows of one micro-batch, and budgets for them in a unit of the policy's own.
 
     The scheduler applies the limits (max_num_batched_tokens, blocks, #WP) afterwards.
     """
 
-    runs_prefill_first: bool
-    """True if prefill is selected first and decodes run only in micro-batches without prefill."""
-    displaces_decodes: bool
-    """True if prefill is selected before the decodes of the same micro-batch. Decodes for which
-    `prefill_batch_tokens` leaves no place age (gllm/scheduler/decode_ageing.py)."""
     learns_step_times: bool
     """True if `observe_step` has to be called with the time of every step."""
-    splits_prompts: bool
-    """True if every prompt may be split. False: only the first prompt of a micro-batch is split,
-    and only if it does not fit."""
-    counts_idle_turns: bool
-    """True if `prefill_budget` has to be called even if no prompt waits."""
     admission: type[AdmissionController]
     """Rule by which waiting sequences get KV blocks."""
+
+    def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
+        """Return the rows of the next micro-batch, which may mix both phases.
+
+        Args:
+            batch: schedules rows by the budgets of this policy.
+            now: current time in seconds.
+        """
+
+    def leads_with_prefill(self, follows_decodes: bool) -> bool:
+        """Return True if prefill precedes decodes where a micro-batch has one phase.
+
+        Args:
+            follows_decodes: the previous micro-batch has decodes.
+        """
+
+    def accepts_prompt(self, num_tokens: int, max_tokens: float) -> bool:
+        """Return True if a prompt may follow other prefill in a micro-batch.
+
+        Args:
+            num_tokens: tokens of the prompt that are neither cached nor scheduled.
+            max_tokens: tokens that fit into the micro-batch and its prefill budget.
+        """
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return the budget for decodes; the last decode may exceed it."""
@@ -99,14 +116,26 @@ class SchedulingPolicy(Protocol):
 
 
 class TokenBudgetPolicy:
-    """Base of the policies that budget tokens: every token costs one."""
+    """Base of the policies that budget tokens: every token costs one.
 
-    runs_prefill_first = False
-    displaces_decodes = False
+    Decodes come first, then prefill in the same micro-batch; every prompt may be split.
+    """
+
     learns_step_times = False
-    splits_prompts = True
-    counts_idle_turns = False
     admission: type[AdmissionController] = AdmissionController
+
+    def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
+        """Return decodes, and prefill in what they leave."""
+        rows, cost = batch.schedule_decodes()
+        return rows + batch.schedule_prefills(rows, cost, now)
+
+    def leads_with_prefill(self, follows_decodes: bool) -> bool:
+        """Return True after decodes: the phases alternate while both have work."""
+        return follows_decodes
+
+    def accepts_prompt(self, num_tokens: int, max_tokens: float) -> bool:
+        """Return True: a prompt that does not fit is split."""
+        return True
 
     def decode_cost(self, num_context_tokens: int) -> float:
         """Return one token."""
@@ -121,28 +150,27 @@ class TokenBudgetPolicy:
         """Ignore the step."""
 
 
+class PrefillLeads:
+    """Mixin of the policies that never mix phases: decodes run only if no prefill does."""
+
+    def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
+        """Return prefill, or else decodes."""
+        return batch.fill_one_phase(True, now)
+
+    def leads_with_prefill(self, follows_decodes: bool) -> bool:
+        """Return True."""
+        return True
+
+
 class PaperThrottlePolicy(TokenBudgetPolicy):
     """Token throttling of the paper.
 
     Spreads decodes evenly over the micro-batches in flight (4) and limits prefill by the waiting
     tokens and the free cache (3).
-
-    Args:
-        config: resolved configuration.
-        uses_waiting_tokens: False switches the factor of (3) for waiting tokens off.
-        uses_free_cache: False switches the factor of (3) for the free cache off. The threshold
-            below which prefill pauses holds nevertheless. Both serve the paper's ablation.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        uses_waiting_tokens: bool = True,
-        uses_free_cache: bool = True,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._uses_waiting_tokens = uses_waiting_tokens
-        self._uses_free_cache = uses_free_cache
 
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return (4); the first plans of each round get the remainder of #RD / #PP_depth."""
@@ -155,16 +183,20 @@ class PaperThrottlePolicy(TokenBudgetPolicy):
         config = self._config
         if load.num_decoding and load.kv_free <= config.kv_threshold:
             return 0
-        tokens = float(config.max_prefill_tokens)
-        if self._uses_waiting_tokens:
-            tokens = min(tokens, self._tokens_by_waiting(load))
-        if self._uses_free_cache and load.num_decoding:
-            spare = (load.kv_free - config.kv_threshold) / (1 - config.kv_threshold)
-            tokens = min(tokens, config.max_prefill_tokens * spare)
+        tokens = min(config.max_prefill_tokens, self._tokens_by_waiting(load))
+        if load.num_decoding:
+            tokens = min(tokens, self._tokens_by_free_cache(load))
         return math.ceil(max(tokens, config.min_prefill_tokens))
 
     def _tokens_by_waiting(self, load: SchedulerLoad) -> float:
+        """Return the factor of (3) for waiting tokens."""
         return load.num_waiting_tokens / self._config.prefill_iterations
+
+    def _tokens_by_free_cache(self, load: SchedulerLoad) -> float:
+        """Return the factor of (3) for the free cache."""
+        config = self._config
+        spare = (load.kv_free - config.kv_threshold) / (1 - config.kv_threshold)
+        return config.max_prefill_tokens * spare
 
 
 class ThrottlePolicy(PaperThrottlePolicy):
@@ -216,7 +248,5 @@ class SarathiPolicy(TokenBudgetPolicy):
         return self._budget
 
 
-class PrefillFirstPolicy(SarathiPolicy):
+class PrefillFirstPolicy(PrefillLeads, SarathiPolicy):
     """Prefill whenever a prompt waits, decodes in between: short TTFT, long inter-token gaps."""
-
-    runs_prefill_first = True

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.policies.distserve import DistServePolicy
-from gllm.scheduler.policies.fastertransformer import FasterTransformerPolicy
-from gllm.scheduler.policies.lightllm import LightLlmPolicy
-from gllm.scheduler.policies.orca_plus import OrcaPlusPolicy
 from gllm.scheduler.policies.splitwise import SplitwisePolicy
 from gllm.scheduler.policies.tetri import TetriPolicy
 from gllm.scheduler.policies.vllm import VllmPolicy
@@ -18,20 +15,27 @@ from gllm.scheduler.policy import (
     SchedulingPolicy,
     ThrottlePolicy,
 )
+from gllm.scheduler.policy_entry import load_policy
 
 POLICIES: dict[str, Callable[[SchedulerConfig], SchedulingPolicy]] = {
     "throttle": ThrottlePolicy,
     "throttle-paper": PaperThrottlePolicy,
-    "throttle-no-wt": lambda config: PaperThrottlePolicy(config, uses_waiting_tokens=False),
-    "throttle-no-ut": lambda config: PaperThrottlePolicy(config, uses_free_cache=False),
     "balance": BalancePolicy,
     "sarathi": SarathiPolicy,
     "prefill-first": PrefillFirstPolicy,
     "vllm": VllmPolicy,
-    "orca+": OrcaPlusPolicy,
-    "lightllm": LightLlmPolicy,
-    "fastertransformer": FasterTransformerPolicy,
     "distserve": DistServePolicy,
     "splitwise": SplitwisePolicy,
     "tetri": TetriPolicy,
 }
+
+
+def create_policy(config: SchedulerConfig) -> SchedulingPolicy:
+    """Return a new policy: the one that the resolved configuration names.
+
+    Raises:
+        ValueError: The configuration has an entry `module:Class` that is no policy.
+    """
+    create = POLICIES.get(config.policy) or load_policy(config.policy)
+    policy: SchedulingPolicy = create(config)
+    return policy

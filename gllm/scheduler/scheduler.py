@@ -34,7 +34,7 @@ from gllm.scheduler.plan import (
     count_tokens,
 )
 from gllm.scheduler.policy import SchedulingPolicy
-from gllm.scheduler.policy_registry import POLICIES
+from gllm.scheduler.policy_registry import create_policy
 from gllm.scheduler.preemption import PreemptionManager
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import QueueSnapshot, SequenceQueues
@@ -61,7 +61,7 @@ class Scheduler:
         assert config.max_in_flight is not None
         self.config = config
         self.kv_cache = KVCacheManager(config)
-        policy = policy or POLICIES[config.policy](config)
+        policy = policy or create_policy(config)
         self._has_lanes = config.num_lanes > 1
         self.table = SequenceTable()
         self._sequences = self.table.sequences

@@ -11,7 +11,7 @@ from gllm.observability.step_log import (
     DepthEvent,
     StepLogEvent,
 )
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.policy_registry import POLICIES
@@ -19,6 +19,7 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_policy import load, resolved
 from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import EVERY_POLICY
 
 
 def make_config(stages: int = 2, **options: Any) -> SchedulerConfig:
@@ -97,7 +98,7 @@ def test_the_depth_is_that_of_each_lane() -> None:
     assert scheduler.stats().depth == 3
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "auto"])
+@pytest.mark.parametrize("policy", [name for name in EVERY_POLICY if name != "auto"])
 def test_prefill_obeys_the_cap(policy: str) -> None:
     scheduler = Scheduler(make_config(policy=policy, max_in_flight=4))
     scheduler.set_depth(4, 40)
@@ -126,7 +127,7 @@ def test_policies_divide_by_the_depth(name: str) -> None:
 arrivals = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 20)), min_size=1, max_size=12)
 
 
-@given(arrivals, st.sampled_from(POLICY_NAMES), st.integers(2, 5), st.data())
+@given(arrivals, st.sampled_from(EVERY_POLICY), st.integers(2, 5), st.data())
 @settings(max_examples=num_examples(20, 500))
 def test_a_depth_of_the_stages_changes_nothing(
     requests: list[tuple[int, int]], policy: str, stages: int, data: st.DataObject

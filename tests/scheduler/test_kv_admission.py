@@ -8,14 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.block_pool import TOKEN_TYPE
-from gllm.scheduler.config import KV_ADMISSION_NAMES, POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import KV_ADMISSION_NAMES, SchedulerConfig
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from tests.scheduler.test_properties import check_outputs, drive, random_request
 from tests.scheduler.test_traps import prompt
 from tests.support.examples import further_runs, num_examples
-from tests.support.scheduler.pipeline import Pipeline, generate
+from tests.support.scheduler.pipeline import EVERY_POLICY, Pipeline, generate
 
 NUM_BLOCKS = 100
 
@@ -203,15 +203,13 @@ def test_tokens_are_rounded_up_to_blocks() -> None:
     assert not cache.rule.is_admissible(waiting_sequence(9, 364))
 
 
-def test_the_names_are_those_of_the_rules_and_one_policy_has_no_choice() -> None:
+def test_the_names_are_those_of_the_rules() -> None:
     assert set(ADMISSION_RULES) == set(KV_ADMISSION_NAMES) - {"auto"}
     with pytest.raises(ValueError, match="kv_admission"):
         SchedulerConfig(kv_admission="first-fit")
-    with pytest.raises(ValueError, match=r"kv_admission is greedy.*fastertransformer.*choose auto"):
-        SchedulerConfig(policy="fastertransformer", kv_admission="greedy")
 
 
-CHOOSING_POLICIES = [name for name in POLICY_NAMES if name != "fastertransformer"]
+CHOOSING_POLICIES = [name for name in EVERY_POLICY if name != "fastertransformer"]
 
 
 @further_runs(1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.lanes import DECODE_LANE, MAX_OVERTAKES, PREFILL_LANE, LaneOrder
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
@@ -16,7 +16,7 @@ from tests.scheduler.test_properties import check_outputs, configs, drive
 from tests.scheduler.test_traps import policy_cases
 from tests.support.examples import further_runs, num_examples
 from tests.support.scheduler.lane_pipeline import LanePipeline
-from tests.support.scheduler.pipeline import Pipeline, generate
+from tests.support.scheduler.pipeline import EVERY_POLICY, Pipeline, generate
 
 EXAMPLES = num_examples(10, 300)
 STEPS = 200
@@ -78,7 +78,7 @@ def test_failures_harm_no_other_sequence(run: int, pipeline: LanePipeline, seed:
             assert pipeline.generated[each] == alone
 
 
-@policy_cases(POLICY_NAMES)
+@policy_cases(EVERY_POLICY)
 def test_steps_overtake_under_every_policy(policy: str) -> None:
     config = SchedulerConfig(
         policy=policy, lanes="2", max_num_batched_tokens=16, max_num_seqs=6, max_in_flight=3

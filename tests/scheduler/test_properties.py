@@ -5,11 +5,11 @@ from random import Random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gllm.scheduler.config import KV_ADMISSION_NAMES, POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import KV_ADMISSION_NAMES, SchedulerConfig
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.examples import further_runs, num_examples
-from tests.support.scheduler.pipeline import Pipeline, generate
+from tests.support.scheduler.pipeline import EVERY_POLICY, Pipeline, generate
 
 STEPS = 600
 EXAMPLES = num_examples(12, 200)
@@ -23,7 +23,7 @@ def configs(draw: st.DrawFn, lanes: str = "1") -> SchedulerConfig:
     max_model_len = draw(st.integers(2, 60))
     blocks = -(-max_model_len // block_size)
     prefill = draw(st.integers(1, 64))
-    policy = draw(st.sampled_from(POLICY_NAMES))
+    policy = draw(st.sampled_from(EVERY_POLICY))
     rules = ("auto",) if policy == "fastertransformer" else KV_ADMISSION_NAMES
     config = SchedulerConfig(
         policy=policy,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.decode_ageing import MAX_PREEMPTIONS
 from gllm.scheduler.plan import ScheduledRow, StepPlan
+from gllm.scheduler.policies.splitwise import MAX_PREEMPTIONS
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.scheduler.test_traps import prompt
 from tests.support.examples import further_runs, num_examples

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepResult
 from gllm.scheduler.sequence import SchedulerRequest
-from tests.support.scheduler.pipeline import Pipeline, generate
+from tests.support.scheduler.pipeline import EVERY_POLICY, Pipeline, generate
 
-POLICIES = [name for name in POLICY_NAMES if name != "auto"]
+POLICIES = [name for name in EVERY_POLICY if name != "auto"]
 VARIANTS = ("throttle-paper", "throttle-no-wt", "throttle-no-ut")
 """Policies that differ from `throttle` in a budget: their cases are `full`."""
 

@@ -1,4 +1,4 @@
-"""Policies vllm, orca+, lightllm and fastertransformer, as Vidur defines them."""
+"""Policies that compute whole prompts: vllm, and the baselines of Vidur."""
 
 from random import Random
 from typing import Any
@@ -91,9 +91,6 @@ def test_prompts_are_computed_in_one_piece(
         assert not num_preemptions
 
 
-# vllm.
-
-
 def test_vllm_runs_whole_prompts_first_and_never_mixes() -> None:
     pipe = pipeline("vllm", max_num_batched_tokens=100)
     for seq in range(2):
@@ -156,29 +153,6 @@ def test_an_admission_counts_the_blocks_that_a_prompt_shares() -> None:
     pipe.drain()
 
 
-# orca+.
-
-
-def test_orca_adds_whole_prompts_to_the_decodes() -> None:
-    pipe = pipeline("orca+", max_num_batched_tokens=100)
-    for seq, tokens in enumerate((45, 45, 20, 200, 30)):
-        pipe.add(SchedulerRequest(seq, prompt(tokens, mark=seq), 4))
-    rows = []
-    for _ in range(6):
-        plan = pipe.schedule()
-        assert plan is not None
-        rows.append([(row.seq, row.num_tokens) for row in plan.rows])
-        pipe.commit()
-    assert rows == [
-        [(0, 45), (1, 45)],
-        [(0, 1), (1, 1), (2, 20)],
-        [(0, 1), (1, 1), (2, 1), (3, 97)],
-        [(0, 1), (1, 1), (2, 1), (3, 97)],
-        [(2, 1), (3, 6), (4, 30)],
-        [(3, 1), (4, 1)],
-    ]
-
-
 @pytest.mark.parametrize("policy", ["orca+", "vllm", "lightllm"])
 def test_a_micro_batch_has_its_share_of_the_decodes(policy: str) -> None:
     """At most max_num_seqs / stages of them, Vidur's limit."""
@@ -188,117 +162,3 @@ def test_a_micro_batch_has_its_share_of_the_decodes(policy: str) -> None:
     plans = run_all(pipe)
     assert max(len(decodes(pipe, plan)) for plan in plans) == 3
     assert max(len(prefills(pipe, plan)) for plan in plans) == 12
-
-
-# lightllm.
-
-
-def test_lightllm_counts_iterations_of_all_stages() -> None:
-    """Two batches decode in turns on two stages, so ten iterations of both are 20 plans."""
-    pipe = pipeline("lightllm", stages=2)
-    for seq in range(2):
-        pipe.add(SchedulerRequest(seq, prompt(10, mark=seq), 100))
-        pipe.schedule()
-    pipe.add(SchedulerRequest(2, prompt(10, mark=2), 100))
-    num_decode_plans = 0
-    while True:
-        pipe.commit()
-        plan = pipe.schedule()
-        assert plan is not None
-        if prefills(pipe, plan):
-            break
-        num_decode_plans += 1
-    assert num_decode_plans == 20
-
-
-def test_lightllm_starts_prompts_every_ten_iterations() -> None:
-    pipe = pipeline("lightllm")
-    starts = {}
-    for step in range(60):
-        if step % 3 == 0 and len(pipe.requests) < 12:
-            pipe.add(SchedulerRequest(len(pipe.requests), prompt(10, mark=step), 100))
-        plan = pipe.schedule()
-        assert plan is not None
-        if started := prefills(pipe, plan):
-            assert not decodes(pipe, plan)
-            starts[step] = started
-        pipe.commit()
-    # Ten decodes, then the prompts that have arrived meanwhile.
-    assert starts == {0: [0], 11: [1, 2, 3], 22: [4, 5, 6, 7], 33: [8, 9, 10, 11]}
-
-
-@pytest.mark.parametrize(("num_blocks", "fits"), [(123, True), (122, False)])
-def test_lightllm_admits_up_to_the_peak_of_the_cache(num_blocks: int, fits: bool) -> None:
-    """Blocks of one token; each decode has one block more for its next token.
-
-    Three prompts of 30 tokens generate 10, 20 and 20 tokens: 90 + 3 * 11 blocks when the first one
-    ends, fewer later, and 140 if all had their longest length at once.
-    """
-    pipe = pipeline("lightllm", num_blocks, 60, block_size=1)
-    for seq, tokens in enumerate((10, 20, 20)):
-        pipe.add(SchedulerRequest(seq, prompt(30, mark=seq), tokens))
-    plan = pipe.schedule()
-    assert plan is not None
-    assert len(plan.rows) == (3 if fits else 2)
-    pipe.commit()
-    run_all(pipe)
-    assert pipe.scheduler.stats().preemptions == 0
-
-
-# fastertransformer.
-
-
-@pytest.mark.parametrize("stages", [1, 3])
-def test_batches_start_and_end_together(stages: int) -> None:
-    """No sequence joins a batch after its first decode, and a batch decodes as one."""
-    rng = Random(stages)
-    pipe = pipeline("fastertransformer", 300, 300, stages, max_num_seqs=12, block_size=8)
-    seqs = range(40)
-    for seq in seqs:
-        pipe.add(SchedulerRequest(seq, prompt(rng.randint(1, 100), mark=seq), rng.randint(2, 30)))
-    plans = run_all(pipe)
-    lengths = {seq: pipe.requests[seq].max_tokens for seq in seqs}
-    steps = {seq: [plan.step for plan in plans if seq in decodes(pipe, plan)] for seq in seqs}
-    assert all(len(steps[seq]) == lengths[seq] - 1 for seq in seqs)
-    batches: dict[int, set[int]] = {}
-    for seq in seqs:
-        batches.setdefault(steps[seq][0], set()).add(seq)
-    # 300 blocks hold seven sequences of 300 tokens: three batches of two, or one of seven.
-    assert max(map(len, batches.values())) == 7 // stages
-    for members in batches.values():
-        longest = max(members, key=lambda seq: lengths[seq])
-        assert all(steps[seq] == steps[longest][: len(steps[seq])] for seq in members)
-    for plan in plans:
-        assert not (prefills(pipe, plan) and decodes(pipe, plan))
-    spans = [(first, max(steps[seq][-1] for seq in batches[first])) for first in batches]
-    for first, _ in spans:
-        assert sum(begin <= first <= end for begin, end in spans) <= stages
-    assert pipe.scheduler.stats().preemptions == 0
-
-
-def test_a_batch_whose_prompts_take_several_micro_batches_decodes_when_all_are_computed() -> None:
-    pipe = pipeline("fastertransformer", 4000, 400, max_num_batched_tokens=100, max_num_seqs=4)
-    for seq in range(6):
-        pipe.add(SchedulerRequest(seq, prompt(90, mark=seq), 5))
-    rows = []
-    for _ in range(5):
-        plan = pipe.schedule()
-        assert plan is not None
-        rows.append([row.seq for row in plan.rows])
-        pipe.commit()
-    assert rows == [[0], [1], [2], [3], [0, 1, 2, 3]]
-    pipe.drain()
-
-
-def test_the_batch_goes_on_when_members_are_aborted() -> None:
-    pipe = pipeline("fastertransformer", stages=2, max_num_seqs=8)
-    for seq in range(16):
-        pipe.add(SchedulerRequest(seq, prompt(20, mark=seq), 20))
-    for _ in range(12):
-        if pipe.schedule() is None:
-            pipe.commit()
-    pipe.abort([0, 1, 5])
-    pipe.drain()
-    assert {seq for seq, reason in pipe.ended.items() if reason == "abort"} == {0, 1, 5}
-    assert len(pipe.ended) == 16
-    assert pipe.scheduler.stats().kv_usage == 0

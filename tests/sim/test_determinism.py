@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 from tests.support.full_cases import full_but
+from tests.support.scheduler.pipeline import EVERY_POLICY
 
 
 def encode_log(seed: int, policy: str = "balance", max_num_seqs: int = 256) -> bytes:
@@ -27,7 +28,7 @@ def encode_log(seed: int, policy: str = "balance", max_num_seqs: int = 256) -> b
 
 @pytest.mark.parametrize(
     "policy",
-    full_but(("throttle", "sarathi"), [name for name in POLICY_NAMES if name != "auto"]),
+    full_but(("throttle", "sarathi"), [name for name in EVERY_POLICY if name != "auto"]),
 )
 def test_a_seed_and_a_configuration_give_the_same_bytes(policy: str) -> None:
     log = encode_log(3, policy)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gllm.observability.step_log import CommitEvent, ScheduleEvent, StageTimesEvent, StartEvent
 from gllm.observability.step_log import StepLogEvent as Logged
 from gllm.pacing.policy_registry import LINK_POLICIES
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import NO_TRANSFER, TransferCost
@@ -22,7 +22,7 @@ from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
 from tests.support.examples import num_examples
-from tests.support.scheduler.pipeline import RESERVING_POLICIES
+from tests.support.scheduler.pipeline import EVERY_POLICY, RESERVING_POLICIES
 from tests.support.sim.pipeline_parts import LINK, LONGEST, STAGE, WiredCost, config
 
 ROUNDING = 2e-9
@@ -149,7 +149,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     block_size = draw(st.sampled_from([1, 4, 16]))
     blocks = -(-LONGEST // block_size) * draw(st.sampled_from([4, 5, 8, 64])) // 4
     return SchedulerConfig(
-        policy=draw(st.sampled_from(POLICY_NAMES)),
+        policy=draw(st.sampled_from(EVERY_POLICY)),
         max_prefill_tokens=draw(st.sampled_from([8, 40, 2048])),
         min_prefill_tokens=draw(st.sampled_from([1, 8])),
         max_num_seqs=draw(st.sampled_from([1, 3, 256])),
@@ -199,7 +199,7 @@ def test_nothing_is_lost_and_nothing_overlaps(
     assert scheduler.kv_cache.block_pool.num_free_blocks == resolved.num_blocks
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_cache_too_small_for_all_preempts_and_loses_nothing(policy: str, stages: int) -> None:
     jobs = [WorkloadRequest(0.0, 20, 40)] * 8

@@ -13,7 +13,7 @@ from gllm.observability.step_log import (
     StepLogEvent,
     StepLogWriter,
 )
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
@@ -35,6 +35,7 @@ from gllm.sim.metrics.run_record import RunRecord, StageReport
 from gllm.sim.replay import main, replay_calls, replay_step_times
 from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
 from tests.support.full_cases import full_but
+from tests.support.scheduler.pipeline import EVERY_POLICY
 from tests.support.sim.step_logs import lengthen_first_row
 
 
@@ -65,11 +66,11 @@ def write(events: list[StepLogEvent], path: Path) -> Path:
 @pytest.mark.parametrize(
     ("policy", "stages"),
     [
-        *full_but(QUICK_RUNS, [(policy, 4) for policy in POLICY_NAMES]),
+        *full_but(QUICK_RUNS, [(policy, 4) for policy in EVERY_POLICY]),
         ("throttle", 1),
         *(
             pytest.param(policy, 1, marks=pytest.mark.long)
-            for policy in POLICY_NAMES
+            for policy in EVERY_POLICY
             if policy != "throttle"
         ),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.observability.step_log import AddEvent, StartEvent, StepLogEvent
-from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
+from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
@@ -19,6 +19,7 @@ from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.support.examples import num_examples
+from tests.support.scheduler.pipeline import EVERY_POLICY
 
 LONGEST = 96
 """Tokens of a sequence at most."""
@@ -65,7 +66,7 @@ requests = st.lists(
 @settings(max_examples=num_examples(15, 1000), deadline=None)
 @given(
     requests,
-    st.sampled_from([name for name in POLICY_NAMES if name != "auto"]),
+    st.sampled_from([name for name in EVERY_POLICY if name != "auto"]),
     st.integers(1, 4),
     st.integers(LONGEST // BLOCK_SIZE, 60),
     st.booleans(),

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags: those of SimulationConfig, limits and outputs."""
     parser = FlagParser(prog="gllm plan capacity", description=__doc__.splitlines()[0])
     parser.add_config_flag()
-    add_flags(parser, SimulationConfig, EXCLUDED)
+    add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
     add_limit_flags(parser, "sustained")
     add_budget_flag(parser, "until the capacity is found")
     parser.add_argument(

@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the flags: the workload's, the space's, the objective's and those of the outputs."""
     parser = FlagParser(prog="gllm plan search", description=__doc__.splitlines()[0])
     parser.add_config_flag()
-    add_flags(parser, SimulationConfig, EXCLUDED)
+    add_flags(parser, SimulationConfig, EXCLUDED, takes_entries=True)
     _add_space_flags(parser)
     add_limit_flags(parser, "vidur")
     parser.add_argument(

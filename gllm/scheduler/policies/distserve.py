@@ -6,9 +6,8 @@ prefill instance. An instance that does both runs waiting prompts before decodes
 """
 
 from gllm.scheduler.policies.capped_prompts import CappedPromptPolicy
+from gllm.scheduler.policy import PrefillLeads
 
 
-class DistServePolicy(CappedPromptPolicy):
+class DistServePolicy(PrefillLeads, CappedPromptPolicy):
     """Prompts up to L_m tokens first, or decodes up to max_num_seqs / depth."""
-
-    runs_prefill_first = True

@@ -5,10 +5,22 @@ Source: "Splitwise: Efficient Generative LLM Inference Using Phase Splitting" (I
 the reservation of memory for the longest output.
 """
 
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.kv_admission import LongestReservation
+from gllm.scheduler.plan import ScheduledRow, count_tokens
 from gllm.scheduler.policies.capped_prompts import CappedPromptPolicy
 from gllm.scheduler.policy import SchedulerLoad
+from gllm.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from gllm.scheduler.micro_batch import MicroBatchFiller
+
+MAX_PREEMPTIONS = 4
+"""Preemptions of a request after which prompts displace it no more."""
 
 
 class SplitwisePolicy(CappedPromptPolicy):
@@ -18,10 +30,60 @@ class SplitwisePolicy(CappedPromptPolicy):
     runs beside the decodes that have been displaced four times.
     """
 
-    displaces_decodes = True
     admission: type[AdmissionController] = LongestReservation
 
     def prefill_budget(self, load: SchedulerLoad) -> float:
         """Return the limit of several prompts, less the decodes that precede them."""
         self._prompt_budget = max(1, self._max_tokens - load.num_scheduled_decodes)
         return self._prompt_budget
+
+    def fill(self, batch: "MicroBatchFiller", now: float) -> list[ScheduledRow]:
+        """Return decodes that have been displaced often, prefill, and other decodes.
+
+        The other decodes get the places that prefill leaves of `prefill_batch_tokens`. While a
+        decode lacks a block, decodes come first: a victim of preemption would take it back.
+        """
+        if batch.is_decode_stalled:
+            return super().fill(batch, now)
+        budget = self.decode_budget(batch.load())
+        aged, others = split_by_age(batch.select_decodes())
+        max_tokens = batch.max_num_batched_tokens
+        rows, cost = batch.schedule_ready(aged, budget, max_tokens)
+        prefill = batch.schedule_prefills(rows, cost, now)
+        max_tokens -= count_tokens(rows)
+        if prefill:
+            limit = min(self._max_tokens - count_tokens(rows), max_tokens)
+            max_tokens = max(0, limit - count_tokens(prefill))
+        late, _ = batch.schedule_ready(others, budget - cost, max_tokens)
+        if prefill:
+            scheduled = {row.seq for row in late}
+            for sequence in others[: max(0, math.ceil(budget - cost))]:
+                sequence.num_displacements += sequence.seq not in scheduled
+        single_token_rows = [row for row in rows + late if row.num_tokens == 1]
+        multi_token_rows = [row for row in rows + late if row.num_tokens > 1]
+        return single_token_rows + multi_token_rows + prefill
+
+
+def split_by_age(decodes: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Return the decodes that run before the prompts of a micro-batch, and those after them.
+
+    A decode runs before the prompts once it has been preempted MAX_PREEMPTIONS times: displaced, or
+    deprived of its blocks. The others are ordered: displaced ones, running ones, new ones; within
+    each kind they keep their order.
+
+    Args:
+        decodes: decodes that can run.
+    """
+    aged: list[Sequence] = []
+    others: list[Sequence] = []
+    for sequence in decodes:
+        is_aged = sequence.num_displacements + sequence.epoch >= MAX_PREEMPTIONS
+        (aged if is_aged else others).append(sequence)
+    others.sort(key=_place)
+    return aged, others
+
+
+def _place(sequence: Sequence) -> int:
+    if sequence.num_displacements:
+        return 0
+    return 1 if sequence.num_scheduled_tokens > sequence.num_prefill_tokens else 2

@@ -6,17 +6,15 @@ and cut into chunks of ChunkSize tokens, at which a prefill instance saturates.
 """
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policy import SchedulerLoad, TokenBudgetPolicy
+from gllm.scheduler.policy import PrefillLeads, SchedulerLoad, TokenBudgetPolicy
 
 
-class TetriPolicy(TokenBudgetPolicy):
+class TetriPolicy(PrefillLeads, TokenBudgetPolicy):
     """Chunks of equal size over prompt boundaries, or all ready decodes.
 
     A chunk has fewer tokens only if no more wait, or if the KV cache has no space for more. It is
     not padded.
     """
-
-    runs_prefill_first = True
 
     def __init__(self, config: SchedulerConfig) -> None:
         assert config.prefill_batch_tokens is not None

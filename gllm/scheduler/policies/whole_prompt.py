@@ -56,7 +56,6 @@ class WholePromptPolicy(SarathiPolicy):
     micro-batches in flight.
     """
 
-    splits_prompts = False
     admission: type[AdmissionController] = PromptAdmission
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -66,6 +65,10 @@ class WholePromptPolicy(SarathiPolicy):
     def decode_budget(self, load: SchedulerLoad) -> float:
         """Return the number of ready decodes, limited per micro-batch."""
         return min(load.num_ready_decodes, max(1, self._max_num_seqs // load.depth))
+
+    def accepts_prompt(self, num_tokens: int, max_tokens: float) -> bool:
+        """Return True for a prompt that fits."""
+        return num_tokens <= max_tokens
 
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
         """Return all tokens that fit into the micro-batch."""

@@ -23,13 +23,12 @@ from gllm.models.split import split_layers
 from gllm.runtime.worker.base_executor import BaseExecutor
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
-from gllm.scheduler.config import POLICY_NAMES
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.full_cases import full_but
 from tests.support.models.tiny_models import FAMILIES, SMALL, reference, save
-from tests.support.scheduler.pipeline import RESERVING_POLICIES
+from tests.support.scheduler.pipeline import EVERY_POLICY, RESERVING_POLICIES
 
 GREEDY = SequenceSamplingParams(temperature=0.0)
 NEW_TOKENS = 12
@@ -168,11 +167,11 @@ def test_every_family_in_every_setting(
         assert bool(pipeline.scheduler.stats().preemptions) == name.startswith("preempted"), name
 
 
-def policy_cases(*stages: int, quick: Collection[str] = POLICY_NAMES) -> list[Any]:
+def policy_cases(*stages: int, quick: Collection[str] = EVERY_POLICY) -> list[Any]:
     """Policies, stages and whether prefixes are cached: each policy of `quick` once in `make test`,
     each pair of values in `make test-all`."""
     cases = []
-    for at, policy in enumerate(POLICY_NAMES):
+    for at, policy in enumerate(EVERY_POLICY):
         for (index, count), has_cache in product(enumerate(stages), (False, True)):
             completes_pairs = has_cache == ((at // 2 + index) % 2 == 0)
             mark = pytest.mark.full if completes_pairs else pytest.mark.long

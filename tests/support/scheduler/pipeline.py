@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gllm.scheduler.block_table_replica import BlockTableReplica
-from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.config import POLICY_NAMES, SchedulerConfig
 from gllm.scheduler.plan import (
     ON_DEVICE,
     SampledToken,
@@ -26,6 +26,7 @@ from gllm.scheduler.plan import (
     StepResult,
     StepTime,
 )
+from gllm.scheduler.policy_entry import BASELINE_ENTRIES
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import count_query_key_pairs
@@ -33,6 +34,8 @@ from gllm.scheduler.stage_work import count_query_key_pairs
 VOCABULARY = 50
 NAN = None
 """What a slot holds that a faulty row has written."""
+EVERY_POLICY = (*POLICY_NAMES, *BASELINE_ENTRIES)
+"""Names of the registered policies, `auto`, and short names of those of experiments/policies/."""
 RESERVING_POLICIES = ("lightllm", "fastertransformer", "splitwise")
 """Policies that admit a sequence only if the cache holds it to its end: they preempt nothing."""
 NOT_FINITE = "logits are not finite"

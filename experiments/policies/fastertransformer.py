@@ -6,11 +6,13 @@ it. A pipeline has one batch per stage.
 
 from collections.abc import Container, Mapping
 
+from experiments.policies import VIDUR_BATCHED_TOKENS
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.policies.whole_prompt import WholePromptPolicy
+from gllm.scheduler.policy import PrefillLeads
 from gllm.scheduler.sequence import Sequence
 
 
@@ -92,8 +94,16 @@ class BatchAdmission(AdmissionController):
         return batches
 
 
-class FasterTransformerPolicy(WholePromptPolicy):
+class FasterTransformerPolicy(PrefillLeads, WholePromptPolicy):
     """A new batch whenever one has ended and prompts wait, otherwise decodes of one batch."""
 
-    runs_prefill_first = True
+    default_batched_tokens = VIDUR_BATCHED_TOKENS
     admission: type[AdmissionController] = BatchAdmission
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        if config.kv_admission != "auto":
+            raise ValueError(
+                f"kv_admission is {config.kv_admission}, but FasterTransformerPolicy admits whole "
+                "batches by its own rule: choose auto or another policy"
+            )

@@ -3,10 +3,13 @@
 Source: LightLLM's router, as in Vidur (arXiv 2405.05465).
 """
 
+from experiments.policies import VIDUR_BATCHED_TOKENS
 from gllm.scheduler.admission import UNBOUNDED_HORIZON, AdmissionController
 from gllm.scheduler.config import SchedulerConfig
+from gllm.scheduler.kv_cache_manager import KVCacheManager
+from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.policies.whole_prompt import WholePromptPolicy
-from gllm.scheduler.policy import SchedulerLoad
+from gllm.scheduler.policy import PrefillLeads, SchedulerLoad
 from gllm.scheduler.sequence import Sequence
 
 MAX_WAITING_ITERATIONS = 10
@@ -20,7 +23,14 @@ class PeakAdmission(AdmissionController):
     simulation `max_tokens` is the true length, as in Vidur.
     """
 
-    predicts_lengths = True
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        output_lengths: OutputLengths | None = None,
+    ) -> None:
+        super().__init__(config, kv_cache, output_lengths)
+        self._expects = True
 
     def _horizon(self, candidate: Sequence) -> int:
         """Look ahead to the end of every sequence."""
@@ -31,17 +41,22 @@ class PeakAdmission(AdmissionController):
         return max(1, sequence.request.max_tokens - sequence.num_output_tokens)
 
 
-class LightLlmPolicy(WholePromptPolicy):
+class LightLlmPolicy(PrefillLeads, WholePromptPolicy):
     """Prompts while nothing decodes, otherwise every MAX_WAITING_ITERATIONS iterations."""
 
-    runs_prefill_first = True
-    counts_idle_turns = True
+    default_batched_tokens = VIDUR_BATCHED_TOKENS
     admission: type[AdmissionController] = PeakAdmission
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._last_attempt = 0
         """Number of plans with decodes before the last attempt."""
+
+    def decode_budget(self, load: SchedulerLoad) -> float:
+        """Return the number of ready decodes; an attempt counts although no prompt waits."""
+        if not load.num_waiting_tokens:
+            self.prefill_budget(load)
+        return super().decode_budget(load)
 
     def prefill_budget(self, load: SchedulerLoad) -> float:
         """Return max_num_batched_tokens, or 0 while prompts wait for their turn.
