@@ -1,13 +1,13 @@
 """Space of engine designs: device, parallelism, policy and batch size."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
+from gllm.options.options import EntryChoices
 from gllm.scheduler.config import POLICY_NAMES
-from gllm.scheduler.policy_entry import BASELINE_ENTRIES, expand_policy, load_policy
+from gllm.scheduler.policy_entry import expand_policy, load_policy
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.devices import DEVICES
 from gllm.sim.options import SimulationConfig
@@ -92,16 +92,18 @@ def parse_policies(text: str) -> tuple[tuple[str, int | None], ...]:
     """
     policies = []
     for part in text.split(","):
-        match = re.fullmatch(r"([^:]+|[^:]+:[^\W\d]\w*)(?::0*([1-9][0-9]*))?", part.strip())
-        name, tokens = match.groups() if match else ("", None)
-        if name in BASELINE_ENTRIES or ":" in name:
-            load_policy(expand_policy(name))
-        elif name not in POLICY_NAMES:
+        name, _, tokens = part.strip().rpartition(":")
+        if not (name and tokens.isascii() and tokens.isdigit() and int(tokens)):
+            name, tokens = part.strip(), ""
+        entry = expand_policy(name.strip())
+        if entry not in EntryChoices(POLICY_NAMES):
             raise ValueError(
                 f"--policies {text}: {part!r} has to be NAME or NAME:TOKENS with one of "
                 f"{', '.join(POLICY_NAMES)} or an entry module:Class, as in vllm,sarathi:512"
             )
-        policies.append((name, int(tokens) if tokens else None))
+        if ":" in entry:
+            load_policy(entry, "--policies")
+        policies.append((name.strip(), int(tokens) if tokens else None))
     return tuple(policies)
 
 

@@ -34,8 +34,12 @@ def expand_policy(name: str) -> str:
     return BASELINE_ENTRIES.get(name, name)
 
 
-def load_policy(entry: str) -> Any:
+def load_policy(entry: str, flag: str = "--policy") -> Any:
     """Import and return the policy class of an entry `module:Class`.
+
+    Args:
+        entry: The entry.
+        flag: The flag that has it, for errors.
 
     Raises:
         ValueError: There is no such class, or it is no policy; the message names the fix.
@@ -45,19 +49,19 @@ def load_policy(entry: str) -> Any:
         module = importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"--policy {entry}: module {name} cannot be imported ({error}): run `python -m gllm` "
+            f"{flag} {entry}: module {name} cannot be imported ({error}): run `python -m gllm` "
             "in the folder that has it, or add this folder to PYTHONPATH"
         ) from error
     policy = getattr(module, class_name, None)
     if not isinstance(policy, type):
         names = ", ".join(sorted(n for n, member in vars(module).items() if _is_policy(member)))
         raise ValueError(
-            f"--policy {entry}: module {name} has no class {class_name}: choose from "
+            f"{flag} {entry}: module {name} has no class {class_name}: choose from "
             f"{names or 'another module, this one has no policy'}"
         )
     if missing := [method for method in POLICY_METHODS if not hasattr(policy, method)]:
         raise ValueError(
-            f"--policy {entry}: class {class_name} of module {name} lacks {', '.join(missing)}: "
+            f"{flag} {entry}: class {class_name} of module {name} lacks {', '.join(missing)}: "
             "derive it from gllm.scheduler.policy.TokenBudgetPolicy"
         )
     return policy
