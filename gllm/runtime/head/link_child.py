@@ -7,15 +7,14 @@ torch.
 import asyncio
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from random import Random
 from typing import Protocol
 
 import msgspec
 
+from gllm.observability.child_process import ChildProcess
 from gllm.runtime.messaging.backoff import Backoff
 from gllm.runtime.messaging.certificates import NodeCertificate
 from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
@@ -64,9 +63,8 @@ class LinkChild:
         self._identity = identity
         self._certificate = certificate
         self._owner = owner
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._channel: DescriptorChannel | None = None
-        self._exit_descriptor: int | None = None
         self._started_at = 0.0
         self._backoff = Backoff(Random())
         self._restart: asyncio.TimerHandle | None = None
@@ -75,7 +73,7 @@ class LinkChild:
         self._is_closed = False
 
     @property
-    def process(self) -> "subprocess.Popen[bytes] | None":
+    def process(self) -> ChildProcess | None:
         """The process, if it runs."""
         return self._process
 
@@ -140,9 +138,8 @@ class LinkChild:
         self._started_at = loop.time()
         own, inherited = create_channels()
         try:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [sys.executable, "-m", "gllm.transport.link", str(inherited.fileno())],
-                stdin=subprocess.DEVNULL,
                 pass_fds=[inherited.fileno()],
             )
         except BaseException:
@@ -154,8 +151,7 @@ class LinkChild:
         self._listening = loop.create_future()
         # An error that nobody waits for is logged by `_on_exit`.
         self._listening.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._exit_descriptor = os.pidfd_open(self._process.pid)
-        loop.add_reader(self._exit_descriptor, self._on_exit)
+        self._process.watch(self._on_exit)
         loop.add_reader(own.fileno(), self._read)
         self._send_identity()
         self._owner.on_started()
@@ -167,8 +163,7 @@ class LinkChild:
     def _kill(self) -> None:
         """End the process; `_on_exit` follows."""
         assert self._process is not None
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     def _read(self) -> None:
         """Handle one message of the process."""
@@ -207,18 +202,18 @@ class LinkChild:
     def _on_exit(self) -> None:
         """Start another process after one that has exited."""
         loop = asyncio.get_running_loop()
-        status, listening = self._reap(), self._listening
+        cause, listening = self._reap(), self._listening
         if self._is_closed:
             return
         if listening is not None and not listening.done():
-            listening.set_exception(OSError(f"gllm-link exited with {status} at its start"))
+            listening.set_exception(OSError(f"{cause} at its start"))
         if loop.time() - self._started_at > STEADY_SECONDS:
             self._backoff.reset()
         delay = self._backoff.next_delay()
         error = None if listening is None or listening.cancelled() else listening.exception()
         log.warning(
-            "gllm-link exited with %s%s; it is started again in %.1f seconds",
-            status,
+            "%s%s; it is started again in %.1f seconds",
+            cause,
             "" if error is None else f" ({error})",
             delay,
         )
@@ -235,16 +230,13 @@ class LinkChild:
             loop = asyncio.get_running_loop()
             self._restart = loop.call_later(self._backoff.next_delay(), self._start_again)
 
-    def _reap(self) -> int:
-        """Reap the process, which has exited or was killed; return its exit status."""
+    def _reap(self) -> str:
+        """Reap the process, which has exited or was killed; return the exit in words."""
         assert self._process is not None
         assert self._channel is not None
-        assert self._exit_descriptor is not None
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._exit_descriptor)
-        loop.remove_reader(self._channel.fileno())
-        os.close(self._exit_descriptor)
+        self._process.unwatch()
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
-        status = self._process.wait()
-        self._process = self._channel = self._exit_descriptor = None
-        return status
+        cause = self._process.describe_exit("gllm-link")
+        self._process = self._channel = None
+        return cause

@@ -6,11 +6,11 @@ torch.
 """
 
 import os
-import subprocess
 from collections.abc import Callable
 
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.nodes import LinkState
+from gllm.observability.child_process import ChildProcess
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.head.link_child import LinkChild
 from gllm.runtime.messaging.certificates import NodeCertificate
@@ -68,7 +68,7 @@ class LinkProcess:
         """Open edges by generation and number: the command and own descriptors."""
 
     @property
-    def process(self) -> "subprocess.Popen[bytes] | None":
+    def process(self) -> ChildProcess | None:
         """The process, if it runs."""
         return self._child.process
 

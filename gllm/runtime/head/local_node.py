@@ -7,15 +7,15 @@ import asyncio
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gllm.kernels.native.builds import select_build
+from gllm.observability.child_process import ChildProcess
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.assignment import (
@@ -41,31 +41,19 @@ MAX_STACKS_BYTES = 2**16
 class WorkerProcess:
     """A worker process and the parent's ends of what connects them."""
 
-    process: "subprocess.Popen[bytes]"
+    process: ChildProcess
     channel: DescriptorChannel
     stacks: int
     """Descriptor of the file to which the process writes its stacks, for example in a crash."""
-    exit_descriptor: int | None = None
-    """Descriptor that is readable once the process has exited, while that is watched."""
 
     def read_stacks(self) -> str:
         """Return the stacks that the process has written."""
         begin = max(0, os.fstat(self.stacks).st_size - MAX_STACKS_BYTES)
         return os.pread(self.stacks, MAX_STACKS_BYTES, begin).decode(errors="replace")
 
-    def describe_exit(self) -> str:
-        """Reap the process and describe how it exited."""
-        code = self.process.wait()
-        how = f"exited with {code}"
-        if code < 0:
-            names = {each.value: each.name for each in signal.Signals}
-            how = f"was killed by {names.get(-code, f'signal {-code}')}"
-        return f"process {self.process.pid} {how}"
-
     def close(self) -> None:
         """Close the parent's ends; the process has been reaped."""
-        if self.exit_descriptor is not None:
-            os.close(self.exit_descriptor)
+        self.process.unwatch()
         self.channel.close()
         os.close(self.stacks)
 
@@ -81,14 +69,14 @@ class LocalNode(Node):
         self,
         num_processes: int,
         node_name: str = LOCAL_NODE,
-        popen: "Callable[..., subprocess.Popen[bytes]]" = subprocess.Popen,
+        popen: Callable[..., ChildProcess] = ChildProcess,
     ) -> None:
         """Start the first processes.
 
         Args:
             num_processes: number of them.
             node_name: name of this machine in placements.
-            popen: starts a process; see subprocess.Popen.
+            popen: starts a process; see ChildProcess.
 
         Raises:
             ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
@@ -111,7 +99,7 @@ class LocalNode(Node):
             raise
 
     @property
-    def processes(self) -> "list[subprocess.Popen[bytes]]":
+    def processes(self) -> list[ChildProcess]:
         """All processes that have not been reaped, the oldest first."""
         return [worker.process for worker in (*self.workers.values(), *self._unused)]
 
@@ -124,8 +112,7 @@ class LocalNode(Node):
         worker = self._unused.popleft() if self._unused else self._start_process()
         sender = identity.sender
         self.workers[sender] = worker
-        worker.exit_descriptor = os.pidfd_open(worker.process.pid)
-        asyncio.get_running_loop().add_reader(worker.exit_descriptor, self._reap, sender)
+        worker.process.watch(partial(self._on_worker_exit, sender))
         self._send_message(sender, identity)
 
     def kill(self, sender: int) -> None:
@@ -163,15 +150,12 @@ class LocalNode(Node):
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0.01)
-        for worker in self.workers.values():
-            self._unwatch(worker)
         self.close()
 
     def close(self) -> None:
         """Kill all processes and remove all files."""
         for worker in (*self.workers.values(), *self._unused):
-            with suppress(ProcessLookupError):
-                worker.process.kill()
+            worker.process.kill()
             worker.process.wait()
             worker.close()
         self.workers.clear()
@@ -207,9 +191,7 @@ class LocalNode(Node):
         numbers = map(str, (*descriptors, os.getpid()))
         try:
             process = self._popen(
-                [sys.executable, "-m", "gllm.runtime.worker", *numbers],
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
+                [sys.executable, "-m", "gllm.runtime.worker", *numbers], pass_fds=descriptors
             )
         except BaseException:
             own.close()
@@ -219,20 +201,11 @@ class LocalNode(Node):
             inherited.close()
         return WorkerProcess(process, own, stacks)
 
-    def _reap(self, sender: int) -> None:
-        """Report the exit of a worker; called once its process has exited."""
-        worker = self.workers[sender]
-        self._unwatch(worker)
-        description = worker.describe_exit()
+    def _on_worker_exit(self, sender: int) -> None:
+        """Report the exit of a worker."""
+        process = self.workers[sender].process
         try:
             if self._on_exit is not None:
-                self._on_exit(sender, description)
+                self._on_exit(sender, process.describe_exit(f"process {process.pid}"))
         finally:
-            del self.workers[sender]
-            worker.close()
-
-    def _unwatch(self, worker: WorkerProcess) -> None:
-        if worker.exit_descriptor is not None:
-            asyncio.get_running_loop().remove_reader(worker.exit_descriptor)
-            os.close(worker.exit_descriptor)
-            worker.exit_descriptor = None
+            self.workers.pop(sender).close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gllm.config.sampling import StructuredOutput
+from gllm.observability.child_process import describe_exit
 from gllm.options.field_types import FieldError
 from gllm.text.grammar.compiler_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES
 from gllm.text.grammar.sources.structured_output import GrammarSource, to_grammar_source
@@ -219,7 +220,7 @@ class GrammarCompiler:
             if -code in LIMIT_SIGNALS and (was_fresh or -code == signal.SIGPROF):
                 limit = LIMIT_SIGNALS[signal.Signals(-code)]
                 raise GrammarError(f"it is too complex: compiling takes more than {limit}")
-            ending = _describe_exit(code)
+            ending = describe_exit(code)
             log.warning("the process that compiles grammars ended: %s", ending)
         raise CompilerBusyError(f"grammars cannot be compiled now ({ending}): try again later")
 
@@ -290,11 +291,6 @@ class GrammarCompiler:
 def _complete_line(line: bytes) -> bytes:
     """Return a line, or nothing if a process wrote only a part of it before it ended."""
     return line if line.endswith(b"\n") else b""
-
-
-def _describe_exit(code: int) -> str:
-    """Return the exit of a process in words."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
 def _size(source: GrammarSource, answer: tuple[str, str]) -> int:

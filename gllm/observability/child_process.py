@@ -1,0 +1,81 @@
+"""Child processes: their exit as an event, and its cause in words.
+
+The module is in this room because grammars, engines and launchers start processes, and no lower
+room has the record of a run. gllm/deploy/up/child_process.py adds a log and an orderly end.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MAX_CAUSE_CHARACTERS = 500
+"""Length limit of the line of a log that is a part of the cause of an exit."""
+
+
+def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
+    """Return the exit of a process in words.
+
+    Args:
+        status: exit status; negative for a signal.
+        subject: name of the process in the sentence.
+        last_lines: of its log. A program that ends with an error says why in its last line.
+    """
+    if status < 0:
+        names = {each.value: each.name for each in signal.Signals}
+        return f"{subject} was killed by {names.get(-status, f'signal {-status}')}"
+    text = next((line for line in reversed(last_lines) if line.strip()), "") if status else ""
+    cause = f"{subject} exited with {status}"
+    return f"{cause}: {text[:MAX_CAUSE_CHARACTERS]}" if text else cause
+
+
+class ChildProcess(subprocess.Popen[bytes]):
+    """A process whose exit is an event of an event loop; threads use `wait`.
+
+    Args:
+        command: program and arguments.
+        options: of subprocess.Popen; without `stdin` the process has no input.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self._exit_descriptor: int | None = None
+        """Descriptor that is readable once the process has exited, while that is watched."""
+        super().__init__(command, **({"stdin": subprocess.DEVNULL} | options))
+
+    def watch(self, on_exit: Callable[[], None]) -> None:
+        """Call a function in the running loop once the process has exited and was reaped."""
+        self._loop = asyncio.get_running_loop()
+        self._exit_descriptor = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._exit_descriptor, self._on_exit, on_exit)
+
+    def unwatch(self) -> None:
+        """Let the exit be no event any more; without effect if it is none."""
+        if self._exit_descriptor is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._exit_descriptor)
+            os.close(self._exit_descriptor)
+            self._exit_descriptor = None
+
+    async def exited(self) -> None:
+        """Return once the process has exited and was reaped."""
+        if self.poll() is None:
+            event = asyncio.Event()
+            self.watch(event.set)
+            try:
+                await event.wait()
+            finally:
+                self.unwatch()
+
+    def describe_exit(self, subject: str = "it", last_lines: Sequence[str] = ()) -> str:
+        """Return the exit of the process, for which this waits, in words; see `describe_exit`."""
+        return describe_exit(self.wait(), subject, last_lines)
+
+    def _on_exit(self, on_exit: Callable[[], None]) -> None:
+        self.unwatch()
+        self.wait()
+        on_exit()
