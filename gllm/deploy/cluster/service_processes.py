@@ -15,7 +15,7 @@ from gllm.deploy.cluster.service_command import (
     make_url,
 )
 from gllm.deploy.cluster.service_probe import ServiceProbe
-from gllm.deploy.up.child_process import KILL_SECONDS, ChildProcess
+from gllm.deploy.up.child_process import KILL_SECONDS, LoggedProcess
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
     ServiceNodeKept,
@@ -39,7 +39,7 @@ class _RunningProcess:
     """A process of a service, from the command to start it until it was reaped."""
 
     start: StartServiceProcess
-    child: ChildProcess
+    child: LoggedProcess
     ports: ServicePorts = field(default_factory=ServicePorts)
     head: str = ""
 
@@ -77,7 +77,7 @@ class ServiceProcesses:
 
     def start(self, command: StartServiceProcess) -> None:
         """Start a process; its start and its end are reported."""
-        child = ChildProcess(
+        child = LoggedProcess(
             lambda line: log.info("%s: %s", command.service, line), self._kill_seconds
         )
         running = _RunningProcess(command, child)
@@ -148,7 +148,7 @@ class ServiceProcesses:
             running.ports = self._choose_ports(len(start.degrees) > 1)
         running.head = start.head or format_host_port(machine.address, running.ports.head or 1)
         command = self._make_command(machine, start, running.ports, running.head)
-        await running.child.start(command, make_environment(start.api_key))
+        running.child.start(command, make_environment(start.api_key))
         log.info("a process of service %s starts (pid %d)", start.service, running.child.pid)
         self._report_start(running)
         probing = asyncio.create_task(self._probe(running)) if is_head else None

@@ -3,21 +3,18 @@
 The agent is a process of its own, so that Ray's threads and signal handlers stay out of it. Agent
 and actor end together: the kernel kills the agent when the actor's process dies, and the actor
 exits some time after its agent, so that Ray restarts it, here or on another machine.
-
-Run as a module this file becomes the agent: `python -m gllm.deploy.ray.agent_actor PARENT
-COMMAND...`.
 """
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 
 from gllm.deploy.ray.bundles import node_name, port_offset, read_machines
-from gllm.runtime.messaging.parent_death import die_with_parent
+from gllm.observability.child_process import ChildProcess, describe_exit
+from gllm.runtime.messaging.parent_death import dying_command
 
 RESTART_SECONDS = 2.0
 """Time from the end of an agent until Ray may start the next one."""
@@ -50,7 +47,7 @@ class AgentActor:
 
     def _run(self) -> None:
         status = run_agent(self._command)
-        print(f"gllm: the agent has ended with status {status}", file=sys.stderr, flush=True)
+        print(f"gllm: {describe_exit(status, 'the agent')}", file=sys.stderr, flush=True)
         time.sleep(INVALID_RESTART_SECONDS if status == INVALID_STATUS else RESTART_SECONDS)
         os._exit(1)
 
@@ -79,10 +76,4 @@ def free_port(preferred: int) -> int:
 
 def run_agent(command: Sequence[str]) -> int:
     """Run `python COMMAND...` on the calling thread, which it dies with; return its status."""
-    wrapper = [sys.executable, "-m", "gllm.deploy.ray.agent_actor", str(os.getpid())]
-    return subprocess.run([*wrapper, *command], stdin=subprocess.DEVNULL, check=False).returncode
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+    return ChildProcess(dying_command(command)).wait()

@@ -20,6 +20,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
 from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
+from gllm.observability.child_process import ChildProcess
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
@@ -66,7 +67,7 @@ class RayLauncher:
         self._command = command
         self._min_restart_seconds = min_restart_seconds
         self._spec = make_launch_spec(engine, nodes, node_secret_file, logs)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gllm-ray", daemon=True)
 
@@ -135,8 +136,8 @@ class RayLauncher:
 
     def _start(self) -> LaunchEvent:
         """Start a launcher and return its first event, which says whether Ray has the machines."""
-        process = subprocess.Popen(
-            [*self._command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        process = ChildProcess(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         self._process = process
         assert process.stdin is not None
@@ -148,7 +149,7 @@ class RayLauncher:
             _close_input(process)
         line = process.stdout.readline()
         if not line:
-            return LaunchEvent(error=f"the Ray launcher ended with status {process.wait()}")
+            return LaunchEvent(error=process.describe_exit("the Ray launcher"))
         return msgspec.json.decode(line, type=LaunchEvent)
 
     def _watch(self) -> None:
@@ -157,13 +158,13 @@ class RayLauncher:
         cause = ""
         while True:
             assert self._process is not None
-            status = self._process.wait()
+            exit_cause = self._process.describe_exit()
             if self._is_closed.is_set():
                 return
             log.error(
-                "The Ray launcher has ended%s; agents of other machines end with it. It starts "
+                "The Ray launcher has ended: %s; agents of other machines end with it. It starts "
                 "again in %g s",
-                f": {cause}" if cause else f" with status {status}",
+                cause or exit_cause,
                 delay,
             )
             if self._is_closed.wait(delay):
@@ -226,7 +227,7 @@ def agent_arguments(
     ]
 
 
-def _close_input(process: "subprocess.Popen[bytes]") -> None:
+def _close_input(process: ChildProcess) -> None:
     """End a launcher's standard input, which tells it to end."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):

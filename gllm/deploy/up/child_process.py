@@ -1,14 +1,14 @@
-"""A child process: its start, the lines that it writes, its end and the cause of it."""
+"""A child process with a log: the lines that it writes, its end and the cause of it."""
 
 import asyncio
 import os
 import signal
-from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
+from subprocess import PIPE, STDOUT
 
+from gllm.observability.child_process import ChildProcess
 from gllm.runtime.messaging.parent_death import die_with_parent
 
 KILL_SECONDS = 10.0
@@ -16,11 +16,11 @@ KILL_SECONDS = 10.0
 NUM_LAST_LINES = 20
 """Lines of a process's log that are kept, to find the cause of its exit."""
 MAX_LINE_BYTES = 2**16
-MAX_CAUSE_CHARACTERS = 500
+"""Size limit of a line; a longer one is dropped."""
 
 
-class ChildProcess:
-    """A process that dies with this one."""
+class LoggedProcess:
+    """A process that dies with this one, and may be told to end before it has started."""
 
     def __init__(self, on_line: Callable[[str], None], kill_seconds: float = KILL_SECONDS) -> None:
         """Create a process that does not run.
@@ -34,7 +34,7 @@ class ChildProcess:
         """Signal that ends the process; None while it shall run."""
         self._on_line = on_line
         self._kill_seconds = kill_seconds
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
         self._killer: asyncio.TimerHandle | None = None
 
     @property
@@ -48,8 +48,12 @@ class ChildProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(
-        self, command: Sequence[str], environment: Mapping[str, str], has_own_group: bool = False
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        has_own_group: bool = False,
+        dies_with_parent: bool = True,
     ) -> None:
         """Start the process.
 
@@ -57,20 +61,19 @@ class ChildProcess:
             command: program and arguments.
             environment: all variables of the process.
             has_own_group: keep signals of the terminal, such as Ctrl-C, from the process.
+            dies_with_parent: let the kernel kill the process when the calling thread ends; False
+                for a command that does so, because this process has threads of other libraries.
 
         Raises:
             OSError: it cannot be started.
         """
-        self._process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
+        self._process = ChildProcess(
+            command,
             stdout=PIPE,
             stderr=STDOUT,
-            limit=MAX_LINE_BYTES,
             env=environment,
             start_new_session=has_own_group,
-            # Its own children die with it.
-            preexec_fn=partial(die_with_parent, os.getpid()),
+            preexec_fn=partial(die_with_parent, os.getpid()) if dies_with_parent else None,
         )
         if self.end_signal is not None:
             self.send(self.end_signal)
@@ -80,16 +83,22 @@ class ChildProcess:
         assert self._process is not None
         try:
             await self._forward_lines()
-            status = await self._process.wait()
+            await self._process.exited()
         finally:
             if self._killer is not None:
                 self._killer.cancel()
-        return describe_exit(status, list(self.last_lines))
+        return self._process.describe_exit(last_lines=self.last_lines)
 
     @property
     def status(self) -> int | None:
         """Exit status, negative for a signal; None while the process runs."""
-        return None if self._process is None else self._process.returncode
+        return None if self._process is None else self._process.poll()
+
+    async def kill_group(self) -> None:
+        """Kill the process, if it runs, and its children; it was started with `has_own_group`."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.exited()
 
     def end(self, shutdown_seconds: float) -> None:
         """Send SIGTERM, now or once the process has started, and SIGKILL if it does not end.
@@ -106,37 +115,26 @@ class ChildProcess:
     def send(self, number: signal.Signals) -> None:
         """Send a signal that ends the process, now or once it has started."""
         self.end_signal = number
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
     async def _forward_lines(self) -> None:
         assert self._process is not None
-        output = self._process.stdout
-        assert output is not None
-        while True:
-            try:
-                line = await output.readline()
-            except ValueError:
-                # A line that is too long was dropped.
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()
-            self.last_lines.append(text)
-            self._on_line(text)
-
-
-def describe_exit(status: int, last_lines: list[str]) -> str:
-    """Return the cause of a process's exit in words.
-
-    Args:
-        status: exit status; negative for a signal.
-        last_lines: of its log. A program that ends with an error says why in its last line.
-    """
-    if status < 0:
-        names = {each.value: each.name for each in signal.Signals}
-        return f"it was killed by {names.get(-status, f'signal {-status}')}"
-    text = next((line for line in reversed(last_lines) if line.strip()), "") if status else ""
-    cause = f"it exited with {status}"
-    return f"{cause}: {text[:MAX_CAUSE_CHARACTERS]}" if text else cause
+        output = asyncio.StreamReader(MAX_LINE_BYTES)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), self._process.stdout
+        )
+        try:
+            while True:
+                try:
+                    line = await output.readline()
+                except ValueError:
+                    # A line that is too long was dropped.
+                    continue
+                if not line:
+                    return
+                text = line.decode(errors="replace").rstrip()
+                self.last_lines.append(text)
+                self._on_line(text)
+        finally:
+            pipe.close()

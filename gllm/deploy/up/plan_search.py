@@ -3,13 +3,11 @@
 import asyncio
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from gllm.deploy.up.child_process import ChildProcess
+from gllm.deploy.up.child_process import LoggedProcess
 from gllm.plan.search_command import make_search_command
 from gllm.plan.serving_plan import ServingPlan, read_plan
 
@@ -68,18 +66,16 @@ class PlanSearch:
         workload, output = self._next_files()
         workload.write_text(lengths, encoding="utf-8")
         arguments = make_search_command(self._plan, workload, rate, output, self._budget_seconds)
-        child = ChildProcess(lambda line: self._on_line(SEARCH_NAME, line))
+        child = LoggedProcess(lambda line: self._on_line(SEARCH_NAME, line))
         try:
             async with asyncio.timeout(self.limit_seconds):
-                await child.start(self._make_command(arguments), os.environ, has_own_group=True)
+                child.start(self._make_command(arguments), os.environ, has_own_group=True)
                 cause = await child.wait()
         except TimeoutError:
             raise PlanSearchError(f"it has not ended after {self.limit_seconds:g} s") from None
         finally:
-            if child.is_started and child.status is None:
-                # Its simulations have processes of their own.
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+            # Its simulations have processes of their own.
+            await child.kill_group()
         if child.status != 0:
             raise PlanSearchError(cause)
         if not output.exists():

@@ -5,14 +5,13 @@ actor end together: the kernel kills the process when the actor's process dies, 
 some time after its process, so that Ray restarts it, here or on another machine.
 """
 
+import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections import deque
 from typing import Any
 
 import msgspec
@@ -23,8 +22,9 @@ from gllm.deploy.ray.agent_actor import (
     INVALID_STATUS,
     RESTART_SECONDS,
 )
-from gllm.deploy.up.child_process import NUM_LAST_LINES, describe_exit
+from gllm.deploy.up.child_process import LoggedProcess
 from gllm.deploy.up.ray_groups import ProcessTask, make_process
+from gllm.runtime.messaging.parent_death import dying_command
 
 PROBE_TIMEOUT_SECONDS = 1.0
 
@@ -58,53 +58,38 @@ class ProcessActor:
         self._spec = make_process(
             msgspec.json.decode(task, type=ProcessTask), own, find_head(ray, group) or own
         )
-        self._process: subprocess.Popen[str] | None = None
-        self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._is_draining = False
-        self._status: int | None = None
+        self._child = LoggedProcess(
+            lambda line: print(f"{self._spec.name} | {line}", file=sys.stderr, flush=True)
+        )
+        self._cause = ""
+        """Cause of the end of the process; empty while it runs."""
         # The kernel kills the process when the thread that has created it ends.
         threading.Thread(target=self._run, name="gllm-process", daemon=True).start()
 
     def status(self) -> bytes:
         """Return a `ProcessStatus` as JSON."""
-        cause = "" if self._status is None else describe_exit(self._status, [*self._last_lines])
+        has_ended = bool(self._cause)
         status = ProcessStatus(
             self._spec.url,
-            self._status is None and is_ready(self._spec.url),
-            self._status is not None,
-            self._status == INVALID_STATUS,
-            cause,
+            not has_ended and is_ready(self._spec.url),
+            has_ended,
+            has_ended and self._child.status == INVALID_STATUS,
+            self._cause,
         )
         return msgspec.json.encode(status)
 
     def drain(self) -> None:
         """Let the process finish its requests and exit; the actor stays, to report its end."""
-        self._is_draining = True
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
+        self._child.send(signal.SIGTERM)
 
     def _run(self) -> None:
-        command = [sys.executable, "-m", "gllm.deploy.ray.agent_actor", str(os.getpid()), "-m"]
+        command = dying_command(["-m", self._spec.module, *self._spec.arguments])
         # Ray has restricted the GPUs.
-        self._process = subprocess.Popen(
-            [*command, self._spec.module, *self._spec.arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=remove_launcher(os.environ),
-        )
-        if self._is_draining:
-            self._process.send_signal(signal.SIGTERM)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._last_lines.append(line.rstrip())
-            print(f"{self._spec.name} | {line.rstrip()}", file=sys.stderr, flush=True)
-        self._status = self._process.wait()
-        if self._is_draining:
+        self._child.start(command, remove_launcher(os.environ), dies_with_parent=False)
+        self._cause = asyncio.run(self._child.wait())
+        if self._child.end_signal is not None:
             return
-        is_invalid = self._status == INVALID_STATUS
+        is_invalid = self._child.status == INVALID_STATUS
         time.sleep(INVALID_RESTART_SECONDS if is_invalid else RESTART_SECONDS)
         os._exit(1)
 

@@ -12,7 +12,7 @@ from functools import partial
 import aiohttp
 
 from gllm.config.node_environment import remove_launcher
-from gllm.deploy.up.child_process import ChildProcess
+from gllm.deploy.up.child_process import LoggedProcess
 from gllm.plan.processes import ProcessSpec
 
 PROBE_SECONDS = 0.2
@@ -26,7 +26,7 @@ class _ManagedProcess:
     """A process from the command to start it until it was reaped."""
 
     spec: ProcessSpec
-    child: ChildProcess
+    child: LoggedProcess
     task: asyncio.Task[None]
     may_fail: bool = False
     """Its failure ends no other process."""
@@ -191,16 +191,16 @@ class ProcessSupervisor:
 
     def _start(self, name: str) -> _ManagedProcess:
         spec = self._specs[name]
-        child = ChildProcess(partial(self._on_line, name))
+        child = LoggedProcess(partial(self._on_line, name))
         task = asyncio.create_task(self._watch(spec, child))
         self._processes[name] = process = _ManagedProcess(spec, child, task)
         return process
 
-    async def _watch(self, spec: ProcessSpec, child: ChildProcess) -> None:
+    async def _watch(self, spec: ProcessSpec, child: LoggedProcess) -> None:
         """Run a process until it exits; an exit that nobody asked for ends the others."""
         environment = remove_launcher(os.environ) | spec.environment
         try:
-            await child.start(self._make_command(spec), environment, has_own_group=True)
+            child.start(self._make_command(spec), environment, has_own_group=True)
             cause = await child.wait()
         except OSError as error:
             cause = f"it could not be started: {error}"

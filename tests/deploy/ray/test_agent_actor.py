@@ -73,4 +73,4 @@ def test_an_actor_ends_some_time_after_its_agent_so_that_ray_restarts_it() -> No
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=90
     )
     assert result.returncode == 1
-    assert "the agent has ended with status 7" in result.stderr
+    assert "the agent exited with 7" in result.stderr

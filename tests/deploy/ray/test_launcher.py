@@ -95,7 +95,7 @@ def test_an_error_of_ray_ends_the_start_with_its_fix(tmp_path: Path) -> None:
 def test_a_launcher_that_ends_without_a_word_is_an_error() -> None:
     command = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]
     launcher = RayLauncher(EngineConfig("demo"), NodesConfig(), None, LogConfig(), command)
-    with pytest.raises(ValueError, match="ended with status 3"):
+    with pytest.raises(ValueError, match="the Ray launcher exited with 3"):
         launcher.place()
 
 
@@ -119,7 +119,7 @@ def test_a_dead_launcher_is_replaced_for_the_same_machines_with_pauses(
     finally:
         launcher.close()
     texts = [record.getMessage() for record in caplog.records]
-    assert "with status 9" in texts[0]
+    assert "it exited with 9" in texts[0]
     assert "no machines" in texts[2]
     # Pauses double while Ray fails.
     assert "in 0.01 s" in texts[2].replace("in 0.02 s", "in 0.01 s")

@@ -4,32 +4,16 @@ import os
 import signal
 import sys
 
-import pytest
-
-from gllm.deploy.up.child_process import ChildProcess, describe_exit
+from gllm.deploy.up.child_process import LoggedProcess
 
 
-@pytest.mark.parametrize(
-    ("status", "lines", "cause"),
-    [
-        (0, ["bye"], "it exited with 0"),
-        (1, ["start", "gllm: no memory", " "], "it exited with 1: gllm: no memory"),
-        (2, [], "it exited with 2"),
-        (-9, ["x"], "it was killed by SIGKILL"),
-        (-99, ["x"], "it was killed by signal 99"),
-    ],
-)
-def test_causes_of_exits(status: int, lines: list[str], cause: str) -> None:
-    assert describe_exit(status, lines) == cause
-
-
-async def run(script: str, *, is_ended: bool = False) -> tuple[list[str], str, ChildProcess]:
+async def run(script: str, *, is_ended: bool = False) -> tuple[list[str], str, LoggedProcess]:
     """The lines of a script, the cause of its end, and its process."""
     lines: list[str] = []
-    child = ChildProcess(lines.append)
+    child = LoggedProcess(lines.append)
     if is_ended:
         child.end(0.0)
-    await child.start([sys.executable, "-S", "-c", script], os.environ, has_own_group=True)
+    child.start([sys.executable, "-S", "-c", script], os.environ, has_own_group=True)
     return lines, await child.wait(), child
 
 
@@ -56,6 +40,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(60)
 """
-    child = ChildProcess(lambda line: child.end(0.0), kill_seconds=0.05)
-    await child.start([sys.executable, "-S", "-c", script], os.environ)
+    child = LoggedProcess(lambda line: child.end(0.0), kill_seconds=0.05)
+    child.start([sys.executable, "-S", "-c", script], os.environ)
     assert await child.wait() == "it was killed by SIGKILL"
