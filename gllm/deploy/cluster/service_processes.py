@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import signal
-import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gllm.deploy.cluster.service_command import (
@@ -15,6 +15,7 @@ from gllm.deploy.cluster.service_command import (
     make_url,
 )
 from gllm.deploy.cluster.service_probe import ServiceProbe
+from gllm.deploy.ports import probe_port
 from gllm.deploy.up.child_process import KILL_SECONDS, LoggedProcess
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
@@ -188,24 +189,11 @@ class ServiceProcesses:
             port for each in self._processes.values() for port in (each.ports.api, each.ports.head)
         }
         first, last = self._machine.ports
-        free = (
-            port
-            for port in range(first, last + 1)
-            if port not in used and _is_free(self._machine.address, port)
-        )
-        ports = [next(free, 0) for _ in range(2 if needs_head else 1)]
-        if 0 in ports:
-            raise OSError(f"too few ports of --service-ports {first}-{last} are free")
-        return ServicePorts(*ports)
-
-
-def _is_free(address: str, port: int) -> bool:
-    """Return True if nothing listens at a port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-        return True
+        free: list[int] = []
+        for port in range(first, last + 1):
+            if port not in used:
+                with suppress(OSError):
+                    free.append(probe_port(self._machine.address, port))
+            if len(free) == (2 if needs_head else 1):
+                return ServicePorts(*free)
+        raise OSError(f"too few ports of --service-ports {first}-{last} are free")

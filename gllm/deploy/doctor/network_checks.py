@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 
 from gllm.deploy.doctor.finding import Finding, bad, good, note
+from gllm.deploy.ports import probe_port
 from gllm.options.addresses import format_host_port, is_loopback
 from gllm.runtime.node.machine import find_own_address, is_own_address
 
@@ -101,22 +102,18 @@ def check_data_port(own_address: str, port: int) -> Finding:
         text = "none: this machine dials its neighbours, which have to accept connections"
         return note("data port", text)
     target = format_host_port(own_address, port)
-    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((own_address, port))
-            listener.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return bad(
-                    "data port",
-                    f"{target} is in use by another program",
-                    f"end it (`ss -ltnp 'sport = :{port}'` shows it), or pass --data-port with a "
-                    "free port",
-                )
-            fix = "pass --data-port with a port from 1024 on"
-            return bad("data port", f"{target}: {error.strerror}", fix)
+    try:
+        probe_port(own_address, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return bad(
+                "data port",
+                f"{target} is in use by another program",
+                f"end it (`ss -ltnp 'sport = :{port}'` shows it), or pass --data-port with a "
+                "free port",
+            )
+        fix = "pass --data-port with a port from 1024 on"
+        return bad("data port", f"{target}: {error.strerror}", fix)
     return good("data port", f"{target} is free; other machines need access to it")
 
 

@@ -6,12 +6,13 @@ exits some time after its agent, so that Ray restarts it, here or on another mac
 """
 
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
+from gllm.deploy.ports import probe_port
 from gllm.deploy.ray.bundles import node_name, port_offset, read_machines
 from gllm.observability.child_process import ChildProcess, describe_exit
 from gllm.runtime.messaging.parent_death import dying_command
@@ -64,13 +65,8 @@ def agent_command(
 def free_port(preferred: int) -> int:
     """Return the port, or a free one if it is in use, as by another engine."""
     for port in (preferred, 0):
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return int(listener.getsockname()[1])
+        with suppress(OSError):
+            return probe_port("", port)
     return preferred
 
 
