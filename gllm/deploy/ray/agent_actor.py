@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from gllm.deploy.ports import probe_port
 from gllm.deploy.ray.bundles import node_name, port_offset, read_machines
@@ -49,8 +50,13 @@ class AgentActor:
     def _run(self) -> None:
         status = run_agent(self._command)
         print(f"gllm: {describe_exit(status, 'the agent')}", file=sys.stderr, flush=True)
-        time.sleep(INVALID_RESTART_SECONDS if status == INVALID_STATUS else RESTART_SECONDS)
-        os._exit(1)
+        exit_actor(status)
+
+
+def exit_actor(status: int | None) -> NoReturn:
+    """End the process of an actor, some time after its child has exited with a status."""
+    time.sleep(INVALID_RESTART_SECONDS if status == INVALID_STATUS else RESTART_SECONDS)
+    os._exit(1)
 
 
 def agent_command(

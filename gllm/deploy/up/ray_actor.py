@@ -10,18 +10,13 @@ import os
 import signal
 import sys
 import threading
-import time
 import urllib.request
 from typing import Any
 
 import msgspec
 
 from gllm.config.node_environment import remove_launcher
-from gllm.deploy.ray.agent_actor import (
-    INVALID_RESTART_SECONDS,
-    INVALID_STATUS,
-    RESTART_SECONDS,
-)
+from gllm.deploy.ray.agent_actor import INVALID_STATUS, exit_actor
 from gllm.deploy.up.child_process import LoggedProcess
 from gllm.deploy.up.ray_groups import ProcessTask, make_process
 from gllm.runtime.messaging.parent_death import dying_command
@@ -87,11 +82,8 @@ class ProcessActor:
         # Ray has restricted the GPUs.
         self._child.start(command, remove_launcher(os.environ), dies_with_parent=False)
         self._cause = asyncio.run(self._child.wait())
-        if self._child.end_signal is not None:
-            return
-        is_invalid = self._child.status == INVALID_STATUS
-        time.sleep(INVALID_RESTART_SECONDS if is_invalid else RESTART_SECONDS)
-        os._exit(1)
+        if self._child.end_signal is None:
+            exit_actor(self._child.status)
 
 
 def find_head(ray: Any, group: Any) -> str | None:
