@@ -48,7 +48,11 @@ class ChildProcess(subprocess.Popen[bytes]):
         super().__init__(command, **({"stdin": subprocess.DEVNULL} | options))
 
     def watch(self, on_exit: Callable[[], None]) -> None:
-        """Call a function in the running loop once the process has exited and was reaped."""
+        """Call a function in the running loop once the process has exited and was reaped.
+
+        It takes the place of one that was to be called.
+        """
+        self.unwatch()
         self._loop = asyncio.get_running_loop()
         self._exit_descriptor = os.pidfd_open(self.pid)
         self._loop.add_reader(self._exit_descriptor, self._on_exit, on_exit)

@@ -37,6 +37,7 @@ async def test_an_exit_is_an_event_of_a_process_that_was_reaped() -> None:
     before = num_open()
     child = ChildProcess(SLEEP)
     exits: asyncio.Queue[int | None] = asyncio.Queue()
+    child.watch(lambda: exits.put_nowait(0))
     child.watch(lambda: exits.put_nowait(child.returncode))
     child.kill()
     async with asyncio.timeout(60):

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,11 +146,10 @@ class LocalNode(Node):
     async def stop(self) -> None:
         """See Node."""
         self._on_exit = None
-        deadline = asyncio.get_running_loop().time() + STOP_SECONDS
-        while any(worker.process.poll() is None for worker in self.workers.values()):
-            if asyncio.get_running_loop().time() > deadline:
-                break
-            await asyncio.sleep(0.01)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                for worker in [*self.workers.values()]:
+                    await worker.process.exited()
         self.close()
 
     def close(self) -> None:
