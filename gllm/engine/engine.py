@@ -119,6 +119,12 @@ class Engine(TextEngine):
             batch = tickets[start : start + MAX_TICKETS]
             self._supervisor.send_kv_command(ReleaseKvHolds(batch))
 
+    @property
+    def role(self) -> str:
+        """Role that routers see at present: mixed, prefill or decode."""
+        attachment = self._pipeline.attachment
+        return self._attachment_config.role if attachment is None else attachment.role
+
     def set_role(self, role: str) -> str:
         """Announce another role to all routers, and return the one before; requests go on.
 

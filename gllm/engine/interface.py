@@ -139,6 +139,8 @@ class EngineStatus:
     """Frames of other machines that could not be read or that their sender may not send."""
     refused_peers: Mapping[str, int] = field(default_factory=dict)
     """Connections of other machines that the head refused, by IP address."""
+    tensor_parallel_size: int = 1
+    """Ranks of a stage; the largest number if stages differ, 1 for a router."""
     kv_transfers: KvTransferTotals | None = None
     """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
 
@@ -242,6 +244,10 @@ class EngineInterface(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
+
+    @property
+    def role(self) -> str:
+        """Role that routers see at present: mixed, prefill or decode; mixed for a router."""
 
     def status(self) -> EngineStatus:
         """Return a snapshot of the engine's state and counters."""

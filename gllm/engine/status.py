@@ -44,5 +44,6 @@ def read_status(
         num_node_losses=0 if cluster is None else cluster.num_losses,
         num_malformed_frames=0 if cluster is None else cluster.num_malformed_frames,
         refused_peers={} if cluster is None else cluster.refused_peers,
+        tensor_parallel_size=max(config.stage_degrees),
         kv_transfers=mover.totals if mover.is_enabled else None,
     )

@@ -95,6 +95,11 @@ class TextEngine:
         """Control of a router's engines; None for an engine."""
         return None
 
+    @property
+    def role(self) -> str:
+        """Return mixed: only an engine with routers can have another role."""
+        return "mixed"
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self

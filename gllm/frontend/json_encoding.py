@@ -1,14 +1,25 @@
-"""Encode large answers as JSON in pieces, so that other threads can run in between."""
+"""Encode answers as JSON; large ones in pieces, so that other threads can run in between."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 MIN_SPLIT_ENTRIES = 64
 """Minimum length of a list that is encoded entry by entry."""
 NUMBERS_PER_PIECE = 4096
 """Numbers of a list that are encoded at once."""
+
+
+def json_response(answer: msgspec.Struct, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Return the response with an answer as JSON."""
+    return web.Response(
+        body=msgspec.json.encode(answer),
+        content_type="application/json",
+        charset="utf-8",
+        headers=headers,
+    )
 
 
 def encode_json_in_pieces(value: Any) -> bytes:
@@ -18,6 +29,12 @@ def encode_json_in_pieces(value: Any) -> bytes:
 
 def _in_pieces(value: Any) -> Any:
     """Return a value in which long lists are replaced by encoded JSON."""
+    if isinstance(value, msgspec.Struct):
+        value = {
+            name: item
+            for name, item in msgspec.structs.asdict(value).items()
+            if item is not msgspec.UNSET
+        }
     if isinstance(value, dict):
         return {name: _in_pieces(item) for name, item in value.items()}
     if not isinstance(value, list):

@@ -1,10 +1,23 @@
-"""Schemas of answers about models, tokens and the server, as in `response_schemas`."""
+"""Answers about models, tokens and the server, as in `response_schemas`."""
 
 from typing import Any, Literal
 
 from msgspec import UNSET
 
+from gllm.engine.interface import ModelInfo
 from gllm.frontend.response_schemas import ResponseSchema, Unset
+
+DisaggregationMode = Literal["null", "prefill", "decode"]
+"""SGLang's name of an engine's role."""
+
+
+def disaggregation_mode(role: str) -> DisaggregationMode:
+    """Return SGLang's name of a role: `null` for an engine that prefills and decodes."""
+    match role:
+        case "prefill" | "decode":
+            return role
+        case _:
+            return "null"
 
 
 class ModelCard(ResponseSchema):
@@ -72,6 +85,7 @@ class ServerInfoResponse(ResponseSchema):
     """Answer of /server_info."""
 
     version: str
+    # The next fields have SGLang's names, from which its routers read what they serve.
     model_path: str
     served_model_name: str
     tp_size: int
@@ -79,8 +93,8 @@ class ServerInfoResponse(ResponseSchema):
     max_model_len: int
     max_total_num_tokens: int
     page_size: int
-    disaggregation_mode: str
-    model: dict[str, Any]
+    disaggregation_mode: DisaggregationMode
+    model: ModelInfo
     engine: dict[str, Any]
     server: dict[str, Any]
 
@@ -286,9 +300,12 @@ class RankLoad(ResponseSchema):
     gen_throughput: float
     cache_hit_rate: float
     kv_transfer_latency_ms: float
+    """Mean duration of the fetches of KV blocks so far."""
     prefill_queue_reqs: int
+    """Sequences that wait for the prefill, of an engine with the role prefill."""
     decode_queue_reqs: int
-    disagg_mode: str
+    """Sequences that wait for their KV blocks, of an engine with the role decode."""
+    disagg_mode: DisaggregationMode
 
 
 class LoadsResponse(ResponseSchema):

@@ -7,6 +7,8 @@ import pytest
 from gllm import __version__
 from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
+from gllm.scheduler.plan import SchedulerStats
+from gllm.transport.kv.totals import KvTransferTotals
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
 
 
@@ -106,6 +108,26 @@ async def test_server_info(server):
     assert told["model"]["name"] == "fake/model"
     assert told["engine"] == {"state": "ready"}
     assert told["server"]["max_choices"] == 8
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "prefill_queue", "decode_queue"),
+    [("mixed", "null", 0, 0), ("prefill", "prefill", 4, 0), ("decode", "decode", 0, 3)],
+)
+async def test_ranks_and_role_are_those_of_the_engine(
+    server, role, mode, prefill_queue, decode_queue
+):
+    server.engine.role, server.engine.tensor_parallel_size = role, 2
+    server.engine.stats = SchedulerStats(waiting=4, fetching=3)
+    server.engine.kv_transfers = KvTransferTotals(num_fetched=4, seconds=0.1)
+    async with server.client.get("/server_info") as response:
+        info = await response.json()
+    assert (info["tp_size"], info["disaggregation_mode"]) == (2, mode)
+    async with server.client.get("/v1/loads") as response:
+        (load,) = (await response.json())["loads"]
+    assert load["disagg_mode"] == mode
+    assert (load["prefill_queue_reqs"], load["decode_queue_reqs"]) == (prefill_queue, decode_queue)
+    assert load["kv_transfer_latency_ms"] == pytest.approx(25.0)
 
 
 async def test_load(server):

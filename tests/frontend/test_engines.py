@@ -172,7 +172,7 @@ async def test_an_engine_with_routers_switches_its_own_role(engine):
         answer = await server.post("/pd_role_switch", {"new_role": "decode"})
         assert (answer.status, answer.error["code"]) == (400, "role_switch_refused")
         assert "no routers" in answer.error["message"]
-        engine.role = "prefill"
+        engine.role, engine.has_routers = "prefill", True
         answer = await server.post("/pd_role_switch", {"new_role": "decode"})
         assert answer.json == {
             "success": True, "message": "ok", "old_role": "prefill", "new_role": "decode",

@@ -198,7 +198,9 @@ class FakeEngine:
     profile_error: str = ""
     max_model_len: int = 256
     fleet: FleetControl | None = None
-    role: str | None = None
+    role: str = "mixed"
+    has_routers: bool = False
+    tensor_parallel_size: int = 1
     node_reports: list[NodeReport] = field(default_factory=lambda: [node_report()])
     num_node_losses: int = 0
     num_malformed_frames: int = 0
@@ -241,6 +243,7 @@ class FakeEngine:
             num_node_losses=self.num_node_losses,
             num_malformed_frames=self.num_malformed_frames,
             kv_transfers=self.kv_transfers,
+            tensor_parallel_size=self.tensor_parallel_size,
             refused_peers=self.refused_peers,
         )
 
@@ -344,7 +347,7 @@ class FakeEngine:
         return answer
 
     def set_role(self, role: str) -> str:
-        if self.role is None:
+        if not self.has_routers:
             raise RoleSwitchError("the engine has no routers")
         before, self.role = self.role, role
         return before
