@@ -4,10 +4,8 @@ from typing import Protocol
 
 import msgspec
 
-from gllm.scheduler.plan import SchedulerStats
 
-
-class EngineRow(msgspec.Struct, frozen=True):
+class EngineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of a router's engines, as the router sees it."""
 
     name: str
@@ -25,8 +23,8 @@ class EngineRow(msgspec.Struct, frozen=True):
     """Time since the engine attached."""
     silent_seconds: float
     """Time since its last message."""
-    stats: SchedulerStats
-    """Its scheduler's counters, over the requests of all its routers."""
+    stats: dict[str, float]
+    """Its scheduler's counters by name (SchedulerStats), over the requests of all its routers."""
     num_kv_blocks: int
     block_size: int
     num_stages: int
@@ -36,11 +34,11 @@ class EngineRow(msgspec.Struct, frozen=True):
     """Requests that this router has sent to it, those sent again included."""
     weight: float
     """Share of its usual load that it gets: below 1 after an ejection, 0 while it is ejected."""
-    has_kv_transfer: bool = False
+    has_kv_transfer: bool
     """True if it gives KV blocks to other engines and fetches theirs at present."""
 
 
-class RouterTotals(msgspec.Struct, frozen=True):
+class RouterTotals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Counters of a router since its start."""
 
     policy: str
@@ -61,17 +59,17 @@ class RouterTotals(msgspec.Struct, frozen=True):
     attached; the rest of their text may differ."""
     stale_outputs: int
     """Tokens that arrived from an engine after their request had been taken elsewhere."""
-    preset: str = ""
+    preset: str
     """Policy that chooses the engines of prefill and decode apart; empty without."""
-    decode_choice: str = ""
+    decode_choice: str
     """Moment at which it chooses the decode engine: arrival, first_chunk or prefill_end."""
-    flips: bool = False
+    flips: bool
     """True if idle engines get another role."""
-    role_changes: dict[str, int] = {}
+    role_changes: dict[str, int]
     """Commands of this router to take a role, by role."""
 
 
-class ScaleStatus(msgspec.Struct, frozen=True):
+class ScaleStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decision of a router about the number of its engines."""
 
     is_leader: bool
@@ -92,7 +90,7 @@ class ScaleStatus(msgspec.Struct, frozen=True):
     """Time from the wish for an engine until it serves."""
 
 
-class WorkloadFigures(msgspec.Struct, frozen=True):
+class WorkloadFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Means of consecutive requests."""
 
     rate: float
@@ -102,7 +100,7 @@ class WorkloadFigures(msgspec.Struct, frozen=True):
     """Tokens of all choices of a request."""
 
 
-class WorkloadShiftStatus(msgspec.Struct, frozen=True):
+class WorkloadShiftStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Lasting shift of a workload."""
 
     quantities: list[str]
@@ -112,7 +110,7 @@ class WorkloadShiftStatus(msgspec.Struct, frozen=True):
     """Means of the window that ended with the shift."""
 
 
-class WorkloadStatus(msgspec.Struct, frozen=True):
+class WorkloadStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workload of a router that detects shifts."""
 
     is_leader: bool

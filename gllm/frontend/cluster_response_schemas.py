@@ -1,7 +1,8 @@
-"""Schemas of the answers of a cluster's master, as in `response_schemas`."""
+"""Answers of a cluster's master, as in `response_schemas`."""
 
 from typing import Literal
 
+from gllm.deploy.cluster.service import ServiceState
 from gllm.frontend.response_schemas import ResponseSchema
 from gllm.frontend.server_response_schemas import NodeRowResponse
 
@@ -42,7 +43,7 @@ class ServiceResponse(ResponseSchema):
 
     service_name: str
     model_name: str
-    state: Literal["starting", "ready", "recovering", "moving", "stopping", "failed"]
+    state: ServiceState
     cause: str
     url: str | None
     head: str

@@ -52,11 +52,11 @@ class RouterCollector(Collector):
             ("engine_requests", "Requests of this router that an engine runs",
              [row.num_requests for row in rows]),
             ("engine_running", "Sequences of an engine that hold KV blocks, of all its routers",
-             [row.stats.running for row in rows]),
+             [row.stats["running"] for row in rows]),
             ("engine_waiting", "Sequences of an engine that wait for KV blocks",
-             [row.stats.waiting for row in rows]),
+             [row.stats["waiting"] for row in rows]),
             ("engine_kv_cache_usage_perc", "Share of an engine's KV blocks in use, 0 to 1",
-             [row.stats.kv_usage for row in rows]),
+             [row.stats["kv_usage"] for row in rows]),
             ("engine_weight", "Share of its usual load that an engine gets; 0 while it is ejected",
              [row.weight for row in rows]),
         ):  # fmt: skip
@@ -81,12 +81,12 @@ class RouterCollector(Collector):
              [row.num_dispatched for row in rows]),
             ("engine_prefix_cache_queries",
              "Prompt tokens that an engine looked up in its prefix cache, for all its routers",
-             [row.stats.prefix_queries for row in rows]),
+             [row.stats["prefix_queries"] for row in rows]),
             ("engine_prefix_cache_hits",
              "Prompt tokens that an engine found in its prefix cache, for all its routers",
-             [row.stats.prefix_hits for row in rows]),
+             [row.stats["prefix_hits"] for row in rows]),
             ("engine_decode_tokens", "Tokens that an engine decoded, for all its routers",
-             [row.stats.decode_tokens for row in rows]),
+             [row.stats["decode_tokens"] for row in rows]),
         ):  # fmt: skip
             counter = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, "engine"))
             for row, value in zip(rows, values, strict=True):

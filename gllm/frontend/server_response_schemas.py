@@ -2,10 +2,13 @@
 
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET
 
+from gllm.engine.fleet_control import EngineRow, RouterTotals, ScaleStatus, WorkloadStatus
 from gllm.engine.interface import ModelInfo
 from gllm.frontend.response_schemas import ResponseSchema, Unset
+from gllm.messages.node_report import NodeReport
 
 DisaggregationMode = Literal["null", "prefill", "decode"]
 """SGLang's name of an engine's role."""
@@ -108,91 +111,13 @@ class LoadResponse(ResponseSchema):
     kv_usage: float
 
 
-class EngineRowResponse(ResponseSchema):
-    """One engine of a router."""
-
-    name: str
-    role: str
-    state: str
-    cause: str
-    address: str
-    version: str
-    attached_seconds: float
-    silent_seconds: float
-    stats: dict[str, float]
-    num_kv_blocks: int
-    block_size: int
-    num_stages: int
-    num_requests: int
-    num_dispatched: int
-    weight: float
-    has_kv_transfer: bool
-
-
-class RouterTotalsResponse(ResponseSchema):
-    """Counters of a router."""
-
-    policy: str
-    num_parked: int
-    migrations: dict[str, int]
-    lost_engines: dict[str, int]
-    refused_engines: int
-    refused_peers: int
-    shed_requests: dict[str, int]
-    inexact_migrations: int
-    stale_outputs: int
-    preset: str
-    decode_choice: str
-    flips: bool
-    role_changes: dict[str, int]
-
-
-class ScaleStatusResponse(ResponseSchema):
-    """Decision of a router about the number of its engines."""
-
-    is_leader: bool
-    num_wanted: int
-    drain: list[str]
-    undrain: list[str]
-    removable: list[str]
-    rate: float
-    engine_rate: float | None
-    startup_seconds: float
-
-
-class WorkloadFiguresResponse(ResponseSchema):
-    """Means of consecutive requests."""
-
-    rate: float
-    prompt_tokens: float
-    output_tokens: float
-
-
-class WorkloadShiftResponse(ResponseSchema):
-    """Lasting shift of a workload."""
-
-    quantities: list[str]
-    before: WorkloadFiguresResponse
-    after: WorkloadFiguresResponse
-
-
-class WorkloadStatusResponse(ResponseSchema):
-    """Workload of a router that detects shifts."""
-
-    is_leader: bool
-    num_samples: int
-    num_shifts: int
-    profile: WorkloadFiguresResponse | None
-    shift: WorkloadShiftResponse | None
-
-
 class EngineListResponse(ResponseSchema):
     """Answer of /engines: engines, counters, how many engines are wanted, and the workload."""
 
-    engines: list[EngineRowResponse]
-    router: RouterTotalsResponse
-    scaling: ScaleStatusResponse | None = None
-    workload: WorkloadStatusResponse | None = None
+    engines: list[EngineRow]
+    router: RouterTotals
+    scaling: ScaleStatus | None
+    workload: WorkloadStatus | None
 
 
 class EngineRoleResponse(ResponseSchema):
@@ -268,6 +193,11 @@ class NodeRowResponse(ResponseSchema):
     links: list[NodeLinkResponse]
     last_cause: str
     num_losses: int
+
+
+def node_row(report: NodeReport) -> NodeRowResponse:
+    """Return a report with names of fields, which load and links lack on the wire."""
+    return msgspec.convert(report, NodeRowResponse, from_attributes=True)
 
 
 class NodeListResponse(ResponseSchema):

@@ -110,7 +110,7 @@ def engine_row(
         version=announce.version,
         attached_seconds=now - record.attached_at,
         silent_seconds=max(0.0, now - link.last_heard),
-        stats=record.stats,
+        stats=record.stats._asdict(),
         num_kv_blocks=announce.num_blocks,
         block_size=announce.block_size,
         num_stages=announce.num_stages,

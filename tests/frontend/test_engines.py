@@ -24,8 +24,9 @@ def row(name: str, state: str = "ready") -> EngineRow:
     )
     return EngineRow(
         name=name, role="mixed", state=state, cause="", address="127.0.0.1:1", version="1",
-        attached_seconds=5.0, silent_seconds=0.1, stats=stats, num_kv_blocks=64, block_size=16,
-        num_stages=2, num_requests=2, num_dispatched=7, weight=1.0,
+        attached_seconds=5.0, silent_seconds=0.1, stats=stats._asdict(), num_kv_blocks=64,
+        block_size=16, num_stages=2, num_requests=2, num_dispatched=7, weight=1.0,
+        has_kv_transfer=False,
     )  # fmt: skip
 
 
@@ -74,7 +75,8 @@ class ScriptedFleet:
         return [row("a"), row("b", "draining")]
 
     def totals(self) -> RouterTotals:
-        return RouterTotals("predict", 4, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
+        counts = (4, {"lost": 2}, {"drained": 1}, 0, 5, {"rejected": 3}, 0, 9)
+        return RouterTotals("predict", *counts, "", "", False, {})
 
     def drain_engine(self, name: str, migrates: bool) -> int:
         if name not in ("a", "b"):

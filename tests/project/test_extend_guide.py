@@ -19,6 +19,7 @@ MODULES = (
     "gllm.frontend.endpoint",
     "gllm.frontend.fields.base",
     "gllm.frontend.fields.parsing",
+    "gllm.frontend.json_encoding",
     "gllm.frontend.server_response_schemas",
     "gllm.kernels.native.library",
     "gllm.kernels.weight_format",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gllm.deploy.cluster.selection import SelectionError as SelectionError
+from gllm.deploy.cluster.service import ServiceState
 from gllm.deploy.cluster.service_meter import ServiceRates
 from gllm.deploy.cluster.service_request import ServiceRequest
 from gllm.messages.node_report import NodeReport
@@ -27,8 +28,7 @@ class ServiceStatus:
 
     name: str
     model: str
-    state: str
-    """starting, ready, recovering, moving, stopping or failed."""
+    state: ServiceState
     cause: str
     """Cause of the state; empty for none."""
     url: str

@@ -284,7 +284,7 @@ class Master:
         return ServiceStatus(
             service.request.name,
             service.request.model,
-            service.state.value,
+            service.state,
             service.cause,
             service.url,
             service.nodes,

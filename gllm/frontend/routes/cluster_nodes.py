@@ -5,7 +5,6 @@ The calls of the MoLink platform: CheckNodeStatus, NodeExit. NodeAccess is `gllm
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -15,22 +14,29 @@ from prometheus_client.registry import Collector
 
 from gllm.deploy.cluster.interface import ClusterControl, ClusterNode, UnknownClusterNodeError
 from gllm.frontend.cluster_context import CLUSTER
+from gllm.frontend.cluster_response_schemas import (
+    ClusterNodeListResponse,
+    ClusterNodeResponse,
+    NodeExitResponse,
+)
 from gllm.frontend.errors import ApiError
+from gllm.frontend.json_encoding import json_response
 from gllm.frontend.metrics import PREFIX
 from gllm.frontend.node_metrics import machine_load
+from gllm.frontend.server_response_schemas import HealthResponse, node_row
 
 
 async def list_cluster_nodes(request: web.Request) -> web.Response:
     """Return the nodes of the cluster (CheckNodeStatus)."""
     cluster = request.app[CLUSTER]
-    nodes = [_to_json(node) for node in cluster.nodes()]
-    return web.json_response({"nodes": nodes, "refused_peers": cluster.refused_peers})
+    nodes = [_node(node) for node in cluster.nodes()]
+    return json_response(ClusterNodeListResponse(nodes=nodes, refused_peers=cluster.refused_peers))
 
 
 async def get_cluster_node(request: web.Request) -> web.Response:
     """Return address, hardware, load, power and temperature of a node (CheckNodeStatus)."""
     try:
-        return web.json_response(_to_json(request.app[CLUSTER].node(request.match_info["name"])))
+        return json_response(_node(request.app[CLUSTER].node(request.match_info["name"])))
     except UnknownClusterNodeError as error:
         raise _not_found(error) from error
 
@@ -42,12 +48,12 @@ async def drain_cluster_node(request: web.Request) -> web.Response:
         node = request.app[CLUSTER].drain_node(name)
     except UnknownClusterNodeError as error:
         raise _not_found(error) from error
-    return web.json_response({"name": name, "state": "draining", "service": node.service})
+    return json_response(NodeExitResponse(name=name, state="draining", service=node.service))
 
 
 async def get_cluster_health(request: web.Request) -> web.Response:
     """Return 200 while the master works, whatever its services do."""
-    return web.json_response({"status": "ok", "state": "ready"})
+    return json_response(HealthResponse(status="ok", state="ready"))
 
 
 async def get_cluster_metrics(request: web.Request) -> web.Response:
@@ -82,16 +88,13 @@ def _not_found(error: UnknownClusterNodeError) -> ApiError:
     return ApiError(404, str(error), param="name", code="node_not_found")
 
 
-def _to_json(node: ClusterNode) -> dict[str, Any]:
-    """Return a node with names of fields, which load and links lack on the wire."""
-    report = msgspec.structs.asdict(node.report)
-    return {
-        **report,
-        "load": msgspec.structs.asdict(node.report.load),
-        "links": [],
-        "num_cores": node.num_cores,
-        "memory_bytes": node.memory_bytes,
-        "data_port": node.data_port,
-        "service": node.service,
-        "is_draining": node.is_draining,
-    }
+def _node(node: ClusterNode) -> ClusterNodeResponse:
+    """Return a node as a machine of an engine, with its hardware and service."""
+    return ClusterNodeResponse(
+        **msgspec.structs.asdict(node_row(msgspec.structs.replace(node.report, links=[]))),
+        num_cores=node.num_cores,
+        memory_bytes=node.memory_bytes,
+        data_port=node.data_port,
+        service=node.service,
+        is_draining=node.is_draining,
+    )

@@ -7,6 +7,8 @@ from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.control import AbortFields
 from gllm.frontend.fields.parsing import read_fields
+from gllm.frontend.json_encoding import json_response
+from gllm.frontend.server_response_schemas import AbortResponse, ProfileResponse, StatusResponse
 
 
 async def abort_requests(request: web.Request) -> web.Response:
@@ -14,13 +16,13 @@ async def abort_requests(request: web.Request) -> web.Response:
     fields = await read_fields(request, AbortFields)
     request_id = None if fields.abort_all else fields.request_id
     num_aborted = request.app[CONTEXT].engine.abort(request_id)
-    return web.json_response({"aborted": num_aborted})
+    return json_response(AbortResponse(aborted=num_aborted))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Clear the prefix cache; running requests continue."""
     await request.app[CONTEXT].engine.reset_prefix_cache()
-    return web.json_response({"status": "ok"})
+    return json_response(StatusResponse(status="ok"))
 
 
 async def start_profile(request: web.Request) -> web.Response:
@@ -47,4 +49,4 @@ async def _control_profile(request: web.Request, is_start: bool) -> web.Response
             await context.engine.stop_profile()
     except ProfileError as error:
         raise ApiError(409, str(error), code="profile_failed") from error
-    return web.json_response({"status": "ok", "folder": folder})
+    return json_response(ProfileResponse(status="ok", folder=folder))

@@ -1,11 +1,12 @@
 """GET /engines and /workload of a router, and commands to its engines and its profile."""
 
-import msgspec
 from aiohttp import web
 
 from gllm.engine.fleet_control import FleetControl, UnknownEngineError
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
+from gllm.frontend.json_encoding import json_response
+from gllm.frontend.server_response_schemas import DrainResponse, EngineListResponse, StatusResponse
 
 TRUE_VALUES = ("1", "true", "yes")
 FALSE_VALUES = ("", "0", "false", "no")
@@ -14,16 +15,14 @@ FALSE_VALUES = ("", "0", "false", "no")
 async def list_engines(request: web.Request) -> web.Response:
     """Return a router's engines with their load, its counters, and how many engines it wants."""
     fleet = _fleet(request)
-    rows = [
-        {**msgspec.structs.asdict(row), "stats": row.stats._asdict()} for row in fleet.engines()
-    ]
-    body = {
-        "engines": rows,
-        "router": fleet.totals(),
-        "scaling": fleet.scaling.status(),
-        "workload": fleet.workload.status(),
-    }
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+    return json_response(
+        EngineListResponse(
+            engines=fleet.engines(),
+            router=fleet.totals(),
+            scaling=fleet.scaling.status(),
+            workload=fleet.workload.status(),
+        )
+    )
 
 
 async def list_lengths(request: web.Request) -> web.Response:
@@ -45,7 +44,7 @@ async def reset_profile(request: web.Request) -> web.Response:
     """
     if not _fleet(request).workload.reset_profile():
         raise _no_workload()
-    return web.json_response({"status": "ok"})
+    return json_response(StatusResponse(status="ok"))
 
 
 async def drain_engine(request: web.Request) -> web.Response:
@@ -64,7 +63,7 @@ async def drain_engine(request: web.Request) -> web.Response:
         num_running = fleet.drain_engine(name, text in TRUE_VALUES)
     except UnknownEngineError as error:
         raise _not_found(error) from error
-    return web.json_response({"name": name, "state": "draining", "num_requests": num_running})
+    return json_response(DrainResponse(name=name, state="draining", num_requests=num_running))
 
 
 async def undrain_engine(request: web.Request) -> web.Response:
@@ -74,7 +73,7 @@ async def undrain_engine(request: web.Request) -> web.Response:
         fleet.undrain_engine(name)
     except UnknownEngineError as error:
         raise _not_found(error) from error
-    return web.json_response({"status": "ok"})
+    return json_response(StatusResponse(status="ok"))
 
 
 def _fleet(request: web.Request) -> FleetControl:

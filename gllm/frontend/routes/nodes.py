@@ -1,14 +1,12 @@
 """GET /nodes and POST /nodes/{name}/drain of an engine."""
 
-from typing import Any
-
-import msgspec
 from aiohttp import web
 
 from gllm.engine.interface import EngineInterface, NodeDrainError, UnknownNodeError
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
-from gllm.messages.node_report import NodeReport
+from gllm.frontend.json_encoding import json_response
+from gllm.frontend.server_response_schemas import NodeDrainResponse, NodeListResponse, node_row
 
 
 async def list_nodes(request: web.Request) -> web.Response:
@@ -18,13 +16,13 @@ async def list_nodes(request: web.Request) -> web.Response:
     """
     engine = _engine(request)
     status = engine.status()
-    return web.json_response(
-        {
-            "nodes": [_to_json(report) for report in engine.nodes()],
-            "pipeline_depth": status.stats.depth,
-            "num_node_losses": status.num_node_losses,
-            "refused_peers": dict(status.refused_peers),
-        }
+    return json_response(
+        NodeListResponse(
+            nodes=[node_row(report) for report in engine.nodes()],
+            pipeline_depth=status.stats.depth,
+            num_node_losses=status.num_node_losses,
+            refused_peers=dict(status.refused_peers),
+        )
     )
 
 
@@ -41,7 +39,7 @@ async def drain_node(request: web.Request) -> web.Response:
         raise ApiError(404, str(error), param="name", code="node_not_found") from error
     except NodeDrainError as error:
         raise ApiError(409, str(error), param="name", code="node_not_drainable") from error
-    return web.json_response({"name": name, "state": state})
+    return json_response(NodeDrainResponse(name, "drained" if state == "drained" else "draining"))
 
 
 def _engine(request: web.Request) -> EngineInterface:
@@ -55,12 +53,3 @@ def _engine(request: web.Request) -> EngineInterface:
             code="not_an_engine",
         )
     return engine
-
-
-def _to_json(report: NodeReport) -> dict[str, Any]:
-    """Return a report with names of fields, which load and links lack on the wire."""
-    return {
-        **msgspec.structs.asdict(report),
-        "load": msgspec.structs.asdict(report.load),
-        "links": [msgspec.structs.asdict(link) for link in report.links],
-    }

@@ -8,6 +8,8 @@ from gllm.frontend.context import CONTEXT
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.roles import EngineRoleFields, RoleSwitchFields, check_role
+from gllm.frontend.json_encoding import json_response
+from gllm.frontend.server_response_schemas import EngineRoleResponse, RoleSwitchResponse
 
 
 async def set_engine_role(request: web.Request) -> web.Response:
@@ -24,7 +26,7 @@ async def set_engine_role(request: web.Request) -> web.Response:
         previous = fleet.roles.set_role(name, role)
     except UnknownEngineError as error:
         raise ApiError(404, str(error), param="name", code="engine_not_found") from error
-    return web.json_response({"name": name, "role": role, "previous_role": previous})
+    return json_response(EngineRoleResponse(name=name, role=role, previous_role=previous))
 
 
 async def switch_role(request: web.Request) -> web.Response:
@@ -44,8 +46,8 @@ async def switch_role(request: web.Request) -> web.Response:
     except (RoleSwitchError, UnknownEngineError) as error:
         raise ApiError(400, str(error), code="role_switch_refused") from error
     message = "already in target role" if previous == role else "ok"
-    return web.json_response(
-        {"success": True, "message": message, "old_role": previous, "new_role": role}
+    return json_response(
+        RoleSwitchResponse(success=True, message=message, old_role=previous, new_role=role)
     )
 
 

@@ -3,8 +3,6 @@
 The calls of the MoLink platform: DeployLLMService, CheckServiceStatus, GetAPIKey, DeleteLLMService.
 """
 
-from typing import Any
-
 from aiohttp import web
 
 from gllm.deploy.cluster.interface import (
@@ -14,9 +12,20 @@ from gllm.deploy.cluster.interface import (
     UnknownServiceError,
 )
 from gllm.frontend.cluster_context import CLUSTER
+from gllm.frontend.cluster_response_schemas import (
+    ServiceDeletionResponse,
+    ServiceKeyResponse,
+    ServiceListResponse,
+    ServiceRequestCounts,
+    ServiceResponse,
+    ServiceThroughput,
+    ServiceTokenCounts,
+    ServiceUtilization,
+)
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.services import DeployServiceFields
+from gllm.frontend.json_encoding import json_response
 
 
 async def deploy_service(request: web.Request) -> web.Response:
@@ -30,18 +39,19 @@ async def deploy_service(request: web.Request) -> web.Response:
         raise ApiError(
             409, str(error), param="resource_specification", code="insufficient_nodes"
         ) from error
-    return web.json_response(_to_json(status))
+    return json_response(_service(status))
 
 
 async def list_services(request: web.Request) -> web.Response:
     """Return the services of the cluster."""
-    return web.json_response({"services": [_to_json(s) for s in request.app[CLUSTER].services()]})
+    services = [_service(status) for status in request.app[CLUSTER].services()]
+    return json_response(ServiceListResponse(services=services))
 
 
 async def get_service(request: web.Request) -> web.Response:
     """Return state, uptime, request counts, throughput and utilization (CheckServiceStatus)."""
     try:
-        return web.json_response(_to_json(request.app[CLUSTER].service(_name(request))))
+        return json_response(_service(request.app[CLUSTER].service(_name(request))))
     except UnknownServiceError as error:
         raise _not_found(error) from error
 
@@ -53,8 +63,8 @@ async def get_service_key(request: web.Request) -> web.Response:
         key = request.app[CLUSTER].api_key(name)
     except UnknownServiceError as error:
         raise _not_found(error) from error
-    return web.json_response(
-        {"service_name": name, "api_key": key}, headers={"Cache-Control": "no-store"}
+    return json_response(
+        ServiceKeyResponse(service_name=name, api_key=key), headers={"Cache-Control": "no-store"}
     )
 
 
@@ -62,8 +72,8 @@ async def delete_service(request: web.Request) -> web.Response:
     """End a service; without one of that name nothing happens (DeleteLLMService)."""
     name = _name(request)
     has_service = request.app[CLUSTER].delete(name)
-    return web.json_response(
-        {"service_name": name, "state": "stopping" if has_service else "absent"}
+    return json_response(
+        ServiceDeletionResponse(service_name=name, state="stopping" if has_service else "absent")
     )
 
 
@@ -75,29 +85,32 @@ def _not_found(error: UnknownServiceError) -> ApiError:
     return ApiError(404, str(error), param="name", code="service_not_found")
 
 
-def _to_json(status: ServiceStatus) -> dict[str, Any]:
-    return {
-        "service_name": status.name,
-        "model_name": status.model,
-        "state": status.state,
-        "cause": status.cause,
-        "url": status.url or None,
-        "head": status.nodes[0],
-        "nodes": list(status.nodes),
-        "created": status.created,
-        "uptime_seconds": round(status.uptime_seconds, 3),
-        "engine_state": status.engine_state,
-        "requests": {
-            "running": status.num_running,
-            "waiting": status.num_waiting,
-            "finished": status.num_finished,
-            "failed": status.num_failed,
-        },
-        "tokens": {"prompt": status.num_prompt_tokens, "generated": status.num_generated_tokens},
-        "throughput": {
-            "requests_per_second": status.rates.requests_per_second,
-            "prompt_tokens_per_second": status.rates.prompt_tokens_per_second,
-            "generated_tokens_per_second": status.rates.generated_tokens_per_second,
-        },
-        "utilization": {"kv_cache": status.kv_cache_usage, "stages": list(status.rates.stages)},
-    }
+def _service(status: ServiceStatus) -> ServiceResponse:
+    rates = status.rates
+    return ServiceResponse(
+        service_name=status.name,
+        model_name=status.model,
+        state=status.state,
+        cause=status.cause,
+        url=status.url or None,
+        head=status.nodes[0],
+        nodes=list(status.nodes),
+        created=status.created,
+        uptime_seconds=round(status.uptime_seconds, 3),
+        engine_state=status.engine_state,
+        requests=ServiceRequestCounts(
+            running=status.num_running,
+            waiting=status.num_waiting,
+            finished=status.num_finished,
+            failed=status.num_failed,
+        ),
+        tokens=ServiceTokenCounts(
+            prompt=status.num_prompt_tokens, generated=status.num_generated_tokens
+        ),
+        throughput=ServiceThroughput(
+            requests_per_second=rates.requests_per_second,
+            prompt_tokens_per_second=rates.prompt_tokens_per_second,
+            generated_tokens_per_second=rates.generated_tokens_per_second,
+        ),
+        utilization=ServiceUtilization(kv_cache=status.kv_cache_usage, stages=list(rates.stages)),
+    )

@@ -4,6 +4,8 @@ from aiohttp import web
 
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.endpoint import QueryParameter
+from gllm.frontend.json_encoding import json_response
+from gllm.frontend.server_response_schemas import SleepingResponse, StatusResponse
 from gllm.options.field_types import FieldError
 
 SLEEP_PARAMETERS = (
@@ -38,16 +40,16 @@ async def sleep(request: web.Request) -> web.Response:
     if mode == "abort":
         engine.abort(None)
     await engine.sleep(keeps_prefix_cache=level == "0")
-    return web.json_response({"status": "ok"})
+    return json_response(StatusResponse(status="ok"))
 
 
 async def wake_up(request: web.Request) -> web.Response:
     """Accept requests again after /sleep."""
     request.app[CONTEXT].engine.wake_up()
-    return web.json_response({"status": "ok"})
+    return json_response(StatusResponse(status="ok"))
 
 
 async def get_is_sleeping(request: web.Request) -> web.Response:
     """Return whether the server refuses requests because of /sleep."""
     is_sleeping = request.app[CONTEXT].engine.status().state == "sleeping"
-    return web.json_response({"is_sleeping": is_sleeping})
+    return json_response(SleepingResponse(is_sleeping=is_sleeping))

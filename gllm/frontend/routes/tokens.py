@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
@@ -10,15 +9,17 @@ from gllm.frontend.chat_request import chat_request
 from gllm.frontend.context import CONTEXT
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.tokens import DetokenizeFields, TokenizeFields
-from gllm.frontend.json_encoding import encode_json_in_pieces
+from gllm.frontend.json_encoding import encode_json_in_pieces, json_response
 from gllm.frontend.logprobs import token_text
+from gllm.frontend.server_response_schemas import (
+    DetokenizeResponse,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+)
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_TOKENIZE_BYTES, check_size
 from gllm.text.chat.prompt import render_chat
 from gllm.text.tokenizer import Tokenizer
-
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Special tokens that GET /tokenizer_info returns."""
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -37,9 +38,9 @@ def _tokenize_body(
 ) -> bytes:
     """Return the body of an answer of /tokenize. Raises FieldError."""
     token_ids = _encode(tokenizer, fields, config)
-    answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+    answer = TokenizeResponse(count=len(token_ids), max_model_len=max_model_len, tokens=token_ids)
     if fields.return_token_strs:
-        answer["token_strs"] = [token_text(tokenizer, token_id) for token_id in token_ids]
+        answer.token_strs = [token_text(tokenizer, token_id) for token_id in token_ids]
     return encode_json_in_pieces(answer)
 
 
@@ -65,8 +66,7 @@ async def detokenize(request: web.Request) -> web.Response:
         message = f"tokens contains {invalid_id}, but token ids have to be in [0, {vocab_size - 1}]"
         raise FieldError("tokens", message)
     text = await asyncio.to_thread(context.engine.tokenizer.decode, token_ids, False)
-    body = msgspec.json.encode({"prompt": text})
-    return web.Response(body=body, content_type="application/json")
+    return json_response(DetokenizeResponse(prompt=text))
 
 
 async def get_tokenizer_info(request: web.Request) -> web.Response:
@@ -76,13 +76,17 @@ async def get_tokenizer_info(request: web.Request) -> web.Response:
     model, tokenizer = context.engine.model, context.engine.tokenizer
     template = tokenizer.chat_template
     special_tokens = {} if template is None else template.special_tokens
-    tokens = {name: special_tokens.get(name) for name in SPECIAL_TOKEN_NAMES}
-    if tokens["eos_token"] is None and model.eos_ids:
-        tokens["eos_token"] = tokenizer.id_to_token(model.eos_ids[0])
-    info = {
-        **tokens,
-        "chat_template": None if template is None else template.source,
-        "model_max_length": model.max_model_len,
-        "vocab_size": tokenizer.vocab_size,
-    }
-    return web.json_response(info)
+    eos_token = special_tokens.get("eos_token")
+    if eos_token is None and model.eos_ids:
+        eos_token = tokenizer.id_to_token(model.eos_ids[0])
+    return json_response(
+        TokenizerInfoResponse(
+            bos_token=special_tokens.get("bos_token"),
+            eos_token=eos_token,
+            pad_token=special_tokens.get("pad_token"),
+            unk_token=special_tokens.get("unk_token"),
+            chat_template=None if template is None else template.source,
+            model_max_length=model.max_model_len,
+            vocab_size=tokenizer.vocab_size,
+        )
+    )

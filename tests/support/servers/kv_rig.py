@@ -195,8 +195,8 @@ class KvRouter:
         def is_empty() -> bool:
             nonlocal empty_since
             rows = [row.stats for row in self.fleet.engines()]
-            used = [(row.unfinished, row.held_blocks, row.fetching, row.kv_usage) for row in rows]
-            if any(map(any, used)) or self.handoffs.num_running:
+            names = ("running", "waiting", "held_blocks", "fetching", "kv_usage")
+            if any(row[name] for row in rows for name in names) or self.handoffs.num_running:
                 empty_since = None
                 return False
             empty_since = empty_since or time.monotonic()
