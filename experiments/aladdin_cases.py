@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+from experiments.linear_costs import LinearCostModel
 from gllm.options.slo import Slo
 from gllm.plan.scaling.fleet_size import (
     FleetCase,
@@ -16,7 +17,6 @@ from gllm.plan.scaling.latency_fit import FittedLatency, fit_latency
 from gllm.plan.scaling.service_plan import describe_worker
 from gllm.routing.placement import SPLIT_DECODE_CONSTRAINTS, PlacedRequest, peak_kv_tokens
 from gllm.sim.costs.forest import ForestCostModel
-from gllm.sim.costs.linear import LinearCostModel
 from gllm.sim.hardware.models import MODELS
 
 MODEL, DEVICE, LINK = "llama-2-70b", "A100-80G", "nvlink"

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from experiments.base import ExperimentOptions
 from experiments.parallel import map_parallel
+from experiments.queueing import mean_latency, tensor_parallel_crossover
 from gllm.plan.goodput.engines import DISTSERVE_COSTS, Parallelism, make_engine
 from gllm.plan.goodput.systems import System, run_phase
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.queueing import mean_latency, tensor_parallel_crossover
 
 MODEL = "opt-13b"
 PROMPT = 512

@@ -3,10 +3,10 @@
 import time
 from typing import NamedTuple
 
-from gllm.plan.hetero.baselines import best_colocated, best_uniform
+from experiments.hexgen2_baselines import best_colocated, best_uniform
+from experiments.hexgen2_genetic import GeneticSearch
 from gllm.plan.hetero.cluster import build_cluster, named_cluster
 from gllm.plan.hetero.evaluation import PlanEvaluator
-from gllm.plan.hetero.genetic import GeneticSearch
 from gllm.plan.hetero.moves import guided_changes, random_changes, random_exchanges
 from gllm.plan.hetero.partition import count_groups, first_partition
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas

@@ -4,18 +4,17 @@ import math
 from statistics import fmean
 from typing import NamedTuple
 
+from experiments.hexgen2_baselines import best_colocated, best_uniform
 from experiments.hexgen2_cases import LLAMA
+from experiments.hexgen2_fleets import colocated_fleet, simulate_online
 from gllm.observability.latency import percentile
-from gllm.plan.hetero.baselines import best_colocated, best_uniform
 from gllm.plan.hetero.cluster import named_cluster
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import Phase
 from gllm.plan.hetero.simulation import (
     SimulatedFleet,
     SimulatedThroughput,
-    colocated_fleet,
     plan_fleet,
-    simulate_online,
     simulate_throughput,
 )
 from gllm.sim.metrics.run_record import ServedRequest

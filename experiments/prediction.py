@@ -9,6 +9,11 @@ from pathlib import Path
 
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedLimit, PaperClaim
+from experiments.latency_errors import (
+    median_latency,
+    median_latency_error,
+    normalized_latency_error,
+)
 from experiments.prediction_attainment import (
     attainment_claims,
     attainment_section,
@@ -24,10 +29,7 @@ from gllm.sim.compare import (
     WINDOW_SECONDS,
     RunComparison,
     compare_runs,
-    median_latency,
-    median_latency_error,
     median_request_error,
-    normalized_latency_error,
     request_errors,
 )
 from gllm.sim.costs.profile import CostProfile

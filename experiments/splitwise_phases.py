@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim
-from gllm.scheduler.transfer_mode import TransferCosts, TransferMode
+from experiments.overlapped_transfers import TransferCosts
+from gllm.scheduler.transfer_mode import TransferMode
 from gllm.sim.costs.piecewise_linear import Points, interpolate_medians, mean_relative_error
 from gllm.sim.costs.splitwise import read_points, read_profile
 from gllm.sim.hardware.machines import MachineType, read_machines

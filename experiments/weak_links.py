@@ -73,7 +73,7 @@ runs. Figures are means of two seeds. Weak links carry activations, plans and re
 
 vllm and molink are virtual engines, as in vLLM: schedulers with one micro-batch in flight each on
 the same stages and links, whole prompts before decodes. Requests of helix travel by themselves, and
-each stage computes those that have arrived (`gllm/sim/request_pipelines.py`). gllm is the
+each stage computes those that have arrived (`experiments/request_pipelines.py`). gllm is the
 production scheduler with what `gllm serve` chooses for stages that are connected by TCP: token
 throttling, two lanes, and micro-batches in flight that follow the times of stages and links.
 

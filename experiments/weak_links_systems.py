@@ -11,6 +11,8 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
+from experiments.request_pipelines import RequestPipelines
+from experiments.virtual_engines import VirtualEngines
 from experiments.weak_links_paper import WeakLinkSetting
 from gllm.observability.latency import RequestTimeline
 from gllm.scheduler.config import SchedulerConfig
@@ -27,8 +29,6 @@ from gllm.sim.hardware.stages import PipelineSpec
 from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
-from gllm.sim.request_pipelines import RequestPipelines
-from gllm.sim.virtual_engines import VirtualEngines
 from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
 from gllm.sim.workloads.traces import TRACES, load_trace

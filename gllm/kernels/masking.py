@@ -16,26 +16,6 @@ BITS_PER_WORD = 32
 """Tokens per word of a bitmask; the first one is in the lowest bit."""
 
 
-def allow_only_tokens(logits: Tensor, ids: Tensor) -> None:
-    """Ban all tokens except ids [n] int64, in place. logits: [vocabulary] float32."""
-    kept = logits[ids]
-    logits.fill_(-math.inf)
-    logits[ids] = kept
-
-
-def ban_tokens(logits: Tensor, ids: Tensor) -> None:
-    """Ban tokens ids [n] int64, in place. logits: [vocabulary] float32."""
-    logits[ids] = -math.inf
-
-
-def add_token_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> None:
-    """Add bias [n] float32 to the logits of ids [n] int64, in place.
-
-    logits: [vocabulary] float32; each id occurs once.
-    """
-    logits[ids] += bias
-
-
 def num_bitmask_words(vocabulary: int) -> int:
     """Return the number of words of a bitmask."""
     return -(-vocabulary // BITS_PER_WORD)

@@ -5,11 +5,10 @@ of an M/D/1 queue whose service time is that of the slowest stage per request; o
 where sequences, not tokens, limit the micro-batches: each sequence is a server.
 """
 
-from math import log
+from math import log, sqrt
 from typing import NamedTuple
 
 from gllm.plan.latency_limits import LatencyLimits
-from gllm.sim.queueing import wait_probability
 
 DELAY_PERCENT = 99.0
 """Percentile of the scheduling delay that every capacity limits, as in CAPACITY_RULES."""
@@ -109,3 +108,23 @@ class OperatingPoint(NamedTuple):
         if metric == "ttft":
             return self.ttft(percent)
         return self.step_seconds if metric == "tpot" else self.itl(percent)
+
+
+def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
+    """Return the probability that a request finds all servers busy.
+
+    Source: Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)", 1977.
+
+    Args:
+        utilization: Share of the servers that are busy in the mean, 0..1.
+        num_servers: At least 1.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    if not 0 <= utilization <= 1 or num_servers < 1:
+        raise ValueError(
+            f"utilization is {utilization}, num_servers {num_servers}: they must be in 0..1 and at "
+            "least 1"
+        )
+    return utilization ** (sqrt(2 * (num_servers + 1)) - 1)

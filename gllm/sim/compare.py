@@ -177,39 +177,6 @@ def request_errors(comparison: RunComparison, metric: str, at_speed: bool = Fals
     ]
 
 
-def median_latency(run: RunRecord, metric: str) -> float:
-    """Return the median over the requests in seconds."""
-    return median(_values(run, metric).values())
-
-
-def median_latency_error(comparison: RunComparison, metric: str, at_speed: bool = False) -> float:
-    """Return the relative error of the predicted median, with sign."""
-    predicted = comparison.at_speed if at_speed else comparison.predicted
-    return median_latency(predicted, metric) / median_latency(comparison.real, metric) - 1
-
-
-def normalized_latency_error(
-    comparison: RunComparison, percent: float, at_speed: bool = False
-) -> float:
-    """Return the relative error, with sign, of a predicted percentile of E2EL per output token.
-
-    Vidur judges its fidelity by this figure (arXiv 2405.05465).
-    """
-    predicted = comparison.at_speed if at_speed else comparison.predicted
-    expected, measured = (
-        percentile(
-            [
-                served.line.e2el / served.line.num_tokens
-                for served in run.requests.values()
-                if served.line.e2el is not None and served.line.num_tokens
-            ],
-            percent,
-        )
-        for run in (predicted, comparison.real)
-    )
-    return expected / measured - 1
-
-
 def comparison_table(comparison: RunComparison) -> str:
     """Return a table of real and predicted latencies, busy shares and bubbles."""
     rows = []

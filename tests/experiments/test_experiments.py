@@ -42,8 +42,9 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.full_cases import full_but
+from tests.support.sim.requests import to_scheduler_requests
 
 PAGES = Path(__file__).parents[2] / "experiments" / "pages"
 MEASURED = ("replay", "link-encoding", "kv-theta", "prediction")

@@ -14,7 +14,8 @@ from gllm.sim.compare import RunComparison
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.metrics.run_record import RunRecord
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
+from tests.support.sim.requests import to_scheduler_requests
 
 JOBS = make_workload("uniform:16,400,8,60", 200, 12.0, "poisson", seed=5)
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.kernels.masking import add_token_bias, allow_only_tokens, ban_tokens
 from gllm.kernels.penalties import SeenTokens, apply_history_penalties, apply_penalties
 from tests.support.examples import num_examples
 from tests.support.models.histories import laid_out
@@ -91,14 +90,3 @@ def test_histories_are_penalized_as_entries_are(rows, block_size, seed) -> None:
     table, histories = laid_out(order, prompts, outputs, block_size, seed)
     apply_history_penalties(logits, table, histories, settings[:, order])
     assert torch.equal(logits, expected)
-
-
-def test_bans_allowed_tokens_and_biases() -> None:
-    logits = torch.arange(6.0)
-    allow_only_tokens(logits, torch.tensor([1, 4, 5]))
-    assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 4, 5]
-    ban_tokens(logits, torch.tensor([5, 5, 0]))
-    add_token_bias(logits, torch.tensor([4, 5, 0]), torch.tensor([-2.5, 9.0, 9.0]))
-    assert logits.tolist() == [-math.inf, 1, -math.inf, -math.inf, 1.5, -math.inf]
-    ban_tokens(logits, torch.tensor([], dtype=torch.int64))
-    assert logits[1] == 1

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.splitwise_smallest import find_smallest
 from gllm.observability.latency import RequestTimeline
 from gllm.plan.pools.design_search import (
     BUDGETS,
     choose_cheapest,
     find_border,
-    find_smallest,
     maximal_designs,
     maximize_throughput,
 )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.linear_costs import LinearCostModel
 from gllm.observability.latency import percentile
 from gllm.plan.capacity import PLAN_RULES, measure_capacity
 from gllm.plan.engine_bounds import EngineBounds
@@ -20,7 +21,6 @@ from gllm.routing.placement import LatencyModel
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.capacity import make_rate_trial
-from gllm.sim.costs.linear import LinearCostModel
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.delays import scheduling_delays
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload

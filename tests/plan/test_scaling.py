@@ -3,10 +3,10 @@
 from math import inf
 from pathlib import Path
 from random import Random
-from statistics import fmean
 
 import pytest
 
+from experiments.linear_costs import LinearCostModel
 from gllm.commands.plan.scale import main as plan_scale
 from gllm.observability.latency import RequestTimeline
 from gllm.options.slo import Slo
@@ -17,8 +17,7 @@ from gllm.plan.scaling.fleet_size import (
     measure_fleet,
     simulate_fleet,
 )
-from gllm.plan.scaling.latency_fit import fit_kv_cache, fit_latency
-from gllm.plan.scaling.optimum import least_workers
+from gllm.plan.scaling.latency_fit import fit_latency
 from gllm.plan.scaling.worker_type import best_worker, decode_seconds, rate_workers
 from gllm.plan.serving_plan import read_plan
 from gllm.routing.placement import (
@@ -27,18 +26,15 @@ from gllm.routing.placement import (
     PlacementRules,
     PlacementWorker,
     peak_kv_tokens,
-    place_heartbeat,
 )
 from gllm.routing.scale_config import ScaleConfig
 from gllm.routing.scheduling_groups import num_scheduling_groups, predict_scheduling_seconds
-from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.scheduler import Scheduler
-from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.costs.forest import ForestCostModel
-from gllm.sim.costs.linear import LinearCostModel
 from gllm.sim.deployment import roofline_deployment
 from gllm.sim.metrics.run_record import ServedRequest
+from tests.support.routing.best_fit import place_heartbeat
+from tests.support.routing.least_workers import least_workers
 
 MODEL = LatencyModel(k1=0.3635e-3, c1=4e-3, k2=9.62e-8, c2=0.173e-3, c3=55.8e-3)
 SLO = Slo(1.6, 0.075)
@@ -59,29 +55,6 @@ def test_latencies_of_vidurs_profile_are_linear() -> None:
 def test_fit_of_a_linear_model_is_that_model() -> None:
     fitted = fit_latency(LinearCostModel(MODEL)).model
     assert tuple(fitted) == pytest.approx(tuple(MODEL), rel=1e-6)
-
-
-def kv_model_error(block_size: int) -> float:
-    """Mean relative error of the KV model of prompts that end anywhere in a block."""
-    samples = []
-    for num_tokens in range(256, 4097, 161):
-        config = SchedulerConfig(
-            prefix_cache=False, max_num_batched_tokens=4096, block_size=block_size
-        )
-        num_blocks = 8192 // block_size
-        scheduler = Scheduler(config.resolve(1, num_blocks, 8192))
-        scheduler.add(SchedulerRequest(0, range(num_tokens), 64), 0.0)
-        assert scheduler.schedule(0.0) is not None
-        samples.append((num_tokens, scheduler.stats().kv_usage * 8192))
-    model = fit_kv_cache(samples)
-    assert model.h == pytest.approx(1.0, rel=0.03)
-    return fmean(abs(model.predict(tokens) / held - 1) for tokens, held in samples)
-
-
-def test_kv_cache_of_requests_is_linear_in_their_tokens() -> None:
-    assert kv_model_error(SchedulerConfig.block_size) <= 0.01
-    # Blocks of so many tokens are too coarse for a line.
-    assert kv_model_error(128) > 0.01
 
 
 def test_best_fit_is_close_to_the_optimum() -> None:

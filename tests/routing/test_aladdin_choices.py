@@ -19,12 +19,11 @@ from gllm.routing.placement import (
     PlacementWorker,
     admits,
     admits_kv_cache,
-    capacity_norm,
-    place_heartbeat,
 )
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.output_lengths import OutputHistory
 from gllm.sim.workloads.requests import make_workload
+from tests.support.routing.best_fit import capacity_norm, place_heartbeat
 from tests.support.work import count_calls
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.rebalancing import PredictionError, line_distance, rebalance
 from gllm.options.slo import Slo
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.ongoing import OngoingRequests
@@ -17,16 +18,14 @@ from gllm.routing.placement import (
     PlacementRules,
     PlacementWorker,
     admits,
-    capacity_norm,
     peak_kv_tokens,
-    place_best_fit,
 )
 from gllm.routing.policy_registry import make_policy
-from gllm.routing.rebalancing import PredictionError, line_distance, rebalance
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
 from gllm.sim.workloads.traces import TRACES, load_trace
 from tests.support.examples import num_examples
+from tests.support.routing.best_fit import capacity_norm, place_best_fit
 from tests.support.routing.snapshots import REQUEST, engine
 
 MODEL = LatencyModel(k1=0.3635e-3, c1=4e-3, k2=9.62e-8, c2=0.173e-3, c3=55.8e-3)

@@ -30,7 +30,6 @@ from gllm.sim.cluster.router import (
     make_router,
 )
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.costs.slowed import SlowedCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import ServedRequest
@@ -293,7 +292,11 @@ def test_joined_record_has_the_preemptions_of_all_engines() -> None:
 
 
 def test_step_costs_of_an_engine_are_those_of_its_slowest_stage() -> None:
-    metered = MeteredCostModel(SlowedCostModel(ConstantCostModel(0.1), 0, 3.0), 2)
+    class SlowFirstStage(ConstantCostModel):
+        def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+            return 0.1 if stage else 0.3
+
+    metered = MeteredCostModel(SlowFirstStage(0.1), 2)
     for step in range(200):
         work = StageWork(step, 4, (), 4, 4 * step, 4)
         assert [metered.stage_seconds(stage, work) for stage in range(2)] == [

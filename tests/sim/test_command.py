@@ -20,8 +20,9 @@ from gllm.sim.description import describe_load
 from gllm.sim.metrics.delays import RunLoad
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.options import SimulationConfig
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but
+from tests.support.sim.requests import to_scheduler_requests
 
 SMALL = ["--model", "qwen2.5-14b", "--device", "A100-40G", "--requests", "20"]
 TABLE = ["--model", SimulationConfig.model, "--device", SimulationConfig.device]

@@ -18,8 +18,9 @@ from gllm.sim.hardware.tables import build_hardware
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.options import SimulationConfig, build_deployment
 from gllm.sim.replay import replay_calls, replay_step_times
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.support.scheduler.linear_pipeline import LinearCost
+from tests.support.sim.requests import to_scheduler_requests
 
 LATENCY = 0.06
 TIMES = PipelineSeconds(

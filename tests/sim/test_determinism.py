@@ -11,9 +11,10 @@ import pytest
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but
 from tests.support.scheduler.pipeline import EVERY_POLICY
+from tests.support.sim.requests import to_scheduler_requests
 
 
 def encode_log(seed: int, policy: str = "balance", max_num_seqs: int = 256) -> bytes:

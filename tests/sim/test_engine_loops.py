@@ -21,14 +21,11 @@ from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import (
-    WorkloadRequest,
-    make_workload,
-    to_scheduler_requests,
-)
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.sim.test_cluster_changes import clusters, failures
 from tests.support.examples import num_examples
 from tests.support.sim.cluster_parts import make_deployment
+from tests.support.sim.requests import to_scheduler_requests
 
 NUM_ENGINES, NUM_REQUESTS = 4, 40
 

@@ -9,7 +9,8 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
+from tests.support.sim.requests import to_scheduler_requests
 
 
 def test_events_of_one_time_go_by_rank_then_in_order() -> None:

@@ -17,9 +17,10 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
 from tests.support.sim.observers import CommitTimes, RecordedStages, TokenCounts
+from tests.support.sim.requests import to_scheduler_requests
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""

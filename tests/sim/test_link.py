@@ -17,9 +17,10 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from gllm.sim.link import SimulatedLink, make_link
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
 from tests.support.sim.observers import CommitTimes, RecordedStages, TokenCounts
+from tests.support.sim.requests import to_scheduler_requests
 
 T = TypeVar("T")
 

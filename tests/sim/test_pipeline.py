@@ -20,10 +20,11 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
 from tests.support.scheduler.pipeline import EVERY_POLICY, RESERVING_POLICIES
 from tests.support.sim.pipeline_parts import LINK, LONGEST, STAGE, WiredCost, config
+from tests.support.sim.requests import to_scheduler_requests
 
 ROUNDING = 2e-9
 """Seconds: events happen at whole nanoseconds."""

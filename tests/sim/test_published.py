@@ -20,7 +20,8 @@ from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_s
 from gllm.sim.workloads.distributions import TruncatedLognormal
 from gllm.sim.workloads.lengths import sample_lengths
 from gllm.sim.workloads.published import PUBLISHED_WORKLOADS, fit_published_lengths
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from tests.support.sim.requests import to_scheduler_requests
 
 MANY = 10_000
 

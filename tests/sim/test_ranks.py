@@ -25,7 +25,8 @@ from gllm.sim.hardware.models import MODELS
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 from gllm.sim.options import SimulationConfig
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
+from tests.support.sim.requests import to_scheduler_requests
 
 PEAK = DeviceEfficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=4, kv_heads=2, mlp=16, vocabulary=10, head_dim=4)

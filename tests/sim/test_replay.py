@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from experiments.latency_errors import median_latency_error, normalized_latency_error
 from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
     ScheduleEvent,
@@ -21,9 +22,7 @@ from gllm.sim.compare import (
     compare_runs,
     compare_with_profile,
     comparison_table,
-    median_latency_error,
     median_request_error,
-    normalized_latency_error,
     request_errors,
 )
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
@@ -33,9 +32,10 @@ from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, wri
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import RunRecord, StageReport
 from gllm.sim.replay import main, replay_calls, replay_step_times
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but
 from tests.support.scheduler.pipeline import EVERY_POLICY
+from tests.support.sim.requests import to_scheduler_requests
 from tests.support.sim.step_logs import lengthen_first_row
 
 

@@ -31,8 +31,9 @@ from gllm.sim.metrics.report import format_metrics_table, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
 from gllm.sim.replay import replay_calls, replay_step_times
-from gllm.sim.workloads.requests import make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but
+from tests.support.sim.requests import to_scheduler_requests
 from tests.support.sim.step_logs import lengthen_first_row
 
 LEARNED = {bits: [1] * 8 for bits in range(1, 20)}

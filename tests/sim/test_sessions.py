@@ -12,8 +12,9 @@ from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.requests import make_workload, scale_request, to_scheduler_requests
+from gllm.sim.workloads.requests import make_workload, scale_request
 from gllm.sim.workloads.sessions import DEFAULTS, SessionTurn, parse_sessions, sample_turns
+from tests.support.sim.requests import to_scheduler_requests
 
 WORKLOAD = "sessions:8,5,3,64,20,10"
 

@@ -9,8 +9,9 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.stage import SimulatedDevice
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.observers import CommitTimes, RecordedStages
+from tests.support.sim.requests import to_scheduler_requests
 
 STAGE_SECONDS = 0.25
 CONFIG = SchedulerConfig(policy="sarathi", max_in_flight=1, prefix_cache=False).resolve(2, 99, 99)

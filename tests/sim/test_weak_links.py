@@ -20,8 +20,9 @@ from gllm.sim.event_loop import EventLoop
 from gllm.sim.link import SimulatedLink
 from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.observers import CommitTimes, RecordedStages
+from tests.support.sim.requests import to_scheduler_requests
 
 STAGE_SECONDS = 0.010
 RATE = 12.5e6

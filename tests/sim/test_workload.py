@@ -17,8 +17,9 @@ from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from gllm.sim.workloads.traces import TRACES, load_trace
+from tests.support.sim.requests import to_scheduler_requests
 
 MANY = 20_000
 

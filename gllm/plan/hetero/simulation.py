@@ -11,21 +11,15 @@ from gllm.plan.hetero.roofline_costs import BLOCK_SIZE, build_pipeline
 from gllm.plan.hetero.serving import engine_names, named_routes
 from gllm.plan.hetero.workload import sample_workload
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from gllm.routing.policy import RoutingPolicy
-from gllm.routing.smooth_round_robin import SmoothRoundRobin
-from gllm.routing.state import RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
+from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.cluster.handoffs import KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
-from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.cluster.transfers import TransferPath
 from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.metrics.run_record import ServedRequest
-from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.requests import WorkloadRequest
 from gllm.sim.workloads.traces import Lengths
 
@@ -60,20 +54,6 @@ class PairLinks(KvNetwork):
         """Return the link of the pair."""
         link = super().path(f"{source}-{target}", target, loop).link
         return TransferPath(link, self._ways[source, target])
-
-
-class WeightedTurns(RoutingPolicy):
-    """Engines in turn, as often as their capacities say: the router of colocated replicas."""
-
-    uses_statistics = False
-
-    def __init__(self, weights: dict[str, float]) -> None:
-        super().__init__(Random(0))
-        self._weights, self._turns = weights, SmoothRoundRobin()
-
-    def choose(self, request: RoutingRequest, engines: object) -> str | None:
-        """Return the engine whose turn it is."""
-        return self._turns.choose(self._weights)
 
 
 class SimulatedThroughput(NamedTuple):
@@ -151,7 +131,7 @@ def plan_fleet(
         for (phase, index), name in engine_names(plan).items()
         if name in used
     }
-    most = _max_model_len(problem, list(replicas.values()))
+    most = max_model_len_of(problem, list(replicas.values()))
     seconds = {
         (p, d): planner.kv_seconds(replicas[p], replicas[d])
         for p, targets in routes.items()
@@ -170,31 +150,12 @@ def plan_fleet(
     return SimulatedFleet(plan.score.flow, latency, most, serve)
 
 
-def colocated_fleet(
-    problem: PlanProblem, replicas: list[Replica], policy: str = "vllm"
-) -> SimulatedFleet:
-    """Return replicas that run both phases, each with its share of the requests."""
-    most = _max_model_len(problem, replicas)
-    weights = {f"m{index}": replica.capacity for index, replica in enumerate(replicas)}
-
-    def serve(jobs: list[WorkloadRequest]) -> ClusterRun:
-        engines = {
-            name: build_deployment(problem, replica, most, policy)
-            for name, replica in zip(weights, replicas, strict=True)
-        }
-        return simulate_cluster(engines, jobs, PolicyRouter(WeightedTurns(weights)))
-
-    # The prompts of a whole batch are computed before it is full: Little's law.
-    latency = max(each.batch / each.capacity for each in replicas)
-    return SimulatedFleet(sum(weights.values()), latency, most, serve)
-
-
 def simulate_throughput(fleet: SimulatedFleet, workload: str, seed: int = 0) -> SimulatedThroughput:
     """Simulate a fleet at a rate above its estimate, with arrivals at even intervals."""
     load = _Load.for_latency(OVERLOAD * fleet.estimate, fleet.latency)
     lengths = sample_workload(workload, load.num_requests, seed)
     times = [index / load.rate for index in range(load.num_requests)]
-    run = fleet.serve(_make_jobs(lengths, times, fleet.max_model_len))
+    run = fleet.serve(make_jobs(lengths, times, fleet.max_model_len))
     return SimulatedThroughput(fleet.estimate, load.finished_rate(run))
 
 
@@ -209,17 +170,7 @@ def simulate_plan(plan: HeteroPlan, seed: int = 0) -> SimulatedThroughput:
     return simulate_throughput(fleet, plan.problem.workload, seed)
 
 
-def simulate_online(
-    fleet: SimulatedFleet, workload: str, rate: float, count: int, seed: int = 0
-) -> list[ServedRequest]:
-    """Return requests with Poisson arrivals, in their order."""
-    lengths = sample_workload(workload, count, seed)
-    times = sample_arrival_times("poisson", count, rate, seed)
-    run = fleet.serve(_make_jobs(lengths, times, fleet.max_model_len))
-    return [run.requests[index] for index in range(count)]
-
-
-def _make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[WorkloadRequest]:
+def make_jobs(lengths: Lengths, times: list[float], max_model_len: int) -> list[WorkloadRequest]:
     """Return requests; prompts of longer ones are cut."""
     return [
         WorkloadRequest(time, min(prompt, max_model_len - output), output)
@@ -249,7 +200,7 @@ class _Load(NamedTuple):
         return sum(self.begin <= each < self.end for each in ends) / (self.end - self.begin)
 
 
-def _max_model_len(problem: PlanProblem, replicas: list[Replica]) -> int:
+def max_model_len_of(problem: PlanProblem, replicas: list[Replica]) -> int:
     """Return the tokens that every engine can hold."""
     pipelines = [build_pipeline(problem.cluster, problem.shape, each.stages) for each in replicas]
     blocks = [min(each.stage_kv_blocks(BLOCK_SIZE, USABLE_MEMORY_SHARE)) for each in pipelines]

@@ -1,6 +1,6 @@
 """Least number of workers that serve a workload within its SLO, by simulation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
@@ -189,26 +189,3 @@ def least_fleet(
         middle = (low + high) // 2
         low, high = (low, middle) if attains(middle) else (middle, high)
     return known[high]
-
-
-def fleet_points(
-    case_at: Callable[[float], FleetCase], rates: Sequence[float], attainment: float = 0.99
-) -> list[tuple[float, int]]:
-    """Return the least number of workers at each rate, for `fit_scale_rule`.
-
-    Args:
-        case_at: Returns the case of a rate.
-        rates: Requests per second, in rising order.
-        attainment: Required share of requests, 0..1.
-
-    Raises:
-        ValueError: No fleet attains it at a rate.
-    """
-    points: list[tuple[float, int]] = []
-    for rate in rates:
-        start = points[-1][1] if points else 2
-        outcome = least_fleet(case_at(rate), attainment, start)
-        if outcome is None:
-            raise ValueError(f"no fleet of {MAX_WORKERS} workers attains {attainment} at {rate}/s")
-        points.append((rate, outcome.num_workers))
-    return points

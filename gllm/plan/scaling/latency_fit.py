@@ -1,7 +1,7 @@
 """Linear latency model of a worker, fitted to a cost model or to measured steps.
 
-Source: "Aladdin" (arXiv 2405.06856): prefill k1 sum(l_in) + c1, decode k2 context + c2 b + c3, KV
-cache h t + j, each fitted by least squares with coefficients that are not negative.
+Source: "Aladdin" (arXiv 2405.06856): prefill k1 sum(l_in) + c1, decode k2 context + c2 b + c3, each
+fitted by least squares with coefficients that are not negative.
 """
 
 import importlib
@@ -32,18 +32,6 @@ class FittedLatency(NamedTuple):
     prefill_max_error: float
     decode_mean_error: float
     decode_max_error: float
-
-
-class KvModel(NamedTuple):
-    """KV cache of a request: h t + j."""
-
-    h: float
-    """Per token."""
-    j: float
-
-    def predict(self, num_tokens: int) -> float:
-        """Return the KV cache of a request with so many tokens."""
-        return self.h * num_tokens + self.j
 
 
 def fit_latency(cost: CostModel, max_tokens: int = PREFILL_TOKENS[-1]) -> FittedLatency:
@@ -91,14 +79,6 @@ def fit_steps(
         float(prefill_errors.max()),
         float(decode_errors.mean()),
         float(decode_errors.max()),
-    )
-
-
-def fit_kv_cache(samples: Sequence[tuple[int, float]]) -> KvModel:
-    """Return the KV model of measured requests: tokens, and the KV cache that they hold."""
-    tokens, held = _columns(samples)
-    return KvModel(
-        *solve_nonnegative_least_squares(np.stack([tokens, np.ones_like(tokens)], axis=1), held)
     )
 
 

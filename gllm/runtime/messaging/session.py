@@ -13,8 +13,6 @@ from gllm.messages.codec import AnyMessage
 
 ANY_GENERATION = 0
 """Generation of messages about a process, which no generation filters; others count from 1."""
-HEAD_SENDER = 0
-"""Sender id of the head process; workers have ids from 1, never used again within a run."""
 MAX_FRAME_BYTES = 2**20
 """Size limit of a frame: ZeroMQ closes the connection of a peer that sends a larger one."""
 MAX_ENCRYPTED_BYTES = MAX_FRAME_BYTES + 33

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gllm.pacing.policy_registry import make_link_policy
-from gllm.scheduler.transfer_mode import TransferCosts, TransferMode, TransferModePolicy
 from gllm.sim.cluster.requests import ClusterRequest
 from gllm.sim.cluster.transfers import KvTransfer, TransferPath
 from gllm.sim.event_loop import EventLoop
@@ -63,50 +62,6 @@ class KvNetwork:
         if source not in self._links:
             self._links[source] = SimulatedLink(loop, make_link_policy("serial"))
         return TransferPath(self._links[source], self.network)
-
-
-class OverlappedKvNetwork(KvNetwork):
-    """Links whose transfers may run during the prefill; a link then carries the visible rest.
-
-    The link sees nothing of a transfer before the prefill ends, so transfers of several prompts at
-    once hide more than they could. The latency of a link is a part of every transfer.
-
-    Args:
-        network: Bandwidth in bytes/s and latency in seconds of each link.
-        bytes_per_token: KV cache of one token in bytes, over all layers.
-        num_layers: Layers of the model.
-        predict_prefill: Returns the seconds of a prefill of a number of tokens.
-        modes: Chooses the mode of each transfer.
-        layer_seconds: Duration of one layer's transfer without its bytes.
-    """
-
-    def __init__(
-        self,
-        network: NetworkLink,
-        bytes_per_token: int,
-        num_layers: int,
-        predict_prefill: Callable[[int], float],
-        modes: TransferModePolicy,
-        layer_seconds: float = 0.0,
-    ) -> None:
-        super().__init__(network, bytes_per_token)
-        self._num_layers, self._predict_prefill = num_layers, predict_prefill
-        self._modes, self._layer_seconds = modes, layer_seconds
-
-    def num_bytes(self, source: str, target: str, num_tokens: int) -> int:
-        """Return the bytes that the link carries after the prefill."""
-        mode = self._modes.choose(num_tokens)
-        if mode is TransferMode.SERIALIZED:
-            return super().num_bytes(source, target, num_tokens)
-        bandwidth = self.network.bandwidth
-        costs = TransferCosts(
-            self._num_layers,
-            self.bytes_per_token,
-            bandwidth,
-            num_tokens / self._predict_prefill(num_tokens),
-            layer_seconds=self._layer_seconds,
-        )
-        return max(1, round(costs.visible_seconds(mode, num_tokens) * bandwidth))
 
 
 class HandoffRecord(NamedTuple):

@@ -1,11 +1,9 @@
-"""Piecewise-linear functions of one variable: interpolation of measurements, and fits to many."""
+"""Piecewise-linear functions of one variable: interpolation of measurements."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
-
-import numpy as np
 
 
 class PiecewiseLinear:
@@ -57,35 +55,6 @@ def interpolate_medians(points: Points) -> PiecewiseLinear:
         values.setdefault(argument, []).append(value)
     knots = sorted(values)
     return PiecewiseLinear(knots, [median(values[knot]) for knot in knots])
-
-
-def fit_piecewise_linear(points: Points, knots: Sequence[float]) -> PiecewiseLinear:
-    """Return the function with these knots whose relative error is smallest by least squares.
-
-    Args:
-        points: Measurements with positive values; those outside the knots are left out.
-        knots: Arguments in ascending order.
-
-    Raises:
-        ValueError: A knot has no measurement beside it, so that its value is undetermined.
-    """
-    inside = [(x, y) for x, y in points if knots[0] <= x <= knots[-1]]
-    arguments = np.array([x for x, _ in inside])
-    values = np.array([y for _, y in inside])
-    # One hat function per knot; weights 1 / value make the residuals relative.
-    hats = np.array([np.interp(arguments, knots, unit) for unit in np.eye(len(knots))]).T
-    if not len(inside) or not hats.any(axis=0).all():
-        empty = [knot for knot, column in zip(knots, hats.T, strict=False) if not column.any()]
-        raise ValueError(f"no measurement beside the knots {empty or list(knots)}: remove them")
-    solution, *_ = np.linalg.lstsq(hats / values[:, None], np.ones(len(inside)), rcond=None)
-    return PiecewiseLinear(knots, [float(value) for value in solution])
-
-
-def choose_knots(points: Points, num_knots: int) -> list[float]:
-    """Return at most `num_knots` distinct arguments of the points, at equal shares of them."""
-    arguments = sorted(x for x, _ in points)
-    last = len(arguments) - 1
-    return sorted({arguments[round(last * i / (num_knots - 1))] for i in range(num_knots)})
 
 
 def mean_relative_error(function: PiecewiseLinear, points: Points) -> float:

@@ -4,7 +4,7 @@ Source: Patel et al., "Splitwise", ISCA 2024 (arXiv 2311.18677), table of its SL
 latency over that of the same request alone on a DGX-A100.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gllm.observability.latency import RequestTimeline
@@ -18,10 +18,6 @@ class RequestLatencies(NamedTuple):
     tbt: float | None
     """Mean time between tokens; None with one output token."""
     e2e: float
-
-
-UncontendedLatencies = Callable[[int, int], RequestLatencies]
-"""Returns the latencies on an idle reference machine by prompt and output tokens."""
 
 
 class SlowdownLimits(NamedTuple):

@@ -146,8 +146,3 @@ def iterate_scheduler_requests(
             predicted_output_tokens=job.predicted_output_tokens,
         )
         yield job.arrival_seconds, request
-
-
-def to_scheduler_requests(jobs: list[WorkloadRequest]) -> list[tuple[float, SchedulerRequest]]:
-    """Return the items of `iterate_scheduler_requests`."""
-    return list(iterate_scheduler_requests(jobs))

@@ -21,18 +21,6 @@ UNSURE_FACTOR = 2.0
 a size that is not fetched would otherwise keep a prediction that is too high."""
 
 
-def should_fetch(transfer_seconds: float | None, compute_seconds: float | None) -> bool:
-    """Return whether a transfer is cheaper than a prefill of the same tokens.
-
-    Args:
-        transfer_seconds: predicted; None if unknown: fetching it measures the rate.
-        compute_seconds: predicted for the prefill; None if unknown.
-    """
-    if transfer_seconds is None or compute_seconds is None:
-        return True
-    return transfer_seconds < compute_seconds
-
-
 @dataclass
 class FetchDecision:
     """Decides about fetches from one engine, and learns from them.
@@ -70,23 +58,6 @@ class FetchDecision:
             return True
         last = self._times.get(size_class(num_bytes), -inf)
         return now - last > RETRY_SECONDS and predicted < UNSURE_FACTOR * compute_seconds
-
-
-def find_crossing_tokens(
-    estimate: TransferEstimate, bytes_per_token: int, prefill_tokens_per_second: float
-) -> float | None:
-    """Return the number of tokens from which on a transfer is cheaper than a prefill.
-
-    Solves a + n * kappa / r = n / p for n, with kappa the bytes per token, r the link rate and p
-    the prefill speed.
-
-    Returns:
-        The number of tokens; None if a prefill is always cheaper, or the rate is unknown.
-    """
-    if estimate.bytes_per_second is None:
-        return None
-    gain = 1 / prefill_tokens_per_second - bytes_per_token / estimate.bytes_per_second
-    return estimate.fixed_seconds / gain if gain > 0 else None
 
 
 @dataclass

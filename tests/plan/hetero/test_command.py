@@ -7,21 +7,16 @@ from statistics import fmean
 
 import pytest
 
+from experiments.hexgen2_baselines import best_colocated, best_uniform
+from experiments.hexgen2_fleets import colocated_fleet, simulate_online
 from gllm.commands.plan.command import main
 from gllm.commands.up import main as up
 from gllm.plan.flags import ROUTER_CONFIGS, render_flags
-from gllm.plan.hetero.baselines import best_colocated, best_uniform
 from gllm.plan.hetero.cluster import build_cluster, named_cluster, read_cluster
 from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
 from gllm.plan.hetero.planner import PlanProblem, plan_replicas
 from gllm.plan.hetero.replicas import Phase
-from gllm.plan.hetero.simulation import (
-    colocated_fleet,
-    plan_fleet,
-    simulate_online,
-    simulate_plan,
-    simulate_throughput,
-)
+from gllm.plan.hetero.simulation import plan_fleet, simulate_plan, simulate_throughput
 from gllm.plan.hetero.workload import CLASSES, mean_lengths, sample_workload
 from gllm.plan.serving_plan import read_plan
 from tests.support.sim.hetero_oracle import all_partitions

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
+from experiments.hexgen2_genetic import GeneticSearch
 from gllm.plan.hetero.cluster import Group, build_cluster, named_cluster
 from gllm.plan.hetero.costs import Table1Costs
 from gllm.plan.hetero.evaluation import PlanEvaluator, make_partition
-from gllm.plan.hetero.genetic import GeneticSearch
 from gllm.plan.hetero.moves import (
     NeighbourFinder,
     guided_changes,

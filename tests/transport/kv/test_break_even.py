@@ -12,34 +12,8 @@ from gllm.transport.kv.break_even import (
     UNSURE_FACTOR,
     FetchDeadline,
     FetchDecision,
-    find_crossing_tokens,
-    should_fetch,
 )
-from gllm.transport.kv.transfer_estimate import SAMPLES_PER_SIZE, TransferEstimate, size_class
-
-
-@given(st.floats(1e5, 1e9), st.floats(1e-4, 1), st.integers(1, 10**6), st.floats(10, 1e5))
-def test_crossing_is_where_the_cheaper_side_changes(
-    rate: float, fixed_seconds: float, bytes_per_token: int, speed: float
-) -> None:
-    estimate = TransferEstimate(rate, fixed_seconds)
-    crossing = find_crossing_tokens(estimate, bytes_per_token, speed)
-
-    def is_cheaper(num_tokens: float) -> bool:
-        seconds = fixed_seconds + num_tokens * bytes_per_token / rate
-        return should_fetch(seconds, num_tokens / speed)
-
-    if crossing is None:
-        assert not is_cheaper(1e9)
-    else:
-        assert not is_cheaper(0.99 * crossing)
-        assert is_cheaper(1.01 * crossing)
-
-
-def test_unknown_rates_are_measured_by_fetching() -> None:
-    assert should_fetch(None, 1.0)
-    assert should_fetch(1.0, None)
-    assert find_crossing_tokens(TransferEstimate(), 1, 1.0) is None
+from gllm.transport.kv.transfer_estimate import SAMPLES_PER_SIZE, size_class
 
 
 @given(
@@ -63,10 +37,17 @@ def test_only_what_was_measured_lately_is_a_reason_against_a_fetch(
         now for now, (size, _) in enumerate(transfers) if size_class(size) == size_class(num_bytes)
     ]
     is_recent = bool(same_size) and len(transfers) - 1 + age - same_size[-1] < RETRY_SECONDS - 1e-3
-    if should_fetch(predicted, compute_seconds) or not is_known or age > RETRY_SECONDS + 1e-3:
+    if predicted < compute_seconds or not is_known or age > RETRY_SECONDS + 1e-3:
         assert is_worth
     elif is_recent or predicted > 1.001 * UNSURE_FACTOR * compute_seconds:
         assert not is_worth or age > RETRY_SECONDS - 1e-3
+
+
+def test_prefills_of_unknown_speed_are_no_reason_against_a_fetch() -> None:
+    decision = FetchDecision()
+    decision.observe(10**6, 10.0, now=0.0)
+    assert decision.is_worth(10**6, None, 1.0)
+    assert not decision.is_worth(10**6, 0.1, 1.0)
 
 
 def test_a_link_that_has_become_fast_is_used_again() -> None:

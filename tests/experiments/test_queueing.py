@@ -1,20 +1,16 @@
 """Closed forms of the M/D/1 queue against simulated queues."""
 
 from collections.abc import Callable
-from heapq import heapify, heapreplace
-from itertools import product
 from math import inf
 from random import Random
 
 import pytest
 
-from gllm.sim.queueing import (
+from experiments.queueing import (
     mean_latency,
     pipeline_latency,
-    replicated_latency,
     tensor_parallel_crossover,
     tensor_parallel_latency,
-    wait_probability,
 )
 from tests.support.full_cases import full_but
 
@@ -51,41 +47,6 @@ def test_closed_forms_match_simulated_queues(
     assert latency(utilization) == pytest.approx(
         simulate_mean_latency(utilization, stages), rel=0.02
     )
-
-
-def test_one_server_is_busy_for_its_utilization() -> None:
-    assert wait_probability(0.7) == pytest.approx(0.7)
-
-
-@pytest.mark.parametrize(
-    ("utilization", "num_servers"),
-    full_but([(0.85, 4)], list(product([0.7, 0.85, 0.95], [4, 32]))),
-)
-def test_the_wait_for_servers_matches_a_simulated_queue(
-    utilization: float, num_servers: int
-) -> None:
-    rng = Random(2)
-    free_times = [0.0] * num_servers
-    heapify(free_times)
-    now = total = 0.0
-    for _ in range(NUM_ARRIVALS):
-        now += rng.expovariate(utilization * num_servers)
-        begin = max(now, free_times[0])
-        heapreplace(free_times, begin + 1.0)
-        total += begin - now
-    wait = wait_probability(utilization, num_servers) / (2 * num_servers * (1 - utilization))
-    # The approximation is of exponential service times; long waits are what limits a rate.
-    assert wait == pytest.approx(total / NUM_ARRIVALS, rel=0.25, abs=2e-3)
-
-
-@pytest.mark.parametrize(("utilization", "num_servers"), [(-0.1, 1), (1.1, 1), (0.5, 0)])
-def test_impossible_queues_are_refused(utilization: float, num_servers: int) -> None:
-    with pytest.raises(ValueError, match="utilization is"):
-        wait_probability(utilization, num_servers)
-
-
-def test_replicas_share_the_rate() -> None:
-    assert replicated_latency(1.2, 1.0, 2) == mean_latency(0.6, 1.0)
 
 
 def test_the_equations_of_the_paper() -> None:

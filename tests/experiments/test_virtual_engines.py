@@ -4,14 +4,15 @@ from itertools import pairwise
 
 import pytest
 
+from experiments.virtual_engines import VirtualEngines
 from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
-from gllm.sim.virtual_engines import VirtualEngines
-from gllm.sim.workloads.requests import WorkloadRequest, to_scheduler_requests
+from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.observers import CommitTimes, TokenCounts
+from tests.support.sim.requests import to_scheduler_requests
 
 RATE = 12.5e6
 """100 Mbit/s in bytes per second."""

@@ -1,11 +1,10 @@
-"""Closed forms of M/D/1 and M/D/c queues: latency of prefill, wait for one of several servers.
+"""Closed forms of M/D/1 queues: latency of prefill with one device, stages and ranks.
 
 Source: "DistServe" (OSDI'24, arXiv 2401.09670), section 3.1, Eq. 1 to 3: requests of one length and
-batches of one request. Utilization is the arrival rate times the execution time on one device. For
-several servers: Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)", 1977.
+batches of one request. Utilization is the arrival rate times the execution time on one device.
 """
 
-from math import inf, sqrt
+from math import inf
 
 
 def mean_latency(rate: float, execution: float, slowest: float | None = None) -> float:
@@ -31,24 +30,6 @@ def mean_latency(rate: float, execution: float, slowest: float | None = None) ->
     return execution + rate * slowest**2 / (2 * (1 - utilization))
 
 
-def wait_probability(utilization: float, num_servers: float = 1.0) -> float:
-    """Return the probability that a request finds all servers busy.
-
-    Args:
-        utilization: Share of the servers that are busy in the mean, 0..1.
-        num_servers: At least 1.
-
-    Raises:
-        ValueError: An argument is out of range.
-    """
-    if not 0 <= utilization <= 1 or num_servers < 1:
-        raise ValueError(
-            f"utilization is {utilization}, num_servers {num_servers}: they must be in 0..1 and at "
-            "least 1"
-        )
-    return utilization ** (sqrt(2 * (num_servers + 1)) - 1)
-
-
 def pipeline_latency(rate: float, execution: float, stages: int) -> float:
     """Return the mean latency in seconds with equal stages on as many devices.
 
@@ -69,17 +50,6 @@ def tensor_parallel_latency(rate: float, execution: float, speedup: float) -> fl
         speedup: Execution time on one device over that on all of them.
     """
     return mean_latency(rate, execution / speedup)
-
-
-def replicated_latency(rate: float, execution: float, replicas: int) -> float:
-    """Return the mean latency in seconds of replicas that get equal random shares of the requests.
-
-    Args:
-        rate: Requests per second of all replicas together.
-        execution: Seconds on one device.
-        replicas: Number of devices.
-    """
-    return mean_latency(rate / replicas, execution)
 
 
 def tensor_parallel_crossover(speedup: float) -> float:

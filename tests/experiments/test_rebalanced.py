@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
+from experiments.rebalanced_cluster import RebalancedRun, simulate_rebalanced
 from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import LatencyModel, PlacementRules
 from gllm.sim.cluster.cluster import SimulatedCluster
-from gllm.sim.cluster.rebalanced import RebalancedRun, simulate_rebalanced
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment
 

@@ -4,7 +4,7 @@ Each worker has an error: tokens and requests that it has more than were predict
 placed. Its distance is that of the point (tokens, requests) from the line on which a decode step
 takes as long as planned.
 
-Simulated clusters use it (gllm/sim/cluster/rebalanced.py). The router does not: in simulation it
+Simulated clusters use it (experiments/rebalanced_cluster.py). The router does not: in simulation it
 changes the attainment little, up or down (experiments/pages/aladdin.md), and an engine would have
 to give back requests that it has not scheduled.
 
