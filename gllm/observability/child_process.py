@@ -1,7 +1,7 @@
 """Child processes: their exit as an event, and its cause in words.
 
-The module is in this room because grammars, engines and launchers start processes, and no lower
-room has the record of a run. gllm/deploy/up/child_process.py adds a log and an orderly end.
+It is in this room because gllm/text, gllm/runtime and gllm/deploy start processes, and an exit is a
+part of the record of a run. gllm/deploy/up/child_process.py adds a log and an orderly end.
 """
 
 import asyncio
