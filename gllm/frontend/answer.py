@@ -26,6 +26,7 @@ from gllm.frontend.errors import ApiError, to_api_error
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.request_run import PreparedRequest, RequestRun
 from gllm.frontend.request_summary import SUMMARY, RequestSummary
+from gllm.frontend.response_schemas import ResponseSchema
 from gllm.frontend.routing_hints import read_routing_hints
 from gllm.frontend.sse import EventStream, ServerSentEvent
 
@@ -38,7 +39,9 @@ MAX_INLINE_LOGPROBS = 2048
 class WholeAnswerWriter(Protocol):
     """Builds an endpoint's answer to a request that does not stream."""
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+    def build_answer(
+        self, choices: list[CollectedChoice], usage: UsageCounter
+    ) -> ResponseSchema | JsonObject:
         """Return the body of the answer."""
 
 

@@ -2,9 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
+from gllm.frontend.response_schemas import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    PromptTokensDetails,
+)
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.output.reasoning import ReasoningTokenCounter
 
@@ -43,18 +49,18 @@ class UsageCounter:
             return None
         return sum(counter.num_tokens for counter in self.reasoning_counters.values())
 
-    def to_openai(self) -> dict[str, Any]:
+    def to_openai(self) -> CompletionUsage:
         """Return the `usage` object of OpenAI's completions and chat completions."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
         reasoning = self.num_reasoning_tokens
-        if reasoning is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
-        return usage
+        return CompletionUsage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.num_cached_tokens),
+            completion_tokens_details=(
+                UNSET if reasoning is None else CompletionTokensDetails(reasoning_tokens=reasoning)
+            ),
+        )
 
 
 @dataclass

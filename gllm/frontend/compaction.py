@@ -11,6 +11,7 @@ from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.response_items import encode_summary
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import CompactionResponse
 from gllm.frontend.responses_writer import responses_usage
 from gllm.text.chat.output_parser import ChatOutputParser
 
@@ -38,7 +39,9 @@ class CompactionWriter:
         self._users = [message["content"] for message in conversation if message["role"] == "user"]
         self._id = default_id
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+    def build_answer(
+        self, choices: list[CollectedChoice], usage: UsageCounter
+    ) -> CompactionResponse:
         """Return the compacted conversation as input items."""
         message, _ = self._parser.parse(choices[0].text, choices[0].finish_reason)
         item = {
@@ -46,13 +49,13 @@ class CompactionWriter:
             "type": "compaction",
             "encrypted_content": encode_summary(message.content),
         }
-        return {
-            "id": f"resp_{self._id}",
-            "object": "response.compaction",
-            "created_at": int(time.time()),
-            "output": [*(self._user(i, text) for i, text in enumerate(self._users)), item],
-            "usage": responses_usage(usage),
-        }
+        return CompactionResponse(
+            id=f"resp_{self._id}",
+            object="response.compaction",
+            created_at=int(time.time()),
+            output=[*(self._user(i, text) for i, text in enumerate(self._users)), item],
+            usage=responses_usage(usage),
+        )
 
     def _user(self, index: int, text: str) -> JsonObject:
         """Return a user message as an item."""

@@ -1,13 +1,18 @@
 """Log-probabilities in the JSON of completions, chat completions and prompts."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from gllm.frontend.response_schemas import (
+    ChatLogprobs,
+    CompletionLogprobsObject,
+    PromptLogprobs,
+    PromptTokenLogprob,
+    TokenLogprob,
+    TopLogprob,
+)
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.tokenizer import Tokenizer
-
-JsonObject = dict[str, Any]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -30,7 +35,7 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 
 def chat_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, as_ids: bool = False
-) -> JsonObject:
+) -> ChatLogprobs:
     """Return `logprobs` of a message or an increment.
 
     Args:
@@ -40,24 +45,26 @@ def chat_logprobs(
         as_ids: Write tokens as `token_id:ID`.
     """
 
-    def to_json(token_id: int, logprob: float) -> JsonObject:
+    def facts(token_id: int) -> tuple[str, list[int]]:
         raw = list(tokenizer.token_bytes(token_id))
-        name = token_name(tokenizer, token_id, as_ids)
-        return {"token": name, "logprob": logprob, "bytes": raw}
+        return token_name(tokenizer, token_id, as_ids), raw
 
     content = []
     for entry in entries:
-        pairs = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
-        likeliest = [to_json(*pair) for pair in pairs]
-        content.append({**to_json(entry.token, entry.logprob), "top_logprobs": likeliest})
-    return {"content": content}
+        likeliest = []
+        for token_id, logprob in zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True):
+            name, raw = facts(token_id)
+            likeliest.append(TopLogprob(name, logprob, raw))
+        name, raw = facts(entry.token)
+        content.append(TokenLogprob(name, entry.logprob, raw, likeliest))
+    return ChatLogprobs(content)
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int
-) -> list[JsonObject | None]:
+) -> PromptLogprobs:
     """Return `prompt_logprobs`: null for the first token, then objects by token id per position."""
-    places: list[JsonObject | None] = [None]
+    places: PromptLogprobs = [None]
     for entry in entries:
         ranked = [(entry.token, entry.logprob, entry.rank)]
         columns = (entry.top_ids[:top], entry.top_logprobs[:top], range(1, top + 1))
@@ -65,7 +72,7 @@ def prompt_logprobs(
         place = {}
         for token_id, logprob, rank in ranked:
             text = token_text(tokenizer, token_id)
-            place[str(token_id)] = {"logprob": logprob, "rank": rank, "decoded_token": text}
+            place[str(token_id)] = PromptTokenLogprob(logprob, rank, text)
         places.append(place)
     return places
 
@@ -95,22 +102,22 @@ class CompletionLogprobs:
         self._decoder = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = start
 
-    def part(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> JsonObject:
+    def part(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobsObject:
         """Return the next tokens; entries are None for unknown log-probabilities."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._length)
             self._length += len(self._decoder.push([token_id])[0])
-        return {
-            "tokens": [self._name(token_id) for token_id in token_ids],
-            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-            "top_logprobs": [
-                None if entry is None else self._likeliest(entry) for entry in entries
-            ],
-            "text_offset": offsets,
-        }
+        return CompletionLogprobsObject(
+            tokens=[self._name(token_id) for token_id in token_ids],
+            token_logprobs=[None if entry is None else entry.logprob for entry in entries],
+            top_logprobs=[None if entry is None else self._likeliest(entry) for entry in entries],
+            text_offset=offsets,
+        )
 
-    def _likeliest(self, entry: TokenLogprobs) -> JsonObject:
+    def _likeliest(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return the most likely tokens and the actual one."""
         ids = [*entry.top_ids[: self._top], entry.token]
         logprobs = [*entry.top_logprobs[: self._top], entry.logprob]
@@ -120,6 +127,13 @@ class CompletionLogprobs:
         return token_name(self._tokenizer, token_id, self._as_ids)
 
 
-def merge_completion_logprobs(parts: Sequence[JsonObject]) -> JsonObject:
+def merge_completion_logprobs(
+    parts: Sequence[CompletionLogprobsObject],
+) -> CompletionLogprobsObject:
     """Concatenate consecutive parts of one completion."""
-    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+    return CompletionLogprobsObject(
+        tokens=[value for part in parts for value in part.tokens],
+        token_logprobs=[value for part in parts for value in part.token_logprobs],
+        top_logprobs=[value for part in parts for value in part.top_logprobs],
+        text_offset=[value for part in parts for value in part.text_offset],
+    )

@@ -2,12 +2,15 @@
 
 import json
 
+from msgspec import UNSET
+
 from gllm.engine.interface import EngineInterface, OutputDelta
 from gllm.frontend.answer import JsonObject
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.errors import ApiError
 from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import MessagesUsage
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 
@@ -104,18 +107,16 @@ class MessagesWriter:
         return [_event("content_block_stop", index=block.index)]
 
 
-def messages_usage(usage: UsageCounter) -> JsonObject:
+def messages_usage(usage: UsageCounter) -> MessagesUsage:
     """Return the API's `usage`, in which input tokens do not include cached tokens."""
-    counts: JsonObject = {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-        "cache_read_input_tokens": usage.num_cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage.num_completion_tokens,
-    }
     reasoning = usage.num_reasoning_tokens
-    if reasoning is not None:
-        counts["output_tokens_details"] = {"thinking_tokens": reasoning}
-    return counts
+    return MessagesUsage(
+        input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
+        cache_read_input_tokens=usage.num_cached_tokens,
+        cache_creation_input_tokens=0,
+        output_tokens=usage.num_completion_tokens,
+        output_tokens_details=UNSET if reasoning is None else {"thinking_tokens": reasoning},
+    )
 
 
 def _event(event_type: str, **data: object) -> ServerSentEvent:

@@ -11,6 +11,7 @@ from gllm.frontend.fields.responses import ResponsesFields
 from gllm.frontend.logprobs import chat_logprobs
 from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import ResponsesUsage, TokenLogprob
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
@@ -55,9 +56,9 @@ class ResponsesWriter:
         self._parser = ChatOutputParser(request.output_format)
         self._splitter = BlockSplitter(self)
         self._incomplete_reason: str | None = None
-        self._pending_logprobs: list[JsonObject] = []
+        self._pending_logprobs: list[TokenLogprob] = []
         """Log-probabilities of tokens whose text has not been written yet."""
-        self._logprobs: dict[int, list[JsonObject]] = defaultdict(list)
+        self._logprobs: dict[int, list[TokenLogprob]] = defaultdict(list)
         """Log-probabilities of the written text, by block index."""
 
     def start_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
@@ -143,12 +144,10 @@ class ResponsesWriter:
         """Status of a response without an error."""
         return "incomplete" if self._incomplete_reason else "completed"
 
-    def _delta_logprobs(self, delta: OutputDelta) -> list[JsonObject]:
+    def _delta_logprobs(self, delta: OutputDelta) -> list[TokenLogprob]:
         if self._params.logprobs is None:
             return []
-        logprobs = chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs)
-        content: list[JsonObject] = logprobs["content"]
-        return content
+        return chat_logprobs(self._tokenizer, delta.logprobs, self._params.logprobs).content
 
     def _event(self, event_type: str, **data: object) -> ServerSentEvent:
         """Return an event with the next sequence number."""
@@ -220,15 +219,12 @@ class ResponsesWriter:
         }
 
 
-def responses_usage(usage: UsageCounter) -> JsonObject:
+def responses_usage(usage: UsageCounter) -> ResponsesUsage:
     """Return the API's `usage`. Writes to the prefix cache are not counted separately."""
-    return {
-        "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.num_cached_tokens,
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": usage.num_completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens or 0},
-        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-    }
+    return ResponsesUsage(
+        input_tokens=usage.num_prompt_tokens,
+        input_tokens_details={"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        output_tokens=usage.num_completion_tokens,
+        output_tokens_details={"reasoning_tokens": usage.num_reasoning_tokens or 0},
+        total_tokens=usage.num_prompt_tokens + usage.num_completion_tokens,
+    )

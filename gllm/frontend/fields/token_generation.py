@@ -27,6 +27,7 @@ from gllm.frontend.fields.generation import (
     StreamOptions,
 )
 from gllm.frontend.fields.parsing import parse_fields
+from gllm.frontend.response_schemas import RenderedRequest
 
 SAMPLING_NAMES = frozenset(
     {
@@ -127,7 +128,7 @@ def to_generate_request(
     request_id: str,
     model: str,
     max_tokens: int,
-) -> JsonObject:
+) -> RenderedRequest:
     """Return the body with which /inference/v1/generate runs a rendered request.
 
     Args:
@@ -138,18 +139,18 @@ def to_generate_request(
         model: Name of the served model.
         max_tokens: Maximum number of output tokens if the request has none.
     """
-    return {
-        "request_id": request_id,
-        "token_ids": token_ids,
-        "features": None,
-        "sampling_params": _sampling_params(params, max_tokens),
-        "model": model,
-        "stream": bool(fields.stream),
-        "stream_options": None if fields.stream_options is None else _options(fields),
-        "cache_salt": fields.cache_salt,
-        "priority": fields.priority or 0,
-        "kv_transfer_params": None,
-    }
+    return RenderedRequest(
+        request_id=request_id,
+        token_ids=token_ids,
+        features=None,
+        sampling_params=_sampling_params(params, max_tokens),
+        model=model,
+        stream=bool(fields.stream),
+        stream_options=None if fields.stream_options is None else _options(fields),
+        cache_salt=fields.cache_salt,
+        priority=fields.priority or 0,
+        kv_transfer_params=None,
+    )
 
 
 def _options(fields: BaseCompletionFields) -> JsonObject:

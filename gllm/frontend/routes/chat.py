@@ -14,6 +14,7 @@ from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.message_json import MessageDeltaWriter, message_to_json
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import ChatLogprobs
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.tokenizer import Tokenizer
 
@@ -112,7 +113,7 @@ class ChatChoiceFormat:
             return "function_call"
         return finish_reason
 
-    def _logprobs(self, output: OutputDelta | CollectedChoice) -> JsonObject | None:
+    def _logprobs(self, output: OutputDelta | CollectedChoice) -> ChatLogprobs | None:
         """Return the log-probabilities of output tokens, if requested."""
         if self._num_top_logprobs is None or not output.logprobs:
             return None
@@ -121,5 +122,5 @@ class ChatChoiceFormat:
         )
 
 
-def _chunk_choice(index: int, delta: JsonObject, logprobs: JsonObject | None) -> JsonObject:
+def _chunk_choice(index: int, delta: JsonObject, logprobs: ChatLogprobs | None) -> JsonObject:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -22,6 +22,7 @@ from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import CompletionLogprobsObject
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_PROMPTS
 from gllm.text.detokenizer import IncrementalDetokenizer
@@ -215,14 +216,18 @@ class CompletionChoiceFormat:
         """Return the prompt of a choice."""
         return self._prompts[index // self._params.n]
 
-    def _echo_logprobs(self, output: OutputDelta | CollectedChoice) -> JsonObject | None:
+    def _echo_logprobs(
+        self, output: OutputDelta | CollectedChoice
+    ) -> CompletionLogprobsObject | None:
         """Return the log-probabilities of the echoed prompt, if requested."""
         if self._fields.logprobs is None:
             return None
         token_ids = self._prompt(output.index).token_ids
         return self._new_logprobs(0).part(token_ids, [None, *output.prompt_logprobs])
 
-    def _output_logprobs(self, output: OutputDelta | CollectedChoice) -> JsonObject | None:
+    def _output_logprobs(
+        self, output: OutputDelta | CollectedChoice
+    ) -> CompletionLogprobsObject | None:
         """Return the log-probabilities of output tokens, if requested."""
         if self._fields.logprobs is None:
             return None
@@ -245,7 +250,7 @@ class CompletionChoiceFormat:
 def _choice(
     index: int,
     text: str,
-    logprobs: JsonObject | None,
+    logprobs: CompletionLogprobsObject | None,
     finish_reason: str | None,
     stop_reason: int | str | None,
 ) -> JsonObject:

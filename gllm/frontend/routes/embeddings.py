@@ -17,6 +17,7 @@ from gllm.frontend.fields.completions import parse_prompts
 from gllm.frontend.fields.embeddings import EmbeddingFields
 from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.json_encoding import encode_json_in_pieces
+from gllm.frontend.response_schemas import EmbeddingData, EmbeddingsResponse, EmbeddingUsage
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_PROMPTS
 
@@ -41,12 +42,14 @@ def _embeddings_body(
 ) -> bytes:
     """Return the body of the answer. Raises FieldError."""
     data = [
-        {"object": "embedding", "index": index, "embedding": _format_embedding(vector, fields)}
+        EmbeddingData(object="embedding", index=index, embedding=_format_embedding(vector, fields))
         for index, vector in enumerate(vectors)
     ]
     num_tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return encode_json_in_pieces({"object": "list", "data": data, "model": model, "usage": usage})
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return encode_json_in_pieces(
+        EmbeddingsResponse(object="list", data=data, model=model, usage=usage)
+    )
 
 
 def _encode_prompts(engine: EngineInterface, texts: list[str] | list[list[int]]) -> list[list[int]]:

@@ -15,7 +15,9 @@ from gllm.frontend.fields.messages import (
     MessagesFields,
     convert_to_chat,
 )
+from gllm.frontend.json_encoding import json_response
 from gllm.frontend.messages_writer import MessagesWriter
+from gllm.frontend.response_schemas import CountTokensResponse
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -35,7 +37,7 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
         num_tokens = await count_prompt_tokens(
             request, CountTokensFields, convert_to_chat, CLIENT_FIELD_NAMES
         )
-        return web.json_response({"input_tokens": num_tokens})
+        return json_response(CountTokensResponse(input_tokens=num_tokens))
 
 
 @contextmanager

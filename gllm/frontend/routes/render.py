@@ -5,7 +5,6 @@ token ids to select a server by its cached prefixes.
 """
 
 import asyncio
-from typing import Any
 
 from aiohttp import web
 
@@ -18,6 +17,7 @@ from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.fields.token_generation import to_generate_request
 from gllm.frontend.json_encoding import encode_json_in_pieces
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import RenderedRequest
 from gllm.frontend.routes.chat import ChatChoiceFormat
 from gllm.frontend.routes.completions import (
     CompletionChoiceFormat,
@@ -55,7 +55,7 @@ def _render(
     fields: BaseCompletionFields,
     prepared: PreparedRequest,
     prefix: str,
-) -> list[dict[str, Any]]:
+) -> list[RenderedRequest]:
     """Return a request to /inference/v1/generate per prompt."""
     model = context.engine.model
     request_id = f"{prefix}{fields.request_id or request[REQUEST_ID]}"
@@ -72,7 +72,7 @@ def _render(
     ]
 
 
-async def _json_response(value: Any) -> web.Response:
+async def _json_response(value: RenderedRequest | list[RenderedRequest]) -> web.Response:
     """Return a response with a value, encoded in a thread because prompts may be long."""
     body = await asyncio.to_thread(encode_json_in_pieces, value)
     return web.Response(body=body, content_type="application/json")

@@ -17,6 +17,8 @@ from gllm.frontend.fields.responses import (
     convert_prompt_to_chat,
     convert_to_chat,
 )
+from gllm.frontend.json_encoding import json_response
+from gllm.frontend.response_schemas import InputTokensResponse
 from gllm.frontend.responses_writer import ResponsesWriter
 
 
@@ -38,7 +40,9 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     num_tokens = await count_prompt_tokens(
         request, InputTokensFields, convert_prompt_to_chat, CLIENT_FIELD_NAMES
     )
-    return web.json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+    return json_response(
+        InputTokensResponse(object="response.input_tokens", input_tokens=num_tokens)
+    )
 
 
 async def compact_conversation(request: web.Request) -> web.StreamResponse:
