@@ -5,10 +5,12 @@ Both APIs have the same envelope around their choices. Each endpoint formats its
 """
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.answer import JsonObject
@@ -16,7 +18,21 @@ from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionResponse,
+    CompletionUsage,
+    KvTransferParams,
+    Unset,
+)
 from gllm.frontend.sse import DONE, ServerSentEvent
+
+ChunkChoice = ChatChunkChoice | CompletionChoice
+"""Choice in a chunk."""
 
 
 class ChoiceFormat(Protocol):
@@ -27,23 +43,37 @@ class ChoiceFormat(Protocol):
     answer_object: str
     """Value of `object` in a whole answer."""
     chunk_object: str
-    """Value of `object` in a chunk of a stream."""
+    """Value of `object` in a chunk."""
+
+    @property
+    def chunk_type(self) -> type[ChatCompletionChunk | CompletionChunk]:
+        """Chunk of a stream."""
 
     @property
     def is_plain_text(self) -> bool:
         """True if a delta that finishes nothing is always one choice with the delta's text."""
 
-    def start_choices(self, index: int) -> list[JsonObject]:
+    def start_choices(self, index: int) -> Sequence[ChunkChoice]:
         """Return the choices that start a stream, one per chunk."""
 
-    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> Sequence[ChunkChoice]:
         """Return a delta as choices, one per chunk; include token ids if `token_ids` is True."""
 
-    def whole_choice(self, choice: CollectedChoice) -> JsonObject:
-        """Return a finished choice."""
+    def build_answer(
+        self,
+        envelope: JsonObject,
+        choices: list[CollectedChoice],
+        usage: CompletionUsage,
+        token_ids: bool,
+    ) -> ChatCompletionResponse | CompletionResponse:
+        """Return the whole answer.
 
-    def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
-        """Return the fields of an answer in addition to its choices and usage."""
+        Args:
+            envelope: Fields of the answer around its choices.
+            choices: The finished choices.
+            usage: Token counts.
+            token_ids: Include token ids.
+        """
 
 
 TEXT_PLACEHOLDER = "\x00text\x00"
@@ -57,7 +87,7 @@ class ChoiceWriter:
         self, http_request: web.Request, request: PreparedRequest, choice_format: ChoiceFormat
     ) -> None:
         fields, options = request.fields, request.fields.stream_options
-        self._envelope = {
+        self._envelope: JsonObject = {
             "id": f"{choice_format.prefix}{fields.request_id or http_request[REQUEST_ID]}",
             "created": int(time.time()),
             "model": http_request.app[CONTEXT].engine.model.name,
@@ -65,7 +95,8 @@ class ChoiceWriter:
         }
         self._format = choice_format
         self._encoder = msgspec.json.Encoder()
-        self._chunk_prefix = self._encoder.encode(self._envelope)[:-1] + b',"choices":['
+        empty_chunk = choice_format.chunk_type(**self._envelope, choices=[])
+        self._chunk_prefix = self._encoder.encode(empty_chunk).removesuffix(b"]}")
         """Encoded chunk up to its choice, the same for all chunks."""
         self._num_choices = request.num_choices
         self._handoff = request.handoff
@@ -100,34 +131,34 @@ class ChoiceWriter:
 
         The chunk also has the fields of a hand-off, if there are any.
         """
-        extra = self._handoff_fields()
-        if self._usage_at_end:
-            extra["usage"] = usage.to_openai()
-        if not extra:
+        params = self._transfer_params()
+        if params is UNSET and not self._usage_at_end:
             return [DONE]
-        return [ServerSentEvent({**self._envelope, "choices": [], **extra}), DONE]
+        chunk = self._format.chunk_type(
+            **self._envelope,
+            choices=[],
+            kv_transfer_params=params,
+            usage=usage.to_openai() if self._usage_at_end else UNSET,
+        )
+        return [ServerSentEvent(chunk), DONE]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the error and the end of the stream."""
         return [ServerSentEvent(error.body()), DONE]
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+    def build_answer(
+        self, choices: list[CollectedChoice], usage: UsageCounter
+    ) -> ChatCompletionResponse | CompletionResponse:
         """Return the whole answer."""
-        formatted = []
-        for choice in choices:
-            token_ids = {"token_ids": choice.token_ids} if self._token_ids else {}
-            formatted.append({**self._format.whole_choice(choice), **token_ids})
-        return {
-            **self._envelope,
-            "choices": formatted,
-            "usage": usage.to_openai(),
-            **self._format.extra_fields(choices),
-            **self._handoff_fields(),
-        }
+        answer = self._format.build_answer(
+            self._envelope, choices, usage.to_openai(), self._token_ids
+        )
+        answer.kv_transfer_params = self._transfer_params()
+        return answer
 
-    def _handoff_fields(self) -> JsonObject:
-        """Return the fields that a hand-off adds to the answer."""
-        return {} if self._handoff is None else self._handoff.answer_fields()
+    def _transfer_params(self) -> KvTransferParams | Unset | None:
+        """Return the field that a hand-off adds to the answer."""
+        return UNSET if self._handoff is None else self._handoff.transfer_params()
 
     def _build_frame(self, index: int, usage: UsageCounter) -> tuple[bytes, bytes]:
         (choice,) = self._format.delta_choices(OutputDelta(index, TEXT_PLACEHOLDER, []), False)
@@ -136,10 +167,10 @@ class ChoiceWriter:
         self._frames[index] = before, after
         return before, after
 
-    def _chunk(self, choice: JsonObject, usage: UsageCounter) -> ServerSentEvent:
+    def _chunk(self, choice: ChunkChoice, usage: UsageCounter) -> ServerSentEvent:
         return ServerSentEvent(self._encode_chunk(choice, usage))
 
-    def _encode_chunk(self, choice: JsonObject, usage: UsageCounter) -> bytes:
+    def _encode_chunk(self, choice: ChunkChoice, usage: UsageCounter) -> bytes:
         end = b"]}"
         if self._usage_always:
             end = b'],"usage":' + self._encoder.encode(usage.to_openai()) + b"}"

@@ -1,6 +1,14 @@
 """Write assistant messages of chat completions as JSON, whole and in increments."""
 
-from gllm.frontend.answer import JsonObject
+import msgspec
+
+from gllm.frontend.response_schemas import (
+    ChatMessage,
+    ChatMessageDelta,
+    ChatToolCall,
+    CustomToolInput,
+    FunctionCall,
+)
 from gllm.text.output.events import (
     AssistantMessage,
     ContentDelta,
@@ -12,7 +20,7 @@ from gllm.text.output.events import (
 )
 
 
-def message_to_json(message: AssistantMessage, legacy: bool = False) -> JsonObject:
+def message_to_json(message: AssistantMessage, legacy: bool = False) -> ChatMessage:
     """Return a whole message.
 
     `content` is null if the message has no text but reasoning or tool calls.
@@ -23,16 +31,20 @@ def message_to_json(message: AssistantMessage, legacy: bool = False) -> JsonObje
     """
     has_other_parts = bool(message.reasoning or message.tool_calls)
     content = message.content or (None if has_other_parts else "")
-    fields: JsonObject = {"role": "assistant", "content": content}
+    answer = ChatMessage("assistant", content)
     if message.reasoning:
-        fields |= _reasoning_fields(message.reasoning)
+        answer.reasoning = answer.reasoning_content = message.reasoning
     if message.tool_calls:
-        calls = [call.to_dict() for call in message.tool_calls.values()]
+        calls = [_chat_tool_call(call) for call in message.tool_calls.values()]
         if legacy:
-            fields["function_call"] = calls[0]["function"]
+            answer.function_call = calls[0].function
         else:
-            fields["tool_calls"] = calls
-    return fields
+            answer.tool_calls = calls
+    return answer
+
+
+def _chat_tool_call(call: ToolCall) -> ChatToolCall:
+    return msgspec.convert(call.to_dict(), ChatToolCall)
 
 
 class MessageDeltaWriter:
@@ -46,35 +58,31 @@ class MessageDeltaWriter:
         self._custom: set[int] = set()
         """Indices of calls of custom tools."""
 
-    def event_to_json(self, event: OutputEvent) -> JsonObject | None:
+    def event_to_json(self, event: OutputEvent) -> ChatMessageDelta | None:
         """Return an event as an increment, or None if it adds nothing."""
         match event:
             case ContentDelta(text):
-                return {"content": text}
+                return ChatMessageDelta(content=text)
             case ReasoningDelta(text):
-                return _reasoning_fields(text)
+                # Under both names that clients read.
+                return ChatMessageDelta(reasoning=text, reasoning_content=text)
             case ToolCallStart(index, call_id, name, is_custom):
                 if is_custom:
                     self._custom.add(index)
-                call = {
-                    "index": index,
-                    **ToolCall(call_id, name, is_custom=is_custom).to_dict(),
-                }
-                return self._call_fields(index, call)
+                call = _chat_tool_call(ToolCall(call_id, name, is_custom=is_custom))
+                call.index = index
+                return self._call_delta(index, call)
             case ToolCallArgumentsDelta(index, text):
                 if index in self._custom:
-                    return self._call_fields(index, {"index": index, "custom": {"input": text}})
-                return self._call_fields(index, {"index": index, "function": {"arguments": text}})
+                    part = ChatToolCall(index, custom=CustomToolInput(input=text))
+                else:
+                    part = ChatToolCall(index, function=FunctionCall(arguments=text))
+                return self._call_delta(index, part)
             case _:
                 return None
 
-    def _call_fields(self, index: int, call: JsonObject) -> JsonObject | None:
+    def _call_delta(self, index: int, call: ChatToolCall) -> ChatMessageDelta | None:
         if not self._legacy:
-            return {"tool_calls": [call]}
+            return ChatMessageDelta(tool_calls=[call])
         # `function_call` can hold a single call.
-        return {"function_call": call["function"]} if index == 0 else None
-
-
-def _reasoning_fields(text: str) -> JsonObject:
-    """Return reasoning under both names that clients read."""
-    return {"reasoning": text, "reasoning_content": text}
+        return ChatMessageDelta(function_call=call.function) if index == 0 else None

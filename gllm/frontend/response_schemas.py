@@ -1,18 +1,28 @@
-"""Schemas of answers and events of the endpoints for text generation and embeddings.
+"""Answers and events of the endpoints for text generation and embeddings.
 
-/openapi.json has them. The routes write plain JSON; tests validate every answer against its schema.
-Fields that are not always present default to `UNSET`.
+The routes send these structs and /openapi.json describes them. Fields that are not always present
+default to `UNSET`.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 Unset = UnsetType
 """Type of a field that is absent."""
-FinishReason = Literal["stop", "length", "tool_calls", "abort"]
-"""Reason why a choice ended."""
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
+"""Reason why a choice ended. `function_call` is for clients that sent `functions`."""
+
+
+def to_finish_reason(reason: str | None) -> FinishReason:
+    """Return the finish reason of a choice that has ended without an error."""
+    return cast("FinishReason", reason)
+
+
+def to_chunk_finish_reason(reason: str | None) -> FinishReason | None:
+    """Return the finish reason of an increment: None unless it is the last one."""
+    return cast("FinishReason | None", reason)
 
 
 class ResponseSchema(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,20 +97,28 @@ PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]
 """An entry per prompt token: likely tokens by id; None for the first token."""
 
 
-class FunctionCall(ResponseSchema):
+class FunctionCall(ResponseSchema, kw_only=True):
     """Function name and arguments (JSON text); a stream sends the arguments in parts."""
 
-    arguments: str
     name: str | Unset = UNSET
+    arguments: str
+
+
+class CustomToolInput(ResponseSchema, kw_only=True):
+    """Name and input (free text) of a custom tool; a stream sends the input in parts."""
+
+    name: str | Unset = UNSET
+    input: str
 
 
 class ChatToolCall(ResponseSchema):
     """A tool call of the assistant, or a part of one in a stream."""
 
-    function: FunctionCall
-    id: str | Unset = UNSET
-    type: Literal["function"] | Unset = UNSET
     index: int | Unset = UNSET
+    id: str | Unset = UNSET
+    type: Literal["function", "custom"] | Unset = UNSET
+    function: FunctionCall | Unset = UNSET
+    custom: CustomToolInput | Unset = UNSET
 
 
 class ChatMessage(ResponseSchema):
@@ -111,6 +129,7 @@ class ChatMessage(ResponseSchema):
     reasoning: str | Unset = UNSET
     reasoning_content: str | Unset = UNSET
     tool_calls: list[ChatToolCall] | Unset = UNSET
+    function_call: FunctionCall | Unset = UNSET
 
 
 class ChatChoice(ResponseSchema):
@@ -128,9 +147,9 @@ class ChatCompletionResponse(ResponseSchema):
     """Answer of /v1/chat/completions."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: CompletionUsage
     prompt_logprobs: PromptLogprobs | Unset = UNSET
@@ -145,6 +164,7 @@ class ChatMessageDelta(ResponseSchema):
     reasoning: str | Unset = UNSET
     reasoning_content: str | Unset = UNSET
     tool_calls: list[ChatToolCall] | Unset = UNSET
+    function_call: FunctionCall | Unset = UNSET
 
 
 class ChatChunkChoice(ResponseSchema):
@@ -162,12 +182,12 @@ class ChatCompletionChunk(ResponseSchema):
     """Event of a streamed chat completion."""
 
     id: str
-    object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: CompletionUsage | Unset = UNSET
     kv_transfer_params: KvTransferParams | Unset | None = UNSET
+    usage: CompletionUsage | Unset = UNSET
 
 
 class GeneratedTokens(ResponseSchema):
@@ -194,8 +214,8 @@ class GenerateEvent(ResponseSchema):
 
     request_id: str
     choices: list[GeneratedTokens]
-    usage: CompletionUsage | Unset = UNSET
     kv_transfer_params: KvTransferParams | Unset | None = UNSET
+    usage: CompletionUsage | Unset = UNSET
 
 
 class RenderedRequest(ResponseSchema):
@@ -230,34 +250,47 @@ class CompletionChoice(ResponseSchema):
     logprobs: CompletionLogprobsObject | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    token_ids: list[int] | Unset = UNSET
     prompt_logprobs: PromptLogprobs | Unset = UNSET
+    token_ids: list[int] | Unset = UNSET
 
 
 class CompletionResponse(ResponseSchema):
-    """Answer of /v1/completions, and event of its stream."""
+    """Answer of /v1/completions."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
+    object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: CompletionUsage | Unset = UNSET
+    usage: CompletionUsage
     kv_transfer_params: KvTransferParams | Unset | None = UNSET
 
 
-class ResponsesOutputItem(ResponseSchema):
-    """An output item: a message, reasoning or a function call."""
+class CompletionChunk(ResponseSchema):
+    """Event of a streamed completion."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    created: int
+    model: str
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    kv_transfer_params: KvTransferParams | Unset | None = UNSET
+    usage: CompletionUsage | Unset = UNSET
+
+
+class ResponsesOutputItem(ResponseSchema):
+    """An output item: a message, reasoning or a call of a tool."""
+
+    id: str
     status: str
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     role: Literal["assistant"] | Unset = UNSET
-    content: list[dict[str, Any]] | Unset = UNSET
-    summary: list[Any] | Unset = UNSET
     call_id: str | Unset = UNSET
     name: str | Unset = UNSET
     arguments: str | Unset = UNSET
+    input: str | Unset = UNSET
+    summary: list[Any] | Unset = UNSET
+    content: list[dict[str, Any]] | Unset = UNSET
 
 
 class ResponsesUsage(ResponseSchema):

@@ -26,8 +26,8 @@ MAX_WRITE_BYTES = 65536
 class ServerSentEvent(NamedTuple):
     """One event of a stream."""
 
-    data: dict[str, Any] | bytes
-    """JSON values, or the encoded data."""
+    data: msgspec.Struct | dict[str, Any] | bytes
+    """A struct or JSON values, or the encoded data."""
     name: str = ""
     """Type of the event; empty for an API whose events have no types."""
 

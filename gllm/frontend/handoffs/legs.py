@@ -6,7 +6,9 @@ Whatever fails in a hand-off is an ordinary prefill of the decode engine.
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
+
+from msgspec import UNSET
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface
@@ -18,6 +20,7 @@ from gllm.frontend.handoffs.grant import (
     KvGrant,
     digest_tokens,
 )
+from gllm.frontend.response_schemas import KvTransferParams, Unset
 from gllm.messages.handoff import KvHandoff, KvSource
 from gllm.messages.tickets import make_ticket
 
@@ -38,8 +41,8 @@ class HandoffLeg(Protocol):
     def on_ended(self, prompt: int, num_held_tokens: int) -> None:
         """Note the end of a prompt, and of how many tokens the engine keeps the KV cache."""
 
-    def answer_fields(self) -> dict[str, Any]:
-        """Return the fields to add to the answer, once all prompts have ended."""
+    def transfer_params(self) -> KvTransferParams | Unset | None:
+        """Return `kv_transfer_params` of the answer, once all prompts have ended."""
 
     def close(self) -> None:
         """End the half, whether or not its prompts have ended."""
@@ -54,7 +57,7 @@ class PrefillLeg:
         sealer: GrantSealer,
         count: Callable[[str, str], None],
         publish: Callable[[str], None] | None = None,
-        to_fields: Callable[[str], dict[str, Any]] | None = None,
+        to_params: Callable[[str], KvTransferParams | None] | None = None,
     ) -> None:
         """Create the half of a request.
 
@@ -64,13 +67,13 @@ class PrefillLeg:
             count: counts the half with its outcome; see HandoffTotals.
             publish: called once with the grant, or with an empty text if nothing is held; None if
                 the answer has the grant.
-            to_fields: returns the fields of the answer for such a text; None for no fields.
+            to_params: returns the field of the answer for such a text; None for no field.
         """
         self._engine = engine
         self._sealer = sealer
         self._count = count
         self._publish = publish
-        self._to_fields = to_fields
+        self._to_params = to_params
         self._prompts: Sequence[list[int]] = ()
         self._tickets: list[int] = []
         self._held: dict[int, int] = {}
@@ -102,9 +105,9 @@ class PrefillLeg:
         if self._num_ended == len(self._prompts):
             self._end(self._seal())
 
-    def answer_fields(self) -> dict[str, Any]:
+    def transfer_params(self) -> KvTransferParams | Unset | None:
         """See HandoffLeg."""
-        return {} if self._to_fields is None else self._to_fields(self._grant or "")
+        return UNSET if self._to_params is None else self._to_params(self._grant or "")
 
     def close(self) -> None:
         """Publish that there is no grant and free the blocks, if a prompt has not ended."""
@@ -190,9 +193,9 @@ class DecodeLeg:
     def on_ended(self, prompt: int, num_held_tokens: int) -> None:
         """Do nothing: the blocks are the other engine's."""
 
-    def answer_fields(self) -> dict[str, Any]:
-        """Return an empty object: the answer is an ordinary one."""
-        return {}
+    def transfer_params(self) -> Unset:
+        """Return no value: the answer is an ordinary one."""
+        return UNSET
 
     def close(self) -> None:
         """Do nothing."""

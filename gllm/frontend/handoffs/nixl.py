@@ -9,6 +9,7 @@ from typing import Any
 from gllm.frontend.fields.generation import HandoffFields
 from gllm.frontend.handoffs.dialect import HandoffBorder
 from gllm.frontend.handoffs.legs import DecodeLeg, HandoffLeg, PrefillLeg
+from gllm.frontend.response_schemas import KvTransferParams
 from gllm.options.field_types import FieldError
 
 FIELD = "kv_transfer_params"
@@ -32,7 +33,7 @@ class NixlDialect:
             )
         if is_prefill:
             return PrefillLeg(
-                border.engine, border.sealer, border.totals.count, to_fields=to_answer_fields
+                border.engine, border.sealer, border.totals.count, to_params=to_transfer_params
             )
         if not is_decode:
             return None
@@ -50,20 +51,18 @@ class NixlDialect:
         return DecodeLeg(border.engine, border.sealer, border.totals.count, read_grant)
 
 
-def to_answer_fields(grant: str) -> dict[str, Any]:
-    """Return the fields of the prefill engine's answer; null if it holds no blocks."""
+def to_transfer_params(grant: str) -> KvTransferParams | None:
+    """Return the field of the prefill engine's answer; None if it holds no blocks."""
     if not grant:
-        return {FIELD: None}
-    return {
-        FIELD: {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": grant,
-            "remote_block_ids": [],
-            "remote_host": None,
-            "remote_port": None,
-        }
-    }
+        return None
+    return KvTransferParams(
+        do_remote_prefill=True,
+        do_remote_decode=False,
+        remote_engine_id=grant,
+        remote_block_ids=[],
+        remote_host=None,
+        remote_port=None,
+    )
 
 
 def _read_flag(params: dict[str, Any], name: str) -> bool:

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions."""
 
 from aiohttp import web
+from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.answer import JsonObject, send_answer
@@ -14,7 +15,17 @@ from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.message_json import MessageDeltaWriter, message_to_json
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import ChatLogprobs
+from gllm.frontend.response_schemas import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    ChatMessageDelta,
+    CompletionUsage,
+    Unset,
+    to_finish_reason,
+)
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.tokenizer import Tokenizer
 
@@ -35,6 +46,7 @@ class ChatChoiceFormat:
     """ChoiceFormat of chat completions: messages and their increments."""
 
     prefix = "chatcmpl-"
+    chunk_type = ChatCompletionChunk
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
@@ -58,54 +70,64 @@ class ChatChoiceFormat:
         """See ChoiceFormat."""
         return self._parser.is_plain_text and self._num_top_logprobs is None
 
-    def start_choices(self, index: int) -> list[JsonObject]:
+    def start_choices(self, index: int) -> list[ChatChunkChoice]:
         """Return a delta with the role and an empty text."""
-        return [_chunk_choice(index, {"role": "assistant", "content": ""}, None)]
+        return [ChatChunkChoice(index, ChatMessageDelta("assistant", ""), None, None)]
 
-    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[ChatChunkChoice]:
         """Return a choice per output event, then one with the finish reason.
 
         The first choice has the token ids and the log-probabilities of the whole delta.
         """
-        token_fields: JsonObject = {"token_ids": delta.token_ids} if token_ids else {}
+        new_ids: list[int] | Unset = delta.token_ids if token_ids else UNSET
         logprobs = self._logprobs(delta)
         events, finish_reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
         writer = self._delta_writers.get(delta.index)
         if writer is None:
             writer = self._delta_writers[delta.index] = MessageDeltaWriter(self._uses_functions)
         messages = [json for json in map(writer.event_to_json, events) if json is not None]
-        if not messages and finish_reason is None and (token_fields.get("token_ids") or logprobs):
-            messages = [{"content": ""}]
+        if not messages and finish_reason is None and (new_ids or logprobs):
+            messages = [ChatMessageDelta(content="")]
         choices = []
         for message in messages:
-            choices.append({**_chunk_choice(delta.index, message, logprobs), **token_fields})
-            token_fields, logprobs = {"token_ids": []} if token_ids else {}, None
+            choices.append(ChatChunkChoice(delta.index, message, logprobs, None, token_ids=new_ids))
+            new_ids, logprobs = [] if token_ids else UNSET, None
         if finish_reason is not None:
-            finish = {
-                "finish_reason": self._finish_reason(finish_reason),
-                "stop_reason": delta.stop_reason,
-            }
-            choices.append({**_chunk_choice(delta.index, {}, logprobs), **finish, **token_fields})
+            reason = to_finish_reason(self._finish_reason(finish_reason))
+            choices.append(
+                ChatChunkChoice(
+                    delta.index, ChatMessageDelta(), logprobs, reason, delta.stop_reason, new_ids
+                )
+            )
         return choices
 
-    def whole_choice(self, choice: CollectedChoice) -> JsonObject:
+    def build_answer(
+        self,
+        envelope: JsonObject,
+        choices: list[CollectedChoice],
+        usage: CompletionUsage,
+        token_ids: bool,
+    ) -> ChatCompletionResponse:
+        """Return the answer with the messages, and the log-probabilities of the prompt."""
+        formatted = [self._whole_choice(choice, token_ids) for choice in choices]
+        answer = ChatCompletionResponse(**envelope, choices=formatted, usage=usage)
+        if self._num_prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, choices[0].prompt_logprobs, self._num_prompt_logprobs
+            )
+        return answer
+
+    def _whole_choice(self, choice: CollectedChoice, token_ids: bool) -> ChatChoice:
         """Return a choice with its message."""
         message, finish_reason = self._parser.parse(choice.text, choice.finish_reason)
-        return {
-            "index": choice.index,
-            "message": message_to_json(message, self._uses_functions),
-            "logprobs": self._logprobs(choice),
-            "finish_reason": self._finish_reason(finish_reason),
-            "stop_reason": choice.stop_reason,
-        }
-
-    def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
-        """Return the log-probabilities of the prompt, if requested."""
-        if self._num_prompt_logprobs is None:
-            return {}
-        entries = choices[0].prompt_logprobs
-        logprobs = prompt_logprobs(self._tokenizer, entries, self._num_prompt_logprobs)
-        return {"prompt_logprobs": logprobs}
+        return ChatChoice(
+            index=choice.index,
+            message=message_to_json(message, self._uses_functions),
+            logprobs=self._logprobs(choice),
+            finish_reason=to_finish_reason(self._finish_reason(finish_reason)),
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if token_ids else UNSET,
+        )
 
     def _finish_reason(self, finish_reason: str | None) -> str | None:
         """Return the finish reason in the terms of the client's API."""
@@ -120,7 +142,3 @@ class ChatChoiceFormat:
         return chat_logprobs(
             self._tokenizer, output.logprobs, self._num_top_logprobs, self._write_token_ids
         )
-
-
-def _chunk_choice(index: int, delta: JsonObject, logprobs: ChatLogprobs | None) -> JsonObject:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

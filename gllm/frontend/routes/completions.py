@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from aiohttp import web
+from msgspec import UNSET
 
 from gllm.config.sampling import SamplingParams
 from gllm.engine.interface import EngineInterface, OutputDelta
@@ -22,7 +23,15 @@ from gllm.frontend.fields.parsing import read_fields
 from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import CompletionLogprobs, merge_completion_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import CompletionLogprobsObject
+from gllm.frontend.response_schemas import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobsObject,
+    CompletionResponse,
+    CompletionUsage,
+    to_chunk_finish_reason,
+    to_finish_reason,
+)
 from gllm.options.field_types import FieldError
 from gllm.options.limits import MAX_PROMPTS
 from gllm.text.detokenizer import IncrementalDetokenizer
@@ -143,6 +152,7 @@ class CompletionChoiceFormat:
     """ChoiceFormat of completions: text and its increments, after the prompt with echo."""
 
     prefix = "cmpl-"
+    chunk_type = CompletionChunk
     answer_object = "text_completion"
     chunk_object = "text_completion"
 
@@ -167,29 +177,44 @@ class CompletionChoiceFormat:
         """See ChoiceFormat."""
         return not self._fields.echo and self._fields.logprobs is None
 
-    def start_choices(self, index: int) -> list[JsonObject]:
+    def start_choices(self, index: int) -> list[CompletionChoice]:
         """Return an empty list: a stream starts with text."""
         return []
 
-    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[JsonObject]:
+    def delta_choices(self, delta: OutputDelta, token_ids: bool) -> list[CompletionChoice]:
         """Return the echo before a choice's first delta, then its text and finish reason."""
         choices = []
         if self._fields.echo and delta.index not in self._echoed:
             self._echoed.add(delta.index)
             logprobs = self._echo_logprobs(delta)
-            echo = _choice(delta.index, self._prompt(delta.index).echo_text, logprobs, None, None)
-            choices.append({**echo, **({"token_ids": []} if token_ids else {})})
-        token_fields: JsonObject = {"token_ids": delta.token_ids} if token_ids else {}
-        has_output = delta.text or delta.logprobs or token_fields.get("token_ids")
+            text = self._prompt(delta.index).echo_text
+            echo = CompletionChoice(delta.index, text, logprobs, None, None)
+            echo.token_ids = [] if token_ids else UNSET
+            choices.append(echo)
+        has_output = delta.text or delta.logprobs or (token_ids and delta.token_ids)
         if has_output or delta.finish_reason is not None:
             logprobs = self._output_logprobs(delta)
-            choice = _choice(
-                delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason
-            )
-            choices.append({**choice, **token_fields})
+            reason = to_chunk_finish_reason(delta.finish_reason)
+            choice = CompletionChoice(delta.index, delta.text, logprobs, reason, delta.stop_reason)
+            choice.token_ids = delta.token_ids if token_ids else UNSET
+            choices.append(choice)
         return choices
 
-    def whole_choice(self, choice: CollectedChoice) -> JsonObject:
+    def build_answer(
+        self,
+        envelope: JsonObject,
+        choices: list[CollectedChoice],
+        usage: CompletionUsage,
+        token_ids: bool,
+    ) -> CompletionResponse:
+        """Return the answer with the choices."""
+        formatted = [self._whole_choice(choice) for choice in choices]
+        if token_ids:
+            for whole, choice in zip(formatted, choices, strict=True):
+                whole.token_ids = choice.token_ids
+        return CompletionResponse(**envelope, choices=formatted, usage=usage)
+
+    def _whole_choice(self, choice: CollectedChoice) -> CompletionChoice:
         """Return a choice with its text."""
         text, logprobs = choice.text, None
         if self._fields.echo:
@@ -199,18 +224,13 @@ class CompletionChoiceFormat:
             logprobs = merge_completion_logprobs(
                 [part for part in (*parts, self._output_logprobs(choice)) if part]
             )
-        answer = _choice(choice.index, text, logprobs, choice.finish_reason, choice.stop_reason)
+        reason = to_finish_reason(choice.finish_reason)
+        answer = CompletionChoice(choice.index, text, logprobs, reason, choice.stop_reason)
         num_prompt_logprobs = self._fields.prompt_logprobs
         if num_prompt_logprobs is not None:
             entries = choice.prompt_logprobs
-            answer["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, entries, num_prompt_logprobs
-            )
+            answer.prompt_logprobs = prompt_logprobs(self._tokenizer, entries, num_prompt_logprobs)
         return answer
-
-    def extra_fields(self, choices: list[CollectedChoice]) -> JsonObject:
-        """Return an empty object: completions have no further fields."""
-        return {}
 
     def _prompt(self, index: int) -> CompletionPrompt:
         """Return the prompt of a choice."""
@@ -245,19 +265,3 @@ class CompletionChoiceFormat:
             start,
             bool(self._fields.return_tokens_as_token_ids),
         )
-
-
-def _choice(
-    index: int,
-    text: str,
-    logprobs: CompletionLogprobsObject | None,
-    finish_reason: str | None,
-    stop_reason: int | str | None,
-) -> JsonObject:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": finish_reason,
-        "stop_reason": stop_reason,
-    }

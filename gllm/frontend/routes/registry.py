@@ -58,7 +58,7 @@ GENERATION_ENDPOINTS = (
         completions.create_completion,
         request_schema=CompletionFields,
         response_schema=schemas.CompletionResponse,
-        event_schema=schemas.CompletionResponse,
+        event_schema=schemas.CompletionChunk,
         operation="text_completion",
     ),
     Endpoint(

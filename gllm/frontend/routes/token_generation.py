@@ -1,10 +1,11 @@
 """POST /inference/v1/generate: token ids in, token ids out."""
 
 from aiohttp import web
+from msgspec import UNSET
 
 from gllm.engine.interface import OutputDelta
 from gllm.engine.request_checks import check_request
-from gllm.frontend.answer import JsonObject, send_answer
+from gllm.frontend.answer import send_answer
 from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.context import CONTEXT, REQUEST_ID
 from gllm.frontend.errors import ApiError
@@ -19,6 +20,14 @@ from gllm.frontend.fields.token_generation import (
 from gllm.frontend.handoffs.registry import open_handoff
 from gllm.frontend.logprobs import chat_logprobs, prompt_logprobs
 from gllm.frontend.request_run import PreparedRequest
+from gllm.frontend.response_schemas import (
+    GeneratedTokens,
+    GenerateEvent,
+    GenerateResponse,
+    KvTransferParams,
+    Unset,
+    to_chunk_finish_reason,
+)
 from gllm.frontend.sse import DONE, ServerSentEvent
 from gllm.messages.sampling import TokenLogprobs
 from gllm.text.tokenizer import Tokenizer
@@ -74,45 +83,45 @@ class TokenWriter:
         if not delta.token_ids and delta.finish_reason is None:
             return []
         choice = self._choice(delta.index, delta.token_ids, delta.logprobs, delta.finish_reason)
-        event: JsonObject = {"request_id": self._request_id, "choices": [choice]}
+        event = GenerateEvent(self._request_id, [choice])
         if self._usage_always:
-            event["usage"] = usage.to_openai()
+            event.usage = usage.to_openai()
         return [ServerSentEvent(event)]
 
     def end_events(self, usage: UsageCounter) -> list[ServerSentEvent]:
         """Return the token counts and the fields of a hand-off, if any, and the stream's end."""
-        extra = self._handoff_fields()
-        if self._usage_at_end:
-            extra["usage"] = usage.to_openai()
-        if not extra:
+        params = self._transfer_params()
+        if params is UNSET and not self._usage_at_end:
             return [DONE]
-        event = {"request_id": self._request_id, "choices": [], **extra}
+        event = GenerateEvent(self._request_id, [], params)
+        if self._usage_at_end:
+            event.usage = usage.to_openai()
         return [ServerSentEvent(event), DONE]
 
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the error and the end of the stream."""
         return [ServerSentEvent(error.body()), DONE]
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> GenerateResponse:
         """Return the whole answer."""
         top = self._num_prompt_logprobs
         prompt = None
         if top is not None:
             prompt = prompt_logprobs(self._tokenizer, choices[0].prompt_logprobs, top)
-        return {
-            "request_id": self._request_id,
-            "choices": [
+        params = self._transfer_params()
+        return GenerateResponse(
+            request_id=self._request_id,
+            choices=[
                 self._choice(c.index, c.token_ids, c.logprobs, c.finish_reason) for c in choices
             ],
-            "prompt_logprobs": prompt,
-            "kv_transfer_params": None,
-            "usage": usage.to_openai(),
-            **self._handoff_fields(),
-        }
+            prompt_logprobs=prompt,
+            kv_transfer_params=None if params is UNSET else params,
+            usage=usage.to_openai(),
+        )
 
-    def _handoff_fields(self) -> JsonObject:
-        """Return the fields that a hand-off adds to the answer."""
-        return {} if self._handoff is None else self._handoff.answer_fields()
+    def _transfer_params(self) -> KvTransferParams | Unset | None:
+        """Return the field that a hand-off adds to the answer."""
+        return UNSET if self._handoff is None else self._handoff.transfer_params()
 
     def _choice(
         self,
@@ -120,13 +129,8 @@ class TokenWriter:
         token_ids: list[int],
         entries: list[TokenLogprobs],
         finish_reason: str | None,
-    ) -> JsonObject:
+    ) -> GeneratedTokens:
         top, logprobs = self._num_top_logprobs, None
         if top is not None:
             logprobs = chat_logprobs(self._tokenizer, entries, top)
-        return {
-            "index": index,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "token_ids": token_ids,
-        }
+        return GeneratedTokens(index, logprobs, to_chunk_finish_reason(finish_reason), token_ids)
