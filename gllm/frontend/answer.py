@@ -39,9 +39,7 @@ MAX_INLINE_LOGPROBS = 2048
 class WholeAnswerWriter(Protocol):
     """Builds an endpoint's answer to a request that does not stream."""
 
-    def build_answer(
-        self, choices: list[CollectedChoice], usage: UsageCounter
-    ) -> ResponseSchema | JsonObject:
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> ResponseSchema:
         """Return the body of the answer."""
 
 

@@ -10,7 +10,7 @@ from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.errors import ApiError
 from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import MessagesUsage
+from gllm.frontend.response_schemas import MessagesContentBlock, MessagesResponse, MessagesUsage
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 
@@ -34,7 +34,7 @@ class MessagesWriter:
     """
 
     def __init__(self, engine: EngineInterface, request: PreparedRequest, default_id: str) -> None:
-        self._head = {
+        self._head: JsonObject = {
             "id": f"msg_{request.fields.request_id or default_id}",
             "type": "message",
             "role": "assistant",
@@ -55,13 +55,10 @@ class MessagesWriter:
         events: list[ServerSentEvent] = []
         if not self._has_started:
             self._has_started = True
-            message: JsonObject = {
-                **self._head,
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": messages_usage(usage),
-            }
+            message = MessagesResponse(
+                **self._head, content=[], stop_reason=None, stop_sequence=None,
+                usage=messages_usage(usage),
+            )  # fmt: skip
             events += [_event("message_start", message=message), _event("ping")]
         output_events, reason = self._parser.push(delta.index, delta.text, delta.finish_reason)
         events += self._splitter.push(output_events)
@@ -79,21 +76,18 @@ class MessagesWriter:
         """Return the error as an event."""
         return [_event("error", **error.body())]
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> MessagesResponse:
         """Return the whole message."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
-        content = [_block_to_json(block) for block in self._splitter.blocks]
-        return {
-            **self._head,
-            "content": content,
-            **self._stop_fields,
-            "usage": messages_usage(usage),
-        }
+        content = [_content_block(block) for block in self._splitter.blocks]
+        return MessagesResponse(
+            **self._head, content=content, **self._stop_fields, usage=messages_usage(usage)
+        )
 
     def start_block(self, block: OutputBlock) -> list[ServerSentEvent]:
         """Return the event that starts a content block."""
-        content_block = _block_to_json(block)
+        content_block = _content_block(block)
         return [_event("content_block_start", index=block.index, content_block=content_block)]
 
     def extend_block(self, block: OutputBlock, text: str) -> list[ServerSentEvent]:
@@ -123,16 +117,17 @@ def _event(event_type: str, **data: object) -> ServerSentEvent:
     return ServerSentEvent({"type": event_type, **data}, event_type)
 
 
-def _block_to_json(block: OutputBlock) -> JsonObject:
+def _content_block(block: OutputBlock) -> MessagesContentBlock:
     """Return a content block with the text that has arrived."""
     match block.kind:
         case "text":
-            return {"type": "text", "text": block.text}
+            return MessagesContentBlock("text", text=block.text)
         case "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            return MessagesContentBlock("thinking", thinking=block.text, signature="")
         case _:
-            call = {"id": block.call_id, "name": block.name, "input": _parse_object(block.text)}
-            return {"type": "tool_use", **call}
+            return MessagesContentBlock(
+                "tool_use", id=block.call_id, name=block.name, input=_parse_object(block.text)
+            )
 
 
 def _parse_object(text: str) -> JsonObject:

@@ -278,12 +278,18 @@ class CompletionChunk(ResponseSchema):
     usage: CompletionUsage | Unset = UNSET
 
 
+ItemType = Literal["message", "reasoning", "function_call", "custom_tool_call"]
+"""Type of an output item of /v1/responses."""
+ResponsesStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+"""Status of a response of /v1/responses."""
+
+
 class ResponsesOutputItem(ResponseSchema):
     """An output item: a message, reasoning or a call of a tool."""
 
     id: str
     status: str
-    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    type: ItemType
     role: Literal["assistant"] | Unset = UNSET
     call_id: str | Unset = UNSET
     name: str | Unset = UNSET
@@ -310,7 +316,7 @@ class ResponsesResponse(ResponseSchema):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponsesStatus
     error: dict[str, Any] | None
     incomplete_details: dict[str, str] | None
     model: str

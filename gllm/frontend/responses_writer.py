@@ -9,15 +9,29 @@ from gllm.frontend.choices import CollectedChoice, UsageCounter
 from gllm.frontend.errors import ApiError
 from gllm.frontend.fields.responses import ResponsesFields
 from gllm.frontend.logprobs import chat_logprobs
-from gllm.frontend.output_blocks import BlockSplitter, OutputBlock
+from gllm.frontend.output_blocks import BlockKind, BlockSplitter, OutputBlock
 from gllm.frontend.request_run import PreparedRequest
-from gllm.frontend.response_schemas import ResponsesUsage, TokenLogprob
+from gllm.frontend.response_schemas import (
+    ItemType,
+    ResponsesOutputItem,
+    ResponsesResponse,
+    ResponsesStatus,
+    ResponsesUsage,
+    TokenLogprob,
+)
 from gllm.frontend.sse import ServerSentEvent
 from gllm.text.chat.output_parser import ChatOutputParser
 from gllm.text.output.events import ContentDelta
 
 ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 """Prefix of item ids, by block kind."""
+ITEM_TYPES: dict[BlockKind, ItemType] = {
+    "text": "message",
+    "reasoning": "reasoning",
+    "call": "function_call",
+    "custom": "custom_tool_call",
+}
+"""Type of an item, by block kind."""
 TEXT_TYPES = {
     "text": "output_text",
     "reasoning": "reasoning_text",
@@ -89,10 +103,13 @@ class ResponsesWriter:
     def error_events(self, error: ApiError) -> list[ServerSentEvent]:
         """Return the end of the open item and the failed response."""
         events = self._splitter.end_block("incomplete")
-        response = {**self._response("failed", None), **error.body()}
+        response = self._response("failed", None)
+        response.error = error.body()["error"]
         return [*events, self._event("response.failed", response=response)]
 
-    def build_answer(self, choices: list[CollectedChoice], usage: UsageCounter) -> JsonObject:
+    def build_answer(
+        self, choices: list[CollectedChoice], usage: UsageCounter
+    ) -> ResponsesResponse:
         """Return the whole response."""
         (choice,) = choices
         self.delta_events(choice.to_delta(), usage)
@@ -140,7 +157,7 @@ class ResponsesWriter:
         ]
 
     @property
-    def _final_status(self) -> str:
+    def _final_status(self) -> ResponsesStatus:
         """Status of a response without an error."""
         return "incomplete" if self._incomplete_reason else "completed"
 
@@ -165,19 +182,22 @@ class ResponsesWriter:
     def _item_id(self, block: OutputBlock) -> str:
         return f"{ID_PREFIXES[block.kind]}_{self._id}_{block.index}"
 
-    def _item(self, block: OutputBlock) -> JsonObject:
+    def _item(self, block: OutputBlock) -> ResponsesOutputItem:
         """Return a block as an output item, with its content once the block has ended."""
-        head = {"id": self._item_id(block), "status": block.status}
+        item = ResponsesOutputItem(self._item_id(block), block.status, ITEM_TYPES[block.kind])
+        if block.is_call:
+            item.call_id, item.name = block.call_id, block.name
         if block.kind == "call":
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {**head, "type": "function_call", **call}
-        if block.kind == "custom":
-            call = {"call_id": block.call_id, "name": block.name, "input": block.text}
-            return {**head, "type": "custom_tool_call", **call}
-        content = [] if block.status == "in_progress" else [self._content_part(block)]
+            item.arguments = block.text
+        elif block.kind == "custom":
+            item.input = block.text
+        else:
+            item.content = [] if block.status == "in_progress" else [self._content_part(block)]
         if block.kind == "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": content}
-        return {**head, "type": "message", "role": "assistant", "content": content}
+            item.summary = []
+        if block.kind == "text":
+            item.role = "assistant"
+        return item
 
     def _content_part(self, block: OutputBlock) -> JsonObject:
         """Return the content of a text or reasoning block."""
@@ -186,37 +206,37 @@ class ResponsesWriter:
             return part
         return {**part, "annotations": [], "logprobs": list(self._logprobs[block.index])}
 
-    def _response(self, status: str, usage: UsageCounter | None) -> JsonObject:
+    def _response(self, status: ResponsesStatus, usage: UsageCounter | None) -> ResponsesResponse:
         """Return the response object, with token counts if `usage` is given."""
         fields, reason = self._fields, self._incomplete_reason
-        return {
-            "id": f"resp_{self._id}",
-            "object": "response",
-            "created_at": self._created,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "status": status,
-            "error": None,
-            "incomplete_details": reason and {"reason": reason},
-            "model": self._model,
-            "output": [self._item(block) for block in self._splitter.blocks],
-            "usage": None if usage is None else responses_usage(usage),
-            "instructions": fields.instructions,
-            "max_output_tokens": fields.max_output_tokens,
-            "temperature": self._params.temperature,
-            "top_p": self._params.top_p,
-            "top_logprobs": fields.top_logprobs or 0,
-            "text": {"format": (fields.text and fields.text.format) or {"type": "text"}},
-            "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
-            "tools": fields.tools or [],
-            "tool_choice": fields.tool_choice or "auto",
-            "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "truncation": fields.truncation or "disabled",
-            "metadata": fields.metadata or {},
-            "previous_response_id": None,
-            "background": False,
-            "store": False,
-            "service_tier": "default",
-        }
+        return ResponsesResponse(
+            id=f"resp_{self._id}",
+            object="response",
+            created_at=self._created,
+            completed_at=int(time.time()) if status == "completed" else None,
+            status=status,
+            error=None,
+            incomplete_details=None if reason is None else {"reason": reason},
+            model=self._model,
+            output=[self._item(block) for block in self._splitter.blocks],
+            usage=None if usage is None else responses_usage(usage),
+            instructions=fields.instructions,
+            max_output_tokens=fields.max_output_tokens,
+            temperature=self._params.temperature,
+            top_p=self._params.top_p,
+            top_logprobs=fields.top_logprobs or 0,
+            text={"format": (fields.text and fields.text.format) or {"type": "text"}},
+            reasoning={"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
+            tools=fields.tools or [],
+            tool_choice=fields.tool_choice or "auto",
+            parallel_tool_calls=fields.parallel_tool_calls is not False,
+            truncation=fields.truncation or "disabled",
+            metadata=fields.metadata or {},
+            previous_response_id=None,
+            background=False,
+            store=False,
+            service_tier="default",
+        )
 
 
 def responses_usage(usage: UsageCounter) -> ResponsesUsage:
