@@ -28,7 +28,6 @@ from gllm.frontend.sse import STREAM_HEADERS
 from gllm.messages.base import WireMessage
 from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SampleDetails
-from gllm.recovery.records import RecoveryState
 from gllm.scheduler.plan import FinishedSequence, FirstToken, SchedulerStats, StepOutput
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -53,8 +52,7 @@ class EndlessPipeline:
         self._left: dict[int, int] = {}
         self._begun: set[int] = set()
         self._work = asyncio.Event()
-        recovery = engine._supervisor._recovery
-        recovery.state, recovery.has_been_ready = RecoveryState.READY, True
+        engine._supervisor._recovery._generations.on_ready()
         self._client.attach(self.send)
 
     def send(self, message: WireMessage) -> None:

@@ -51,7 +51,7 @@ class RecoveryLimits:
     extends them. Then it is killed."""
     node_return_seconds: float | None = None
     """Seconds for which the stages of a lost node wait for it, if no spare takes them, before the
-    layers are cut anew; None for a prediction, see `return_wait`."""
+    layers are cut anew; None for a prediction, see `choose_return_seconds`."""
     join_seconds: float = 300.0
     """Seconds for which an engine that has never been ready waits for a lost node; then it ends."""
 
@@ -90,6 +90,12 @@ class WorkerRecord:
     """True if it was killed because its place does not exist any more."""
     is_reserved: bool = False
     """True if it has no place yet, and gets one by the planned change that is being prepared."""
+
+    @property
+    def may_return(self) -> bool:
+        """True if it can serve on in its place after its node was lost and has returned."""
+        is_living = self.activity is not Activity.EXITING
+        return self.place is not None and is_living and self.keeps_weights
 
     def begin_phase(self, now: float, limits: RecoveryLimits) -> None:
         """Note that it has to answer to a phase."""

@@ -5,31 +5,198 @@ start, a restart and the use of a standby worker are one path: give each place a
 instance, assign the next generation, initialize the caches, warm up, attach the client.
 
 Stages of a lost node get another node at once if a spare has the capacity. Otherwise they wait for
-the same node (`return_wait`); then the layers are cut over the nodes that are left, if
+the same node (`choose_return_seconds`); then the layers are cut over the nodes that are left, if
 their memory suffices; otherwise they wait on. An engine that has never been ready gives up after
 `join_seconds` of this, because whoever started it wants to know; later it waits for ever, with the
 parked requests rejected after `recovery_timeout`.
+
+`Recovery` handles the events. Its parts keep the state: `NodePool` the nodes, `WorkerPool` the
+processes and their deadlines, `Stages` the stages, `Generations` the phase of the current
+generation, `PlannedChanges` and `SparePreloads` what is prepared while the engine serves.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
+from random import Random
 
-from gllm.recovery.actions import Action, AttachClient, GiveUp, RejectParked
+from gllm.recovery.actions import (
+    Action,
+    AttachClient,
+    BeginChange,
+    ChangeShape,
+    GiveUp,
+)
+from gllm.recovery.generations import Generations
 from gllm.recovery.node_layout import NodeShape
-from gllm.recovery.node_recovery import NodeRecovery
-from gllm.recovery.placement import PlaceName
-from gllm.recovery.records import Activity, RecoveryState, RetryRecord, WorkerRecord
+from gllm.recovery.node_pool import NodePool
+from gllm.recovery.placement import LOCAL_NODE, Placement, PlaceName
+from gllm.recovery.planned_changes import Extend, PlannedChange, PlannedChanges
+from gllm.recovery.records import Activity, RecoveryLimits, RecoveryState, WorkerRecord
+from gllm.recovery.spare_preloads import FindCostliest, SparePreloads
+from gllm.recovery.stages import Recut, Stages
+from gllm.recovery.worker_pool import WorkerPool
 
 
-class Recovery(NodeRecovery):
+class Recovery:
     """Decides which processes an engine has, and when it gives up."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[int, int]],
+        limits: RecoveryLimits,
+        jitter: Random,
+        degrees: Sequence[int] | None = None,
+        should_measure: bool = False,
+        nodes: Sequence[str] | None = None,
+        recut: Recut | None = None,
+    ) -> None:
+        """Create the state of an engine that has not started.
+
+        Args:
+            layers: first layer of each stage and first layer after it.
+            limits: limits of a recovery.
+            jitter: source of the random part of backoffs.
+            degrees: number of ranks of each stage; None for one each.
+            should_measure: divide the layers by measurements of the workers before the first
+                generation.
+            nodes: name of the node of each stage; None for the head's node. All are alive, and have
+                room for exactly the workers of their stages.
+            recut: divides the layers over the nodes that are left after a loss; None if they
+                always wait for the lost ones.
+
+        Raises:
+            ValueError: stage 0 is not on the head's node.
+        """
+        self.extend: Extend | None = None
+        """Gives stages to nodes that join; None if they are spares only."""
+        self.find_costliest: FindCostliest | None = None
+        """Returns the costliest of some stages; None if spares hold no layers."""
+        self.uses_joined_nodes = False
+        """True if nodes that join get stages where that is faster, also if no stage has been
+        lost."""
+        self.predict_recompute: Callable[[], float] | None = None
+        """Returns the seconds in which the running requests would be computed again; None if nobody
+        knows."""
+        self._first_layers = list(layers)
+        self._first_degrees = [1] * len(layers) if degrees is None else list(degrees)
+        self._limits = limits
+        self._jitter = jitter
+        self._recut = recut
+        self._create_parts(nodes or [LOCAL_NODE] * len(layers), should_measure)
+
+    def set_nodes(self, nodes: Sequence[str], should_measure: bool) -> None:
+        """Set the nodes of the stages, before the start.
+
+        Args:
+            nodes: name of the node of each stage.
+            should_measure: see `__init__`.
+
+        Raises:
+            ValueError: stage 0 is not on the head's node.
+        """
+        assert self.state is RecoveryState.NEW, "the engine has started"
+        self._create_parts(nodes, should_measure)
+
+    def _create_parts(self, nodes: Sequence[str], should_measure: bool) -> None:
+        """Create the parts of an engine that has not started."""
+        limits, jitter, degrees = self._limits, self._jitter, self._first_degrees
+        self._nodes = NodePool(nodes, degrees)
+        places = [node for node, degree in zip(nodes, degrees, strict=True) for _ in range(degree)]
+        self._pool = WorkerPool(places, limits, jitter)
+        stages = Stages(self._first_layers, degrees, self._nodes, self._pool, self._recut)
+        self._stages = stages
+        self._generations = Generations(
+            stages, self._nodes, self._pool, limits, jitter, should_measure
+        )
+        numbers = count(1)
+        self._changes = PlannedChanges(stages, self._nodes, self._pool, limits, jitter, numbers)
+        self._preloads = SparePreloads(stages, self._nodes, self._pool, numbers)
+
+    @property
+    def state(self) -> RecoveryState:
+        """State of the engine's life."""
+        return self._generations.state
+
+    @property
+    def is_over(self) -> bool:
+        """True if the engine has given up or was stopped."""
+        return self.state is RecoveryState.DEAD
+
+    @property
+    def has_been_ready(self) -> bool:
+        """True if a generation has served."""
+        return self._generations.has_been_ready
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation; 0 before the first."""
+        return self._generations.number
+
+    @property
+    def placement(self) -> Placement | None:
+        """Placement of the current generation; None before the first."""
+        return self._generations.placement
+
+    @property
+    def recovering_since(self) -> float | None:
+        """Time of the death that the engine recovers from; None if it never was ready, or is."""
+        return self._generations.recovering_since
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if this recovery has taken longer than the timeout: requests are rejected."""
+        return self._generations.is_overdue
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """First layer of each stage and first layer after it, from the next generation on."""
+        return list(self._stages.layers)
+
+    @property
+    def degrees(self) -> list[int]:
+        """Number of ranks of each stage, from the next generation on."""
+        return list(self._stages.degrees)
+
+    @property
+    def stage_nodes(self) -> list[str]:
+        """Name of the node of each stage; empty while its node is lost."""
+        return self._nodes.living_nodes
+
+    @property
+    def vacant_nodes(self) -> list[str]:
+        """Names of the lost nodes whose stages wait for a node."""
+        return list(self._nodes.vacancies)
+
+    @property
+    def return_until(self) -> float:
+        """Time until which the lost nodes are awaited; infinity if none is lost."""
+        return self._nodes.return_until
+
+    @property
+    def change_kind(self) -> str:
+        """Kind of the change that is being prepared; empty for none."""
+        return self._changes.kind
+
+    @property
+    def draining(self) -> set[str]:
+        """Nodes that get no stages any more, and are dismissed once they have none."""
+        return self._changes.draining
+
+    @property
+    def drain_errors(self) -> dict[str, str]:
+        """Reason for which a drain was ended, by node."""
+        return self._changes.drain_errors
 
     @property
     def next_deadline(self) -> float:
         """Time at which `on_timer` has to be called; infinity if only events are awaited."""
         if self.state is RecoveryState.NEW or self.is_over:
             return math.inf
-        return min(self._deadlines(), default=math.inf)
+        changes: tuple[float, ...] = ()
+        if self.state is RecoveryState.READY:
+            changes = self._pool.standby_time, self._changes.next_time
+        return min([*self._generations.deadlines(), *self._pool.deadlines, *changes])
 
     @property
     def senders(self) -> list[int]:
@@ -43,7 +210,7 @@ class Recovery(NodeRecovery):
     def name_of(self, sender: int) -> PlaceName | None:
         """Return the place of a worker that has not exited; None for a standby worker."""
         worker = self._pool.workers.get(sender)
-        return None if worker is None or worker.place is None else self._names[worker.place]
+        return None if worker is None or worker.place is None else self._stages.names[worker.place]
 
     def is_exiting(self, sender: int) -> bool:
         """Return True if a process has exited or was killed."""
@@ -53,12 +220,12 @@ class Recovery(NodeRecovery):
         """Start the engine."""
         if self.state is not RecoveryState.NEW:
             return []
-        self.state = RecoveryState.FORMING
+        self._generations.start()
         return self._advance(now)
 
     def stop(self) -> None:
         """End the engine's life without an action; nothing follows."""
-        self.state = RecoveryState.DEAD
+        self._generations.stop()
 
     def on_exit(self, sender: int, cause: str, now: float, is_poison: bool = False) -> list[Action]:
         """Handle the exit of a process that is reaped.
@@ -75,7 +242,7 @@ class Recovery(NodeRecovery):
         actions: list[Action] = []
         if worker.place is None:
             if worker.is_reserved and not worker.is_dropped:
-                actions += self._on_reserved_lost(now)
+                actions += self._changes.on_reserved_lost(now)
             elif not worker.is_dropped:
                 self._pool.on_standby_exit(now)
             return [*actions, *self._advance(now)]
@@ -109,22 +276,19 @@ class Recovery(NodeRecovery):
             actions += self._on_death(worker.place, activity, cause, now, is_poison)
         elif worker.is_reserved:
             worker.is_dropped = True
-            actions += self._on_reserved_lost(now)
+            actions += self._changes.on_reserved_lost(now)
         return actions
 
     def on_assignment_failed(self, generation: int, cause: str, now: float) -> list[Action]:
         """Assign a generation again after a delay, because no worker has got the assignment."""
         if generation != self.generation or self.state is not RecoveryState.LOADING:
             return []
-        self.state = RecoveryState.FORMING
-        for worker in self._pool.placed:
-            worker.rest()
-        if self._before_change is not None:
-            return self._revert_change(f"the stages could not be assigned: {cause}", now)
-        # Not tried again at once, because the obstacle is still there.
-        self._assignments.on_failure(now, self._jitter, num_earlier=1)
-        if self._assignments.num_failures > self._limits.max_restarts:
-            return self._give_up(f"the stages could not be assigned: {cause}")
+        self._generations.withdraw_assignment()
+        cause = f"the stages could not be assigned: {cause}"
+        if self._stages.is_trial:
+            return self._revert_change(cause, now)
+        if not self._generations.count_failed_assignment(now):
+            return self._give_up(cause)
         return []
 
     def on_generation_failed(self, generation: int, cause: str, now: float) -> list[Action]:
@@ -133,16 +297,13 @@ class Recovery(NodeRecovery):
         It is tried again after a delay: for ever if the engine has been ready, because networks
         return; otherwise as often as an assignment.
         """
-        has_instances = self.state not in (RecoveryState.FORMING, RecoveryState.MEASURING)
+        has_instances = self._generations.has_instances
         if generation != self.generation or not has_instances or self.is_over:
             return []
-        if self._before_change is not None:
+        if self._stages.is_trial:
             return self._revert_change(cause, now)
-        self._connections.on_failure(now, self._jitter, num_earlier=1)
-        is_final = self._connections.num_failures > self._limits.max_restarts
-        if is_final and not self.has_been_ready:
+        if not self._generations.count_failed_connection(now):
             return self._give_up(f"the stages could not be connected: {cause}")
-        self._was_poisoned = False
         return [*self._leave(cause, now), *self._advance(now)]
 
     def on_connected(self, sender: int, now: float) -> list[Action]:
@@ -160,7 +321,7 @@ class Recovery(NodeRecovery):
 
         keeps_weights: False if the process has to end to free the memory of the measurement.
         """
-        if worker := self._finish_phase(sender, RecoveryState.MEASURING):
+        if worker := self._generations.finish_phase(sender, RecoveryState.MEASURING):
             worker.keeps_weights = keeps_weights
         return self._advance(now)
 
@@ -171,16 +332,14 @@ class Recovery(NodeRecovery):
 
         In other states a planned change is ignored; whoever wants it asks again.
         """
-        if self.is_over or len(layers) != len(self._layers):
+        if self.is_over or len(layers) != len(self._stages.layers):
             return []
-        if self.state is RecoveryState.MEASURING and self._has_chosen_layers:
-            self._layers = list(layers)
-            self._should_measure = False
-            self.state = RecoveryState.FORMING
-            return [*self._pool.end_measuring(), *self._advance(now)]
-        if self.state is not RecoveryState.READY or list(layers) == self._layers:
+        if self._generations.is_choosing_layers:
+            self._stages.layers = list(layers)
+            return [*self._generations.end_measuring(), *self._advance(now)]
+        if self.state is not RecoveryState.READY or list(layers) == self._stages.layers:
             return []
-        self._requested = NodeShape(list(layers), self.degrees, self.stage_nodes), cause
+        self._changes.request(NodeShape(list(layers), self.degrees, self.stage_nodes), cause)
         return self._advance(now)
 
     def on_progress(self, sender: int, now: float) -> None:
@@ -194,13 +353,13 @@ class Recovery(NodeRecovery):
 
         keeps_weights: False if the process has to end to free the memory of its instance.
         """
-        if worker := self._finish_phase(sender, RecoveryState.LOADING):
+        if worker := self._generations.finish_phase(sender, RecoveryState.LOADING):
             worker.keeps_weights = keeps_weights
         return self._advance(now)
 
     def on_ready(self, sender: int, now: float) -> list[Action]:
         """Handle the report that a worker has its KV cache."""
-        self._finish_phase(sender, RecoveryState.INITIALIZING)
+        self._generations.finish_phase(sender, RecoveryState.INITIALIZING)
         return self._advance(now)
 
     def on_closed(self, sender: int, now: float) -> list[Action]:
@@ -215,13 +374,8 @@ class Recovery(NodeRecovery):
         """Handle the first token of the generation, which the warm-up request requested."""
         if self.state is not RecoveryState.WARMING:
             return []
-        self.state = RecoveryState.READY
-        self.has_been_ready = True
-        self.recovering_since, self.is_overdue = None, False
-        self._assignments, self._connections = RetryRecord(), RetryRecord()
-        self._former_shape = self._before_change = None
-        for worker in self._pool.placed:
-            worker.deadline = math.inf
+        self._generations.on_ready()
+        self._stages.confirm()
         return [AttachClient(self.generation), *self._advance(now)]
 
     def on_step_committed(self) -> None:
@@ -240,41 +394,105 @@ class Recovery(NodeRecovery):
                 actions += self._on_late(worker, now)
             if actions and isinstance(actions[-1], GiveUp):
                 return actions
-        if self._join_time <= now:
-            return [*actions, *self._give_up(self._describe_vacancy())]
-        if self._rejection_time <= now:
-            self.is_overdue = True
-            seconds = self._limits.recovery_timeout
-            actions.append(RejectParked(f"the engine did not recover within {seconds:g} seconds"))
+        if self._generations.join_time <= now:
+            return [*actions, *self._give_up(self._generations.describe_vacancy())]
+        actions += self._generations.reject_parked(now)
         return [*actions, *self._advance(now)]
 
-    @property
-    def _rejection_time(self) -> float:
-        """Time at which the parked requests are rejected."""
-        if self.recovering_since is None or self.is_overdue:
-            return math.inf
-        return self.recovering_since + self._limits.recovery_timeout
+    def on_node_lost(
+        self, node: str, cause: str, now: float, is_death: bool, is_poison: bool = False
+    ) -> list[Action]:
+        """Handle the loss of a node: its workers are gone, whatever they do there.
 
-    @property
-    def _join_time(self) -> float:
-        """Time at which an engine that has never been ready no longer waits for a lost node."""
-        vacancy = self._nodes.oldest_vacancy
-        if self.has_been_ready or vacancy is None:
-            return math.inf
-        return vacancy.since + self._limits.join_seconds
+        Args:
+            node: its name.
+            cause: description of the loss.
+            now: time in seconds.
+            is_death: True if the node's agent has died, which counts as a death of its places;
+                False if the node is silent or its connection was lost.
+            is_poison: True if a request is known to have caused the death.
+        """
+        return self._remove_node(node, cause, now, is_death, is_poison, may_return=True)
 
-    def _deadlines(self) -> Iterator[float]:
-        yield self._rejection_time
-        yield self._join_time
-        yield from self._pool.deadlines
-        if self.state is RecoveryState.FORMING:
-            yield from self._pool.respawn_times
-            yield self._recut_time
-            if self._pool.is_formed:
-                yield self._assign_time
-        if self.state is RecoveryState.READY:
-            yield self._pool.standby_time
-            yield self._change_time
+    def on_node_left(self, node: str, cause: str, now: float) -> list[Action]:
+        """Handle a node that has ended its membership by itself, so that nothing waits for it."""
+        return self._remove_node(
+            node, cause, now, is_death=False, is_poison=False, may_return=False
+        )
+
+    def wanted_workers(self, node: str, capacity: int, workers: Sequence[int]) -> list[int]:
+        """Return the workers that a node keeps when it joins; see `on_node_joined`."""
+        return list(self._nodes.wanted_workers(node, capacity, workers))
+
+    def on_node_joined(
+        self,
+        node: str,
+        capacity: int,
+        workers: Sequence[int],
+        now: float,
+        is_spare: bool = True,
+    ) -> list[Action]:
+        """Handle a node that has joined or returned.
+
+        A node that returns gets its stages back if no other node has got them, with its workers.
+        Any other node is a spare, until a planned change gives it stages.
+
+        Args:
+            node: its name.
+            capacity: workers that it can have.
+            workers: living workers of an earlier session, whose instances are closed.
+            now: time in seconds.
+            is_spare: True if it shall get stages only when others are lost.
+
+        Returns:
+            Actions, among them kills of the workers that are not wanted.
+        """
+        if self.is_over or self._nodes.is_alive(node):
+            return []
+        kills = self._stages.add_node(node, capacity, workers)
+        self._changes.on_node_joined(node, is_spare)
+        return [*kills, *self._advance(now)]
+
+    def on_memory_short(self, generation: int, cause: str, now: float) -> list[Action]:
+        """Handle a generation whose memory cannot hold one sequence of full length.
+
+        Returns:
+            Actions by which the engine waits for other nodes; none if that cannot help.
+        """
+        is_current = generation == self.generation and self.state is RecoveryState.INITIALIZING
+        if not (is_current and self.has_been_ready and self._stages.has_former):
+            return []
+        return self._revert_change(cause, now)
+
+    def refuse_drain(self, node: str) -> str:
+        """Return the reason for which a node cannot be drained; empty if it can."""
+        return self._changes.refuse_drain(node, self.state)
+
+    def drain_node(self, node: str, now: float) -> list[Action]:
+        """Let the stages of a living node move to other ones; then dismiss it.
+
+        A node that is drained already stays so. `refuse_drain` has to permit it.
+        """
+        if self.is_over or not self._nodes.is_alive(node) or node in self.draining:
+            return []
+        return [*self._changes.drain(node), *self._advance(now)]
+
+    def on_prepared(self, sender: int, number: int, now: float, error: str = "") -> list[Action]:
+        """Handle the report that a worker has loaded its layers of a change, or loads them later.
+
+        Args:
+            sender: the worker.
+            number: of the change.
+            now: time in seconds.
+            error: of a worker that cannot load them at all; then the change is given up.
+        """
+        return [*self._changes.on_prepared(sender, number, error), *self._advance(now)]
+
+    def on_preparation_failed(self, generation: int, now: float) -> list[Action]:
+        """Let a change happen although a node could not prepare it."""
+        if generation == self.generation + 1:
+            self._changes.on_preparation_failed()
+        return self._advance(now)
 
     def _on_late(self, worker: WorkerRecord, now: float) -> list[Action]:
         """Kill a worker that has missed its deadline."""
@@ -285,3 +503,100 @@ class Recovery(NodeRecovery):
             return [self._pool.kill(worker, cause)]
         cause = f"{self.state} took longer than {self._limits.phase_seconds:g} seconds"
         return self.on_lost(worker.sender, cause, now)
+
+    def _advance(self, now: float) -> list[Action]:
+        """Do everything that the current state permits; return the actions."""
+        if self.state is not RecoveryState.READY:
+            return self._generations.advance(now)
+        # Only now, because the imports of a standby worker would slow down a recovery.
+        actions = self._changes.dismiss_drained()
+        find_costliest = self.find_costliest if self._limits.spare_preloads else None
+        coming = self._changes.coming_nodes
+        actions += self._preloads.advance(self.generation, coming, find_costliest, now)
+        actions += self._changes.prepare(self.generation, self.extend, self.uses_joined_nodes, now)
+        if change := self._changes.pop_due(now):
+            actions += self._begin_change(change, now)
+        return actions
+
+    def _begin_change(self, change: PlannedChange, now: float) -> list[Action]:
+        """End the generation, and give the next one the stages of a change."""
+        actions: list[Action] = [BeginChange(change.kind, change.cause)]
+        actions += self._generations.leave(change.cause, now)
+        kills = self._stages.try_shape(change.shape)
+        self._pool.seat(change.reserved)
+        return [*actions, ChangeShape(change.shape), *kills, *self._advance(now)]
+
+    def _revert_change(self, cause: str, now: float) -> list[Action]:
+        """Return to the stages that served last, because the present ones cannot begin."""
+        actions = [*self._leave(cause, now), *self._stages.restore(cause, now)]
+        self._changes.end_drains(cause)
+        return [*actions, *self._advance(now)]
+
+    def _leave(self, cause: str, now: float, is_poison: bool = False) -> list[Action]:
+        """End the current generation by itself, and the preparation of a change with it."""
+        leave = self._generations.leave(cause, now, is_poison)
+        return [*leave, *self._changes.end_preparation()]
+
+    def _on_death(
+        self, place: int, activity: Activity, cause: str, now: float, is_poison: bool
+    ) -> list[Action]:
+        """Count the death of a place and leave the generation, or give up if it was one too many.
+
+        Args:
+            place: index of the place.
+            activity: of its worker before the death.
+            cause: description of the death.
+            now: time in seconds.
+            is_poison: True if a request has caused it.
+        """
+        # No request has been computed by the new stages, and the ones before served.
+        is_new = self._stages.is_new(self._stages.node_of(place))
+        is_trial = self._stages.is_trial and activity is Activity.ASSIGNED
+        if is_trial or (is_new and activity is not Activity.CLOSING):
+            return self._revert_change(cause, now)
+        if activity is Activity.CLOSING:
+            # The ranks of a stage compute a request together, so it may kill several of them.
+            is_poison = is_poison or self._generations.was_poisoned
+        if not is_poison and not self._pool.count_death(place):
+            return self._give_up(self._pool.describe_restarts(cause))
+        self._pool.delay_respawn(place, now)
+        if self.state is RecoveryState.FORMING:
+            return []
+        return self._leave(cause, now, is_poison)
+
+    def _remove_node(
+        self,
+        node: str,
+        cause: str,
+        now: float,
+        is_death: bool,
+        is_poison: bool,
+        may_return: bool,
+    ) -> list[Action]:
+        """Forget a node and its workers, and leave the generation if it had stages."""
+        if self.is_over or node == LOCAL_NODE or not self._nodes.is_alive(node):
+            return []
+        # Nothing waits for a node that was to be dismissed.
+        may_return = may_return and node not in self.draining
+        wait = 0.0
+        if may_return:
+            wait = self._generations.return_seconds(node, self.predict_recompute, now)
+        stages, gone = self._stages.remove_node(node, cause, now, wait)
+        actions = self._changes.on_node_gone(node)
+        if not stages or self.state is RecoveryState.NEW:
+            return [*actions, *self._advance(now)]
+        if self._stages.is_new(node) and self.state is not RecoveryState.READY:
+            return [*actions, *self._revert_change(cause, now)]
+        # What fits is known better than at an earlier loss, which may have been before the start.
+        self._stages.allow_recut()
+        was_poisoned = self._generations.was_poisoned
+        is_counted = is_death and not is_poison
+        if is_counted and not self._pool.count_deaths(gone, was_poisoned, now):
+            return self._give_up(self._pool.describe_restarts(cause))
+        if self.state is not RecoveryState.FORMING:
+            actions += self._leave(cause, now, is_poison)
+        return [*actions, *self._advance(now)]
+
+    def _give_up(self, cause: str) -> list[Action]:
+        self._generations.stop()
+        return [GiveUp(cause)]

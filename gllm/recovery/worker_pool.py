@@ -98,6 +98,16 @@ class WorkerPool:
         worker.has_finished_phase, worker.deadline = True, math.inf
         return worker
 
+    def end_phases(self) -> None:
+        """Note that the workers with a place have finished all phases, so that none can be late."""
+        for worker in self.placed:
+            worker.deadline = math.inf
+
+    def rest(self) -> None:
+        """Note that no worker with a place has an instance."""
+        for worker in self.placed:
+            worker.rest()
+
     def close_instances(self, generation: int, now: float) -> list[KillWorker | CloseInstances]:
         """Let the workers close their instances; kill those that would lose their weights by it."""
         actions: list[KillWorker | CloseInstances] = []
@@ -157,6 +167,32 @@ class WorkerPool:
         self._has_deaths = True
         self.places[place].num_deaths += 1
         return self.places[place].num_deaths <= self._limits.max_restarts
+
+    def count_deaths(self, gone: Sequence[WorkerRecord], was_poisoned: bool, now: float) -> bool:
+        """Count the death of each worker of a node; return False if it was one too many.
+
+        Args:
+            gone: the workers.
+            was_poisoned: True if a request may have killed those that close their instances.
+            now: time in seconds.
+        """
+        uncounted = {Activity.EXITING, *([Activity.CLOSING] if was_poisoned else [])}
+        places = [
+            worker.place
+            for worker in gone
+            if worker.place is not None and worker.activity not in uncounted
+        ]
+        is_permitted = True
+        for place in places:
+            is_permitted = self.count_death(place) and is_permitted
+            self.delay_respawn(place, now)
+        return is_permitted
+
+    def describe_restarts(self, cause: str) -> str:
+        """Return the cause of a death with the restarts that it follows."""
+        if num_restarts := self._limits.max_restarts:
+            cause += f"; restarts without a finished step before: {num_restarts}"
+        return cause
 
     def delay_respawn(self, place: int, now: float) -> None:
         """Set the earliest time of a place's next worker by the number of its deaths."""
