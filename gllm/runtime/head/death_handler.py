@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 from gllm.recovery.actions import Action, GiveUp
 from gllm.recovery.records import RecoveryState
@@ -83,7 +84,7 @@ class DeathHandler:
 
     def on_exit(self, sender: int, description: str) -> None:
         """Handle the exit of a process, after its last messages."""
-        stacks = self._executor.connections.nodes.read_stacks(sender)
+        stacks = self._read_stacks(sender)
         delay = 0.0 if self._recovery.is_exiting(sender) else REPORT_SECONDS
         asyncio.get_running_loop().call_later(
             delay, self._on_reaped, sender, description, stacks, time.monotonic()
@@ -134,12 +135,12 @@ class DeathHandler:
         num_requests, generation = self._client.num_requests, self._recovery.generation
         suspects = self._executor.read_suspects() if was_ready else set()
         is_poison = was_ready and self._client.on_death(suspects)
-        stacks = stacks or self._executor.connections.nodes.read_stacks(sender)
+        stacks = stacks or self._read_stacks(sender)
         death = WorkerDeath(sender, place, kind, cause, now, stacks)
         actions = report(sender, cause, now, is_poison)
         if was_ready and not any(isinstance(action, GiveUp) for action in actions):
             self._deaths.begin_recovery(kind, cause)
-        evidence = self._deaths.keep_evidence(death, generation, num_requests, suspects)
+        evidence = self._keep_evidence(death, generation, num_requests, suspects)
         self._execute(actions)
         if not self._recovery.is_over:
             log.warning(
@@ -151,3 +152,22 @@ class DeathHandler:
                 evidence,
                 extra={"about": sender},
             )
+
+    def _read_stacks(self, sender: int) -> str:
+        """Return the stacks that a process has written; empty if they cannot be read."""
+        try:
+            return self._executor.connections.nodes.read_stacks(sender)
+        except Exception:
+            log.exception("the stacks of a worker could not be read")
+            return ""
+
+    def _keep_evidence(
+        self, death: WorkerDeath, generation: int, num_requests: int, suspects: Collection[int]
+    ) -> Path | None:
+        """Write what is known about a death; see `DeathLog.keep_evidence`."""
+        try:
+            return self._deaths.keep_evidence(death, generation, num_requests, suspects)
+        except Exception:
+            # The recovery has begun, and nothing else would execute its actions.
+            log.exception("the evidence of a death could not be kept")
+            return None

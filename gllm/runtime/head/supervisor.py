@@ -55,9 +55,6 @@ STOPPED = "the engine was stopped"
 class Supervisor:
     """The worker processes of an engine: start, recovery from deaths, commands, shutdown."""
 
-    _head: Head
-    _context: "zmq.Context[zmq.Socket[bytes]]"
-
     def __init__(
         self,
         config: EngineConfig,
@@ -100,6 +97,7 @@ class Supervisor:
             self._execute,
         )
         self._cluster: ClusterHead | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._timer = RecoveryTimer(self._recovery, self._execute)
         self._progress = TotalLoadProgress(on_progress)
         self._reports = ReportHandler(
@@ -169,7 +167,7 @@ class Supervisor:
     @property
     def node(self) -> Node:
         """Node of the workers, after `start`."""
-        return self._head.nodes.local
+        return self._executor.connections.nodes.local
 
     @property
     def placement(self) -> Placement | None:
@@ -209,21 +207,22 @@ class Supervisor:
             cluster: nodes that have joined; None for this machine alone.
 
         Raises:
-            EngineError: a stage failed.
+            EngineError: a stage failed, or the engine was stopped before.
             ValueError: the memory does not suffice for the configuration.
         """
-        self._context = zmq.Context()
+        if self._is_stopped:
+            raise EngineError(self.cause)
+        context = self._context = zmq.Context()
         self._cluster = cluster
         run = secrets.randbits(64) if cluster is None else cluster.run
-        channels = WorkerChannels(hub := Hub(self._context, run, decode_for_head), HeadSocket(hub))
+        channels = WorkerChannels(hub := Hub(context, run, decode_for_head), HeadSocket(hub))
         channels.start(self._on_messages, self._death_handler.on_session_lost)
         nodes = NodeGroup(node)
-        self._head = Head(run, channels, nodes, folder, logs)
-        self._executor.head = self._head
+        self._executor.head = Head(run, channels, nodes, folder, logs)
         nodes.watch(self._death_handler.on_exit)
         if cluster is not None:
             cluster.begin(
-                self._context,
+                context,
                 self._executor,
                 self.node_events,
                 self._death_handler,
@@ -271,11 +270,15 @@ class Supervisor:
             return
         self._is_stopped = True
         self._die(STOPPED)
-        await self._head.nodes.stop()
+        head = self._executor.head
+        if head is not None:
+            await head.nodes.stop()
         if self._cluster is not None:
             await self._cluster.stop(self.cause, is_failure=self.cause != STOPPED)
-        self._head.channels.close()
-        self._context.term()
+        if head is not None:
+            head.channels.close()
+        if self._context is not None:
+            self._context.term()
         self._executor.close()
         self.deaths.close(self._has_given_up and self._config.max_restarts > 0)
 
@@ -300,7 +303,8 @@ class Supervisor:
         if self._recovery.state is not RecoveryState.READY:
             return self.cause or f"the engine is {self.state}: {self.deaths.cause}"
         receivers = self.senders[:num_workers]
-        return await self._executor.commands.run(create, self._head.channels, receivers)
+        channels = self._executor.connections.channels
+        return await self._executor.commands.run(create, channels, receivers)
 
     def _execute(self, actions: list[Action]) -> None:
         """Execute the actions that follow from an event."""
@@ -333,14 +337,15 @@ class Supervisor:
 
     def _end_workers(self) -> None:
         """Let all workers end; `stop` waits for them."""
-        if self._executor.head is None:
+        head = self._executor.head
+        if head is None:
             return
         for sender in self._recovery.senders:
             # A process that has not connected yet has nothing to finish.
-            if self._head.channels.is_connecting(sender):
-                self._head.nodes.kill(sender)
+            if head.channels.is_connecting(sender):
+                head.nodes.kill(sender)
             else:
-                self._head.channels.send(sender, Shutdown())
+                head.channels.send(sender, Shutdown())
 
     def _on_messages(self, messages: list[tuple[int, AnyMessage]]) -> None:
         try:

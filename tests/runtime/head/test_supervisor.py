@@ -422,6 +422,51 @@ async def test_stop_works_at_every_moment_of_a_recovery(moment: int, temporary: 
     assert not list(temporary.iterdir())
 
 
+async def test_stop_before_the_start_is_harmless(temporary: Path) -> None:
+    supervisor, node = create(), ScriptedNode()
+    await supervisor.stop()
+    await supervisor.stop()
+    assert supervisor.state == "dead"
+    with pytest.raises(EngineError, match="was stopped"):
+        await supervisor.start(Path("demo"), node, DEFAULT_LOG_CONFIG)
+    assert not node.num_spawned
+    await node.stop()
+    assert not list(temporary.iterdir())
+
+
+class NodeWithBadStacks(ScriptedNode):
+    """A node whose workers' stacks are unreadable, or text that no file can hold."""
+
+    def __init__(self, is_readable: bool) -> None:
+        super().__init__()
+        self.is_readable = is_readable
+
+    def read_stacks(self, sender: int) -> str:
+        if not self.is_readable:
+            raise ValueError("no stacks")
+        return "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("is_readable", "error"), [(True, "evidence of a death"), (False, "stacks of a worker")]
+)
+async def test_a_death_whose_evidence_cannot_be_kept_is_recovered(
+    is_readable: bool, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, node = create(), NodeWithBadStacks(is_readable)
+    await supervisor.start(Path("demo"), node, DEFAULT_LOG_CONFIG)
+    try:
+        task = asyncio.create_task(generate(supervisor, [1], 100))
+        await until(lambda: supervisor.client.stats.running)
+        node.crash(1)
+        async with asyncio.timeout(20):
+            assert await task == (expected([1], 100), [""])
+        assert (supervisor.generation, supervisor.deaths.recoveries) == (2, {"killed": 1})
+    finally:
+        await supervisor.stop()
+    assert error in caplog.text
+
+
 async def test_evidence_of_crashes_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "crashes"
     async with running(crash_folder=str(folder)) as (supervisor, node):
