@@ -21,7 +21,7 @@ SUBJECTS: dict[str, Subject] = {
         ("tests/sim", "tests/runtime", "tests/simulation", "tests/config", "tests/routing"),
     ),
     "recovery": Subject(
-        ("gllm/recovery/*.py", "gllm/runtime/*death*.py", "gllm/runtime/recovery*.py"),
+        ("gllm/recovery/*.py", "gllm/runtime/head/*death*.py", "gllm/runtime/head/supervisor.py"),
         ("tests/recovery", "tests/runtime/head/test_supervisor.py", "tests/simulation"),
         ("tests/runtime", "tests/commands", "tests/e2e"),
     ),

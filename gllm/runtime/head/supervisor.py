@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 
 import zmq
 
@@ -22,10 +23,11 @@ from gllm.messages.handoff import HandoffCommand
 from gllm.messages.lifecycle import Shutdown
 from gllm.models.identity import describe_numerics
 from gllm.observability.logs import LogConfig
-from gllm.recovery.actions import Action, AssignGeneration
+from gllm.recovery.actions import Action, AssignGeneration, KillWorker
 from gllm.recovery.node_layout import NodeShape
 from gllm.recovery.placement import Placement
-from gllm.recovery.records import RecoveryState
+from gllm.recovery.records import RecoveryLimits, RecoveryState
+from gllm.recovery.recovery import Recovery
 from gllm.runtime.head.action_executor import ActionExecutor, Head
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.cluster_head import ClusterHead
@@ -40,8 +42,6 @@ from gllm.runtime.head.machine_speeds import Machine
 from gllm.runtime.head.node import Node
 from gllm.runtime.head.node_events import NodeEventHandler
 from gllm.runtime.head.node_group import NodeGroup
-from gllm.runtime.head.recovery_limits import make_recovery
-from gllm.runtime.head.recovery_timer import RecoveryTimer
 from gllm.runtime.head.report_handler import ReportHandler
 from gllm.runtime.head.worker_channels import WorkerChannels
 from gllm.runtime.messaging.bus import Hub
@@ -98,7 +98,8 @@ class Supervisor:
         )
         self._cluster: ClusterHead | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._timer = RecoveryTimer(self._recovery, self._execute)
+        self._timer: asyncio.TimerHandle | None = None
+        """Calls the recovery at its next deadline."""
         self._progress = TotalLoadProgress(on_progress)
         self._reports = ReportHandler(
             self._recovery,
@@ -319,8 +320,29 @@ class Supervisor:
             else:
                 log.exception("the workers could not be supervised")
             self._die(f"the workers could not be supervised: {error}")
-        self._timer.schedule()
+        self._schedule_timer()
         self._notify_changed()
+
+    def _schedule_timer(self) -> None:
+        """Set the timer to the next deadline of the recovery."""
+        self._cancel_timer()
+        deadline = self._recovery.next_deadline
+        if deadline < float("inf"):
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        actions = self._recovery.on_timer(time.monotonic())
+        for action in actions:
+            if isinstance(action, KillWorker):
+                name, about = self._recovery.name_of(action.sender), {"about": action.sender}
+                log.warning("the worker of %s is killed: %s", name, action.cause, extra=about)
+        self._execute(actions)
 
     def _die(self, cause: str) -> None:
         """Fail everything with the cause, once."""
@@ -328,7 +350,7 @@ class Supervisor:
         if self.died.is_set():
             return
         self.cause = cause
-        self._timer.cancel()
+        self._cancel_timer()
         self._reports.close()
         self._executor.fail_all(cause)
         self._end_workers()
@@ -406,3 +428,45 @@ class Supervisor:
         self._has_changed.set()
         for listener in self._change_listeners:
             listener()
+
+
+def make_recovery(
+    config: EngineConfig, planner: LayerPlanner, nodes: NodesConfig | None
+) -> Recovery:
+    """Return the recovery of an engine that has not started.
+
+    Args:
+        config: of the engine.
+        planner: divides the layers among the stages.
+        nodes: its machines; None for this one alone.
+    """
+    recovery = Recovery(
+        planner.bounds,
+        make_recovery_limits(config, nodes),
+        Random(secrets.randbits(64)),
+        config.stage_degrees,
+        planner.should_measure,
+        recut=planner.recut,
+    )
+    recovery.extend = planner.extend
+    recovery.find_costliest = planner.find_costliest
+    recovery.uses_joined_nodes = config.rebalance
+    return recovery
+
+
+def make_recovery_limits(config: EngineConfig, nodes: NodesConfig | None) -> RecoveryLimits:
+    """Return the limits of an engine's recovery.
+
+    Args:
+        config: of the engine.
+        nodes: its machines; None for this one alone, where nothing waits for another one.
+    """
+    return RecoveryLimits(
+        config.max_restarts,
+        config.recovery_timeout,
+        # Without restarts nothing could use a standby worker.
+        config.standby_workers if config.max_restarts else 0,
+        spare_preloads=nodes is not None and nodes.spare_preloads,
+        node_return_seconds=0.0 if nodes is None else nodes.node_return_timeout,
+        join_seconds=0.0 if nodes is None else nodes.join_timeout,
+    )
