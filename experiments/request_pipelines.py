@@ -142,7 +142,7 @@ class RequestPipelines:
         cost: Predictor of all times.
         on_added: Called with each request that arrives, and the time.
         on_token: Called with the id of a sequence that has a new token, and the time.
-        link_policy: A name of LINK_POLICIES, for every link.
+        link_policy: An argument of `make_link_policy`, for every link.
 
     Raises:
         ValueError: The link policy is unknown.

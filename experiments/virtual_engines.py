@@ -25,7 +25,7 @@ class VirtualEngines:
             max_in_flight 1.
         cost: Predictor of all times.
         observers: Receivers of what happens in any of the engines.
-        link_policy: A name of LINK_POLICIES, for every link.
+        link_policy: An argument of `make_link_policy`, for every link.
 
     Raises:
         ValueError: There is no engine, an engine would have several micro-batches in flight, or the

@@ -11,6 +11,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
+from experiments.link_policies import BASELINE_LINK_POLICIES
 from experiments.request_pipelines import RequestPipelines
 from experiments.virtual_engines import VirtualEngines
 from experiments.weak_links_paper import WeakLinkSetting
@@ -59,7 +60,7 @@ class ServingSystem:
     """A system on a pipeline with weak links."""
 
     link_policy: str
-    """A name of LINK_POLICIES."""
+    """A name of LINK_POLICIES, or an entry `module:Class`."""
     batches_per_stage: float
     """Virtual engines, and so micro-batches in flight, over the number of stages; 0 without virtual
     engines."""
@@ -82,13 +83,13 @@ SYSTEMS: Mapping[str, ServingSystem] = MappingProxyType(
     {
         "vllm": ServingSystem("serial", 1, 3, 2),
         "helix": ServingSystem("serial", 0, 3, 2, EngineKind.PER_REQUEST),
-        SHARED: ServingSystem("concurrent", 1, 3, 2),
+        SHARED: ServingSystem(BASELINE_LINK_POLICIES["concurrent"], 1, 3, 2),
         # The first paper: 5 micro-batches on 3 stages.
-        "molink": ServingSystem("molink-paper", 5 / 3, 3, 2),
-        "chunks only": ServingSystem("molink-paper", 1, 3, 2),
-        "micro-batches only": ServingSystem("concurrent", 5 / 3, 3, 2),
+        "molink": ServingSystem(BASELINE_LINK_POLICIES["molink-paper"], 5 / 3, 3, 2),
+        "chunks only": ServingSystem(BASELINE_LINK_POLICIES["molink-paper"], 1, 3, 2),
+        "micro-batches only": ServingSystem(BASELINE_LINK_POLICIES["concurrent"], 5 / 3, 3, 2),
         # The platform paper: a fixed chunk, at most 2 micro-batches per stage.
-        "molink platform": ServingSystem("fixed-chunk", 2, 3, 2),
+        "molink platform": ServingSystem(BASELINE_LINK_POLICIES["fixed-chunk"], 2, 3, 2),
         "gllm": ServingSystem("molink", 0, 1, 1, EngineKind.TWO_LANES),
     }
 )

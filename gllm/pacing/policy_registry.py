@@ -3,19 +3,14 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from gllm.pacing.policies.concurrent import ConcurrentPolicy
-from gllm.pacing.policies.fixed_chunk import FixedChunkPolicy
+from gllm.options.entries import load_entry
 from gllm.pacing.policies.molink import MolinkPolicy
-from gllm.pacing.policies.molink_paper import MolinkPaperPolicy
 from gllm.pacing.policies.serial import SerialPolicy
 from gllm.pacing.traffic import LinkPolicy
 
 LINK_POLICIES: Mapping[str, Callable[[], LinkPolicy]] = MappingProxyType(
     {
         "serial": SerialPolicy,
-        "concurrent": ConcurrentPolicy,
-        "fixed-chunk": FixedChunkPolicy,
-        "molink-paper": MolinkPaperPolicy,
         "molink": MolinkPolicy,
     }
 )
@@ -24,11 +19,16 @@ DEFAULT_LINK_POLICY = "molink"
 
 
 def make_link_policy(name: str) -> LinkPolicy:
-    """Return a new policy of LINK_POLICIES.
+    """Return a new policy: one of LINK_POLICIES, or that of an entry `module:Class`.
 
     Raises:
         ValueError: There is no such policy.
     """
+    if ":" in name:
+        fix = "give it those of gllm.pacing.traffic.LinkPolicy"
+        members = ("uses_slack", "sends_whole", "select")
+        policy: LinkPolicy = load_entry("link policy", name, members, fix)()
+        return policy
     if name not in LINK_POLICIES:
         raise ValueError(f"link policy {name!r} is none of {', '.join(LINK_POLICIES)}")
     return LINK_POLICIES[name]()

@@ -1,9 +1,10 @@
 """Policies outside the registry: entries `module:Class`, imported when they are resolved."""
 
-import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from gllm.options.entries import load_entry
 
 BASELINE_ENTRIES: Mapping[str, str] = MappingProxyType(
     {
@@ -44,28 +45,5 @@ def load_policy(entry: str, flag: str = "--policy") -> Any:
     Raises:
         ValueError: There is no such class, or it is no policy; the message names the fix.
     """
-    name, _, class_name = entry.partition(":")
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"{flag} {entry}: module {name} cannot be imported ({error}): run `python -m gllm` "
-            "in the folder that has it, or add this folder to PYTHONPATH"
-        ) from error
-    policy = getattr(module, class_name, None)
-    if not isinstance(policy, type):
-        names = ", ".join(sorted(n for n, member in vars(module).items() if _is_policy(member)))
-        raise ValueError(
-            f"{flag} {entry}: module {name} has no class {class_name}: choose from "
-            f"{names or 'another module, this one has no policy'}"
-        )
-    if missing := [method for method in POLICY_METHODS if not hasattr(policy, method)]:
-        raise ValueError(
-            f"{flag} {entry}: class {class_name} of module {name} lacks {', '.join(missing)}: "
-            "derive it from gllm.scheduler.policy.TokenBudgetPolicy"
-        )
-    return policy
-
-
-def _is_policy(member: object) -> bool:
-    return isinstance(member, type) and all(hasattr(member, name) for name in POLICY_METHODS)
+    fix = "derive it from gllm.scheduler.policy.TokenBudgetPolicy"
+    return load_entry(flag, entry, POLICY_METHODS, fix)

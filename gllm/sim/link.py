@@ -252,7 +252,7 @@ class SimulatedLink:
 def make_link(
     loop: EventLoop, policy: str = "serial", window: CongestionWindow | None = None
 ) -> SimulatedLink:
-    """Return an idle link with a policy of LINK_POLICIES.
+    """Return an idle link; `policy` is an argument of `make_link_policy`.
 
     Args:
         loop: Clock of the link.

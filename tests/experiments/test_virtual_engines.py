@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 
 from experiments.virtual_engines import VirtualEngines
-from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import TransferCost
 from gllm.sim.costs.constant import ConstantCostModel
 from gllm.sim.workloads.requests import WorkloadRequest
+from tests.support.scheduler.link_messages import EVERY_LINK_POLICY
 from tests.support.sim.observers import CommitTimes, TokenCounts
 from tests.support.sim.requests import to_scheduler_requests
 
@@ -65,10 +65,14 @@ def test_requests_go_to_the_engine_with_the_fewest() -> None:
 def test_decode_passes_another_engines_prefill() -> None:
     """A prompt of 2,000 tokens takes 4.6 s on each link; decodes wait for whole ones or chunks."""
     gaps = {}
-    for policy in LINK_POLICIES:
+    for policy in EVERY_LINK_POLICY:
         commits = CommitTimes()
         engines = VirtualEngines(
-            2, make_config(max_in_flight=1), WeakLinkCost(0.01), [commits], policy
+            2,
+            make_config(max_in_flight=1),
+            WeakLinkCost(0.01),
+            [commits],
+            EVERY_LINK_POLICY[policy],
         )
         jobs = [WorkloadRequest(0.0, 1, 200), WorkloadRequest(1.0, 2000, 1)]
         engines.submit_each(to_scheduler_requests(jobs))

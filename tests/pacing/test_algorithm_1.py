@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.pacing.policies.concurrent import ConcurrentPolicy
+from experiments.link_policies.concurrent import ConcurrentPolicy
+from experiments.link_policies.fixed_chunk import FixedChunkPolicy
+from experiments.link_policies.molink_paper import MolinkPaperPolicy
 from gllm.pacing.policies.decode_first import PATIENCE, DecodeFirstPolicy, clamp_chunk
-from gllm.pacing.policies.fixed_chunk import FixedChunkPolicy
 from gllm.pacing.policies.molink import FLUSH_FACTOR, MOST_BYTES, MolinkPolicy
-from gllm.pacing.policies.molink_paper import MolinkPaperPolicy
 from gllm.pacing.policies.serial import SerialPolicy
-from gllm.pacing.policy_registry import LINK_POLICIES, make_link_policy
+from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass
 from tests.support.examples import num_examples
-from tests.support.scheduler.link_messages import Message, Queue
+from tests.support.scheduler.link_messages import EVERY_LINK_POLICY, Message, Queue
 
 DECODE, PREFILL, KV_CACHE = TrafficClass
 CLASSES = {"D": DECODE, "P": PREFILL, "K": KV_CACHE}
@@ -125,8 +125,8 @@ def test_policy_repeats_a_trace_by_hand(
 
 def test_cancelled_prefill_strands_no_decode() -> None:
     """At W >= N without a prefill Algorithm 1 as printed sends nothing; every policy here does."""
-    for name in LINK_POLICIES:
-        queue = Queue(make_link_policy(name))
+    for name in EVERY_LINK_POLICY:
+        queue = Queue(make_link_policy(EVERY_LINK_POLICY[name]))
         prefill = queue.add(PREFILL, 10**6)
         for _ in range(PATIENCE):
             queue.add(DECODE, 10)
@@ -142,7 +142,7 @@ def test_cancelled_prefill_strands_no_decode() -> None:
 @pytest.mark.parametrize("with_kv", [False, True])
 def test_prefill_waits_for_at_most_30_decodes(name: str, with_kv: bool) -> None:
     """A decode always waits; prefills, and KV blocks beside them, advance nevertheless."""
-    queue = Queue(make_link_policy(name), 12.5e6)
+    queue = Queue(make_link_policy(EVERY_LINK_POLICY[name]), 12.5e6)
     for _ in range(4):
         queue.add(PREFILL, 10**6)
         if with_kv:
@@ -219,7 +219,7 @@ def test_chunk_is_the_budget_between_its_bounds() -> None:
 
 @settings(max_examples=num_examples(60, 3000), deadline=None)
 @given(
-    name=st.sampled_from(sorted(LINK_POLICIES)),
+    name=st.sampled_from(sorted(EVERY_LINK_POLICY)),
     arrivals=st.lists(
         st.tuples(st.sampled_from(TrafficClass), st.integers(1, 300_000), st.integers(0, 3)),
         min_size=1,
@@ -230,7 +230,7 @@ def test_chunk_is_the_budget_between_its_bounds() -> None:
 def test_every_policy_sends_each_byte_once_and_each_class_in_order(
     name: str, arrivals: list[tuple[TrafficClass, int, int]], slack: float | None
 ) -> None:
-    queue = Queue(make_link_policy(name), 1e6)
+    queue = Queue(make_link_policy(EVERY_LINK_POLICY[name]), 1e6)
     messages: list[Message] = []
     finished: list[Message] = []
 
@@ -272,8 +272,12 @@ def test_serial_sends_whole_messages_in_order() -> None:
 
 
 def test_unknown_names_and_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="'lifo' is none of serial, concurrent, fixed-chunk"):
+    with pytest.raises(ValueError, match="'lifo' is none of serial, molink"):
         make_link_policy("lifo")
+    with pytest.raises(ValueError, match=r"has no class Serial: choose from SerialPolicy"):
+        make_link_policy("gllm.pacing.policies.serial:Serial")
+    with pytest.raises(ValueError, match=r"Message of module .* lacks uses_slack, .*: give it"):
+        make_link_policy("tests.support.scheduler.link_messages:Message")
     for make in (
         lambda: ConcurrentPolicy(0),
         lambda: FixedChunkPolicy(0),

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.pacing.policies.fixed_chunk import CHUNK_BYTES
-from gllm.pacing.policy_registry import LINK_POLICIES
+from experiments.link_policies.fixed_chunk import CHUNK_BYTES
 from gllm.sim.cluster.changes import EngineDrain, EngineFailure
 from gllm.sim.cluster.cluster import SimulatedCluster
 from gllm.sim.cluster.transfers import KvTransfer, TransferPath
@@ -15,6 +14,7 @@ from gllm.sim.link import make_link
 from gllm.sim.pipeline import PipelineLinks, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
+from tests.support.scheduler.link_messages import EVERY_LINK_POLICY
 from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment, token_times
 
 NETWORK = NetworkLink(1e6, 0.2)
@@ -82,7 +82,7 @@ def test_transfer_and_activations_share_a_link(policy: str, first_token: float |
     """Activations of 10 ms wait for the whole transfer, or for one chunk at most."""
     loop = EventLoop()
     own = make_pipeline_links(loop, 2)
-    shared = make_link(loop, policy)
+    shared = make_link(loop, EVERY_LINK_POLICY[policy])
     cluster = make_cluster(PipelineLinks([shared], own.plans, own.results), loop)
     log = TransferLog()
     start_at(cluster, 0.05, log.transfer("kv", 300_000, TransferPath(shared, NETWORK)))
@@ -154,7 +154,7 @@ def test_draining_engine_ends_behind_its_last_transfer() -> None:
         max_size=8,
     ),
     failures=st.lists(st.tuples(times, st.sampled_from("abc"), times), max_size=4),
-    policy=st.sampled_from(list(LINK_POLICIES)),
+    policy=st.sampled_from(sorted(EVERY_LINK_POLICY.values())),
 )
 def test_every_transfer_ends_once_whatever_dies(
     transfers: list[tuple[float, str, int, bool]],

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
@@ -19,6 +18,7 @@ from gllm.sim.link import SimulatedLink, make_link
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
+from tests.support.scheduler.link_messages import EVERY_LINK_POLICY
 from tests.support.sim.observers import CommitTimes, RecordedStages, TokenCounts
 from tests.support.sim.requests import to_scheduler_requests
 
@@ -116,7 +116,7 @@ def test_propagation_leaves_the_link_free() -> None:
 
 def test_decode_first_interrupts_at_the_end_of_a_chunk() -> None:
     """Chunks take 10 ms: decode overtakes prefill and prefill the KV cache, after a chunk each."""
-    wire = Wire("fixed-chunk")
+    wire = Wire(EVERY_LINK_POLICY["fixed-chunk"])
     wire.send_at(0.0, "kv", TrafficClass.KV_CACHE, TransferCost(10.0))
     wire.send_at(1.005, "prefill", TrafficClass.PREFILL, TransferCost(2.0))
     wire.send_at(2.015, "decode 0", TrafficClass.DECODE, TransferCost(0.1))
@@ -142,7 +142,7 @@ def test_concurrent_gives_equal_shares() -> None:
 
 @settings(max_examples=num_examples(60, 400), deadline=None, database=None)
 @given(
-    policy=st.sampled_from(sorted(LINK_POLICIES)),
+    policy=st.sampled_from(sorted(EVERY_LINK_POLICY)),
     messages=st.lists(
         st.tuples(
             st.floats(0, 0.05),
@@ -260,7 +260,7 @@ class MixedCost(ConstantCostModel):
         return TransferCost(0.01 * work.num_tokens)
 
 
-@pytest.mark.parametrize("policy", sorted(LINK_POLICIES))
+@pytest.mark.parametrize("policy", sorted(EVERY_LINK_POLICY))
 def test_steps_stay_in_order_on_a_shared_link_under_every_policy(policy: str) -> None:
     """One network card carries all edges: messages overtake each other, steps do not."""
     loop = EventLoop()

@@ -6,11 +6,11 @@ from statistics import median
 
 import pytest
 
-from gllm.pacing.policies.concurrent import TURN_BYTES
+from experiments.link_policies.concurrent import TURN_BYTES
+from experiments.link_policies.fixed_chunk import CHUNK_BYTES
 from gllm.pacing.policies.decode_first import LEAST_BYTES
-from gllm.pacing.policies.fixed_chunk import CHUNK_BYTES
 from gllm.pacing.policies.molink import MolinkPolicy
-from gllm.pacing.policy_registry import LINK_POLICIES, make_link_policy
+from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkPolicy, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
@@ -21,6 +21,7 @@ from gllm.sim.link import SimulatedLink
 from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
+from tests.support.scheduler.link_messages import EVERY_LINK_POLICY
 from tests.support.sim.observers import CommitTimes, RecordedStages
 from tests.support.sim.requests import to_scheduler_requests
 
@@ -107,8 +108,8 @@ def test_link_tells_its_policy_rate_and_slack() -> None:
 def test_decode_passes_a_prefill_without_waiting() -> None:
     """A token takes a round of two stages and two delays; a prefill adds a smallest chunk to it."""
     worst = {}
-    for name in LINK_POLICIES:
-        _, _, commits = run_beside_prefill(make_link_policy(name))
+    for name in EVERY_LINK_POLICY:
+        _, _, commits = run_beside_prefill(make_link_policy(EVERY_LINK_POLICY[name]))
         worst[name] = max(after - before for before, after in pairwise(commits))
     floor = 2 * STAGE_SECONDS + 2 * DELAY_SECONDS + TOKEN_BYTES / RATE
     assert worst["molink"] <= floor + LEAST_BYTES / RATE + 1e-6
@@ -122,9 +123,11 @@ def test_policies_without_slack_are_not_told_any() -> None:
     assert {view.slack_seconds for _, view in observed.views} == {None}
 
 
-@pytest.mark.parametrize("name", sorted(LINK_POLICIES))
+@pytest.mark.parametrize("name", sorted(EVERY_LINK_POLICY))
 def test_same_run_twice_is_identical(name: str) -> None:
-    first, second = (run_beside_prefill(make_link_policy(name)) for _ in range(2))
+    first, second = (
+        run_beside_prefill(make_link_policy(EVERY_LINK_POLICY[name])) for _ in range(2)
+    )
     assert first[0].views == second[0].views
     assert first[1].times == second[1].times
     assert first[2] == second[2]

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
+from experiments.link_policies import BASELINE_LINK_POLICIES
+from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.pacing.traffic import LinkPolicy, LinkView, TrafficClass
+
+EVERY_LINK_POLICY = {name: name for name in LINK_POLICIES} | dict(BASELINE_LINK_POLICIES)
+"""Arguments of `make_link_policy` by name or short name."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.pacing.policy_registry import LINK_POLICIES, make_link_policy
+from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 from gllm.transport.base import EdgeLayout
 from gllm.transport.link.frames import FRAME, EdgeName, FrameHeader, unpack_frame
@@ -16,6 +16,7 @@ from gllm.transport.link.slots import SlotWriter, read_step
 from gllm.transport.ring import Ring
 from tests.support.examples import num_examples
 from tests.support.network.mover_processes import Files, payload_of, write_step
+from tests.support.scheduler.link_messages import EVERY_LINK_POLICY
 
 NAME = EdgeName(7, 1, 2)
 LAYOUTS = (
@@ -49,7 +50,7 @@ class Lanes:
 
     def reconnect(self, policy: str) -> None:
         """Queue again what the receiving rings do not have."""
-        self.queue = SendQueue(NAME, make_link_policy(policy))
+        self.queue = SendQueue(NAME, make_link_policy(EVERY_LINK_POLICY[policy]))
         self.writers = [SlotWriter(ring) for ring in self.targets]
         for lane, (source, target) in enumerate(zip(self.sources, self.targets, strict=True)):
             signalled = [step for step in source.signalled_steps if step is not None]
@@ -113,7 +114,7 @@ OPERATIONS = st.one_of(
 
 
 @settings(max_examples=num_examples(40, 1000), deadline=None)
-@given(st.sampled_from(sorted(LINK_POLICIES)), st.lists(OPERATIONS, max_size=40))
+@given(st.sampled_from(sorted(EVERY_LINK_POLICY)), st.lists(OPERATIONS, max_size=40))
 def test_steps_of_both_lanes_arrive_whatever_is_cut(policy: str, operations: list) -> None:
     """Slots are reused as soon as their steps are read, and connections break between chunks."""
     lanes = Lanes(policy)
