@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gllm.options.options import Range, describe_range, number_type_of
+from gllm.options.options import EntryChoices, Range, describe_range, number_type_of
 
 LAYER_DIVISIONS = ("auto", "even")
 """Values of --layers besides numbers."""
@@ -308,8 +308,11 @@ def add_flags(
         elif "help" in spec.metadata and spec.name not in exclude:
             flags = spec.metadata.get("flags", ("--" + spec.name.replace("_", "-"),))
             options = _flag_options(spec, hints[spec.name])
-            if "choices" in options and not takes_entries:
-                options["choices"] = tuple(options["choices"])
+            if isinstance(options.get("choices"), EntryChoices):
+                if takes_entries:
+                    options["help"] += "; or module:Class, a class of your own"
+                else:
+                    options["choices"] = tuple(options["choices"])
             parser.add_argument(*flags, dest=spec.name, **options)
 
 

@@ -95,6 +95,7 @@ def test_flags_of_servers_offer_registered_policies_alone(
     error = capsys.readouterr().err
     assert "argument --policy: invalid choice" in error
     assert all(name in error for name in POLICY_NAMES)
+    assert "module:Class" not in parser.format_help()
 
 
 @pytest.mark.parametrize("name", BASELINE_ENTRIES)
