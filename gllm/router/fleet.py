@@ -19,18 +19,16 @@ from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.requests import EngineOutputs
+from gllm.messages.requests import AbortSequences, EngineOutputs, SubmitRequest
 from gllm.options.slo import Slo
 from gllm.router import fleet_status
 from gllm.router.client import FleetClient
+from gllm.router.dispatch_target import KvPeer
 from gllm.router.dispatcher import Dispatcher
 from gllm.router.engine_checks import preset_warning, unfit_reason
 from gllm.router.engine_commands import EngineCommands
 from gllm.router.engine_record import EngineRecord
-from gllm.router.engine_senders import kv_peer, request_sender
-from gllm.router.handoff_poll import HandoffPoll
 from gllm.router.pair_dispatcher import PairDispatcher
-from gllm.router.prefix_events import apply_kv_events
 from gllm.router.role_control import RoleControl
 from gllm.router.scale_control import ScaleControl
 from gllm.router.workload_monitor import WorkloadMonitor
@@ -38,6 +36,8 @@ from gllm.routing.disaggregation.policy import PairPolicy
 from gllm.routing.health import FleetHealth
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.runtime.head.request_client import SendFunction
 from gllm.runtime.messaging.engine_link import EngineLink
 from gllm.runtime.messaging.fleet_links import FleetLinks
 from gllm.runtime.messaging.link_config import make_router_links
@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 """Interval at which deadlines are checked."""
+READ_POLL_SECONDS = 0.002
+"""Interval at which readers are looked at. A reader that waits in a task needs a few turns of the
+event loop to read; one that does not read in time is no longer waited for."""
 
 
 class Fleet:
@@ -397,3 +400,74 @@ class Fleet:
         if name not in self._dispatcher.records:
             raise UnknownEngineError(f"no engine is named {name!r}")
         return self._dispatcher.records[name]
+
+
+def request_sender(
+    link: EngineLink, record: EngineRecord, clock: Callable[[], float]
+) -> SendFunction:
+    """Return the function that sends requests to an engine, and counts them as its load.
+
+    Args:
+        link: session with the engine.
+        record: load of the engine.
+        clock: returns the time in seconds.
+    """
+
+    def send(message: SubmitRequest | AbortSequences) -> None:
+        link.send(message)
+        if isinstance(message, SubmitRequest):
+            record.on_submitted(message, clock())
+        else:
+            record.on_aborted(message)
+
+    return send
+
+
+def kv_peer(link: EngineLink) -> KvPeer:
+    """Return an engine's part in hand-offs, with its endpoint as announced last."""
+    return KvPeer(
+        link.announce.run,
+        lambda: link.announce.kv_endpoint,
+        link.send,
+        lambda: link.announce.kv_digest,
+        link.announce.accepts_prefetches,
+    )
+
+
+class HandoffPoll:
+    """Lets a client's hand-offs go on once their readers have read token 1."""
+
+    def __init__(self, client: FleetClient) -> None:
+        self._client = client
+        self._next: asyncio.TimerHandle | None = None
+
+    def on_outputs(self) -> None:
+        """Look at the readers soon if one of them has not read yet."""
+        if self._next is None and self._client.handoffs.has_unread:
+            loop = asyncio.get_running_loop()
+            self._next = loop.call_later(READ_POLL_SECONDS, self._poll)
+
+    def on_tick(self) -> None:
+        """Act on deadlines of hand-offs."""
+        if self._client.handoffs.num_running:
+            self._client.continue_handoffs()
+
+    def close(self) -> None:
+        """Look at no reader any more."""
+        if self._next is not None:
+            self._next.cancel()
+
+    def _poll(self) -> None:
+        self._next = None
+        self._client.continue_handoffs()
+        self.on_outputs()
+
+
+def apply_kv_events(prefixes: PrefixIndex, link: EngineLink, events: KvCacheEvents) -> None:
+    """Apply events to the index; request a snapshot if some are missing."""
+    stored = [digest for blocks in events.stored for digest in blocks.digests]
+    is_current = prefixes.on_events(
+        link.name, events.number, stored, events.removed, events.is_cleared
+    )
+    if not is_current:
+        link.send(WatchKvCache(True))

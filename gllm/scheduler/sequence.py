@@ -154,7 +154,7 @@ class Sequence:
     prefill_group: tuple[int, int] = UNGROUPED
     """Number of the prefill group, and the place within it (PrefillOrder)."""
     num_displacements: int = 0
-    """Micro-batches whose prompts displaced this decode (DecodeAgeing)."""
+    """Micro-batches whose prompts displaced this decode (policy `splitwise`)."""
 
     rank: tuple[int, float, int] = field(init=False)
     """Order of service: priority, then arrival."""

@@ -2,12 +2,27 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
-from gllm.runtime.messaging.discovery.base import Discovery
 from gllm.runtime.messaging.discovery.dns import DnsDiscovery
 from gllm.runtime.messaging.discovery.static import StaticDiscovery
 from gllm.runtime.messaging.host_names import Resolve, resolve_host
 from gllm.runtime.messaging.link_config import RESOLVE_SECONDS
+
+
+class Discovery(Protocol):
+    """Addresses to dial."""
+
+    @property
+    def target(self) -> str:
+        """HOST:PORT of the entry, before its host is resolved."""
+
+    async def watch(self, on_change: Callable[[frozenset[str]], None]) -> None:
+        """Report the addresses, HOST:PORT, as soon as they are known and when they change.
+
+        Returns if they never change again; otherwise runs until it is cancelled.
+        """
+
 
 SCHEMES: Mapping[str, Callable[[str, Resolve, float], Discovery]] = MappingProxyType(
     {"dns": DnsDiscovery}

@@ -1,7 +1,7 @@
 """Start-up of an executor on a device: memory for steps, KV cache, warm-up and graphs."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,6 @@ from gllm.runtime.worker.cuda.last_tokens import LastTokenTable
 from gllm.runtime.worker.cuda.readback import OutputReadback
 from gllm.runtime.worker.cuda.sampler import LARGEST_PARAMS, DeviceSampler
 from gllm.runtime.worker.cuda.staging import InputStaging
-from gllm.runtime.worker.cuda.warm_up import PLAIN_PARAMS, example_rows
 from gllm.runtime.worker.kv_cache import KVCache
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.device_group import DeviceRankGroup
@@ -37,6 +36,8 @@ START_UP_STEPS = 2**61
 """Smallest number under which ranks agree on work of the start-up; those of steps are smaller."""
 INTS_PER_TOKEN = 8
 """Expected number of int64 inputs per token; staging grows for steps with more."""
+PLAIN_PARAMS = SequenceSamplingParams(temperature=1.0)
+"""Sampling parameters without filters and edits."""
 
 
 class CudaStartUp(BaseExecutor):
@@ -296,3 +297,31 @@ class CudaStartUp(BaseExecutor):
         """Return activations or, on the last stage, logits of every row; none on ranks > 0."""
         hidden = self._stage.forward(inputs, hidden, self._cache.layers)
         return self._stage.compute_logits(hidden) if self.is_last else hidden
+
+
+def example_rows(
+    token_counts: Iterable[int], max_model_len: int, block_size: int, num_blocks: int
+) -> Iterator[PagedBatch]:
+    """Yield micro-batches of one row, whose blocks are all the one that padding is written to.
+
+    They make a stage compile its kernels before it serves. Triton compiles a kernel at the first
+    launch with new constants, which depend on the model and on three properties of a step: the
+    number of tokens (tile sizes), whether contexts are split, and whether rows are sampled with
+    filters and edits. Each number of tokens at which a kernel changes its tiles and the shortest
+    and the longest context are therefore run once; the caller runs both kinds of sampling.
+
+    Args:
+        token_counts: numbers of tokens at which kernels change their tiles.
+        max_model_len: most tokens of a context.
+        block_size: tokens per KV block.
+        num_blocks: usable KV blocks, as in PagedBatch.
+    """
+    counts = sorted({1, 2, *token_counts})
+    for num_tokens in (count for count in counts if count <= max_model_len):
+        # The shortest decode and chunk depend most on whether a context is split.
+        contexts = {num_tokens, max_model_len} if num_tokens <= 2 else {num_tokens}
+        for context in sorted(contexts):
+            table = np.full((1, -(-context // block_size)), num_blocks + 1, dtype=np.int64)
+            start = np.array([0, num_tokens], dtype=np.int64)
+            length = np.array([context], dtype=np.int64)
+            yield PagedBatch(table, start, length, int(num_tokens == 1), block_size, num_blocks)
