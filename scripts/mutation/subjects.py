@@ -90,7 +90,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "plan": Subject(
         ("gllm/plan/**/*.py",),
-        ("tests/plan",),
+        ("tests/plan", "tests/experiments/test_hexgen2_baselines.py"),
         (
             "tests/commands",
             "tests/deploy/manifests",
