@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.e2e.conftest import OPENINGS, Undisturbed, greedy_tokens
+from tests.support.servers.conventions import get
 from tests.support.servers.metrics import scrape
 from tests.support.servers.nodes import EXACT
 from tests.support.servers.recovery_load import (
@@ -105,6 +106,7 @@ def test_greedy_tokens_are_those_of_one_process(
 ) -> None:
     server = servers[degrees].server
     assert sorted(places(server.pid)) == DEGREES[degrees]
+    assert get(server, "/server_info")["tp_size"] == 2
     assert greedy_tokens(server, OPENINGS) == undisturbed.stories
 
 
