@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from scripts.package_tree import package_tree
 from scripts.page_parts import replace_parts
 from scripts.rooms import floors_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
-PARTS = {"packages": package_tree, "floors": floors_table}
+PARTS = {"floors": floors_table}
 """By name of the part: the function that returns its text."""
 
 

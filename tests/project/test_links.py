@@ -59,7 +59,7 @@ def test_links_of_pages_resolve() -> None:
 
 
 def test_an_index_links_every_page_of_its_folder() -> None:
-    for folder in ("docs", "docs/benchmarks", "experiments/pages"):
+    for folder in ("docs", "docs/benchmarks", "docs/internals", "experiments/pages"):
         index = ROOT / folder / "README.md"
         targets = {markdown.split("#")[0] for markdown, _ in LINK.findall(text_of(index))}
         names = {path.name for path in index.parent.glob("*.md")} - {"README.md"}
