@@ -25,7 +25,7 @@ def parse_port_range(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """Machine that joins an engine, what it has, and how others reach it."""
+    """Options of `gllm node --join`: the engine to join, this machine's devices and addresses."""
 
     model: str | None = option(
         None,

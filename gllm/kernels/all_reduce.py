@@ -21,7 +21,7 @@ class GroupMismatchError(Exception):
 
 
 class RankGroup(Protocol):
-    """One order of collectives, used by one thread of each rank of a stage.
+    """Communicator of the ranks of a stage, used by one thread of each rank.
 
     All ranks call the same methods in the same order with the same shapes. All methods but `cancel`
     raise GroupClosedError once any rank has cancelled the group, and GroupMismatchError if the

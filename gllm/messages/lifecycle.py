@@ -97,7 +97,7 @@ class CloseGeneration(WireMessage, frozen=True):
 
 
 class GenerationClosed(WireMessage, frozen=True):
-    """Report that a worker has closed its stage of the current generation."""
+    """Report of one worker that its stage, with the KV cache, is closed: a restart may begin."""
 
 
 class Shutdown(WireMessage, frozen=True):

@@ -208,12 +208,15 @@ class Generations:
         self._pool.end_phases()
 
     def leave(self, cause: str, now: float, is_poison: bool = False) -> list[Action]:
-        """End the current generation after a death, or for a planned change.
+        """Stop serving and begin a recovery, after a worker died or for a planned change.
 
         Args:
-            cause: description of the reason.
-            now: time in seconds.
-            is_poison: True if a request has ended it.
+            cause: Reason, for logs and the status page.
+            now: Time in seconds.
+            is_poison: True if a request has crashed a worker.
+
+        Returns:
+            Actions for the supervisor: detach the clients, close the stages of all workers.
         """
         self.was_poisoned = is_poison
         actions: list[Action] = []

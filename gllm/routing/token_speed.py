@@ -25,12 +25,12 @@ RECENT_SECONDS = 10.0
 
 
 class TokenSpeed:
-    """Measures how much longer one engine takes for a token than it used to.
+    """Measures by what factor an engine's time per token has grown beyond its normal one.
 
-    The gaps between the tokens of a sequence are compared with the time that a step cost model
-    predicts for the engine's load. They include all that may slow an engine: its stages, its links,
-    its host. The engine's model follows its steps within minutes, also if they become slow, so the
-    model is kept that the engine had fitted while it was healthy.
+    The normal time is predicted for the engine's load by a step cost model, and compared with the
+    gaps between the tokens of a sequence, which include delays of stages, links and host. The
+    engine fits that cost model anew all the time, so that of a slow engine soon predicts slow
+    steps; the prediction uses the coefficients of when the engine was healthy.
     """
 
     def __init__(self) -> None:

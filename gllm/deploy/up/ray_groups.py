@@ -69,12 +69,12 @@ def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
 
 
 def make_process(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpec:
-    """Return the process of an actor.
+    """Return what a Ray actor has to start: one process of the plan, with its addresses filled in.
 
     Args:
-        task: of the actor.
-        own_host: address of this machine.
-        head_host: address of the machine that has the head of the engine.
+        task: Which router or engine of the plan, and on which of its nodes.
+        own_host: Address of this machine.
+        head_host: Address of the machine that has the head of the engine.
 
     Raises:
         PlanError: a flag of the plan is not valid, or a node secret is missing.

@@ -85,7 +85,7 @@ def fit_steps(
 def solve_nonnegative_least_squares(features: Array, values: Array) -> list[float]:
     """Return coefficients >= 0 that predict values [rows] from features [rows, columns].
 
-    Errors count relative to the values.
+    Minimises the sum of squared relative errors.
 
     Raises:
         ModuleNotFoundError: scipy is missing; the message says what to install.

@@ -110,9 +110,10 @@ class SamplingState:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True if no micro-batch so far scores the last of the requested prompt tokens.
+        """True if log-probabilities of the prompt are requested and not all planned so far.
 
-        It depends on the plans alone, so that all ranks of a stage compute the same logits.
+        Known from the step plans, without results, so that all ranks of a stage compute the logits
+        of the same rows.
         """
         is_requested = self.params.prompt_logprobs is not None
         return is_requested and self.num_planned_scores < len(self.prompt) - 1

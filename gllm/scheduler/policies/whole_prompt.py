@@ -63,7 +63,7 @@ class WholePromptPolicy(SarathiPolicy):
         self._max_num_seqs = config.max_num_seqs
 
     def decode_budget(self, load: SchedulerLoad) -> float:
-        """Return the number of ready decodes, limited per micro-batch."""
+        """Return the number of ready decodes, at most an equal share of max_num_seqs."""
         return min(load.num_ready_decodes, max(1, self._max_num_seqs // load.depth))
 
     def accepts_prompt(self, num_tokens: int, max_tokens: float) -> bool:

@@ -18,14 +18,14 @@ class SpeedWindow(NamedTuple):
 
 
 class MachineSpeedCostModel(DelegatingCostModel):
-    """Costs of another model on a machine that is slower by a factor of each window.
+    """Another cost model on a machine whose speed changes over time.
 
-    A step has the speed of the window that it begins in, and so has what the driver and the sampler
-    do until the next step. Links are as fast.
+    Times of steps, and of the driver and the sampler after them, are multiplied by the factor of
+    the window in which the step begins. Times of links are not changed.
 
     Args:
         cost: Costs at a factor of 1.
-        windows: In order; the first one also holds before its begin.
+        windows: In order of time; the factor of the first one also holds before it begins.
 
     Raises:
         ValueError: There is no window, or a factor is not above 0.

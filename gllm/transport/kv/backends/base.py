@@ -65,7 +65,7 @@ class KvBackend(Protocol):
         """
 
     def fetch(self, connection: KvConnection, target: FetchTarget) -> None:
-        """Receive the answer to a READ that was sent, and write each token of each part once.
+        """Receive the KV blocks that a READ, sent before by the caller, asked for; write them.
 
         Raises:
             OSError, KvFrameError: The connection ends.
