@@ -30,8 +30,9 @@ class Backend(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return configuration and state as JSON values."""
 
-    def check_accepting(self) -> None:
-        """Raise EngineUnavailableError unless requests run, or wait until they can."""
+    @property
+    def accepts_requests(self) -> bool:
+        """True if requests run, or wait until they can."""
 
     def check_ready(self) -> None:
         """Raise EngineUnavailableError unless requests run."""

@@ -144,13 +144,6 @@ class EngineStatus:
     kv_transfers: KvTransferTotals | None = None
     """Transfers of KV blocks; None for an engine that neither gives nor fetches any."""
 
-    @property
-    def accepts_requests(self) -> bool:
-        """True if new requests are accepted; during a recovery they wait for its end."""
-        return self.state == "ready" or (
-            self.state == "recovering" and not self.is_recovery_overdue
-        )
-
 
 class EngineUnavailableError(Exception):
     """The engine accepts no request at present.
@@ -249,8 +242,20 @@ class EngineInterface(Protocol):
     def role(self) -> str:
         """Role that routers see at present: mixed, prefill or decode; mixed for a router."""
 
+    @property
+    def state(self) -> str:
+        """Present state: loading, ready, recovering, sleeping, draining or dead."""
+
+    @property
+    def accepts_requests(self) -> bool:
+        """True if new requests are accepted; during a recovery they wait for its end."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+
     def status(self) -> EngineStatus:
-        """Return a snapshot of the engine's state and counters."""
+        """Return a snapshot of the engine's state and counters, for metrics and probes."""
 
     async def start(self) -> None:
         """Load the model and wait until the engine is ready. Raises EngineError."""

@@ -157,11 +157,13 @@ class PipelineBackend:
             raise NodeDrainError(f"{name} has all of the engine: stop the engine instead")
         raise UnknownNodeError(f"there is no machine {name!r}: see /nodes")
 
-    def check_accepting(self) -> None:
+    @property
+    def accepts_requests(self) -> bool:
         """See Backend."""
-        if self.supervisor.state == "recovering" and not self.supervisor.is_recovery_overdue:
-            return
-        self.check_ready()
+        state = self.state
+        return state == "ready" or (
+            state == "recovering" and not self.supervisor.is_recovery_overdue
+        )
 
     def check_ready(self) -> None:
         """See Backend."""

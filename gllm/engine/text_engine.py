@@ -107,6 +107,21 @@ class TextEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    @property
+    def state(self) -> str:
+        """Present state: loading, ready, recovering, sleeping, draining or dead."""
+        return self._backend.state
+
+    @property
+    def accepts_requests(self) -> bool:
+        """True if new requests are accepted; during a recovery they wait for its end."""
+        return self._backend.accepts_requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return self._backend.client.num_requests
+
     def status(self) -> EngineStatus:
         """Return a snapshot of the engine's state and counters."""
         return self._backend.status()
@@ -191,10 +206,10 @@ class TextEngine:
         words: BadWords = ()
         if params.bad_words:
             words = await asyncio.to_thread(self._token_sequences, params.bad_words)
-        self._backend.check_accepting()
+        self._check_accepting()
         self._backend.check_admission(prompts, params.max_tokens, priority, cache_salt, slo)
         grammar = await self._grammar(params, request_id)
-        self._backend.check_accepting()
+        self._check_accepting()
         send = partial(
             self._send, params, priority, cache_salt, request_id, words, grammar or "", slo, session
         )
@@ -237,7 +252,7 @@ class TextEngine:
             prompt = await asyncio.to_thread(self._encode, text, params)
         prompt = to_token_ids("prompt", prompt)
         check_request(prompt, params, self.model)
-        self._backend.check_accepting()
+        self._check_accepting()
         # Each request samples a token; it is not used.
         sampling = SequenceSamplingParams(temperature=0, embeds=True)
         stream = self._client.submit(
@@ -369,6 +384,11 @@ class TextEngine:
         sequences = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         vocabulary = self.model.vocab_size
         return tuple(sorted({ids for ids in sequences if ids and max(ids) < vocabulary}))
+
+    def _check_accepting(self) -> None:
+        """Raise EngineUnavailableError unless requests run, or wait until they can."""
+        if not self._backend.accepts_requests:
+            self._backend.check_ready()
 
     def _send(
         self,

@@ -30,7 +30,7 @@ class ServerContext:
 
     def check_accepting(self) -> None:
         """Raise EngineUnavailableError unless new requests are accepted."""
-        if not self.engine.status().accepts_requests:
+        if not self.engine.accepts_requests:
             self.check_ready()
 
     def check_ready(self) -> None:
@@ -64,7 +64,7 @@ class ServerContext:
     def admit(self, num_requests: int = 1) -> Iterator[None]:
         """Count requests as admitted in the block. Raise EngineUnavailableError above the limit."""
         self.check_accepting()
-        num_inside = max(self.num_admitted, self.engine.status().num_requests)
+        num_inside = max(self.num_admitted, self.engine.num_requests)
         if num_inside + num_requests > self.config.max_num_queued_requests:
             raise EngineUnavailableError(
                 "full", f"{num_inside} requests are queued: try again later"

@@ -91,7 +91,7 @@ class Server:
         died = asyncio.ensure_future(self._engine.wait_until_dead())
         await asyncio.wait({stop_requested, died}, return_when=asyncio.FIRST_COMPLETED)
         if not died.done():
-            log.info("draining %d requests", self._engine.status().num_requests)
+            log.info("draining %d requests", self._engine.num_requests)
             deadline = time.monotonic() + self._config.shutdown_timeout
             await self._engine.drain(self._config.shutdown_timeout)
             # Slow readers get the rest of the time to read their answers.

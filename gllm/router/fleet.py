@@ -179,11 +179,11 @@ class Fleet:
             role_changes=self.roles.num_commands,
         )
 
-    def check_accepting(self) -> None:
+    @property
+    def accepts_requests(self) -> bool:
         """See Backend."""
-        if self.state == "recovering" and not self._is_overdue():
-            return
-        self.check_ready()
+        state = self.state
+        return state == "ready" or (state == "recovering" and not self._is_overdue())
 
     def check_ready(self) -> None:
         """See Backend."""

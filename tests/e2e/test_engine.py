@@ -157,7 +157,7 @@ async def test_requests_survive_deaths_and_a_worker_that_freezes(
             await wait_during(tasks, lambda: engine.status().stats.steps >= steps + 20)  # noqa: B023
             kill_worker(stage, how)
             await wait_during(tasks, lambda: engine.status().state != "ready")
-            assert engine.status().accepts_requests
+            assert engine.accepts_requests
             with pytest.raises(EngineUnavailableError, match="recovering"):
                 await engine.reset_prefix_cache()
             assert await asyncio.gather(*tasks) == undisturbed

@@ -150,7 +150,7 @@ def test_expected_lengths_are_learned_from_outputs_that_engines_finish() -> None
 def test_requests_park_while_no_engine_takes_them() -> None:
     rig = Rig(park_timeout=AGES)
     assert rig.fleet.state == "recovering"
-    rig.fleet.check_accepting()
+    assert rig.fleet.accepts_requests
     with pytest.raises(EngineUnavailableError, match="no engine is attached"):
         rig.fleet.check_ready()
     stream = rig.submit()
@@ -174,8 +174,9 @@ def test_requests_that_park_too_long_end() -> None:
     rig.passed = 60.1
     rig.fleet.on_tick()
     assert error_kind(stream) == "unavailable"
+    assert not rig.fleet.accepts_requests
     with pytest.raises(EngineUnavailableError) as refused:
-        rig.fleet.check_accepting()
+        rig.fleet.check_ready()
     assert refused.value.dropped_reason == "rejected-no-endpoints"
     assert refused.value.retry_after >= 1
 
@@ -352,8 +353,9 @@ async def test_stopping_ends_all_requests() -> None:
     stream = rig.submit()
     await rig.fleet.drain(0.0)
     assert rig.fleet.state == "draining"
+    assert not rig.fleet.accepts_requests
     with pytest.raises(EngineUnavailableError):
-        rig.fleet.check_accepting()
+        rig.fleet.check_ready()
     await rig.fleet.stop()
     assert rig.fleet.state == "dead"
     assert stream.pop_deltas()[0].end is not None

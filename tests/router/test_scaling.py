@@ -31,7 +31,8 @@ class ScaledRig(Rig):
 
     def arrive(self, count: int = 1) -> Any:
         """Let requests arrive as the frontend does."""
-        self.fleet.check_accepting()
+        if not self.fleet.accepts_requests:
+            self.fleet.check_ready()
         self.fleet.check_admission([[1, 2, 3]] * count, 8, 0, "", None)
         return [self.submit() for _ in range(count)]
 

@@ -12,7 +12,7 @@ def install(app: web.Application, config: ServerConfig) -> None:
 
 
 async def _close(request: web.Request, response: web.StreamResponse) -> None:
-    if request.app[CONTEXT].engine.status().state == "draining":
+    if request.app[CONTEXT].engine.state == "draining":
         response.force_close()
         # aiohttp has already set its own headers.
         response.headers["Connection"] = "close"

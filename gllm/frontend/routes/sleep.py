@@ -35,7 +35,7 @@ async def sleep(request: web.Request) -> web.Response:
         )
     if mode not in ("wait", "abort"):
         raise FieldError("mode", f"mode is {mode[:100]!r}, but has to be wait or abort")
-    if engine.status().state != "sleeping":
+    if engine.state != "sleeping":
         request.app[CONTEXT].check_ready()
     if mode == "abort":
         engine.abort(None)
@@ -51,5 +51,5 @@ async def wake_up(request: web.Request) -> web.Response:
 
 async def get_is_sleeping(request: web.Request) -> web.Response:
     """Return whether the server refuses requests because of /sleep."""
-    is_sleeping = request.app[CONTEXT].engine.status().state == "sleeping"
+    is_sleeping = request.app[CONTEXT].engine.state == "sleeping"
     return json_response(SleepingResponse(is_sleeping=is_sleeping))

@@ -36,10 +36,6 @@ class ReadyBackend(PipelineBackend):
     async def stop(self) -> None:
         self.client.fail_all("the test has ended")
 
-    def check_accepting(self) -> None:
-        if not self.is_accepting:
-            super().check_accepting()
-
 
 def create_engine(config: EngineConfig) -> tuple[Engine, ReadyBackend]:
     """Return an engine without workers, and its pipeline."""

@@ -218,6 +218,11 @@ class FakeEngine:
             "fake/model", self.max_model_len, vocab, (0,), self.defaults, 1_700_000_000
         )
 
+    @property
+    def accepts_requests(self) -> bool:
+        is_parking = self.state == "recovering" and not self.is_recovery_overdue
+        return self.state == "ready" or is_parking
+
     def status(self) -> EngineStatus:
         return EngineStatus(
             state=self.state,

@@ -176,7 +176,8 @@ class FleetScenario:
             first_token = rng.choice([POISON_TOKEN, BOMB_TOKEN])
         request = draw_request(rng, first_token)
         try:
-            fleet.check_accepting()
+            if not fleet.accepts_requests:
+                fleet.check_ready()
             stream = fleet.client.submit(
                 request.prompt,
                 SequenceSamplingParams(),

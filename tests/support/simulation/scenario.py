@@ -182,7 +182,7 @@ class Scenario:
 
     def _submit(self, is_last: bool = False) -> None:
         rng, supervisor = self.rng, self.supervisor
-        # As in EngineStatus.accepts_requests.
+        # As in PipelineBackend.accepts_requests.
         if supervisor.state not in ("ready", "recovering") or supervisor.is_recovery_overdue:
             return
         is_poison = self.has_poison and rng.random() < 0.15 and not is_last
