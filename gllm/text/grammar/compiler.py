@@ -231,7 +231,8 @@ class GrammarCompiler:
         try:
             process.stdin.write(json.dumps(source).encode() + b"\n")
             await process.stdin.drain()
-        except ConnectionError:
+        except (ConnectionError, RuntimeError):
+            # uvloop raises RuntimeError once it has closed the pipe of a process that has ended.
             return b""
         try:
             seconds = self._limits.answer_seconds

@@ -158,6 +158,29 @@ async def test_who_comes_behind_a_death_is_not_blamed(compiler):
         assert await compiler.compile(GrammarSource("regex", f"behind{i}"))
 
 
+async def test_a_pipe_that_uvloop_has_closed_is_that_of_a_dead_process(monkeypatch):
+    """Its transports raise RuntimeError then, for a moment before the exit is known."""
+    create = asyncio.create_subprocess_exec
+    pids = []
+
+    async def create_closed(*command, **options):
+        process = await create(*command, **options)
+        if not pids:
+
+            def write(data):
+                process.kill()
+                raise RuntimeError("unable to perform operation; the handler is closed")
+
+            process.stdin.write = write
+        pids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_closed)
+    async with opened() as compiler:
+        assert await compiler.compile(GOOD)
+        assert compiler.describe()["process_id"] == pids[1]
+
+
 async def test_a_process_that_keeps_dying_is_no_fault_of_the_grammar(monkeypatch, tmp_path, caplog):
     death = tmp_path / "death"
     death.write_text(f"{int(signal.SIGKILL)} always ")
