@@ -161,7 +161,7 @@ async def test_who_comes_behind_a_death_is_not_blamed(compiler):
 async def test_a_pipe_that_uvloop_has_closed_is_that_of_a_dead_process(monkeypatch):
     """Its transports raise RuntimeError then, for a moment before the exit is known."""
     create = asyncio.create_subprocess_exec
-    pids = []
+    pids: list[int] = []
 
     async def create_closed(*command, **options):
         process = await create(*command, **options)
@@ -171,7 +171,7 @@ async def test_a_pipe_that_uvloop_has_closed_is_that_of_a_dead_process(monkeypat
                 process.kill()
                 raise RuntimeError("unable to perform operation; the handler is closed")
 
-            process.stdin.write = write
+            monkeypatch.setattr(process.stdin, "write", write)
         pids.append(process.pid)
         return process
 
