@@ -6,7 +6,7 @@ Runs the engine's event loop on a thread of its own and shows a progress bar.
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -127,13 +127,13 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gllm", daemon=True)
         self._thread.start()
-        self._machines: AbstractContextManager[NodesConfig] | None = None
+        self._machines = ExitStack()
+        """Machines that a launcher has started."""
         try:
             nodes, secret_file = _pop_nodes(options, launcher is not None)
             config = EngineConfig.from_options(model, **options)
             if launcher is not None:
-                self._machines = launcher(config, nodes, secret_file)
-                nodes = self._machines.__enter__()
+                nodes = self._machines.enter_context(launcher(config, nodes, secret_file))
             attachment = AttachmentConfig(node_secret_file=secret_file)
             self._engine = self._wait(
                 _start(create_engine, config, progress=progress, attachment=attachment, nodes=nodes)
@@ -246,8 +246,7 @@ class LLM:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _end_loop(self) -> None:
-        if self._machines is not None:
-            self._machines.__exit__(None, None, None)
+        self._machines.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

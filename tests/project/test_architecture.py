@@ -11,7 +11,7 @@ import pytest
 
 from gllm.kernels.attention_backends import BACKENDS
 from scripts.architecture_page import PAGE, with_current_parts
-from scripts.rooms import floor_of, forbidden, room_of
+from scripts.rooms import FLOORS, forbidden, room_of
 from tests.support.sources import ROOT, parse, sources, text_of
 
 MODULES = [path for path in sources("gllm") if path.stat().st_size and "demo" not in path.parts]
@@ -81,7 +81,8 @@ def test_rooms_fill_21_packages_on_12_floors() -> None:
     rooms = {room_of(name) for name in NAMES if name != "gllm"}
     packages = {room for room in rooms if (ROOT / "gllm" / room).is_dir()}
     assert len(packages | {"demo"}) == 21
-    assert {floor_of(room) for room in rooms} <= set(range(1, 13))
+    assert rooms | {"demo"} == frozenset().union(*FLOORS)
+    assert len(FLOORS) == 12
 
 
 def test_the_check_finds_what_does_not_belong() -> None:

@@ -20,7 +20,7 @@ MAX_LINE_BYTES = 2**16
 
 
 class LoggedProcess:
-    """A process that dies with this one, and may be told to end before it has started."""
+    """A child process with its log. It dies with its parent, and `end` may come before `start`."""
 
     def __init__(self, on_line: Callable[[str], None], kill_seconds: float = KILL_SECONDS) -> None:
         """Create a process that does not run.

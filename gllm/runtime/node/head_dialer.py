@@ -79,10 +79,9 @@ class HeadDialer:
         return refusal is not None and refusal.is_master
 
     async def leave(self, message: LeaveCluster) -> None:
-        """Notify the head that this machine leaves, if it is a member, and end the session."""
+        """Notify the head that this machine leaves, if it is a member; `close` is to follow."""
         if self.session is not None and self.session.is_member:
             await self.session.leave(message)
-        self.close(message.cause)
 
     def close(self, cause: str) -> None:
         """End the session after the messages that are queued."""

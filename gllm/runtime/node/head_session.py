@@ -118,7 +118,7 @@ class HeadSession:
         self._spoke.send(message)
 
     async def leave(self, message: LeaveCluster) -> None:
-        """Send the last message and end the session once the head has answered it, or is late.
+        """Send the last message and wait until the head has answered it, or is late.
 
         A socket that is closed with unread data resets its connection, and what it has sent before
         may be lost: the head would wait for this node to return.
@@ -126,7 +126,6 @@ class HeadSession:
         self.send(message)
         waited: list[asyncio.Future[Any]] = [self._dismissed, self.ended]
         await asyncio.wait(waited, timeout=LEAVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        self.close(message.cause)
 
     def close(self, cause: str) -> None:
         """End the session after the messages that are queued."""

@@ -1,1 +1,4 @@
-"""Policies of other serving systems, as Vidur (arXiv 2405.05465) models them for comparisons."""
+"""Policies of other serving systems that presets and planners use, one file each.
+
+Those for comparisons with papers alone are in experiments/policies.
+"""
