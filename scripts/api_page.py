@@ -37,9 +37,12 @@ def cluster_field_sections() -> str:
 
 
 def _endpoint_table(endpoints: Iterable[Endpoint]) -> str:
-    lines = ["| endpoint | effect |", "| --- | --- |"]
+    """Return the table of endpoints, those with the same summary in one row."""
+    names: dict[str, list[str]] = {}
     for endpoint in endpoints:
-        lines.append(f"| `{endpoint.method} {endpoint.path}` | {endpoint.summary} |")
+        names.setdefault(endpoint.summary, []).append(f"`{endpoint.method} {endpoint.path}`")
+    lines = ["| endpoint | effect |", "| --- | --- |"]
+    lines += (f"| {', '.join(same)} | {summary} |" for summary, same in names.items())
     return "\n".join(lines) + "\n"
 
 
@@ -52,29 +55,35 @@ def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
     """Yield the lines of `field_sections`."""
     shared: dict[type[RequestFields], None] = {}
     described: dict[type[RequestFields], str] = {}
+    # Sections that have described a row of a table, by the row.
+    rows: dict[str, str] = {}
     for endpoint in endpoints:
+        title = f"{endpoint.method} {endpoint.path}"
         if endpoint.query_parameters:
-            yield from (f"## {endpoint.method} {endpoint.path}", "", *_query_table(endpoint), "")
+            yield from (f"## {title}", "", *_query_table(endpoint), "")
         fields = endpoint.request_schema
         if fields is None:
             continue
         if fields in described:
-            other = described[fields]
-            yield from (f"## {endpoint.method} {endpoint.path}", "")
-            yield from (f"The fields are those of [{other}](#{_anchor(other)}).", "")
+            yield from (f"## {title}", "", f"The fields of {_link(described[fields])}.", "")
             continue
-        described[fields] = f"{endpoint.method} {endpoint.path}"
+        described[fields] = title
         bases = [base for base in fields.__mro__[1:] if issubclass(base, RequestFields)]
         bases = [base for base in bases if base not in (RequestFields, ModelRequestFields)]
         shared.update(dict.fromkeys(bases))
-        yield from (f"## {endpoint.method} {endpoint.path}", "")
-        yield from _field_tables(fields)
+        yield from (f"## {title}", "", *_field_tables(fields, title, rows))
         if bases:
-            yield from ("", "Also accepted:", "")
-            yield from (f"- [{_title(base)}](#{_anchor(_title(base))})" for base in bases)
+            links = ", ".join(_link(_title(base)) for base in bases)
+            yield from ("", f"Also accepted: {links}.")
         yield ""
     for base in shared:
-        yield from (f"## {_title(base)}", "", *_field_tables(base), "")
+        title = _title(base)
+        yield from (f"## {title}", "", *_field_tables(base, title, rows), "")
+
+
+def _link(title: str) -> str:
+    """Return a link to a section of the page."""
+    return f"[{title}](#{_anchor(title)})"
 
 
 def _query_table(endpoint: Endpoint) -> Iterator[str]:
@@ -94,27 +103,77 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-").replace(",", "").replace("/", "")
 
 
-def _field_tables(fields: type[RequestFields]) -> Iterator[str]:
-    """Yield tables of the fields that a schema adds to its bases: supported, ignored, rejected."""
+def _field_tables(
+    fields: type[RequestFields], title: str, described: dict[str, str]
+) -> Iterator[str]:
+    """Yield tables of the fields that a schema adds to its bases: supported, ignored, rejected.
+
+    Rows of earlier sections, which `described` has, become a link; those of this one are added.
+    """
     (_,), schemas = msgspec.json.schema_components([fields])
     properties = schemas[fields.__name__]["properties"]
     own_names = set(fields.__annotations__)
     if ModelRequestFields in fields.__bases__:
         own_names |= ModelRequestFields.__annotations__.keys()
-    yield from ("| field | type | effect |", "| --- | --- | --- |")
-    for name, schema in properties.items():
-        if name in own_names:
-            yield _row(f"`{name}`", _type_name(schema), schema.get("description", ""))
-    if ignored := vars(fields).get("ignored_fields"):
-        yield from ("", "| ignored field | purpose in other servers |", "| --- | --- |")
-        yield from (_row(f"`{name}`", purpose) for name, purpose in ignored.items())
-    if unsupported := vars(fields).get("unsupported_fields"):
-        yield from ("", "| rejected field | accepted values | error |", "| --- | --- | --- |")
-        for name, field in unsupported.items():
-            if name not in properties:
-                values = [msgspec.json.encode(value).decode() for value in field.accepted_values]
-                accepted = " or ".join(f"`{value}`" for value in values)
-                yield _row(f"`{name}`", accepted or "none", f"{name} {field.reason}")
+    rows = {
+        _row(f"`{name}`", _type_name(schema), schema.get("description", "")): f"`{name}`"
+        for name, schema in properties.items()
+        if name in own_names
+    }
+    head = ("| field | type | effect |", "| --- | --- | --- |")
+    yield from _table(head, rows, title, described)
+    ignored = vars(fields).get("ignored_fields") or {}
+    by_purpose: dict[str, list[str]] = {}
+    for name, purpose in ignored.items():
+        by_purpose.setdefault(purpose, []).append(f"`{name}`")
+    if ignored:
+        items = (f"{', '.join(names)} ({purpose})" for purpose, names in by_purpose.items())
+        yield from ("", f"Ignored: {'; '.join(items)}.")
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for name, field in (vars(fields).get("unsupported_fields") or {}).items():
+        if name not in properties:
+            values = [msgspec.json.encode(value).decode() for value in field.accepted_values]
+            accepted = " or ".join(f"`{value}`" for value in values) or "none"
+            by_reason.setdefault((accepted, field.reason), []).append(f"`{name}`")
+    if by_reason:
+        rows = {
+            _row(", ".join(names), accepted, reason): ", ".join(names)
+            for (accepted, reason), names in by_reason.items()
+        }
+        head = ("| rejected field | accepted values | reason |", "| --- | --- | --- |")
+        yield ""
+        yield from _table(head, rows, title, described, "rejects ")
+
+
+def _table(
+    head: tuple[str, str],
+    rows: dict[str, str],
+    title: str,
+    described: dict[str, str],
+    verb: str = "",
+) -> Iterator[str]:
+    """Yield a table of the rows that no earlier section has, then a line with links to the others.
+
+    Args:
+        head: the first two lines of the table.
+        rows: the names of the fields of each row.
+        verb: begins the line: empty, or "rejects ".
+    """
+    new = [row for row in rows if row not in described]
+    if new:
+        yield from (*head, *new)
+    earlier: dict[str, list[str]] = {}
+    for row, names in rows.items():
+        if row in described:
+            earlier.setdefault(described[row], []).append(names)
+        else:
+            described[row] = title
+    if earlier:
+        if new:
+            yield ""
+        parts = (f"{', '.join(names)}, as {_link(of)}" for of, names in earlier.items())
+        lead = "Rejected: " if verb else "Also: " if new else "Fields: "
+        yield f"{lead}{'; '.join(parts)}."
 
 
 def _row(*cells: str) -> str:
