@@ -157,6 +157,8 @@ def _table(
     Args:
         head: the first two lines of the table.
         rows: the names of the fields of each row.
+        title: this section.
+        described: the section of each row of earlier ones; gets the new rows.
         verb: begins the line: empty, or "rejects ".
     """
     new = [row for row in rows if row not in described]

@@ -73,7 +73,7 @@ def page() -> str:
                 described[row] = title
                 parts.append(row)
         if earlier:
-            same = (f"of \"{title}\" {', '.join(names)}" for title, names in earlier.items())
+            same = (f'of "{title}" {", ".join(names)}' for title, names in earlier.items())
             parts.append(f"\nAlso, with the same meaning: {'; '.join(same)}.\n")
     return "".join(parts)
 
