@@ -53,10 +53,13 @@ def field_sections() -> str:
 
 def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
     """Yield the lines of `field_sections`."""
-    shared: dict[type[RequestFields], None] = {}
-    described: dict[type[RequestFields], str] = {}
-    # Sections that have described a row of a table, by the row.
+    # Sections that have described a row of a table, by the row: first those that bodies share.
     rows: dict[str, str] = {}
+    bases = dict.fromkeys(
+        base for endpoint in endpoints if endpoint.request_schema for base in _bases(endpoint)
+    )
+    shared = {_title(base): [*_field_tables(base, _title(base), rows)] for base in bases}
+    described: dict[type[RequestFields], str] = {}
     for endpoint in endpoints:
         title = f"{endpoint.method} {endpoint.path}"
         if endpoint.query_parameters:
@@ -68,17 +71,22 @@ def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
             yield from (f"## {title}", "", f"The fields of {_link(described[fields])}.", "")
             continue
         described[fields] = title
-        bases = [base for base in fields.__mro__[1:] if issubclass(base, RequestFields)]
-        bases = [base for base in bases if base not in (RequestFields, ModelRequestFields)]
-        shared.update(dict.fromkeys(bases))
         yield from (f"## {title}", "", *_field_tables(fields, title, rows))
-        if bases:
-            links = ", ".join(_link(_title(base)) for base in bases)
+        if links := ", ".join(_link(_title(base)) for base in _bases(endpoint)):
             yield from ("", f"Also accepted: {links}.")
         yield ""
-    for base in shared:
-        title = _title(base)
-        yield from (f"## {title}", "", *_field_tables(base, title, rows), "")
+    for title, lines in shared.items():
+        yield from (f"## {title}", "", *lines, "")
+
+
+def _bases(endpoint: Endpoint) -> list[type[RequestFields]]:
+    """Return the schemas whose fields the body of an endpoint shares with others."""
+    assert endpoint.request_schema is not None
+    return [
+        base
+        for base in endpoint.request_schema.__mro__[1:]
+        if issubclass(base, RequestFields) and base not in (RequestFields, ModelRequestFields)
+    ]
 
 
 def _link(title: str) -> str:
@@ -142,7 +150,7 @@ def _field_tables(
         }
         head = ("| rejected field | accepted values | reason |", "| --- | --- | --- |")
         yield ""
-        yield from _table(head, rows, title, described, "rejects ")
+        yield from _table(head, rows, title, described, are_rejected=True)
 
 
 def _table(
@@ -150,7 +158,7 @@ def _table(
     rows: dict[str, str],
     title: str,
     described: dict[str, str],
-    verb: str = "",
+    are_rejected: bool = False,
 ) -> Iterator[str]:
     """Yield a table of the rows that no earlier section has, then a line with links to the others.
 
@@ -159,7 +167,7 @@ def _table(
         rows: the names of the fields of each row.
         title: this section.
         described: the section of each row of earlier ones; gets the new rows.
-        verb: begins the line: empty, or "rejects ".
+        are_rejected: True for fields that are rejected.
     """
     new = [row for row in rows if row not in described]
     if new:
@@ -174,7 +182,7 @@ def _table(
         if new:
             yield ""
         parts = (f"{', '.join(names)}, as {_link(of)}" for of, names in earlier.items())
-        lead = "Rejected: " if verb else "Also: " if new else "Fields: "
+        lead = "Rejected: " if are_rejected else "Also: " if new else "Fields: "
         yield f"{lead}{'; '.join(parts)}."
 
 
