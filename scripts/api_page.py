@@ -1,5 +1,6 @@
 """Write the generated parts of docs/api.md: `python -m scripts.api_page`."""
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def _field_lines(endpoints: Iterable[Endpoint]) -> Iterator[str]:
         described[fields] = title
         yield from (f"## {title}", "", *_field_tables(fields, title, rows))
         if links := ", ".join(_link(_title(base)) for base in _bases(endpoint)):
-            yield from ("", f"Also accepted: {links}.")
+            yield from ("", _wrapped(f"Also accepted: {links}."))
         yield ""
     for title, lines in shared.items():
         yield from (f"## {title}", "", *lines, "")
@@ -87,6 +88,11 @@ def _bases(endpoint: Endpoint) -> list[type[RequestFields]]:
         for base in endpoint.request_schema.__mro__[1:]
         if issubclass(base, RequestFields) and base not in (RequestFields, ModelRequestFields)
     ]
+
+
+def _wrapped(text: str) -> str:
+    """Return a paragraph in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _link(title: str) -> str:
@@ -136,7 +142,7 @@ def _field_tables(
         by_purpose.setdefault(purpose, []).append(f"`{name}`")
     if ignored:
         items = (f"{', '.join(names)} ({purpose})" for purpose, names in by_purpose.items())
-        yield from ("", f"Ignored: {'; '.join(items)}.")
+        yield from ("", _wrapped(f"Ignored: {'; '.join(items)}."))
     by_reason: dict[tuple[str, str], list[str]] = {}
     for name, field in (vars(fields).get("unsupported_fields") or {}).items():
         if name not in properties:
@@ -183,7 +189,7 @@ def _table(
             yield ""
         parts = (f"{', '.join(names)}, as {_link(of)}" for of, names in earlier.items())
         lead = "Rejected: " if are_rejected else "Also: " if new else "Fields: "
-        yield f"{lead}{'; '.join(parts)}."
+        yield _wrapped(f"{lead}{'; '.join(parts)}.")
 
 
 def _row(*cells: str) -> str:
