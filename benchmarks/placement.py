@@ -11,9 +11,9 @@ from random import Random
 from statistics import median
 
 from gllm.options.slo import Slo
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.placement import LatencyModel, PlacementRules
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from experiments.rebalancing import Move, PredictionError, line_distance, rebalance
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import LatencyModel, PlacedRequest, PlacementRules, PlacementWorker
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster
 from gllm.sim.cluster.engine import ClusterEngine

@@ -7,11 +7,11 @@ from gllm.options.flags import input_file, parse_list
 from gllm.options.options import INT32_MAX, INT64_MAX, MAX_TIMEOUT_SECONDS, option
 from gllm.routing.disaggregation.flow import Routes, parse_routes
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
-from gllm.routing.flip import FlipConfig
 from gllm.routing.health import HealthConfig
 from gllm.routing.policy_registry import POLICIES
-from gllm.routing.scale_config import ScaleConfig
-from gllm.routing.shift_config import ShiftConfig
+from gllm.routing.scaling.role_changes import FlipConfig
+from gllm.routing.scaling.scale_config import ScaleConfig
+from gllm.routing.scaling.workload_shifts import ShiftConfig
 
 POLICY_ALIASES = {
     "cache_aware": "prefix-aware",

@@ -158,7 +158,7 @@ class LinkEstimator:
         latest = self._disagreeing[-NUM_DISAGREEING:]
         if len(latest) < NUM_DISAGREEING:
             return
-        values = [each for _, each, _, _ in latest]
+        values = [value for _, value, _, _ in latest]
         seconds = now - self._disagreeing[0][0]
         has_standing_queue = all(queue for _, _, queue, _ in latest)
         if not self._is_measured:

@@ -154,7 +154,7 @@ class FleetClient(RequestClient):
             return 0
         for stream in attached.streams:
             self._pin_numerics(attached, stream)
-        chosen = {each: self._find_engine(each, avoid=engine) for each in attached.streams}
+        chosen = {stream: self._find_engine(stream, avoid=engine) for stream in attached.streams}
         moved = [stream for stream, target in chosen.items() if target is not None]
         seqs = {seq: stream for stream in moved for seq in stream.entry.seqs.values()}
         for stream in moved:
@@ -183,7 +183,7 @@ class FleetClient(RequestClient):
             avoid: name of an engine that is not offered.
         """
         self._isolate_next(avoid)
-        self._submit_each(sorted(self._parked, key=lambda each: each.entry.arrival), avoid)
+        self._submit_each(sorted(self._parked, key=lambda request: request.entry.arrival), avoid)
 
     def reject_parked(self, cause: str, parked_for: float = 0.0) -> None:
         """End requests that have waited for an engine for a time, with kind `unavailable`.
@@ -337,7 +337,7 @@ class FleetClient(RequestClient):
         self._reserved = ""
         suspects = self._suspects.suspects(self._parked)
         # Who is to blame has seldom come far.
-        for suspect in sorted(suspects, key=lambda each: each.entry.num_output_tokens):
+        for suspect in sorted(suspects, key=lambda suspect: suspect.entry.num_output_tokens):
             if engine := self._find_engine_alone(suspect, avoid):
                 self._isolate(suspect, engine)
                 return

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from gllm.options.slo import Slo
 from gllm.router.engine_record import EngineRecord
-from gllm.routing.engine_rate import RecentLengths
 from gllm.routing.health import FleetHealth
+from gllm.routing.policies.predict import predict_all
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.predict import predict_all
 from gllm.routing.prefix_index import PromptBlockHashes
+from gllm.routing.scaling.engine_rate import RecentLengths
 from gllm.routing.shedding import retry_after_seconds, shed
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.runtime.head.journal import JournalEntry
@@ -149,7 +149,7 @@ class Dispatcher:
                 "the routing policy failed; the engine with the fewest requests is taken",
                 exc_info=True,
             )
-            least = min(engines, key=lambda each: each.stats.unfinished + each.num_sent)
+            least = min(engines, key=lambda engine: engine.stats.unfinished + engine.num_sent)
             return least.name
 
     def _may_submit(self, entry: JournalEntry, now: float) -> bool:

@@ -228,7 +228,11 @@ class Handoffs:
         if stream is None or self._pairs is None or self._by_stream[stream].decode:
             return
         handoff = self._by_stream[stream]
-        able = {each for each in self._successors(handoff) if self._engines[each].kv_endpoint}
+        able = {
+            successor
+            for successor in self._successors(handoff)
+            if self._engines[successor].kv_endpoint
+        }
         handoff.on_decode_chosen(self._pairs.choose_decode(stream, frozenset(able)) or "")
         self._start_prefetch(stream, handoff, now)
 
@@ -362,14 +366,16 @@ class Handoffs:
         names = {handoff.decode} & self._engines.keys()
         if handoff.pair.prefill in self._engines:
             names |= {
-                each for each in self._engines if self._may_exchange(handoff.pair.prefill, each)
+                engine
+                for engine in self._engines
+                if self._may_exchange(handoff.pair.prefill, engine)
             }
         return frozenset(names)
 
     def _may_exchange(self, name: str, other_name: str) -> bool:
         """Return True if the numbers in the KV caches of two engines are the same."""
         engine, other = self._engines[name], self._engines[other_name]
-        digests = [each.kv.digest() if each.kv is not None else "" for each in (engine, other)]
+        digests = [one.kv.digest() if one.kv is not None else "" for one in (engine, other)]
         if all(digests):
             return digests[0] == digests[1]
         return engine.numerics == other.numerics

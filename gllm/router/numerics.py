@@ -30,7 +30,7 @@ class NumericsIndex:
         for engine in engines:
             names[""].add(engine.name)
             names.setdefault(engine.numerics, set()).add(engine.name)
-        self._names = {numerics: frozenset(each) for numerics, each in names.items()}
+        self._names = {numerics: frozenset(engines_of) for numerics, engines_of in names.items()}
 
     def eligible(
         self, entry: JournalEntry, parked_seconds: float, reserved: str

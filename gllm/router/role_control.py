@@ -14,7 +14,7 @@ from gllm.engine.fleet_control import UnknownEngineError
 from gllm.messages.fleet import SetEngineRole
 from gllm.router.engine_record import EngineRecord
 from gllm.routing.disaggregation.policy import PairPolicy, RoleChange
-from gllm.routing.flip import FlipPolicy
+from gllm.routing.scaling.role_changes import FlipPolicy
 from gllm.routing.state import EngineSnapshot
 from gllm.runtime.messaging.fleet_links import FleetLinks
 

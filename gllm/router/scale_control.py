@@ -12,7 +12,9 @@ from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import ScaleStatus
 from gllm.options.slo import Slo
 from gllm.router.dispatcher import Dispatcher
-from gllm.routing.autoscaler import (
+from gllm.routing.policies.predict import predict_all
+from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.scaling.autoscaler import (
     OVERDUE_FACTOR,
     Autoscaler,
     EngineLoad,
@@ -20,9 +22,7 @@ from gllm.routing.autoscaler import (
     FleetLoad,
     ScaleDecision,
 )
-from gllm.routing.engine_rate import sustained_rate
-from gllm.routing.predict import predict_all
-from gllm.routing.prefix_index import PrefixIndex
+from gllm.routing.scaling.engine_rate import sustained_rate
 from gllm.routing.state import RoutingRequest
 
 PHASES = {"ready": EnginePhase.READY, "draining": EnginePhase.DRAINING}
@@ -147,6 +147,6 @@ class ScaleControl:
 
     def _predict_queue(self) -> float:
         """Return the time that a request would wait at the engine with the shortest queue."""
-        ready = [each.snapshot() for each in self._records.values() if each.accepts_requests]
+        ready = [record.snapshot() for record in self._records.values() if record.accepts_requests]
         prediction = predict_all(RoutingRequest(1, num_output_tokens=1), ready, PrefixIndex())
-        return min((each.ttft_seconds for each in prediction.values()), default=0.0)
+        return min((engine.ttft_seconds for engine in prediction.values()), default=0.0)

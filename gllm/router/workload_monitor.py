@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gllm.engine.fleet_control import WorkloadFigures, WorkloadShiftStatus, WorkloadStatus
-from gllm.routing.shift_config import ShiftConfig
-from gllm.routing.shift_detector import (
+from gllm.routing.scaling.workload_shifts import (
     RequestSample,
+    ShiftConfig,
     ShiftDetector,
     WindowMeans,
     WorkloadShift,
@@ -113,7 +113,7 @@ class WorkloadMonitor:
         """See WorkloadReport."""
         if not self._is_on:
             return None
-        return [(each.num_prompt_tokens, each.num_output_tokens) for each in self._recent]
+        return [(request.num_prompt_tokens, request.num_output_tokens) for request in self._recent]
 
     def reset_profile(self) -> bool:
         """See WorkloadReport."""

@@ -11,7 +11,6 @@ from statistics import median
 
 from gllm.options.field_types import convert_fields
 from gllm.options.options import MAX_TIMEOUT_SECONDS, option
-from gllm.routing.retry_budget import RetryBudget
 from gllm.routing.state import EngineSnapshot
 from gllm.routing.token_speed import TokenSpeed
 
@@ -25,6 +24,10 @@ MIN_WEIGHT = 0.1
 """Weight of an engine at the beginning of its slow start."""
 FORGET_SECONDS = 600.0
 """Time after which former ejections and losses of an engine count no longer."""
+RETRIES_PER_SECOND = 1.0
+"""Retries that are permitted without any requests."""
+MAX_RETRIES = 100.0
+"""Retries that may be saved up."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,38 @@ class HealthConfig:
         convert_fields(self)
 
 
+class RetryBudget:
+    """Token bucket of retries: a share of the requests, so that retries cannot add up to load.
+
+    Source: RetryBudget of Twitter's Finagle.
+
+    Args:
+        ratio: retries per request.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._num_retries = MAX_RETRIES * min(1.0, ratio)
+        self._updated_at = 0.0
+
+    def on_request(self, now: float) -> None:
+        """Add the share of a new request."""
+        self._refill(now)
+        self._num_retries = min(MAX_RETRIES, self._num_retries + self._ratio)
+
+    def may_retry(self, now: float) -> bool:
+        """Use up one retry; return False if none is left."""
+        self._refill(now)
+        if self._num_retries < 1:
+            return False
+        self._num_retries -= 1
+        return True
+
+    def _refill(self, now: float) -> None:
+        seconds, self._updated_at = max(0.0, now - self._updated_at), now
+        self._num_retries = min(MAX_RETRIES, self._num_retries + RETRIES_PER_SECOND * seconds)
+
+
 @dataclass(eq=False)
 class _EngineHealth:
     """History of one engine."""
@@ -102,15 +137,15 @@ class FleetHealth:
         """Begin the slow start of an engine that returns, or joins a fleet that runs already."""
         self._forget_old(now)
         is_known = engine in self._engines
-        others = [each for each in self._attached() if each != engine]
+        others = [name for name in self._attached() if name != engine]
         health = self._engines.setdefault(engine, _EngineHealth())
         health.attached_at = now
         # The same name may be another process on another device.
         health.speed = TokenSpeed()
         health.num_slow_reports = 0
         runs_already = any(
-            now - (self._engines[each].attached_at or now) >= self._config.slow_start_seconds
-            for each in others
+            now - (self._engines[other].attached_at or now) >= self._config.slow_start_seconds
+            for other in others
         )
         if is_known or runs_already:
             health.slow_start_at = now
@@ -140,11 +175,11 @@ class FleetHealth:
         health = self._engines.setdefault(snapshot.name, _EngineHealth(attached_at=now))
         health.role = snapshot.role
         others = [self._engines[name] for name in self._attached() if name != snapshot.name]
-        typical = [each.speed.coefficients for each in others if each.speed.coefficients]
+        typical = [other.speed.coefficients for other in others if other.speed.coefficients]
         if not health.speed.measure(snapshot, typical, now):
             return
         slowdown = health.speed.slowdown
-        slowdowns = [each.speed.slowdown for each in others if each.speed.is_recent(now)]
+        slowdowns = [other.speed.slowdown for other in others if other.speed.is_recent(now)]
         # If all are slow together, the machine or the network is, and nobody else is better.
         normal = max(1.0, median(slowdowns)) if slowdowns else 1.0
         factor = self._config.outlier_factor
@@ -186,13 +221,13 @@ class FleetHealth:
         return self._budget.may_retry(now)
 
     def _attached(self) -> list[str]:
-        return [name for name, each in self._engines.items() if each.attached_at is not None]
+        return [name for name, health in self._engines.items() if health.attached_at is not None]
 
     def _eject(self, health: _EngineHealth, cause: str, now: float) -> None:
         """Eject an engine, unless too many of its role are; its slow start follows."""
         attached = [self._engines[name] for name in self._attached()]
-        peers = [each for each in attached if each.role == health.role]
-        num_ejected = sum(each.ejected_until > now for each in peers)
+        peers = [peer for peer in attached if peer.role == health.role]
+        num_ejected = sum(peer.ejected_until > now for peer in peers)
         if num_ejected + 1 > MAX_EJECTED_SHARE * len(peers):
             return
         health.num_slow_reports = 0

@@ -150,7 +150,8 @@ def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
     r steps from now, and all later ones, have grown by r tokens then. O(n log n).
     """
     by_end = sorted(
-        (each.num_expected_tokens - each.num_output_tokens, _context(each)) for each in requests
+        (request.num_expected_tokens - request.num_output_tokens, _context(request))
+        for request in requests
     )
     total, peak = sum(context for _, context in by_end), 0.0
     for index, (remaining, context) in enumerate(by_end):
@@ -161,21 +162,25 @@ def peak_kv_tokens(requests: Iterable[PlacedRequest]) -> float:
 
 def planned_context(requests: Iterable[PlacedRequest], gamma: float) -> float:
     """Return the context in tokens that requests are planned with: sum(l_in + gamma l_pred)."""
-    return sum(each.num_prompt_tokens + gamma * each.num_expected_tokens for each in requests)
+    return sum(
+        request.num_prompt_tokens + gamma * request.num_expected_tokens for request in requests
+    )
 
 
 def admits(worker: PlacementWorker, request: PlacedRequest, rules: PlacementRules) -> bool:
     """Return True if a worker meets all constraints with one more request."""
     requests = worker.requests
-    decoding = [each for each in requests if not each.is_new]
+    decoding = [request for request in requests if not request.is_new]
     load = WorkerLoad(
         worker.model,
         len(requests),
         worker.max_num_seqs,
         worker.num_kv_tokens,
         planned_context(requests, rules.gamma),
-        lambda: sum(each.num_prompt_tokens for each in requests if each.is_new),
-        lambda tpot: (tpot * each.num_output_tokens - each.decode_seconds for each in decoding),
+        lambda: sum(request.num_prompt_tokens for request in requests if request.is_new),
+        lambda tpot: (
+            tpot * decode.num_output_tokens - decode.decode_seconds for decode in decoding
+        ),
         lambda: requests,
     )
     return meets_constraints(load, request, rules)

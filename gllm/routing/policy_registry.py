@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from random import Random
 
-from gllm.routing.aladdin import AladdinPolicy
-from gllm.routing.policy import RoutingPolicy
-from gllm.routing.predict import PredictPolicy
-from gllm.routing.prefix_aware import PrefixAwarePolicy
-from gllm.routing.session_affinity import SessionAffinityPolicy
-from gllm.routing.simple_policies import (
+from gllm.routing.policies.aladdin import AladdinPolicy
+from gllm.routing.policies.predict import PredictPolicy
+from gllm.routing.policies.prefix_aware import PrefixAwarePolicy
+from gllm.routing.policies.session_affinity import SessionAffinityPolicy
+from gllm.routing.policies.simple import (
     LeastRequestsPolicy,
     LeastTokensPolicy,
     PendingTokensPolicy,
@@ -16,6 +15,7 @@ from gllm.routing.simple_policies import (
     RandomPolicy,
     RoundRobinPolicy,
 )
+from gllm.routing.policy import RoutingPolicy
 
 POLICIES: dict[str, Callable[[Random], RoutingPolicy]] = {
     "predict": PredictPolicy,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from gllm.routing.predict import Prediction
+from gllm.routing.policies.predict import Prediction
 from gllm.routing.state import RoutingRequest
 
 SATURATED = "rejected-saturated"
@@ -27,14 +27,14 @@ def shed(request: RoutingRequest, predictions: Mapping[str, Prediction]) -> str 
     """
     if request.slo is None or request.priority < 0 or not predictions:
         return None
-    if any(_excess_seconds(request, each) <= 0 for each in predictions.values()):
+    if any(_excess_seconds(request, prediction) <= 0 for prediction in predictions.values()):
         return None
     return SATURATED
 
 
 def retry_after_seconds(request: RoutingRequest, predictions: Iterable[Prediction]) -> int:
     """Return the whole seconds after which a refused request is likely to be admitted."""
-    excess = min((_excess_seconds(request, each) for each in predictions), default=0.0)
+    excess = min((_excess_seconds(request, prediction) for prediction in predictions), default=0.0)
     return max(1, min(MAX_RETRY_SECONDS, math.ceil(excess)))
 
 

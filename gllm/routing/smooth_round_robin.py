@@ -20,7 +20,7 @@ class SmoothRoundRobin:
         """
         if not weights:
             return None
-        credits = {name: self._credits.get(name, 0.0) + each for name, each in weights.items()}
+        credits = {name: self._credits.get(name, 0.0) + weight for name, weight in weights.items()}
         # In the order of names, whatever the order of the weights.
         chosen = max(sorted(credits), key=credits.__getitem__)
         credits[chosen] -= sum(weights.values())

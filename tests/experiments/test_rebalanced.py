@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from experiments.rebalanced_cluster import RebalancedRun, simulate_rebalanced
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import LatencyModel, PlacementRules
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.sim.cluster.cluster import SimulatedCluster
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.cluster_parts import FirstEngineRouter, make_deployment

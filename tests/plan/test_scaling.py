@@ -27,8 +27,8 @@ from gllm.routing.placement import (
     PlacementWorker,
     peak_kv_tokens,
 )
-from gllm.routing.scale_config import ScaleConfig
-from gllm.routing.scheduling_groups import num_scheduling_groups, predict_scheduling_seconds
+from gllm.routing.policies.aladdin import num_scheduling_groups, predict_scheduling_seconds
+from gllm.routing.scaling.scale_config import ScaleConfig
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.deployment import roofline_deployment

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from random import Random
 
-from gllm.routing.aladdin import AladdinPolicy
-from gllm.routing.simple_policies import LeastRequestsPolicy
+from gllm.routing.policies.aladdin import AladdinPolicy
+from gllm.routing.policies.simple import LeastRequestsPolicy
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from tests.router.test_fleet import Rig
 

@@ -16,7 +16,7 @@ from gllm.engine.fleet_control import UnknownEngineError
 from gllm.messages.fleet import EngineReport, SetEngineRole
 from gllm.messages.requests import AbortSequences
 from gllm.routing.disaggregation.policy import RoleChange
-from gllm.routing.flip import FlipConfig
+from gllm.routing.scaling.role_changes import FlipConfig
 from gllm.runtime.messaging.link_config import FleetLinkConfig
 from gllm.scheduler.plan import SchedulerStats
 from tests.router.test_fleet import Rig

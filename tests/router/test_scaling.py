@@ -9,8 +9,8 @@ import pytest
 from gllm.config.router import RouterConfig
 from gllm.engine.interface import EngineUnavailableError
 from gllm.messages.fleet import EngineReport
-from gllm.routing.engine_rate import RecentLengths, sustained_rate
-from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.scaling.engine_rate import RecentLengths, sustained_rate
+from gllm.routing.scaling.scale_config import ScaleConfig
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients

@@ -13,7 +13,7 @@ from gllm.messages.sampling import SequenceSamplingParams
 from gllm.options.slo import Slo
 from gllm.router.client import FleetClient
 from gllm.router.workload_monitor import PENDING_WINDOWS, WorkloadMonitor
-from gllm.routing.shift_config import ShiftConfig
+from gllm.routing.scaling.workload_shifts import ShiftConfig
 from gllm.runtime.head.journal import JournalEntry
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.step_cost import StepCostCoefficients

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from gllm.routing.health import MIN_WEIGHT, FleetHealth, HealthConfig
-from gllm.routing.predict import predict_latency
-from gllm.routing.retry_budget import MAX_RETRIES, RetryBudget
+from gllm.routing.health import MAX_RETRIES, MIN_WEIGHT, FleetHealth, HealthConfig, RetryBudget
+from gllm.routing.policies.predict import predict_latency
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats
 from tests.support.routing.snapshots import COSTS, REQUEST

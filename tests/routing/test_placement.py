@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from experiments.rebalancing import PredictionError, line_distance, rebalance
 from gllm.options.slo import Slo
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.ongoing import OngoingRequests
 from gllm.routing.output_by_prompt import PromptLengthPredictor
 from gllm.routing.placement import (
@@ -20,6 +19,7 @@ from gllm.routing.placement import (
     admits,
     peak_kv_tokens,
 )
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.step_cost import StepCostCoefficients

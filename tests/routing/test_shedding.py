@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.options.slo import Slo
-from gllm.routing.predict import Prediction
+from gllm.routing.policies.predict import Prediction
 from gllm.routing.shedding import MAX_RETRY_SECONDS, SATURATED, retry_after_seconds, shed
 from gllm.routing.state import RoutingRequest
 

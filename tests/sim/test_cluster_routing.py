@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 
 from benchmarks.routing import simulate, simulated_capacity, simulated_pool
+from gllm.routing.policies.predict import Prediction, predict_all
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import make_policy
-from gllm.routing.predict import Prediction, predict_all
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 from gllm.sim.cluster.cluster import SimulatedCluster, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gllm.options.slo import Slo
 from gllm.plan.budget import SearchBudget
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import ALL_CONSTRAINTS, LatencyModel, PlacementRules
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.policy_registry import make_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.capacity import SearchEndedError

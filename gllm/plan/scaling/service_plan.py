@@ -21,7 +21,7 @@ from gllm.plan.serving_plan import (
     ServingPlan,
     StagePlan,
 )
-from gllm.routing.autoscaler import ScaleRule, fit_scale_rule
+from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
 from gllm.sim.deployment import roofline_deployment
 from gllm.sim.workloads.requests import make_workload
 

@@ -13,7 +13,7 @@ from gllm.routing.disaggregation.policy import (
     PairRequest,
 )
 from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
-from gllm.routing.simple_policies import choose_least
+from gllm.routing.policies.simple import choose_least
 from gllm.routing.state import EngineSnapshot
 
 

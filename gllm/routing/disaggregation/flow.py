@@ -110,5 +110,9 @@ def _weights(
 ) -> dict[str, float]:
     """Return the weights of engines that a plan names; None: of all engines."""
     if flows is None:
-        return {each.name: each.weight for each in engines}
-    return {each.name: each.weight * flows[each.name] for each in engines if each.name in flows}
+        return {engine.name: engine.weight for engine in engines}
+    return {
+        engine.name: engine.weight * flows[engine.name]
+        for engine in engines
+        if engine.name in flows
+    }

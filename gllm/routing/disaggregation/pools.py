@@ -19,5 +19,5 @@ def decode_pool(engines: Sequence[EngineSnapshot]) -> Sequence[EngineSnapshot]:
 
 
 def _pool(engines: Sequence[EngineSnapshot], role: str) -> Sequence[EngineSnapshot]:
-    own = [each for each in engines if each.role in (role, "mixed")]
+    own = [engine for engine in engines if engine.role in (role, "mixed")]
     return own or engines

@@ -75,7 +75,7 @@ class RolePools:
         A phase keeps its last machine: one whose home is that phase, mixed or not.
         """
         pools = self.divide(engines)
-        num_left = {role: sum(each.role == role for each in engines) for role in OPPOSITE_ROLES}
+        num_left = {role: sum(engine.role == role for engine in engines) for role in OPPOSITE_ROLES}
         overdue = []
         for engine in pools.mixed:
             stay = self._stays.get(engine.name)

@@ -15,7 +15,7 @@ from gllm.routing.disaggregation.policy import (
     RoleChange,
 )
 from gllm.routing.disaggregation.role_pools import OPPOSITE_ROLES, Pools, RolePools
-from gllm.routing.simple_policies import choose_least
+from gllm.routing.policies.simple import choose_least
 from gllm.routing.state import EngineSnapshot
 
 MAX_PENDING_TOKENS = 8192
@@ -79,7 +79,7 @@ class SplitwisePairPolicy(PairPolicy):
     def role_changes(self, engines: Sequence[EngineSnapshot], now: float) -> list[RoleChange]:
         """Return the machines that have been mixed for too long, with the other role."""
         overdue = self.pools.overdue(engines, now)
-        return [RoleChange(each.name, OPPOSITE_ROLES[each.role]) for each in overdue]
+        return [RoleChange(machine.name, OPPOSITE_ROLES[machine.role]) for machine in overdue]
 
     def _find_prefill(self, request: PairRequest, pools: Pools) -> EngineSnapshot | None:
         """Return the best machine of the prompt pool, else of the mixed pool, if it has room."""
@@ -118,8 +118,9 @@ class SplitwisePairPolicy(PairPolicy):
         return self._least(
             engines,
             {
-                each.name: (self._pending_tokens(each) + request.num_prompt_tokens) / each.weight
-                for each in engines
+                engine.name: (self._pending_tokens(engine) + request.num_prompt_tokens)
+                / engine.weight
+                for engine in engines
             },
         )
 
@@ -127,12 +128,15 @@ class SplitwisePairPolicy(PairPolicy):
         """Return the machine with the least reserved memory; there is at least one."""
         return self._least(
             engines,
-            {each.name: (self._reserved_tokens(each) + 1) / each.weight for each in engines},
+            {
+                engine.name: (self._reserved_tokens(engine) + 1) / engine.weight
+                for engine in engines
+            },
         )
 
     def _least(self, engines: Sequence[EngineSnapshot], loads: dict[str, float]) -> EngineSnapshot:
-        name = choose_least(engines, lambda each: loads[each.name], self._rng)
-        return next(each for each in engines if each.name == name)
+        name = choose_least(engines, lambda engine: loads[engine.name], self._rng)
+        return next(engine for engine in engines if engine.name == name)
 
     def _pending_tokens(self, engine: EngineSnapshot) -> int:
         """Return the prompt tokens that wait; those of other routers are in the statistics."""

@@ -16,7 +16,7 @@ from gllm.routing.disaggregation.policy import (
     PairRequest,
 )
 from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
-from gllm.routing.simple_policies import choose_least
+from gllm.routing.policies.simple import choose_least
 from gllm.routing.state import EngineSnapshot
 
 
@@ -43,12 +43,12 @@ class TetriPairPolicy(PairPolicy):
         """Return the better of two random decode engines with enough free KV memory."""
         pool = decode_pool(engines)
         num_tokens = request.num_prompt_tokens + request.output.num_tokens
-        fitting = [each for each in pool if self._free_tokens(each) >= num_tokens]
+        fitting = [engine for engine in pool if self._free_tokens(engine) >= num_tokens]
         if fitting:
             pair = self._rng.sample(fitting, min(2, len(fitting)))
             name = self._least_interference(request, pair)
         else:
-            name = choose_least(pool, lambda each: -self._free_tokens(each), self._rng)
+            name = choose_least(pool, lambda engine: -self._free_tokens(engine), self._rng)
         return self._assign_decode(request, name) if name is not None else None
 
     def _least_interference(
@@ -63,9 +63,9 @@ class TetriPairPolicy(PairPolicy):
             return (own + 1) / engine.weight
 
         least = min(map(num_alike, engines))
-        alike = [each for each in engines if num_alike(each) == least]
+        alike = [engine for engine in engines if num_alike(engine) == least]
         return choose_least(
-            alike, lambda each: self.loads.of(each.name).num_decodes / each.weight, self._rng
+            alike, lambda engine: self.loads.of(engine.name).num_decodes / engine.weight, self._rng
         )
 
     def _free_tokens(self, engine: EngineSnapshot) -> float:

@@ -7,7 +7,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.scaling.scale_config import ScaleConfig
 from tests.deploy.manifests.test_deploy import families as metric_families  # noqa: F401
 from tests.deploy.manifests.test_manifests import DEPLOY, KUBERNETES, read_objects
 from tests.support.schemas.keda import SCALED_OBJECT

@@ -40,8 +40,8 @@ def place_heartbeat(
     """Place the requests of a heartbeat by best fit, those with the longest prompts first.
 
     The router does not collect requests until a heartbeat, which would delay their first tokens:
-    its policy (gllm/routing/aladdin.py) places each one by best fit when it arrives, and so do
-    simulated clusters.
+    its policy (gllm/routing/policies/aladdin.py) places each one by best fit when it arrives, and
+    so do simulated clusters.
 
     Of 1,000 random instances of 4 to 12 requests, 983 get the optimal number of workers, 9 get more
     than 1.3 times as many: 3 instead of 2, or 4 instead of 3.

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from gllm.routing.policies.prefix_aware import count_cached_tokens
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.prefix_aware import count_cached_tokens
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
 from gllm.scheduler.config import SchedulerConfig
@@ -78,16 +78,16 @@ def predict_all(
 
     An engine without a cost model of its own is predicted by the median of the others'.
     """
-    known = [each.coefficients for each in engines if each.coefficients is not None]
+    known = [engine.coefficients for engine in engines if engine.coefficients is not None]
     typical = median_coefficients(known) or DEFAULT_COEFFICIENTS
     cached = count_cached_tokens(request, engines, prefixes)
     return {
-        each.name: predict_latency(
+        engine.name: predict_latency(
             request,
-            each if each.coefficients is not None else each._replace(coefficients=typical),
-            cached[each.name],
+            engine if engine.coefficients is not None else engine._replace(coefficients=typical),
+            cached[engine.name],
         )
-        for each in engines
+        for engine in engines
     }
 
 
@@ -109,14 +109,18 @@ class PredictPolicy(RoutingPolicy):
         objective = request.slo.tpot_seconds if request.slo is not None else None
         if objective is not None:
             # The fastest engines, if none meets the objective.
-            fastest = min(each.tpot_seconds for each in predictions.values())
+            fastest = min(prediction.tpot_seconds for prediction in predictions.values())
             limit = max(objective, TIE_RATIO * fastest)
-            engines = [each for each in engines if predictions[each.name].tpot_seconds <= limit]
-        delays = {each.name: predictions[each.name].ttft_seconds / each.weight for each in engines}
+            engines = [
+                engine for engine in engines if predictions[engine.name].tpot_seconds <= limit
+            ]
+        delays = {
+            engine.name: predictions[engine.name].ttft_seconds / engine.weight for engine in engines
+        }
         longest = min(delays.values()) * TIE_RATIO
-        equal = [each for each in engines if delays[each.name] <= longest]
+        equal = [engine for engine in engines if delays[engine.name] <= longest]
         self._rng.shuffle(equal)
-        return min(equal, key=lambda each: (each.num_requests, each.stats.kv_usage)).name
+        return min(equal, key=lambda engine: (engine.num_requests, engine.stats.kv_usage)).name
 
 
 def _load(engine: EngineSnapshot, costs: StepCostCoefficients, num_tokens: int) -> _Load:

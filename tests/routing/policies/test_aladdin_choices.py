@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.placement import MODEL, LoadedFleet
 from gllm.options.slo import NO_SLO, Slo
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.output_by_prompt import (
     MIN_BUCKET_REQUESTS,
     PromptLengthPredictor,
@@ -20,6 +19,7 @@ from gllm.routing.placement import (
     admits,
     admits_kv_cache,
 )
+from gllm.routing.policies.aladdin import AladdinPolicy
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.output_lengths import OutputHistory
 from gllm.sim.workloads.requests import make_workload

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gllm.options.slo import Slo
+from gllm.routing.policies.session_affinity import MAX_EXTRA_REQUESTS
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
-from gllm.routing.session_affinity import MAX_EXTRA_REQUESTS
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
 from tests.support.routing.snapshots import COSTS, REQUEST, engine

@@ -15,8 +15,8 @@ from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
-from gllm.routing.arrival_rate import ArrivalRate
-from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.scaling.arrival_rate import ArrivalRate
+from gllm.routing.scaling.scale_config import ScaleConfig
 
 DOWN_MARGIN = 2.0
 """Standard errors that are added to the rate before fewer engines are wanted."""
@@ -156,10 +156,10 @@ class Autoscaler:
         """Return the decision for the present load; called about once per second."""
         if self.rate.observe(load.num_arrivals, now):
             self._least_k5 = 0.0
-        ready = [each for each in load.engines if each.phase is EnginePhase.READY]
-        starting = [each for each in load.engines if each.phase is EnginePhase.STARTING]
+        ready = [engine for engine in load.engines if engine.phase is EnginePhase.READY]
+        starting = [engine for engine in load.engines if engine.phase is EnginePhase.STARTING]
         self._measure_startups(load.engines, now)
-        is_busy = load.num_waiting > 0 or any(each.num_requests for each in load.engines)
+        is_busy = load.num_waiting > 0 or any(engine.num_requests for engine in load.engines)
         if load.num_arrivals or is_busy:
             self._last_arrival = now
         self._set_needed(load, len(ready), now)
@@ -224,12 +224,12 @@ class Autoscaler:
 
     def _measure_startups(self, engines: Sequence[EngineLoad], now: float) -> None:
         """Note how long the engines that are ready for the first time have been missing."""
-        for each in engines:
-            if each.phase is EnginePhase.READY and each.name not in self._known:
-                self._known.add(each.name)
+        for engine in engines:
+            if engine.phase is EnginePhase.READY and engine.name not in self._known:
+                self._known.add(engine.name)
                 if self._requested:
                     self._startups.append(max(0.1, now - self._requested.popleft()))
-        self._known &= {each.name for each in engines}
+        self._known &= {engine.name for engine in engines}
 
     def _note_missing(self, num_ready: int, now: float) -> None:
         """Note since when engines are missing, and how many of them will never come."""
@@ -255,20 +255,22 @@ class Autoscaler:
         num_wanted: int,
     ) -> ScaleDecision:
         """Return the engines to drain, to undrain and to remove."""
-        draining = [each for each in engines if each.phase is EnginePhase.DRAINING]
-        own = [each for each in draining if each.name in self._draining]
+        draining = [engine for engine in engines if engine.phase is EnginePhase.DRAINING]
+        own = [engine for engine in draining if engine.name in self._draining]
         num_lacking = max(0, self.num_needed - len(ready) - len(starting))
-        back = sorted(own, key=lambda each: (-each.num_requests, each.name))[:num_lacking]
-        undrain = tuple(each.name for each in back)
+        back = sorted(own, key=lambda engine: (-engine.num_requests, engine.name))[:num_lacking]
+        undrain = tuple(engine.name for engine in back)
         drain: list[str] = []
         if len(ready) >= self.num_needed:
             # One that has not started serves nobody; one that serves few loses little.
-            ordered = sorted(starting, key=lambda each: each.name)
-            ordered += sorted(ready, key=lambda each: (each.num_requests, each.name))
+            ordered = sorted(starting, key=lambda engine: engine.name)
+            ordered += sorted(ready, key=lambda engine: (engine.num_requests, engine.name))
             num_surplus = len(ready) + len(starting) - num_wanted
-            drain = [each.name for each in ordered[: max(0, num_surplus)]]
-        self._draining = {*drain, *(each.name for each in own)}
+            drain = [engine.name for engine in ordered[: max(0, num_surplus)]]
+        self._draining = {*drain, *(engine.name for engine in own)}
         removable = tuple(
-            each.name for each in draining if not each.num_requests and each.name not in undrain
+            engine.name
+            for engine in draining
+            if not engine.num_requests and engine.name not in undrain
         )
         return ScaleDecision(num_wanted, tuple(drain), undrain, removable)

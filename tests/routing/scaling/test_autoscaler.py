@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.routing.arrival_rate import ArrivalRate, least_stable_rate
-from gllm.routing.autoscaler import (
+from gllm.routing.scaling.arrival_rate import ArrivalRate, least_stable_rate
+from gllm.routing.scaling.autoscaler import (
     Autoscaler,
     EngineLoad,
     EnginePhase,
@@ -19,7 +19,7 @@ from gllm.routing.autoscaler import (
     ScaleRule,
     fit_scale_rule,
 )
-from gllm.routing.scale_config import ScaleConfig
+from gllm.routing.scaling.scale_config import ScaleConfig
 from gllm.sim.workloads.arrivals import sample_arrival_times
 from tests.support.examples import num_examples
 

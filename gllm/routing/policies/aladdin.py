@@ -11,6 +11,8 @@ fallback for a fixed number of engines is ours.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from math import log2
 from random import Random
 from typing import NamedTuple
 
@@ -25,11 +27,128 @@ from gllm.routing.placement import (
     meets_constraints,
 )
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.scheduling_groups import SchedulingGroups
+from gllm.routing.scaling.arrival_rate import ArrivalRate, least_stable_rate
 from gllm.routing.state import EngineSnapshot, RoutingRequest, median_coefficients
 
 UNKNOWN_MODEL = LatencyModel(0.0, 0.0, 0.0, 0.0, 0.0)
 """Model before an engine has fitted its steps: no constraint of time binds."""
+MAX_SECONDS = 0.05
+"""Time that the placement of a heartbeat may take."""
+HEARTBEAT_SECONDS = 1.0
+WORKER_SECONDS = 4e-6
+"""Time per engine and comparison, with 64 requests on each engine (`benchmarks.placement`)."""
+STABLE_SECONDS = 120.0
+"""Time in which the mean rate of a group has to be known: that after which fewer engines are wanted
+(`--scale-down-seconds`)."""
+
+
+def predict_scheduling_seconds(
+    num_workers: float, num_requests: float, worker_seconds: float
+) -> float:
+    """Return the time in which the requests of a heartbeat are placed: r a n log n.
+
+    Args:
+        num_workers: n.
+        num_requests: r.
+        worker_seconds: a: time per worker and comparison.
+    """
+    n = max(2.0, num_workers)
+    return num_requests * worker_seconds * n * log2(n)
+
+
+def num_scheduling_groups(
+    num_workers: int,
+    rate: float,
+    heartbeat_seconds: float,
+    worker_seconds: float,
+    least_rate: float,
+    max_seconds: float = MAX_SECONDS,
+) -> int:
+    """Return the fewest groups whose placements are fast enough; at least 1.
+
+    A group gets at least the rate at which its number of workers can be predicted, so the groups
+    may be too few to be fast.
+
+    Args:
+        num_workers: Workers of all groups.
+        rate: Requests per second of all groups.
+        heartbeat_seconds: Time between placements.
+        worker_seconds: Time per worker and comparison.
+        least_rate: R: least requests per second of a group.
+        max_seconds: Longest time of a placement.
+    """
+    groups = 1
+    while groups < num_workers and rate / (groups + 1) >= least_rate:
+        num_requests = rate * heartbeat_seconds / groups
+        seconds = predict_scheduling_seconds(num_workers / groups, num_requests, worker_seconds)
+        if seconds <= max_seconds:
+            break
+        groups += 1
+    return groups
+
+
+class SchedulingGroups:
+    """Division of a router's engines among groups, and the group of each request.
+
+    Requests are divided equally among the groups. A placement sorts the engines of one group.
+    Source: "Aladdin", section on distributed scheduling; the rule is ours.
+
+    Pure: time is an argument. An engine hashes to its group, so that few engines change theirs when
+    the number of groups or of engines does.
+    """
+
+    def __init__(self) -> None:
+        self.num_groups = 1
+        self._rate: ArrivalRate | None = None
+        self._turn = 0
+        self._group_by_name: dict[str, int] = {}
+
+    def on_request(self, num_engines: int, now: float) -> None:
+        """Count a request, and set the number of groups by the rate.
+
+        Args:
+            num_engines: Engines that may get the request.
+            now: Time in seconds.
+        """
+        if self._rate is None:
+            self._rate = ArrivalRate(now)
+        self._rate.observe(1, now)
+        num_groups = num_scheduling_groups(
+            num_engines, self._rate.rate, HEARTBEAT_SECONDS, WORKER_SECONDS,
+            least_stable_rate(STABLE_SECONDS),
+        )  # fmt: skip
+        if num_groups != self.num_groups:
+            self.num_groups = num_groups
+            self._group_by_name.clear()
+
+    def divide(self, names: Sequence[str]) -> list[list[int]]:
+        """Return the indexes of the engines of each group, that of the next request first.
+
+        Args:
+            names: Names of the engines. Groups without any of them are left out.
+        """
+        if self.num_groups == 1:
+            return [[*range(len(names))]]
+        if len(self._group_by_name) > 2 * len(names):
+            # Engines that have gone.
+            self._group_by_name.clear()
+        groups: list[list[int]] = [[] for _ in range(self.num_groups)]
+        for index, name in enumerate(names):
+            group = self._group_by_name.get(name)
+            if group is None:
+                group = self._group_by_name[name] = _hash_to_group(name, self.num_groups)
+            groups[group].append(index)
+        self._turn = (self._turn + 1) % self.num_groups
+        order = groups[self._turn :] + groups[: self._turn]
+        return [group for group in order if group]
+
+
+def _hash_to_group(name: str, num_groups: int) -> int:
+    """Return the group of an engine: that with the highest hash together with its name."""
+    return max(
+        range(num_groups),
+        key=lambda group: blake2b(f"{name}\0{group}".encode(), digest_size=8).digest(),
+    )
 
 
 class AladdinPolicy(RoutingPolicy):
@@ -69,15 +188,15 @@ class AladdinPolicy(RoutingPolicy):
         models = self._models(length, engines)
         self._groups.on_request(len(engines), engines[0].time)
         least: list[_Worker] = []
-        for group in self._groups.divide([each.name for each in engines]):
+        for group in self._groups.divide([engine.name for engine in engines]):
             workers = [self._worker(engines[index], models[index], rules) for index in group]
             self._rng.shuffle(workers)
-            workers.sort(key=lambda each: each.load, reverse=True)
+            workers.sort(key=lambda worker: worker.load, reverse=True)
             for worker in workers:
                 if worker.admits(placed, rules):
                     return worker.engine.name
             least.append(workers[-1])
-        return min(least, key=lambda each: each.load).engine.name
+        return min(least, key=lambda worker: worker.load).engine.name
 
     def on_finished(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Record the length of an output, which predicts later ones."""
@@ -87,13 +206,13 @@ class AladdinPolicy(RoutingPolicy):
         """Return the latency model of each engine; one that has none gets a typical one."""
         if self._model is not None:
             return [self._model] * len(engines)
-        costs = [each.coefficients for each in engines]
+        costs = [engine.coefficients for engine in engines]
         typical = None
         if None in costs:
-            typical = median_coefficients([each for each in costs if each is not None])
+            typical = median_coefficients([cost for cost in costs if cost is not None])
         return [
             LatencyModel.from_step_costs(known, length) if known else UNKNOWN_MODEL
-            for known in (each or typical for each in costs)
+            for known in (cost or typical for cost in costs)
         ]
 
     def _worker(
@@ -102,7 +221,8 @@ class AladdinPolicy(RoutingPolicy):
         """Return an engine with its load; a weight below 1 scales its limits."""
         gamma, predict = rules.gamma, self.output_lengths.predict
         expected = [
-            predict(each.num_prompt_tokens, each.num_output_tokens) for each in engine.ongoing
+            predict(request.num_prompt_tokens, request.num_output_tokens)
+            for request in engine.ongoing
         ]
         context = sum(
             request.num_prompt_tokens + gamma * length
@@ -143,16 +263,18 @@ class _Worker(NamedTuple):
 
     def _num_new_tokens(self) -> int:
         ongoing = self.engine.ongoing
-        return sum(each.num_prompt_tokens for each in ongoing if not each.num_output_tokens)
+        return sum(
+            request.num_prompt_tokens for request in ongoing if not request.num_output_tokens
+        )
 
     def _decode_slacks(self, tpot_seconds: float) -> Iterator[float]:
         now = self.engine.time
-        for each in self.engine.ongoing:
-            if each.num_output_tokens:
-                yield tpot_seconds * each.num_output_tokens - (now - each.first_token_time)
+        for request in self.engine.ongoing:
+            if request.num_output_tokens:
+                yield tpot_seconds * request.num_output_tokens - (now - request.first_token_time)
 
     def _placed_requests(self) -> list[PlacedRequest]:
         return [
-            PlacedRequest(each.num_prompt_tokens, length, each.num_output_tokens)
-            for each, length in zip(self.engine.ongoing, self.expected_outputs, strict=True)
+            PlacedRequest(ongoing.num_prompt_tokens, length, ongoing.num_output_tokens)
+            for ongoing, length in zip(self.engine.ongoing, self.expected_outputs, strict=True)
         ]

@@ -10,6 +10,9 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from gllm.options.field_types import convert_fields
+from gllm.options.options import option
+
 LEAST_GAP_SECONDS = 1e-6
 """Least mean time between arrivals: a rate is finite, also for requests that arrive together."""
 QUANTITIES = ("prompt tokens", "output tokens", "seconds between arrivals")
@@ -86,6 +89,39 @@ class ShiftRule:
                 f"relative_change {self.relative_change}, num_errors {self.num_errors}: the first "
                 "must be above 0, the second at least 0"
             )
+
+
+@dataclass(frozen=True)
+class ShiftConfig:
+    """Detection of shifts: on or off, and the limits of a lasting shift."""
+
+    detect_shifts: bool = option(
+        False,
+        "watch the lengths and the rate of requests; publish lasting shifts in GET /engines, after "
+        "which a plan is worth a new search, and the lengths in GET /workload",
+    )
+    shift_window: int = option(
+        ShiftRule.window,
+        "requests of a window; two windows are the profile, and two in a row with the same change "
+        "are a shift",
+        ge=2,
+        le=100_000,
+    )
+    shift_change: float = option(
+        ShiftRule.relative_change,
+        "least change of the mean prompt, output or time between arrivals, as a share of the "
+        "profile; it is also at least 3 standard errors",
+        gt=0,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the fields. Raises ValueError that names the field and the fix."""
+        convert_fields(self)
+
+    @property
+    def rule(self) -> ShiftRule:
+        """Limits of a lasting shift."""
+        return ShiftRule(window=self.shift_window, relative_change=self.shift_change)
 
 
 class ShiftDetector:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.routing.flip import FlipConfig, FlipPolicy, phase_load
+from gllm.routing.scaling.role_changes import FlipConfig, FlipPolicy, phase_load
 from gllm.routing.state import EngineSnapshot
 from tests.support.examples import num_examples
 from tests.support.routing.pair_engines import engine

@@ -6,9 +6,9 @@ have, so that a cached prefix outweighs as many waiting tokens.
 
 from collections.abc import Mapping, Sequence
 
+from gllm.routing.policies.simple import choose_least
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.prefix_index import PrefixIndex
-from gllm.routing.simple_policies import choose_least
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 TOKENS_PER_REQUEST = 16
@@ -25,9 +25,11 @@ def count_cached_tokens(
     """
     cached = prefixes.cached_blocks(request.block_hashes)
     return {
-        each.name: min(cached.get(each.name, 0), (request.num_prompt_tokens - 1) // each.block_size)
-        * each.block_size
-        for each in engines
+        engine.name: min(
+            cached.get(engine.name, 0), (request.num_prompt_tokens - 1) // engine.block_size
+        )
+        * engine.block_size
+        for engine in engines
     }
 
 

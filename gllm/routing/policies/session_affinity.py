@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from gllm.routing.policies.simple import choose_least, weighted_requests
 from gllm.routing.policy import RoutingPolicy
-from gllm.routing.simple_policies import choose_least, weighted_requests
 from gllm.routing.state import EngineSnapshot, RoutingRequest
 
 MAX_RELATIVE_LOAD = 1.5
@@ -33,11 +33,13 @@ class SessionAffinityPolicy(RoutingPolicy):
         """Return the session's engine."""
         if not request.session or not engines:
             return choose_least(engines, weighted_requests, self._rng)
-        mean = (sum(each.num_requests for each in engines) + 1) / len(engines)
+        mean = (sum(engine.num_requests for engine in engines) + 1) / len(engines)
         limit = MAX_RELATIVE_LOAD * mean + MAX_EXTRA_REQUESTS
         # The engine with the fewest requests never exceeds the limit.
-        candidates = [each for each in engines if each.num_requests + 1 <= limit]
-        return max(candidates, key=lambda each: _rendezvous_score(request.session, each)).name
+        candidates = [engine for engine in engines if engine.num_requests + 1 <= limit]
+        return max(
+            candidates, key=lambda candidate: _rendezvous_score(request.session, candidate)
+        ).name
 
 
 def _rendezvous_score(session: str, engine: EngineSnapshot) -> float:

@@ -28,7 +28,7 @@ def choose_least(
         return None
     loads = [load(engine) for engine in engines]
     least = min(loads)
-    return rng.choice([each.name for each, x in zip(engines, loads, strict=True) if x == least])
+    return rng.choice([engine.name for engine, x in zip(engines, loads, strict=True) if x == least])
 
 
 class RoundRobinPolicy(RoutingPolicy):
@@ -42,7 +42,7 @@ class RoundRobinPolicy(RoutingPolicy):
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineSnapshot]) -> str | None:
         """Return the engine whose turn it is."""
-        return self._turns.choose({each.name: each.weight for each in engines})
+        return self._turns.choose({engine.name: engine.weight for engine in engines})
 
 
 class RandomPolicy(RoutingPolicy):
@@ -102,7 +102,8 @@ class PendingTokensPolicy(RoutingPolicy):
 
         def weighted_tokens(engine: EngineSnapshot) -> float:
             num_tokens = sum(
-                1 if each.num_output_tokens else each.num_prompt_tokens for each in engine.ongoing
+                1 if ongoing.num_output_tokens else ongoing.num_prompt_tokens
+                for ongoing in engine.ongoing
             )
             return (num_tokens + request.num_prompt_tokens) / engine.weight
 

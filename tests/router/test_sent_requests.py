@@ -1,6 +1,6 @@
 """Requests on their way: counted until an output or later statistics include them."""
 
-from gllm.routing.sent_requests import SETTLE_SECONDS, SentRequests
+from gllm.router.engine_record import SETTLE_SECONDS, SentRequests
 
 
 def test_requests_count_until_statistics_include_them() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gllm.routing.shift_detector import (
+from gllm.routing.scaling.workload_shifts import (
     QUANTITIES,
     RequestSample,
     ShiftDetector,

@@ -83,7 +83,7 @@ class FlipPolicy:
                 count as engines of their role no more.
             now: time in seconds, not less than before.
         """
-        ready = {each.name: each for each in engines if each.state == "ready"}
+        ready = {engine.name: engine for engine in engines if engine.state == "ready"}
         for name in [name for name in self._windows if name not in ready]:
             del self._windows[name]
         for name, engine in ready.items():

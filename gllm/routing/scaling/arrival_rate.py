@@ -108,8 +108,8 @@ class ArrivalRate:
         """
         seconds, count, bins = 0.0, 0, iter(self._bins)
         while seconds < self._seconds / 2:
-            each = next(bins)
-            seconds, count = seconds + each.seconds, count + each.num_arrivals
+            bin_ = next(bins)
+            seconds, count = seconds + bin_.seconds, count + bin_.num_arrivals
         later_seconds, later = self._seconds - seconds, self._count - count
         if seconds <= 0 or later_seconds <= 0:
             return 0.0
@@ -135,11 +135,11 @@ class ArrivalRate:
         """Test a bin against the earlier ones; forget those before a change point."""
         if not self._seconds:
             return False
-        for each in self._sums:
+        for sum_ in self._sums:
             # Of a short history the true rate may be higher or lower by chance.
-            rate = self.bound(2.0 if each.ratio > 1 else -2.0)
-            if each.add(arrivals, rate):
-                self._forget(max(0, len(self._bins) - each.num_bins + 1))
+            rate = self.bound(2.0 if sum_.ratio > 1 else -2.0)
+            if sum_.add(arrivals, rate):
+                self._forget(max(0, len(self._bins) - sum_.num_bins + 1))
                 self._sums = [_Sum(ratio) for ratio in RATIOS]
                 return True
         return False

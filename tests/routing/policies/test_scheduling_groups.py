@@ -6,9 +6,8 @@ from typing import Any
 
 from benchmarks.placement import MODEL
 from gllm.options.slo import Slo
-from gllm.routing.aladdin import AladdinPolicy
 from gllm.routing.placement import PlacementRules
-from gllm.routing.scheduling_groups import SchedulingGroups
+from gllm.routing.policies.aladdin import AladdinPolicy, SchedulingGroups
 from gllm.routing.state import EngineSnapshot, OngoingRequest, RoutingRequest
 
 NAMES = [f"engine-{number}" for number in range(200)]

@@ -1,0 +1,1 @@
+"""Routing policies, one per file: which engine gets a request."""

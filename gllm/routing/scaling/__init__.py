@@ -1,0 +1,1 @@
+"""Number and roles of engines, and shifts of the workload; all of it is pure."""
