@@ -13,7 +13,8 @@ import msgspec
 
 from benchmarks.recovery import make_prompts
 from benchmarks.soak_bad_requests import BAD_REQUESTS, RAW_REQUESTS, send_bad, send_raw
-from gllm.commands.bench.events import DONE, EventReader, StreamChunk, error_message
+from gllm.commands.bench.events import StreamChunk
+from gllm.deploy.server_client import DONE, EventReader, error_message
 
 REQUEST_SECONDS = 600.0
 """Maximum time of a request, recoveries included; a longer one is lost."""

@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.cpu.serving import free_port
 from benchmarks.soak_samples import ProcessSampler
-from gllm.commands.top.scrape import MetricsScrape, parse_metrics
+from gllm.deploy.metrics_scrape import MetricsScrape, parse_metrics
 
 START_SECONDS = 300.0
 """Maximum time until the server is ready."""

@@ -14,7 +14,8 @@ import msgspec
 
 from benchmarks.fleet_processes import open_session
 from benchmarks.weak_model import CONTEXT, PRINTABLE
-from gllm.commands.bench.events import DONE, EventReader, StreamChunk, error_message
+from gllm.commands.bench.events import StreamChunk
+from gllm.deploy.server_client import DONE, EventReader, error_message
 
 STREAM_PROMPT_TOKENS = 32
 PROMPT_TOKENS, PROMPT_INTERVAL = 500, 2.0

@@ -3,52 +3,43 @@
 import argparse
 import http.client
 import json
-import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator
 from typing import Any
 
-from gllm.config.server import check_api_key
-from gllm.options.flags import FlagParser, FlagType, number_type, parse_url
+from gllm.commands.server_command import add_server_flags, make_client
+from gllm.deploy.server_client import ServerClient, ServerError, error_message, read_events
+from gllm.options.flags import FlagParser, number_type
 from gllm.options.options import INT32_MAX
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/clear resets the conversation, /quit exits, Ctrl-C stops an answer"
 ChatMessage = dict[str, str]
-
-
-class ChatServerError(Exception):
-    """The server cannot be reached or returned an error."""
 
 
 class ChatClient:
     """Client of a server's chat completions endpoint."""
 
-    def __init__(self, url: str, options: dict[str, Any], api_key: str | None = None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+    def __init__(self, server: ServerClient, options: dict[str, Any]) -> None:
+        self._server = server
         self._options = options
-        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def model(self) -> str:
         """Return the name of the served model.
 
         Raises:
-            ChatServerError: The server cannot be reached or has another API.
+            ServerError: The server cannot be reached or has another API.
         """
-        with self._open("/v1/models", None) as response:
-            try:
-                return str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise ChatServerError(f"{self._url} has no OpenAI-compatible API") from error
+        try:
+            return str(self._server.get("/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise ServerError(f"{self._server.url} has no OpenAI-compatible API") from error
 
     def stream(self, messages: list[ChatMessage]) -> Generator[dict[str, Any], None, None]:
         """Yield the chunks of an answer; closing the generator cancels the request.
 
         Raises:
-            ChatServerError: The request failed.
+            ServerError: The request failed.
         """
         body = {
             **self._options,
@@ -56,31 +47,12 @@ class ChatClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        with self._open("/v1/chat/completions", body) as response:
-            for line in response:
-                field, _, data = line.decode().strip().partition(": ")
-                if data == "[DONE]":
-                    return
-                if field == "data":
-                    chunk = json.loads(data)
-                    if "error" in chunk:
-                        raise ChatServerError(chunk["error"]["message"])
-                    yield chunk
-
-    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", **self._key}
-        try:
-            request = urllib.request.Request(self._url + path, data, headers)
-            return urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ChatServerError(_error_message(error)) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ChatServerError(
-                f"no server responds at {self._url} ({error}): start one with `gllm serve`, "
-                "or set --url"
-            ) from error
+        with self._server.open("/v1/chat/completions", body) as answer:
+            for event in read_events(answer):
+                chunk = json.loads(event)
+                if "error" in chunk:
+                    raise ServerError(error_message(chunk))
+                yield chunk
 
 
 def print_answer(client: ChatClient, history: list[ChatMessage]) -> str:
@@ -90,7 +62,7 @@ def print_answer(client: ChatClient, history: list[ChatMessage]) -> str:
         The text of the answer without its reasoning, for the history.
 
     Raises:
-        ChatServerError: The request failed or the connection broke.
+        ServerError: The request failed or the connection broke.
     """
     text, num_tokens, first_token_time, in_reasoning = "", 0, None, False
     stream = client.stream(history)
@@ -110,9 +82,9 @@ def print_answer(client: ChatClient, history: list[ChatMessage]) -> str:
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except (LookupError, TypeError, AttributeError) as error:
-        raise ChatServerError(f"the answer does not follow OpenAI's API: {error!r}") from error
+        raise ServerError(f"the answer does not follow OpenAI's API: {error!r}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ChatServerError(f"the answer broke off: {error}") from error
+        raise ServerError(f"the answer broke off: {error}") from error
     finally:
         stream.close()
     print()
@@ -142,7 +114,7 @@ def run_dialogue(client: ChatClient, system: str | None) -> None:
             history.append({"role": "user", "content": line})
             try:
                 history.append({"role": "assistant", "content": print_answer(client, history)})
-            except ChatServerError as error:
+            except ServerError as error:
                 history.pop()
                 print(f"error: {error}", file=sys.stderr)
 
@@ -150,13 +122,7 @@ def run_dialogue(client: ChatClient, system: str | None) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """Return the command's flags."""
     parser = FlagParser(prog="gllm chat", description=HELP)
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        type=FlagType(parse_url),
-        help=f"URL of the server (default {DEFAULT_URL})",
-    )
-    parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
+    add_server_flags(parser)
     parser.add_argument("--system", help="system message")
     parser.add_argument(
         "--temperature", type=number_type(float, ge=0, le=2), help="default: the model's"
@@ -174,26 +140,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     fields = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in fields.items() if value is not None}
-    api_key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
-    client = ChatClient(arguments.url, options, api_key)
     try:
-        if api_key:
-            check_api_key(api_key, "--api-key or $GLLM_API_KEY")
+        server = make_client(arguments, timeout_seconds=None)
+        client = ChatClient(server, options)
         print(f"{client.model()} at {arguments.url}. {HELP}.")
-    except (ChatServerError, ValueError) as error:
+    except ServerError as error:
+        hint = "" if error.status else ": start a server with `gllm serve`, or set --url"
+        print(f"gllm chat: {error}{hint}", file=sys.stderr)
+        return 1
+    except ValueError as error:
         print(f"gllm chat: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ChatServerError) else 2
+        return 2
     _enable_line_editing()
     run_dialogue(client, arguments.system)
     return 0
-
-
-def _error_message(error: urllib.error.HTTPError) -> str:
-    """Return the message of a server's error response."""
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server returned HTTP status {error.code}"
 
 
 def _enable_line_editing() -> None:

@@ -1,14 +1,14 @@
 """`gllm drain NODE [URL]`: take a machine out of a running engine, without failing a request."""
 
 import argparse
-import os
 import sys
 import time
 from urllib.parse import quote
 
-from gllm.commands.nodes import DEFAULT_URL, NodesUnavailableError, read_nodes, request_json
-from gllm.config.server import check_api_key
-from gllm.options.flags import FlagParser, FlagType, parse_url
+from gllm.commands.nodes import read_nodes
+from gllm.commands.server_command import add_server_flags, make_client
+from gllm.deploy.server_client import ServerClient, ServerError
+from gllm.options.flags import FlagParser
 
 POLL_SECONDS = 0.2
 """Interval at which the machine's state is read."""
@@ -16,32 +16,31 @@ RETRY_STATUS = 503
 """Status code of an engine that is not ready yet."""
 
 
-def drain(url: str, node: str, api_key: str | None, timeout: float) -> str:
+def drain(client: ServerClient, node: str, timeout: float) -> str:
     """Drain a machine, and wait until the engine does not know it any more.
 
     Args:
-        url: of the engine.
+        client: of the engine.
         node: name of the machine.
-        api_key: of the server; None for none.
         timeout: seconds to wait, also for an engine that recovers.
 
     Returns:
         The reason for which the machine is not drained; empty if it is.
 
     Raises:
-        NodesUnavailableError: the server cannot be reached, or refuses.
+        ServerError: the server cannot be reached, or refuses.
     """
     deadline = time.monotonic() + timeout
     while True:
         try:
-            request_json(url, f"/nodes/{quote(node, safe='')}/drain", api_key, "POST")
+            client.post(f"/nodes/{quote(node, safe='')}/drain")
             break
-        except NodesUnavailableError as error:
+        except ServerError as error:
             if error.status != RETRY_STATUS or time.monotonic() > deadline:
                 raise
         time.sleep(POLL_SECONDS)
     while time.monotonic() < deadline:
-        rows = {row["name"]: row for row in read_nodes(url, api_key)["nodes"]}
+        rows = {row["name"]: row for row in read_nodes(client)["nodes"]}
         if node not in rows:
             return ""
         row = rows[node]
@@ -59,14 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         "requests go on, and its `gllm node` ends with status 0.",
     )
     parser.add_argument("node", help="name of the machine, as in `gllm nodes`")
-    parser.add_argument(
-        "url",
-        nargs="?",
-        default=DEFAULT_URL,
-        type=FlagType(parse_url),
-        help=f"URL of the engine, which is that of its head (default {DEFAULT_URL})",
-    )
-    parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
+    add_server_flags(parser, "url")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -79,17 +71,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run `gllm drain`; return the exit status: 1 if the machine is not drained."""
     arguments = make_parser().parse_args(argv)
-    key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
     try:
-        if key:
-            check_api_key(key, "--api-key or $GLLM_API_KEY")
-        reason = drain(arguments.url, arguments.node, key, arguments.timeout)
+        reason = drain(make_client(arguments), arguments.node, arguments.timeout)
+    except ServerError as error:
+        print(f"gllm drain: {error}", file=sys.stderr)
+        return 1
     except ValueError as error:
         print(f"gllm drain: {error}", file=sys.stderr)
         return 2
-    except NodesUnavailableError as error:
-        print(f"gllm drain: {error}", file=sys.stderr)
-        return 1
     if reason:
         print(f"gllm drain: {arguments.node} is not drained: {reason}", file=sys.stderr)
         return 1

@@ -1,20 +1,15 @@
 """`gllm nodes [URL]`: list the machines of a running engine."""
 
 import argparse
-import http.client
 import json
-import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gllm.config.server import check_api_key
-from gllm.options.flags import FlagParser, FlagType, parse_url
+from gllm.commands.server_command import add_server_flags, make_client
+from gllm.deploy.server_client import ServerClient, ServerError
+from gllm.options.flags import FlagParser
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_SECONDS = 10.0
 UNKNOWN = "-"
 """Cell of a value that is not known."""
 COLUMNS = (
@@ -28,49 +23,16 @@ LINK_COLUMNS = (
 """Columns of the connections that send activations."""
 
 
-class NodesUnavailableError(Exception):
-    """The server does not answer as it should; the message is the reason."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        """Create the error.
-
-        Args:
-            message: the reason.
-            status: status code of the answer; 0 without one.
-        """
-        super().__init__(message)
-        self.status = status
-
-
-def read_nodes(url: str, api_key: str | None) -> dict[str, Any]:
+def read_nodes(client: ServerClient) -> dict[str, Any]:
     """Return the answer of /nodes.
 
     Raises:
-        NodesUnavailableError: the server cannot be reached, or refuses.
+        ServerError: the server cannot be reached, or refuses.
     """
-    answer = request_json(url, "/nodes", api_key)
+    answer = client.get("/nodes")
     if not isinstance(answer, dict) or not isinstance(answer.get("nodes"), list):
-        raise NodesUnavailableError(f"{url} is no server of gllm, or an older one")
+        raise ServerError(f"{client.url} is no server of gllm, or an older one")
     return answer
-
-
-def request_json(url: str, path: str, api_key: str | None, method: str = "GET") -> Any:
-    """Return the JSON value that a server answers with.
-
-    Raises:
-        NodesUnavailableError: the server cannot be reached, or refuses.
-    """
-    url = url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(f"{url}{path}", headers=headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise NodesUnavailableError(_explain(url, path, error), error.code) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NodesUnavailableError(f"cannot read {url}{path} ({error})") from error
 
 
 def render_table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -167,46 +129,25 @@ def _number(value: float | None, form: str, unit: float = 1) -> str:
     return form.format(value if unit == 1 else value / unit)
 
 
-def _explain(url: str, path: str, error: urllib.error.HTTPError) -> str:
-    """Return the server's reason to refuse."""
-    if error.code == 401:
-        return f"{url} needs an API key: set --api-key or $GLLM_API_KEY"
-    try:
-        message = json.load(error)["error"]["message"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return f"{url}{path} returned {error.code}"
-    return f"{url}{path} returned {error.code}: {message}"
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     parser = FlagParser(prog="gllm nodes", description="List the machines of a running engine.")
-    parser.add_argument(
-        "url",
-        nargs="?",
-        default=DEFAULT_URL,
-        type=FlagType(parse_url),
-        help=f"URL of the engine, of its head on several machines (default {DEFAULT_URL})",
-    )
+    add_server_flags(parser, "url")
     parser.add_argument("--json", action="store_true", help="print the answer of /nodes as it is")
-    parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `gllm nodes`; return the exit status: 1 if the server returns no list."""
     arguments = make_parser().parse_args(argv)
-    key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
     try:
-        if key:
-            check_api_key(key, "--api-key or $GLLM_API_KEY")
-        answer = read_nodes(arguments.url, key)
+        answer = read_nodes(make_client(arguments))
+    except ServerError as error:
+        print(f"gllm nodes: {error}", file=sys.stderr)
+        return 1
     except ValueError as error:
         print(f"gllm nodes: {error}", file=sys.stderr)
         return 2
-    except NodesUnavailableError as error:
-        print(f"gllm nodes: {error}", file=sys.stderr)
-        return 1
     if arguments.json:
         print(json.dumps(answer, indent=1))
         return 0

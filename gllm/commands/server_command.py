@@ -1,4 +1,4 @@
-"""Command line of the programs that serve over HTTP: an engine, or the router of a fleet."""
+"""Command lines of the programs that serve over HTTP, and of those that call a server."""
 
 import argparse
 import logging
@@ -9,14 +9,16 @@ from collections.abc import MutableMapping
 import setproctitle
 
 from gllm.config.server import ServerConfig, check_api_key
+from gllm.deploy.server_client import ServerClient
 from gllm.observability.logs import LogConfig, configure_logging
-from gllm.options.flags import FlagParser, add_flags
+from gllm.options.flags import FlagParser, FlagType, add_flags, parse_url
 from gllm.options.version import __version__
 
 log = logging.getLogger("gllm")
 
 KEY_VARIABLE = "GLLM_API_KEY"
 """Environment variable with API keys, separated by commas."""
+DEFAULT_URL = "http://127.0.0.1:8000"
 TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 """Environment variable with the default of --otlp-traces-endpoint."""
 
@@ -74,6 +76,32 @@ def pop_environment_keys(environment: MutableMapping[str, str]) -> list[str]:
     for key in keys:
         check_api_key(key, KEY_VARIABLE)
     return keys
+
+
+def add_server_flags(parser: argparse.ArgumentParser, flag: str = "--url") -> None:
+    """Add the URL and the API key of the server that a command calls.
+
+    Args:
+        parser: of the command.
+        flag: of the URL; without dashes it is an optional positional argument.
+    """
+    help_text = f"URL of the server, on several machines of the head (default {DEFAULT_URL})"
+    nargs = None if flag.startswith("-") else "?"
+    parser.add_argument(
+        flag, nargs=nargs, default=DEFAULT_URL, type=FlagType(parse_url), help=help_text
+    )
+    parser.add_argument("--api-key", help=f"default: ${KEY_VARIABLE}")
+
+
+def make_client(values: argparse.Namespace, timeout_seconds: float | None = 10.0) -> ServerClient:
+    """Return a client of the server that the flags of `add_server_flags` name.
+
+    Raises ValueError for a key that no header holds.
+    """
+    key = values.api_key or os.environ.get(KEY_VARIABLE, "").split(",")[0]
+    if key:
+        check_api_key(key, f"--api-key or ${KEY_VARIABLE}")
+    return ServerClient(values.url, key, timeout_seconds)
 
 
 def report_error(error: Exception, status: int, logs: LogConfig) -> int:

@@ -8,9 +8,10 @@ import asyncio
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
@@ -23,16 +24,17 @@ from gllm.plan.processes import (
     ProcessSpec,
     commands_for,
     explain_missing_transfers,
-    router_headers,
+    router_api_key,
+    router_url,
     scaling_router_url,
 )
 from gllm.plan.search_command import check_replannable, with_shift_detection
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
 
 if TYPE_CHECKING:
-    from gllm.deploy.up.plan_follower import PlanFollower
-    from gllm.deploy.up.scale_follower import ScaleFollower
-    from gllm.deploy.up.supervisor import ProcessSupervisor
+    from gllm.deploy.up.engine_manager import EngineManager, PlanProcess
+    from gllm.deploy.up.engine_scaler import EngineScaler
+    from gllm.deploy.up.replanner import Replanner
 
 TITLE = "gllm-up"
 
@@ -133,7 +135,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         print("\n".join(format_command(spec) for spec in specs))
         return 0
-    return _run(specs, plan, node, arguments)
+    # Imported late: --dry-run and --emit need none of it.
+    from gllm.deploy.up.engine_manager import LocalProcess
+
+    return _run(plan, specs, partial(LocalProcess, on_line=_print_line), arguments)
 
 
 def find_own_node(plan: ServingPlan) -> str:
@@ -190,75 +195,82 @@ def _emit(plan: ServingPlan, arguments: argparse.Namespace) -> int:
 
 def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
     """Run all processes of a plan in a Ray cluster. Raises PlanError."""
-    import setproctitle
+    from gllm.deploy.ray.plan_processes import RayPlan
+    from gllm.deploy.ray.ray_cluster import LaunchError, RayCluster, import_ray
 
-    from gllm.deploy.ray.manager import LaunchError
-    from gllm.deploy.up.ray_run import run_plan
-
-    setproctitle.setproctitle(TITLE)
     # Ray writes to standard output, which is for the URL.
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     options = LaunchOptions(arguments.node_secret_file, None, arguments.step_logs)
     try:
-        run_plan(
-            plan,
-            options,
-            arguments.ray_address,
-            lambda url: print(f"gllm up: router is ready at {url}", file=output, flush=True),
-        )
+        cluster = RayCluster(import_ray("--on ray"))
+        try:
+            cluster.connect(arguments.ray_address)
+            placed = RayPlan(plan, options, cluster)
+            return _run(plan, placed.specs, placed.launch, arguments, output)
+        finally:
+            cluster.close()
     except LaunchError as error:
         print(f"gllm up: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _run(
-    specs: list[ProcessSpec], plan: ServingPlan, node: str, arguments: argparse.Namespace
+    plan: ServingPlan,
+    specs: Sequence[ProcessSpec],
+    launch: Callable[[ProcessSpec], "PlanProcess"],
+    arguments: argparse.Namespace,
+    output: TextIO = sys.stdout,
 ) -> int:
+    """Run processes of a plan until a signal, a failure or their end; return the exit status."""
     import setproctitle
 
-    from gllm.deploy.up.supervisor import ProcessSupervisor
+    from gllm.deploy.up.engine_manager import EngineManager
 
     setproctitle.setproctitle(TITLE)
 
     async def run() -> int:
         is_scaled = bool(scaling_router_url(plan))
-        supervisor = ProcessSupervisor(specs, _print_line, _print_urls, is_scaled=is_scaled)
-        follower = _make_follower(supervisor, specs, plan, node, arguments)
+        manager = EngineManager(specs, launch, partial(_print_urls, output), is_scaled)
+        follower = _make_follower(manager, specs, plan, arguments)
         following = asyncio.create_task(follower.run()) if follower else None
-        status = await supervisor.run()
+        status = await manager.run()
         if following:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-        if supervisor.cause:
-            print(f"gllm up: {supervisor.cause}", file=sys.stderr)
+        if manager.cause:
+            print(f"gllm up: {manager.cause}", file=sys.stderr)
         return status
 
     return asyncio.run(run())
 
 
 def _make_follower(
-    supervisor: "ProcessSupervisor",
-    specs: list[ProcessSpec],
+    manager: "EngineManager",
+    specs: Sequence[ProcessSpec],
     plan: ServingPlan,
-    node: str,
     arguments: argparse.Namespace,
-) -> "ScaleFollower | PlanFollower | None":
+) -> "EngineScaler | Replanner | None":
     """Return the loop that starts and ends engines as the router's load wants; None without."""
-    from gllm.deploy.up.plan_follower import PlanFollower
+    from gllm.deploy.server_client import ServerClient
+    from gllm.deploy.up.engine_scaler import EngineScaler
     from gllm.deploy.up.plan_search import PlanSearch
-    from gllm.deploy.up.scale_follower import ScaleFollower
+    from gllm.deploy.up.replanner import Replanner
 
-    if url := scaling_router_url(plan):
+    if plan.router is None:
+        return None
+    # In Ray the router is not on its host of the plan.
+    own_url = next((spec.url for spec in specs if spec.is_router), "")
+    router = ServerClient(own_url or router_url(plan), router_api_key(plan), 5.0, is_own=True)
+    if scaling_router_url(plan):
         own = [spec.name for spec in specs if not spec.is_router]
-        return ScaleFollower(supervisor, url, list(plan.engines), own, router_headers(plan))
+        return EngineScaler(manager, router, list(plan.engines), own)
     # The machine of the router plans for all.
-    if arguments.replan and plan.router and plan.router.node == node:
-        options = _launch_options(arguments)
+    if arguments.replan and own_url:
+        node = plan.router.node
+        make_specs = partial(commands_for, node=node, options=_launch_options(arguments))
         search = PlanSearch(plan, arguments.plan, arguments.replan_budget, _print_line)
-        make_specs = partial(commands_for, node=node, options=options)
-        return PlanFollower(supervisor, plan, node, make_specs, search)
+        return Replanner(manager, router, plan, node, make_specs, search)
     return None
 
 
@@ -266,13 +278,13 @@ def _print_line(name: str, line: str) -> None:
     print(f"{name} | {line}", file=sys.stderr, flush=True)
 
 
-def _print_urls(specs: list[ProcessSpec]) -> None:
+def _print_urls(output: TextIO, specs: list[ProcessSpec]) -> None:
     entries = [spec for spec in specs if spec.is_router]
     entries = entries or [spec for spec in specs if spec.node_rank == 0]
     for spec in entries:
-        print(f"gllm up: {spec.title} is ready at {spec.url}", flush=True)
+        print(f"gllm up: {spec.title} is ready at {spec.url}", file=output, flush=True)
     if not entries:
-        print("gllm up: this machine is ready", flush=True)
+        print("gllm up: this machine is ready", file=output, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Child processes: their exit as an event, and its cause in words.
 
 It is in this room because gllm/text, gllm/runtime and gllm/deploy start processes, and an exit is a
-part of the record of a run. gllm/deploy/up/child_process.py adds a log and an orderly end.
+part of the record of a run. gllm/deploy/logged_process.py adds a log and an orderly end.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Change of a running service from one plan to another: engines that stay, start, stop, or flip.
 
 Engines of one design are equal whatever their names, ports and devices of one kind are, so as many
-as possible stay. Pure: `gllm.deploy.up.plan_follower` applies a change.
+as possible stay. Pure: `gllm.deploy.up.replanner` applies a change.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -172,8 +172,8 @@ def scaling_router_url(plan: ServingPlan) -> str:
     return router_url(plan) if plan.router and find_flag(plan.router.flags, "scale") else ""
 
 
-def router_headers(plan: ServingPlan) -> dict[str, str]:
-    """Return the headers with which this machine asks the router: its first API key, if it has one.
+def router_api_key(plan: ServingPlan) -> str:
+    """Return the first API key of the router; empty if it has none.
 
     Keys are those of the plan's flag `api-key`, or else of the variable GLLM_API_KEY.
     """
@@ -181,8 +181,7 @@ def router_headers(plan: ServingPlan) -> dict[str, str]:
     if isinstance(keys, list | tuple):
         keys = keys[0] if keys else None
     text = str(keys) if keys else os.environ.get("GLLM_API_KEY", "")
-    key = text.partition(",")[0].strip()
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return text.partition(",")[0].strip()
 
 
 def _check_secret(plan: ServingPlan, options: LaunchOptions) -> None:

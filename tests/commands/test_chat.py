@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.chat import ChatClient, ChatServerError, main, print_answer
+from gllm.commands.chat import ChatClient, main, print_answer
+from gllm.deploy.server_client import ServerClient, ServerError
 
 
 class Spoken:
@@ -42,8 +43,8 @@ def test_urls_that_cannot_be(url, capsys):
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--url" in line
-    with pytest.raises(ChatServerError):
-        ChatClient(url, {}).model()
+    with pytest.raises(ServerError):
+        ChatClient(ServerClient(url), {}).model()
 
 
 def test_a_key_that_no_header_holds(capsys):
@@ -59,5 +60,5 @@ def test_a_server_of_another_api(chunk):
             yield chunk
 
     client: Any = Other()
-    with pytest.raises(ChatServerError, match="does not follow OpenAI's API"):
+    with pytest.raises(ServerError, match="does not follow OpenAI's API"):
         print_answer(client, [])

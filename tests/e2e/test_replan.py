@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from gllm.commands.plan import search
-from gllm.deploy.up.plan_follower import PlanFollower
-from gllm.deploy.up.supervisor import ProcessSupervisor
+from gllm.deploy.server_client import ServerClient
+from gllm.deploy.up.engine_manager import EngineManager, LocalProcess
+from gllm.deploy.up.plan_search import PlanSearch
+from gllm.deploy.up.replanner import Replanner
 from gllm.plan.processes import LaunchOptions, commands_for
 from gllm.plan.serving_plan import (
     EnginePlan,
@@ -148,7 +150,7 @@ async def test_lengths_that_double_start_a_second_engine_once(tmp_path: Path) ->
     assert after.expected.rate == pytest.approx(RATE, rel=0.3)
 
 
-class ScriptedSearch:
+class ScriptedSearch(PlanSearch):
     """Search that finds the plans of the test, one after the other."""
 
     def __init__(self, folder: Path, plans: list[ServingPlan]) -> None:
@@ -194,15 +196,17 @@ async def test_flips_restarts_and_a_failed_change_lose_no_request(
                           "x": engine("decode", flags={"max-model-len": 10**9})})  # fmt: skip
     options = LaunchOptions(num_cores=2)
     is_ready = asyncio.Event()
-    supervisor = ProcessSupervisor(
-        commands_for(plan, "here", options), lambda *_: None, lambda _: is_ready.set()
+    manager = EngineManager(
+        commands_for(plan, "here", options),
+        lambda spec: LocalProcess(spec, lambda *_: None),
+        lambda _: is_ready.set(),
     )
-    follower = PlanFollower(
-        supervisor, plan, "here", lambda each: commands_for(each, "here", options),
+    replanner = Replanner(
+        manager, ServerClient(url), plan, "here", lambda each: commands_for(each, "here", options),
         ScriptedSearch(tmp_path, [flipped, broken]),
     )  # fmt: skip
-    running = asyncio.create_task(supervisor.run())
-    following = asyncio.create_task(follower.run())
+    running = asyncio.create_task(manager.run())
+    following = asyncio.create_task(replanner.run())
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(300):
             await is_ready.wait()
@@ -218,19 +222,19 @@ async def test_flips_restarts_and_a_failed_change_lose_no_request(
             assert {row["name"]: row["role"] for row in rows} == {
                 "p": "prefill", "d0": "prefill", "d1": "decode",
             }  # fmt: skip
-            applied = follower.plan
+            applied = replanner.plan
             await wait_for_profile(session, url)
             load.lengths = (4 * LENGTHS[0], LENGTHS[1])
             while "is taken back: the engine 'x' has ended before it was ready" not in caplog.text:
-                assert not running.done(), supervisor.cause
+                assert not running.done(), manager.cause
                 await asyncio.sleep(0.2)
             sending.cancel()
             await load.finish()
             assert set(load.statuses) == {200}
-            assert follower.plan == applied
+            assert replanner.plan == applied
             assert (await get_state(session, url))[1] == ["d0", "d1", "p"]
     finally:
-        supervisor.stop()
-        assert await running == 0, supervisor.cause
+        manager.stop()
+        assert await running == 0, manager.cause
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

@@ -10,9 +10,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from gllm.commands.bench.events import DONE, EventReader, StreamChunk, error_message
+from gllm.commands.bench.events import StreamChunk
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import ServeConfig
+from gllm.deploy.server_client import DONE, EventReader, error_message
 from gllm.observability.latency import RequestTimeline
 
 KEEP_ALIVE_SECONDS = 4.0

@@ -1,10 +1,8 @@
-"""Parse server-sent events and the chunks of OpenAI's completion endpoints."""
+"""Chunks of the streams of OpenAI's completion endpoints."""
 
 from typing import Any
 
 import msgspec
-
-DONE = b"[DONE]"
 
 
 class StreamDelta(msgspec.Struct):
@@ -55,27 +53,3 @@ class StreamChunk(msgspec.Struct):
     choices: list[StreamChoice] = []
     usage: StreamUsage | None = None
     error: Any = None
-
-
-class EventReader:
-    """Split a byte stream into the data of server-sent events.
-
-    Every `data:` line is one event, because these servers put no line break into their JSON.
-    """
-
-    def __init__(self) -> None:
-        self._incomplete_line = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes and return the data of the events that they complete."""
-        lines = (self._incomplete_line + data).split(b"\n")
-        self._incomplete_line = lines.pop()
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
-
-
-def error_message(error: Any) -> str:
-    """Return the message of an error object in any of the common forms."""
-    if isinstance(error, dict):
-        inner = error.get("error", error)
-        return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
-    return str(error)

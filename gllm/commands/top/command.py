@@ -1,7 +1,6 @@
 """`gllm top`: show a running server's /metrics in the terminal, refreshed periodically."""
 
 import argparse
-import http.client
 import io
 import os
 import select
@@ -9,20 +8,18 @@ import shutil
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import NoReturn
 
+from gllm.commands.server_command import add_server_flags, make_client
 from gllm.commands.top.figures import ScrapeHistory, ServerMetrics
 from gllm.commands.top.render import fit_lines, headline, render
-from gllm.commands.top.scrape import MetricsScrape, parse_metrics
-from gllm.config.server import check_api_key
-from gllm.options.flags import FlagParser, FlagType, number_type, parse_url
+from gllm.deploy.metrics_scrape import parse_metrics
+from gllm.deploy.server_client import ServerClient, ServerError
+from gllm.options.flags import FlagParser, number_type
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 MIN_TIMEOUT_SECONDS = 5.0
 PIPE_WIDTH = 80
 """Columns when standard output is not a terminal."""
@@ -33,17 +30,11 @@ LEAVE = "\x1b[?25h\x1b[?1049l"
 HOME, END_OF_LINE, END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-class UnreachableError(Exception):
-    """The server's metrics cannot be read; the message is the reason."""
-
-
 class ServerView:
     """Text view of the latest metrics of a server."""
 
-    def __init__(self, url: str, interval: float, api_key: str | None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._timeout = max(interval, MIN_TIMEOUT_SECONDS)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    def __init__(self, server: ServerClient) -> None:
+        self._server = server
         self._history = ScrapeHistory()
         self._metrics: ServerMetrics | None = None
         self._scrape_time = 0.0
@@ -52,33 +43,27 @@ class ServerView:
         """Scrape the server; on failure the previous metrics stay.
 
         Raises:
-            UnreachableError: The server does not return metrics.
+            ServerError: The server does not return metrics.
         """
-        scrape = self._scrape()
+        text = self._server.get_text("/metrics")
+        try:
+            scrape = parse_metrics(text, time.monotonic())
+        except ValueError as error:
+            raise ServerError(f"cannot read metrics from {self._server.url} ({error})") from error
         self._metrics, self._scrape_time = self._history.add(scrape), scrape.time
 
     def lines(self, width: int, height: int | None, error: str = "") -> list[str]:
         """Return the view as lines; `error` is the reason why the metrics are outdated."""
         if self._metrics is None:
-            return fit_lines([headline("gllm top", self._url, width), "", error], width, height)
+            return fit_lines(
+                [headline("gllm top", self._server.url, width), "", error], width, height
+            )
         if not error:
-            return render(self._metrics, self._history.rates, self._url, width, height)
+            return render(self._metrics, self._history.rates, self._server.url, width, height)
         age = f"{error}; metrics are {time.monotonic() - self._scrape_time:.0f} s old"
         lines_left = None if height is None else max(height - 2, 1)
-        lines = render(self._metrics, self._history.rates, self._url, width, lines_left)
+        lines = render(self._metrics, self._history.rates, self._server.url, width, lines_left)
         return fit_lines([*lines, "", age], width, height)
-
-    def _scrape(self) -> MetricsScrape:
-        try:
-            request = urllib.request.Request(f"{self._url}/metrics", headers=self._headers)
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                return parse_metrics(response.read().decode(), time.monotonic())
-        except urllib.error.HTTPError as error:
-            error.close()
-            hint = ": set --api-key" if error.code == 401 else ""
-            raise UnreachableError(f"{self._url} returned {error.code}{hint}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UnreachableError(f"cannot read metrics from {self._url} ({error})") from error
 
 
 def print_once(view: ServerView, interval: float) -> int:
@@ -87,7 +72,7 @@ def print_once(view: ServerView, interval: float) -> int:
         view.refresh()
         time.sleep(interval)
         view.refresh()
-    except UnreachableError as error:
+    except ServerError as error:
         print(f"gllm top: {error}; set --url for another server", file=sys.stderr)
         return 1
     print("\n".join(view.lines(shutil.get_terminal_size((PIPE_WIDTH, 24)).columns, None)))
@@ -105,7 +90,7 @@ def watch(view: ServerView, interval: float) -> None:
         error = ""
         try:
             view.refresh()
-        except UnreachableError as failure:
+        except ServerError as failure:
             error = str(failure)
         size = shutil.get_terminal_size((PIPE_WIDTH, 24))
         if is_terminal:
@@ -163,14 +148,12 @@ def _unbuffered_keys() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     """Run `gllm top` and return the exit status: 1 if `--once` reaches no server."""
     arguments = make_parser().parse_args(argv)
-    key = arguments.api_key or os.environ.get("GLLM_API_KEY", "").split(",")[0]
     try:
-        if key:
-            check_api_key(key, "--api-key or $GLLM_API_KEY")
+        client = make_client(arguments, max(arguments.interval, MIN_TIMEOUT_SECONDS))
     except ValueError as error:
         print(f"gllm top: {error}", file=sys.stderr)
         return 2
-    view = ServerView(arguments.url, arguments.interval, key)
+    view = ServerView(client)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal whose encoding lacks the bars shows question marks.
         sys.stdout.reconfigure(errors="replace")
@@ -199,12 +182,7 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     parser = FlagParser(prog="gllm top", description="Watch a running server. q or Ctrl-C exits.")
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        type=FlagType(parse_url),
-        help=f"URL of the server (default {DEFAULT_URL})",
-    )
+    add_server_flags(parser)
     parser.add_argument(
         "--interval",
         type=number_type(float, ge=0.1, le=3600),
@@ -212,7 +190,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="seconds between scrapes (default 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
-    parser.add_argument("--api-key", help="default: $GLLM_API_KEY")
     return parser
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gllm.commands.top.router_figures import RouterFigures, router_figures_between
-from gllm.commands.top.scrape import MetricsScrape
+from gllm.deploy.metrics_scrape import MetricsScrape
 
 WINDOW_SECONDS = 5.0
 """Window of shares and quantiles; stages report their times twice per second."""

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from gllm.commands.top.scrape import MetricsScrape
+from gllm.deploy.metrics_scrape import MetricsScrape
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from gllm.deploy.cluster.service_command import (
     make_environment,
     make_url,
 )
-from gllm.deploy.cluster.service_probe import ServiceProbe
+from gllm.deploy.cluster.service_probe import drain_node, read_engine
+from gllm.deploy.logged_process import KILL_SECONDS, LoggedProcess
 from gllm.deploy.ports import probe_port
-from gllm.deploy.up.child_process import KILL_SECONDS, LoggedProcess
+from gllm.deploy.server_client import ServerClient
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
     ServiceNodeKept,
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Interval of the readings of an engine."""
+PROBE_TIMEOUT_SECONDS = 5.0
 MakeCommand = Callable[[ServiceMachine, StartServiceProcess, ServicePorts, str], list[str]]
 """Returns program and arguments of a process; see `service_command.make_command`."""
 
@@ -167,21 +169,20 @@ class ServiceProcesses:
 
     async def _probe(self, running: _RunningProcess) -> None:
         """Report readings of an engine until cancelled."""
-        probe = ServiceProbe(make_url(self._machine, running.ports), running.start.api_key)
-        try:
-            while True:
-                await asyncio.sleep(PROBE_SECONDS)
-                self._send(ServiceReport(running.start.process, await probe.read()))
-        finally:
-            await probe.close()
+        server = self._client(running)
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            reading = await asyncio.to_thread(read_engine, server)
+            self._send(ServiceReport(running.start.process, reading))
 
     async def _drain_node(self, running: _RunningProcess, node: str) -> None:
-        probe = ServiceProbe(make_url(self._machine, running.ports), running.start.api_key)
-        try:
-            if cause := await probe.drain_node(node):
-                self._send(ServiceNodeKept(running.start.process, node, cause))
-        finally:
-            await probe.close()
+        if cause := await asyncio.to_thread(drain_node, self._client(running), node):
+            self._send(ServiceNodeKept(running.start.process, node, cause))
+
+    def _client(self, running: _RunningProcess) -> ServerClient:
+        """Return a client of the engine whose head this process is."""
+        url = make_url(self._machine, running.ports)
+        return ServerClient(url, running.start.api_key, PROBE_TIMEOUT_SECONDS, is_own=True)
 
     def _choose_ports(self, needs_head: bool) -> ServicePorts:
         """Return free ports of the range for a head. Raises OSError if there are too few."""

@@ -15,7 +15,8 @@ import msgspec
 import setproctitle
 
 from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
-from gllm.deploy.ray.manager import POLL_SECONDS, LaunchError, RayManager
+from gllm.deploy.ray.manager import RayManager
+from gllm.deploy.ray.ray_cluster import POLL_SECONDS, LaunchError
 from gllm.observability.logs import LogConfig, configure_logging
 
 END_SECONDS = 10.0

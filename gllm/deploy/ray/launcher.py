@@ -24,6 +24,7 @@ from gllm.observability.child_process import ChildProcess
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
+from gllm.runtime.messaging.backoff import Backoff
 
 STOP_SECONDS = 15.0
 """Time for the launcher to return the machines to Ray; then it is killed."""
@@ -154,8 +155,8 @@ class RayLauncher:
 
     def _watch(self) -> None:
         """Start a new launcher whenever one has ended; runs on a thread."""
-        delay = self._min_restart_seconds
-        cause = ""
+        backoff = Backoff(first_seconds=self._min_restart_seconds, max_seconds=MAX_RESTART_SECONDS)
+        delay, cause = backoff.next_delay(), ""
         while True:
             assert self._process is not None
             exit_cause = self._process.describe_exit()
@@ -174,7 +175,9 @@ class RayLauncher:
                 cause = self._start().error
             except OSError as error:
                 cause = str(error)
-            delay = min(2 * delay, MAX_RESTART_SECONDS) if cause else self._min_restart_seconds
+            if not cause:
+                backoff.reset()
+            delay = backoff.next_delay()
 
 
 def make_launch_spec(

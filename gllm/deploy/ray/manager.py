@@ -9,62 +9,25 @@ from gllm.deploy.ray.agent_actor import AgentActor
 from gllm.deploy.ray.bundles import (
     RayMachine,
     choose_num_nodes,
-    describe_wait,
     find_spare_machines,
     needs_gpus,
     plan_bundles,
-    read_machines,
     spare_bundle,
 )
 from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
+from gllm.deploy.ray.ray_cluster import (
+    LOG_SECONDS,
+    POLL_SECONDS,
+    LaunchError,
+    RayCluster,
+    import_ray,
+)
 from gllm.options.addresses import format_host_port
 from gllm.runtime.messaging.security import check_hub_address
 
-LOG_SECONDS = 5.0
-"""Interval of the log lines while Ray looks for machines."""
-POLL_SECONDS = 1.0
-"""Interval at which the machines of the Ray cluster are compared with those in use."""
 AGENT_HTTP_PORT = 8000
 """Preferred port of an agent's /health, /ready and /metrics."""
 log = logging.getLogger("gllm")
-
-
-class LaunchError(RuntimeError):
-    """Ray cannot be used, or has no machines; the message says what to change."""
-
-
-def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
-    """Return the package ray. Raises LaunchError, which names the flag, if it is not installed."""
-    try:
-        import ray
-        import ray.util
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise LaunchError(
-            f"{flag} needs the package ray ({error}): run `pip install 'gllm[ray]'` on all "
-            "machines, or leave the flag out"
-        ) from error
-    return ray
-
-
-def connect_ray(ray: Any, address: str | None, shows_logs: bool = True) -> None:
-    """Connect this process to a Ray cluster.
-
-    Args:
-        ray: the package.
-        address: of the cluster; None for RAY_ADDRESS or the cluster of this machine.
-        shows_logs: write the logs of actors to this process's standard error.
-
-    Raises:
-        LaunchError: the cluster cannot be reached.
-    """
-    try:
-        ray.init(address=address or "auto", log_to_driver=shows_logs, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"Ray cannot be reached: {error}; start it on this machine with `ray start --head`, "
-            "or `ray start --address HOST:6379` to join a cluster, or pass --ray-address"
-        ) from error
 
 
 class RayManager:
@@ -91,9 +54,8 @@ class RayManager:
     ) -> None:
         self._spec = spec
         self._is_ended = is_ended
-        self._ray = import_ray() if ray is None else ray
-        self._poll_seconds = poll_seconds
-        self._log_seconds = log_seconds
+        ray = import_ray() if ray is None else ray
+        self._cluster = RayCluster(ray, poll_seconds, log_seconds)
         self._group: Any = None
         self._actors: list[Any] = []
         """Actors of the placement group: those of the machines, and that of the head's GPUs."""
@@ -112,15 +74,16 @@ class RayManager:
             LaunchError: Ray cannot be reached, or does not find the machines in time.
         """
         spec = self._spec
-        self._connect()
-        own_address = self._ray.util.get_node_ip_address()
+        self._cluster.connect(spec.address, spec.log_format == "text")
+        self._own_identity = self._cluster.ray.get_runtime_context().get_node_id()
+        own_address = self._cluster.own_address
         self._host = spec.host or own_address
         address = format_host_port(self._host, spec.port)
         try:
             check_hub_address(f"tcp://{address}", spec.has_secret)
         except ValueError as error:
             raise LaunchError(str(error)) from error
-        machines = self._machines()
+        machines = self._cluster.machines()
         has_gpus = spec.has_gpus
         if has_gpus is None:
             has_gpus = needs_gpus(machines, self._own_identity)
@@ -133,12 +96,15 @@ class RayManager:
             raise LaunchError(str(error)) from error
         self._reserve()
         gpu_ids = self._reserve_head_gpus() if has_gpus else []
-        self._actors += [self._start_agent(index) for index in range(1, num_nodes)]
+        self._actors += [
+            self._start_agent(self._bundles[index], (self._group, index))
+            for index in range(1, num_nodes)
+        ]
         return LaunchEvent(num_nodes, self._host, gpu_ids)
 
     def poll(self) -> None:
         """Log machines that Ray has lost, and start spares on machines that have no agent."""
-        machines = self._machines()
+        machines = self._cluster.machines()
         self._report_changes(machines)
         dead = {machine.identity for machine in machines if not machine.is_alive}
         for identity in self._spares.keys() & dead:
@@ -150,84 +116,46 @@ class RayManager:
         used = {*self._used_machines(), self._own_identity, *self._spares}
         bundle = spare_bundle(self._bundles)
         for machine in find_spare_machines(machines, used, bundle, num_missing):
-            self._spares[machine.identity] = self._start_spare(machine, bundle)
+            log.info("Ray has the machine %s, which becomes a spare", machine.address)
+            self._spares[machine.identity] = self._start_agent(bundle, machine.identity)
 
     def close(self) -> None:
         """End the agents and return the machines to Ray."""
-        if not self._ray.is_initialized():
-            return
-        for actor in [*self._actors, *self._spares.values()]:
-            self._ray.kill(actor, no_restart=True)
-        if self._group is not None:
-            self._ray.util.remove_placement_group(self._group)
-        self._ray.shutdown()
-
-    def _connect(self) -> None:
-        connect_ray(self._ray, self._spec.address, self._spec.log_format == "text")
-        self._own_identity = self._ray.get_runtime_context().get_node_id()
-
-    def _machines(self) -> list[RayMachine]:
-        return read_machines(self._ray.nodes())
+        if self._cluster.ray.is_initialized():
+            self._cluster.release([*self._actors, *self._spares.values()], self._group)
+            self._cluster.close()
 
     def _reserve(self) -> None:
         """Create the placement group and wait until Ray has reserved all bundles."""
-        self._group = self._ray.util.placement_group(self._bundles, strategy="STRICT_SPREAD")
+        self._group = self._cluster.reserve(self._bundles)
         begin = time.monotonic()
-        next_log = begin + self._log_seconds
         timeout = self._spec.timeout_seconds
-        while not self._group.wait(self._poll_seconds):
+        for text in self._cluster.wait(self._group, self._bundles):
             if self._is_ended.is_set():
                 raise LaunchError("the head has ended while Ray was looking for machines")
-            now = time.monotonic()
-            text = describe_wait(self._bundles, self._machines())
-            if timeout is not None and now - begin > timeout:
+            if timeout is not None and time.monotonic() - begin > timeout:
                 raise LaunchError(f"{text}; gave up after --join-timeout {timeout:g} s")
-            if now >= next_log:
-                next_log += self._log_seconds
-                log.warning("%s", text)
 
-    def _start_agent(self, index: int) -> Any:
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=index
-        )
-        return self._create_actor(self._bundles[index], strategy, is_spare=False)
-
-    def _start_spare(self, machine: RayMachine, bundle: dict[str, float]) -> Any:
-        log.info("Ray has the machine %s, which becomes a spare", machine.address)
-        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            machine.identity, soft=False
-        )
-        return self._create_actor(bundle, strategy, is_spare=True)
-
-    def _create_actor(self, bundle: dict[str, float], strategy: Any, is_spare: bool) -> Any:
+    def _start_agent(self, bundle: dict[str, float], place: tuple[Any, int] | str) -> Any:
+        """Start the agent of a machine: one of the placement group, or a spare by its id."""
         address = format_host_port(self._host, self._spec.port)
         arguments = ["--join", address, *self._spec.agent_arguments]
-        options = self._ray.remote(AgentActor).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=strategy,
-            max_restarts=-1,
-        )
+        arguments += ["--spare"] if isinstance(place, str) else []
         ports = {"--data-port": self._spec.data_port, "--port": AGENT_HTTP_PORT}
-        return options.remote(arguments + ["--spare"] * is_spare, ports, self._own_identity)
+        identity = self._own_identity
+        return self._cluster.start_actor(
+            AgentActor, bundle, place, arguments, ports, identity, max_restarts=-1
+        )
 
     def _reserve_head_gpus(self) -> list[str]:
         """Hold the GPUs of the head's bundle and return their numbers."""
-        ray = self._ray
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=0
-        )
-        bundle = self._bundles[0]
-        holder = ray.remote(GpuHolder).options(
-            num_cpus=bundle["CPU"], num_gpus=bundle["GPU"], scheduling_strategy=strategy
-        )
-        actor = holder.remote()
+        actor = self._cluster.start_actor(GpuHolder, self._bundles[0], (self._group, 0))
         self._actors.append(actor)
-        return list(ray.get(actor.gpu_ids.remote()))
+        return list(self._cluster.ray.get(actor.gpu_ids.remote()))
 
     def _used_machines(self) -> set[str]:
         """Return the ids of the machines that have a bundle of the placement group."""
-        table = self._ray.util.placement_group_table(self._group)
+        table = self._cluster.ray.util.placement_group_table(self._group)
         return {identity for identity in table["bundles_to_node_id"].values() if identity}
 
     def _report_changes(self, machines: list[RayMachine]) -> None:

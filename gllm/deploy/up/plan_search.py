@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gllm.deploy.up.child_process import LoggedProcess
+from gllm.deploy.logged_process import LoggedProcess
 from gllm.plan.search_command import make_search_command
 from gllm.plan.serving_plan import ServingPlan, read_plan
 

@@ -1,4 +1,4 @@
-"""Delays between attempts to dial a peer."""
+"""Delays between attempts to reach a peer, or to start a process again."""
 
 from random import Random
 
@@ -11,27 +11,39 @@ REFUSED_SECONDS = 10.0
 class Backoff:
     """Delays that double up to a limit, with jitter so that peers do not dial in step."""
 
-    def __init__(self, rng: Random, refused_seconds: float = REFUSED_SECONDS) -> None:
+    def __init__(
+        self,
+        rng: Random | None = None,
+        refused_seconds: float = REFUSED_SECONDS,
+        first_seconds: float = FIRST_SECONDS,
+        max_seconds: float = MAX_SECONDS,
+    ) -> None:
         """Create delays that begin with the shortest one.
 
         Args:
-            rng: source of the jitter.
+            rng: source of the jitter; None for none.
             refused_seconds: delay after a refusal.
+            first_seconds: the shortest delay.
+            max_seconds: the longest delay.
         """
         self._rng = rng
         self._refused_seconds = refused_seconds
-        self._seconds = FIRST_SECONDS
+        self._first_seconds = self._seconds = first_seconds
+        self._max_seconds = max_seconds
 
     def next_delay(self) -> float:
         """Return the delay before the next attempt, in seconds."""
         seconds = self._seconds
-        self._seconds = min(2 * seconds, MAX_SECONDS)
-        return seconds * self._rng.uniform(0.5, 1.0)
+        self._seconds = min(2 * seconds, self._max_seconds)
+        return self._with_jitter(seconds)
 
     def refused_delay(self) -> float:
         """Return the delay before the next attempt after a refusal, in seconds."""
-        return self._refused_seconds * self._rng.uniform(0.5, 1.0)
+        return self._with_jitter(self._refused_seconds)
 
     def reset(self) -> None:
         """Start again with the shortest delay."""
-        self._seconds = FIRST_SECONDS
+        self._seconds = self._first_seconds
+
+    def _with_jitter(self, seconds: float) -> float:
+        return seconds if self._rng is None else seconds * self._rng.uniform(0.5, 1.0)

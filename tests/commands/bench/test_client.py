@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.commands.bench.client import RequestResult, open_session, request_body, send
-from gllm.commands.bench.events import EventReader, error_message
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import LoadConfig, ServeConfig
+from gllm.deploy.server_client import EventReader, error_message
 from tests.support.http.fake_server import DONE, FakeServer, event, piece, running, usage
 
 CONFIG = ServeConfig()

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from gllm.commands.top.command import ServerView, UnreachableError, main
+from gllm.commands.top.command import ServerView, main
+from gllm.deploy.server_client import ServerClient, ServerError
 from tests.support.full_cases import full_but
 
 SECONDS = 60.0
@@ -72,14 +73,14 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_the_view_outlives_its_server(server: Fake) -> None:
-    view = ServerView(f"{server.url}/v1/", 1.0, "secret")
+    view = ServerView(ServerClient(f"{server.url}/v1/", "secret"))
     assert view.lines(80, 24, "not there")[2] == "not there"
     view.refresh()
     view.refresh()
     assert server.key == "Bearer secret"
     assert "7 running, 0 waiting" in view.lines(80, 24)[2]
     server.status = 401
-    with pytest.raises(UnreachableError, match="401: set --api-key"):
+    with pytest.raises(ServerError, match="API key: set --api-key"):
         view.refresh()
     server.status = 200
     old = view.lines(80, 24, "gone")

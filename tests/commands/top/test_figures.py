@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gllm.commands.top.figures import ScrapeHistory, histogram, metrics_between, quantile
-from gllm.commands.top.scrape import MetricsScrape, parse_metrics
+from gllm.deploy.metrics_scrape import MetricsScrape, parse_metrics
 from gllm.engine.interface import OutputDelta
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.request_metrics import RequestMetrics

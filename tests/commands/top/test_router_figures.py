@@ -4,7 +4,7 @@ import math
 
 from gllm.commands.top.figures import ScrapeHistory
 from gllm.commands.top.render import render
-from gllm.commands.top.scrape import MetricsScrape, parse_metrics
+from gllm.deploy.metrics_scrape import MetricsScrape, parse_metrics
 from gllm.frontend.metrics import Metrics
 from gllm.text.tokenizer import Tokenizer
 from tests.commands.top.test_render import FIGURES

@@ -1,6 +1,6 @@
 """Values of /metrics. A shared server counts for all tests, so a test compares two values."""
 
-from gllm.commands.top.scrape import MetricsScrape, parse_metrics
+from gllm.deploy.metrics_scrape import MetricsScrape, parse_metrics
 from tests.support.servers.server import Server
 
 

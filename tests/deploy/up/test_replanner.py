@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gllm.deploy.up.plan_follower import FollowerTimes, PlanFollower
+from gllm.deploy.server_client import ServerClient
 from gllm.deploy.up.plan_search import PlanSearch
-from gllm.plan.processes import ProcessSpec
+from gllm.deploy.up.replanner import Replanner, ReplanTimes
+from gllm.plan.processes import ProcessSpec, router_url
 from gllm.plan.search_command import (
     check_replannable,
     make_search_command,
@@ -34,7 +35,7 @@ from gllm.plan.serving_plan import (
     read_plan,
     write_plan,
 )
-from tests.deploy.up.test_supervisor import FAIL, SERVE, Rig
+from tests.deploy.up.test_engine_manager import FAIL, SERVE, Rig
 
 COPY = """
 import shutil, sys
@@ -150,14 +151,20 @@ class FollowedRig(Rig):
             self.make_search_command,
             search_seconds,
         )
-        times = FollowerTimes(0.02, 0.02, start_seconds=start_seconds)
-        self.follower = PlanFollower(
-            self.supervisor, self.plan, "here", self.make_specs, search, times
+        times = ReplanTimes(0.02, 0.02, start_seconds=start_seconds)
+        self.replanner = Replanner(
+            self.manager,
+            ServerClient(router_url(self.plan)),
+            self.plan,
+            "here",
+            self.make_specs,
+            search,
+            times,
         )
 
     @property
     def engines(self) -> list[str]:
-        return [name for name in self.supervisor.running if name != "router"]
+        return [name for name in self.manager.running if name != "router"]
 
     def find(self, **engines: EnginePlan) -> None:
         """Set the plan that the next search finds; its engines serve unless they have scripts."""
@@ -173,13 +180,13 @@ class FollowedRig(Rig):
     @asynccontextmanager
     async def run(self, status: int = 0) -> AsyncIterator[None]:
         """Run processes and follower until the block ends; check the exit status."""
-        run = asyncio.create_task(self.supervisor.run())
+        run = asyncio.create_task(self.manager.run())
         await self.until(lambda: self.ready)
-        following = asyncio.create_task(self.follower.run())
+        following = asyncio.create_task(self.replanner.run())
         try:
             yield
         finally:
-            self.supervisor.stop()
+            self.manager.stop()
             ended_with = await run
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -210,19 +217,19 @@ async def test_each_shift_is_one_search_whose_plan_is_applied(
     async with rig.run():
         router.shift(1, is_leader=False)
         await asyncio.sleep(0.2)
-        assert rig.follower.num_searches == 0
+        assert rig.replanner.num_searches == 0
         router.shift(1)
-        await rig.until(lambda: "m" in rig.follower.plan.engines)
+        await rig.until(lambda: "m" in rig.replanner.plan.engines)
         # One stays, one flips, one is replaced.
         assert rig.engines == ["p", "d0", "m"]
         assert router.roles["d0"] == "prefill"
         assert [name for name, line in rig.lines if line == "ends"] == ["d1"]
         await asyncio.sleep(0.2)
-        assert rig.follower.num_searches == 1
+        assert rig.replanner.num_searches == 1
         router.shift(2)
-        await rig.until(lambda: rig.follower.num_searches == 2)
+        await rig.until(lambda: rig.replanner.num_searches == 2)
         await rig.until(lambda: (tmp_path / "plan.shift-2.yaml").exists())
-    assert rig.follower.plan.engines == read_plan(tmp_path / "plan.shift-2.yaml").engines
+    assert rig.replanner.plan.engines == read_plan(tmp_path / "plan.shift-2.yaml").engines
     # The second plan has changed nothing.
     assert router.num_resets == 1
     assert set(read_plan(tmp_path / "plan.shift-1.yaml").engines) == {"p", "d0", "m"}
@@ -250,14 +257,14 @@ async def test_an_engine_that_does_not_come_takes_the_change_back(
     )
     router.roles = {"a": "prefill"}
     rig.find(a=engine("decode"), b=engine(flags={"threads": 2}))
-    before = rig.follower.plan
+    before = rig.replanner.plan
     async with rig.run():
         rig.scripts["b"] = FIRST.format(marker=str(tmp_path / "began"), script=script, then=SERVE)
         router.shift(1)
         await rig.until(lambda: "is taken back" in caplog.text)
         await rig.until(lambda: rig.engines == ["a", "b"] and router.roles["a"] == "prefill")
     assert "is applied: a becomes decode, end b, start b" in caplog.text
-    assert rig.follower.plan == before
+    assert rig.replanner.plan == before
     cause = "it exited with 1: no memory" if script == FAIL else "was not ready after 2.0 s"
     assert cause in caplog.text
 
@@ -270,9 +277,9 @@ async def test_a_plan_that_cannot_be_restored_ends_all(
     async with rig.run(status=1):
         rig.scripts = {**rig.scripts, "a": FAIL, "b": FAIL}
         router.shift(1)
-        await rig.until(lambda: rig.supervisor.cause)
-    assert "plan.shift-1.yaml could not be restored: the engine" in rig.supervisor.cause
-    assert "it exited with 1: no memory" in rig.supervisor.cause
+        await rig.until(lambda: rig.manager.cause)
+    assert "plan.shift-1.yaml could not be restored: the engine" in rig.manager.cause
+    assert "it exited with 1: no memory" in rig.manager.cause
 
 
 @pytest.mark.parametrize(
@@ -300,7 +307,7 @@ async def test_the_running_plan_stays_without_a_plan_that_fits(
         router.shift(1)
         await rig.until(lambda: words in caplog.text)
         assert rig.engines == ["a"]
-    assert rig.follower.num_searches == 1
+    assert rig.replanner.num_searches == 1
 
 
 def test_a_search_may_take_a_multiple_of_its_budget(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ class MetricsScrape:
     """Metrics of a router with an `engine` label: by name, then by engine."""
     engine_states: Mapping[str, str] = field(default_factory=dict)
     """States of a router's engines."""
+    finished: Mapping[str, float] = field(default_factory=dict)
+    """Number of finished requests by reason."""
     node_counts: Mapping[str, float] = field(default_factory=dict)
     """Number of an engine's machines, by state."""
     buckets: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
@@ -67,6 +69,7 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
     ranks: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
     engines: dict[str, dict[str, float]] = defaultdict(dict)
     states: dict[str, str] = {}
+    finished: dict[str, float] = defaultdict(float)
     node_counts: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = defaultdict(dict)
     counters: set[str] = set()
@@ -93,6 +96,8 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
             elif "stage" in labels:
                 stages[name][int(labels["stage"])] = sample.value
             else:
+                if name == "request_success_total":
+                    finished[labels["finished_reason"]] += sample.value
                 values[name] += sample.value
                 if family.type == "counter":
                     counters.add(name)
@@ -106,6 +111,7 @@ def parse_metrics(text: str, time: float) -> MetricsScrape:
         ranks,
         engines,
         states,
+        finished,
         node_counts,
         buckets,
         frozenset(counters),

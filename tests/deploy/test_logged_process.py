@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from gllm.deploy.up.child_process import LoggedProcess
+from gllm.deploy.logged_process import LoggedProcess
 
 
 async def run(script: str, *, is_ended: bool = False) -> tuple[list[str], str, LoggedProcess]:

@@ -5,14 +5,14 @@ One engine at a time starts or ends. If one does not come, all of the change is 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import aiohttp
-
-from gllm.deploy.up.plan_search import PlanSearchError
+from gllm.deploy.server_client import ServerClient, ServerError, follow_router
+from gllm.deploy.up.engine_manager import EngineManager
+from gllm.deploy.up.plan_search import PlanSearch, PlanSearchError
 from gllm.plan.plan_change import (
     ChangeAction,
     ChangeRole,
@@ -24,7 +24,7 @@ from gllm.plan.plan_change import (
     pin_ports,
     undo_actions,
 )
-from gllm.plan.processes import ProcessSpec, router_headers, router_url
+from gllm.plan.processes import ProcessSpec
 from gllm.plan.serving_plan import PlanError, ServingPlan, write_plan
 
 POLL_SECONDS = 2.0
@@ -37,13 +37,12 @@ START_SECONDS = 900.0
 """Time in which an engine has to be ready, if START_FACTOR gives no longer one."""
 START_FACTOR = 3.0
 """Multiple of the plan's expected start-up time in which an engine has to be ready."""
-TIMEOUT_SECONDS = 10.0
 log = logging.getLogger("gllm")
 
 
 @dataclass(frozen=True)
-class FollowerTimes:
-    """Intervals and limits of a `PlanFollower`, in seconds."""
+class ReplanTimes:
+    """Intervals and limits of a `Replanner`, in seconds."""
 
     poll_seconds: float = POLL_SECONDS
     attach_poll_seconds: float = ATTACH_POLL_SECONDS
@@ -51,38 +50,12 @@ class FollowerTimes:
     start_seconds: float = START_SECONDS
 
 
-class PlanSupervisor(Protocol):
-    """Owner of this node's engine processes."""
-
-    @property
-    def is_stopping(self) -> bool:
-        """True once all processes end."""
-
-    def set_specs(self, specs: Iterable[ProcessSpec]) -> None:
-        """Set the processes that may be started from now on."""
-
-    async def start_engine(self, name: str, timeout_seconds: float | None, may_fail: bool) -> None:
-        """Start an engine. Raises ValueError if it fails or is not ready in time."""
-
-    async def drain_engine(self, name: str, may_fail: bool) -> None:
-        """Let an engine end. Raises ValueError if it does not run."""
-
-    def fail(self, cause: str) -> None:
-        """End all processes because of a failure."""
-
-
-class PlanSearcher(Protocol):
-    """Search for a plan of the service."""
-
-    async def run(self, lengths: str, rate: float) -> tuple[ServingPlan, Path]:
-        """Return a plan for requests, as CSV, at a rate, and its file. See PlanSearch."""
-
-
-class PlanFollower:
+class Replanner:
     """Loop that plans again after each lasting shift, and applies the new plan.
 
     Args:
-        supervisor: Owner of the processes of this node.
+        manager: Owner of the engines of this node.
+        router: Client of the router.
         plan: The running plan; it has a router.
         node: Name of this node.
         make_specs: Returns this node's processes of a plan.
@@ -92,58 +65,46 @@ class PlanFollower:
 
     def __init__(
         self,
-        supervisor: PlanSupervisor,
+        manager: EngineManager,
+        router: ServerClient,
         plan: ServingPlan,
         node: str,
         make_specs: Callable[[ServingPlan], Sequence[ProcessSpec]],
-        search: PlanSearcher,
-        times: FollowerTimes = FollowerTimes(),
+        search: PlanSearch,
+        times: ReplanTimes = ReplanTimes(),
     ) -> None:
         self.plan = pin_ports(plan)
         """The plan that runs."""
         self.num_searches = 0
-        self._supervisor = supervisor
+        self._manager = manager
+        self._router = router
         self._node = node
         self._make_specs = make_specs
         self._search = search
         self._times = times
-        self._url = router_url(plan)
         self._num_handled = 0
         """Shifts after which was planned."""
 
     async def run(self) -> None:
         """Follow the router until this task is cancelled."""
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
-        headers = router_headers(self.plan)
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            while True:
-                try:
-                    await self._follow(session)
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    # The router starts.
-                    log.debug("the router at %s does not answer: %s", self._url, error)
-                except Exception:
-                    log.exception("replanning failed; the running plan stays")
-                await asyncio.sleep(self._times.poll_seconds)
+        await follow_router(self._router, self._follow, self._times.poll_seconds)
 
-    async def _follow(self, session: aiohttp.ClientSession) -> None:
-        workload = (await self._get_engines(session))["workload"]
+    async def _follow(self, body: Mapping[str, Any]) -> None:
+        workload = body["workload"]
         if workload is None or not workload["is_leader"]:
             return
         if workload["num_shifts"] > self._num_handled:
             # Later shifts, also those of the time of this search, are one more.
             self._num_handled = workload["num_shifts"]
-            await self._replan(session, workload["shift"])
+            await self._replan(workload["shift"])
 
-    async def _replan(self, session: aiohttp.ClientSession, shift: Mapping[str, Any]) -> None:
+    async def _replan(self, shift: Mapping[str, Any]) -> None:
         rate = shift["after"]["rate"]
         log.info(
             "the workload has shifted (%s): a plan for %.3g requests/s is searched",
             ", ".join(shift["quantities"]), rate,
         )  # fmt: skip
-        async with session.get(f"{self._url}/workload", ssl=False) as answer:
-            answer.raise_for_status()
-            lengths = await answer.text()
+        lengths = await asyncio.to_thread(self._router.get_text, "/workload")
         self.num_searches += 1
         try:
             new, path = await self._search.run(lengths, rate)
@@ -161,7 +122,7 @@ class PlanFollower:
             log.info("the new plan has the running engines: nothing changes")
             self.plan = change.plan
             return
-        await self._apply(session, change, path)
+        await self._apply(change, path)
 
     def _check_nodes(self, change: PlanChange) -> None:
         """Raise PlanError if engines of other nodes would have to start or to end."""
@@ -175,34 +136,32 @@ class PlanFollower:
                     "router is: start the new plan with `gllm up` on all nodes"
                 )
 
-    async def _apply(self, session: aiohttp.ClientSession, change: PlanChange, path: Path) -> None:
+    async def _apply(self, change: PlanChange, path: Path) -> None:
         """Apply the actions of a change, or undo them; without the old engines all ends."""
         log.info("%s is applied: %s", path, describe_actions(change.actions))
         done: list[ChangeAction] = []
         try:
-            await self._run_actions(session, change.plan, change.actions, done)
-        except (ValueError, aiohttp.ClientError, TimeoutError) as error:
-            if self._supervisor.is_stopping:
+            await self._run_actions(change.plan, change.actions, done)
+        except (ValueError, ServerError, TimeoutError) as error:
+            if self._manager.is_stopping:
                 return
             log.warning("%s is taken back: %s", path, error)
             try:
-                await self._run_actions(session, self.plan, undo_actions(done, self.plan), [])
-            except (ValueError, aiohttp.ClientError, TimeoutError) as second:
-                if not self._supervisor.is_stopping:
-                    self._supervisor.fail(f"the plan before {path} could not be restored: {second}")
+                await self._run_actions(self.plan, undo_actions(done, self.plan), [])
+            except (ValueError, ServerError, TimeoutError) as second:
+                if not self._manager.is_stopping:
+                    self._manager.fail(f"the plan before {path} could not be restored: {second}")
             return
         self.plan = change.plan
         try:
             # Clients that wait for answers send more requests now, which is no shift.
-            async with session.post(f"{self._url}/workload/profile", ssl=False) as answer:
-                answer.raise_for_status()
-        except (aiohttp.ClientError, TimeoutError) as error:
+            await asyncio.to_thread(self._router.post, "/workload/profile")
+        except ServerError as error:
             log.warning("the router keeps its profile: %s", error)
         log.info("%s is the running plan", path)
 
     async def _run_actions(
         self,
-        session: aiohttp.ClientSession,
         plan: ServingPlan,
         actions: Sequence[ChangeAction],
         done: list[ChangeAction],
@@ -210,60 +169,48 @@ class PlanFollower:
         """Run actions towards a plan; append each one that has an effect.
 
         Raises:
-            ValueError, aiohttp.ClientError, TimeoutError: One has failed.
+            ValueError, ServerError, TimeoutError: One has failed.
         """
-        self._supervisor.set_specs(self._make_specs(plan))
+        self._manager.set_specs(self._make_specs(plan))
         expected = plan.expected.startup_seconds if plan.expected else None
         limit = max(self._times.start_seconds, START_FACTOR * (expected or 0.0))
         for action in actions:
             match action:
                 case StartEngine(name):
-                    await self._supervisor.start_engine(name, limit, may_fail=True)
+                    await self._manager.start_engine(name, limit, may_fail=True)
                     # From here on it has to end if the change is undone.
                     done.append(action)
-                    await self._wait_for_engine(session, name, "state", "ready")
+                    await self._wait_for_engine(name, "state", "ready")
                 case StopEngine(name):
                     done.append(action)
-                    await self._supervisor.drain_engine(name, may_fail=True)
+                    await self._manager.drain_engine(name, may_fail=True)
                 case ChangeRole(name, role):
                     done.append(action)
-                    await self._change_role(session, name, role)
+                    await self._change_role(name, role)
 
-    async def _change_role(self, session: aiohttp.ClientSession, name: str, role: str) -> None:
-        url = f"{self._url}/engines/{name}/role"
-        async with session.post(url, json={"role": role}, ssl=False) as answer:
-            answer.raise_for_status()
-        await self._wait_for_engine(session, name, "role", role)
+    async def _change_role(self, name: str, role: str) -> None:
+        await asyncio.to_thread(self._router.post, f"/engines/{name}/role", {"role": role})
+        await self._wait_for_engine(name, "role", role)
 
-    async def _wait_for_engine(
-        self, session: aiohttp.ClientSession, name: str, field: str, value: str
-    ) -> None:
+    async def _wait_for_engine(self, name: str, field: str, value: str) -> None:
         """Wait until the router shows a value for an engine. Raises TimeoutError."""
         limit = self._times.attach_seconds
         try:
             async with asyncio.timeout(limit):
-                while not await self._shows(session, name, field, value):
+                while not await self._shows(name, field, value):
                     await asyncio.sleep(self._times.attach_poll_seconds)
         except TimeoutError:
             raise TimeoutError(
                 f"the router does not show engine {name} as {value} after {limit:g} s"
             ) from None
 
-    async def _shows(
-        self, session: aiohttp.ClientSession, name: str, field: str, value: str
-    ) -> bool:
+    async def _shows(self, name: str, field: str, value: str) -> bool:
         try:
-            rows = (await self._get_engines(session))["engines"]
-        except (aiohttp.ClientError, TimeoutError):
+            rows = (await asyncio.to_thread(self._router.get, "/engines"))["engines"]
+        except ServerError:
             # A busy router answers the next time.
             return False
         return any(row["name"] == name and row[field] == value for row in rows)
-
-    async def _get_engines(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        async with session.get(f"{self._url}/engines", ssl=False) as answer:
-            answer.raise_for_status()
-            body: dict[str, Any] = await answer.json()
-        return body
 
 
 def describe_actions(actions: Sequence[ChangeAction]) -> str:

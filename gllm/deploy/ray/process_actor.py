@@ -10,15 +10,15 @@ import os
 import signal
 import sys
 import threading
-import urllib.request
 from typing import Any
 
 import msgspec
 
 from gllm.config.node_environment import remove_launcher
+from gllm.deploy.logged_process import LoggedProcess
 from gllm.deploy.ray.agent_actor import INVALID_STATUS, exit_actor
-from gllm.deploy.up.child_process import LoggedProcess
-from gllm.deploy.up.ray_groups import ProcessTask, make_process
+from gllm.deploy.ray.plan_groups import ProcessTask, make_process
+from gllm.deploy.server_client import ServerClient
 from gllm.runtime.messaging.parent_death import dying_command
 
 PROBE_TIMEOUT_SECONDS = 1.0
@@ -56,6 +56,7 @@ class ProcessActor:
         self._child = LoggedProcess(
             lambda line: print(f"{self._spec.name} | {line}", file=sys.stderr, flush=True)
         )
+        self._server = ServerClient(self._spec.url, None, PROBE_TIMEOUT_SECONDS, is_own=True)
         self._cause = ""
         """Cause of the end of the process; empty while it runs."""
         # The kernel kills the process when the thread that has created it ends.
@@ -66,7 +67,7 @@ class ProcessActor:
         has_ended = bool(self._cause)
         status = ProcessStatus(
             self._spec.url,
-            not has_ended and is_ready(self._spec.url),
+            not has_ended and self._server.is_ready(),
             has_ended,
             has_ended and self._child.status == INVALID_STATUS,
             self._cause,
@@ -91,12 +92,3 @@ def find_head(ray: Any, group: Any) -> str | None:
     identity = ray.util.placement_group_table(group)["bundles_to_node_id"].get(0)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return addresses.get(identity)
-
-
-def is_ready(url: str) -> bool:
-    """Return True if a process of this machine is ready."""
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=PROBE_TIMEOUT_SECONDS) as answer:
-            return bool(answer.status == 200)
-    except (OSError, ValueError):
-        return False

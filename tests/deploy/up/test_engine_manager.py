@@ -1,4 +1,4 @@
-"""Supervisor of a node's processes: order of the end, first cause, engines at run time."""
+"""Engines of a plan on this machine: order of the end, first cause, engines at run time."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from gllm.deploy.up.supervisor import ProcessSupervisor
+from gllm.deploy.up.engine_manager import EngineManager, LocalProcess
 from gllm.plan.processes import ProcessSpec
 from tests.support.network.ports import free_port
 
@@ -34,17 +34,16 @@ LEAVE = "print('bye')"
 
 
 class Rig:
-    """A supervisor of scripts, and what it reports."""
+    """A manager of scripts, and what it reports."""
 
     def __init__(self, scripts: dict[str, str], is_scaled: bool = False) -> None:
         self.lines: list[tuple[str, str]] = []
         self.ready: list[list[str]] = []
         self.scripts = scripts
-        self.supervisor = ProcessSupervisor(
+        self.manager = EngineManager(
             [self.make_spec(name) for name in scripts],
-            self.on_line,
+            lambda spec: LocalProcess(spec, self.on_line, self.make),
             lambda specs: self.ready.append([each.name for each in specs]),
-            self.make,
             is_scaled,
             probe_seconds=0.02,
         )
@@ -73,7 +72,7 @@ class Rig:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_router_before_the_engines(number: int) -> None:
     rig = Rig({"a": SERVE, "router": SERVE, "b": SERVE})
-    run = asyncio.create_task(rig.supervisor.run())
+    run = asyncio.create_task(rig.manager.run())
     await rig.until(lambda: rig.ready)
     assert rig.ready == [["a", "router", "b"]]
     os.kill(os.getpid(), number)
@@ -81,54 +80,56 @@ async def test_a_signal_ends_the_router_before_the_engines(number: int) -> None:
     ends = [name for name, line in rig.lines if line == "ends"]
     assert ends[0] == "router"
     assert sorted(ends[1:]) == ["a", "b"]
-    assert rig.supervisor.cause == ""
+    assert rig.manager.cause == ""
 
 
 async def test_the_first_failure_ends_all_and_is_named() -> None:
     rig = Rig({"router": SERVE, "a": FAIL})
-    assert await rig.supervisor.run() == 1
-    assert rig.supervisor.cause == "engine a: it exited with 1: no memory"
-    assert rig.supervisor.running == []
+    assert await rig.manager.run() == 1
+    assert rig.manager.cause == "engine a: it exited with 1: no memory"
+    assert rig.manager.running == []
 
 
 async def test_a_program_that_does_not_exist_is_a_failure() -> None:
     specs = [ProcessSpec("a", "gllm.serve", [], "")]
-    supervisor = ProcessSupervisor(
-        specs, lambda name, line: None, lambda specs: None, lambda spec: ["/no/such/program"]
+    manager = EngineManager(
+        specs,
+        lambda spec: LocalProcess(spec, lambda name, line: None, lambda _: ["/no/such/program"]),
+        lambda specs: None,
     )
-    assert await supervisor.run() == 1
-    assert "engine a: it could not be started: [Errno 2]" in supervisor.cause
+    assert await manager.run() == 1
+    assert "engine a: it could not be started: [Errno 2]" in manager.cause
 
 
 async def test_the_node_ends_when_its_last_process_has_left() -> None:
     rig = Rig({"a": LEAVE, "b": LEAVE})
-    assert await rig.supervisor.run() == 0
+    assert await rig.manager.run() == 0
 
 
 async def test_engines_are_drained_and_started_while_the_others_serve() -> None:
     rig = Rig({"router": SERVE, "a": SERVE})
-    run = asyncio.create_task(rig.supervisor.run())
+    run = asyncio.create_task(rig.manager.run())
     await rig.until(lambda: rig.ready)
-    await rig.supervisor.drain_engine("a")
-    assert rig.supervisor.running == ["router"]
+    await rig.manager.drain_engine("a")
+    assert rig.manager.running == ["router"]
     with pytest.raises(ValueError, match="no engine 'a' runs"):
-        await rig.supervisor.drain_engine("a")
-    await rig.supervisor.start_engine("a")
-    assert rig.supervisor.running == ["router", "a"]
+        await rig.manager.drain_engine("a")
+    await rig.manager.start_engine("a")
+    assert rig.manager.running == ["router", "a"]
     with pytest.raises(ValueError, match="runs already"):
-        await rig.supervisor.start_engine("a")
+        await rig.manager.start_engine("a")
     with pytest.raises(ValueError, match="there is no engine 'router'"):
-        await rig.supervisor.start_engine("router")
-    rig.supervisor.stop()
+        await rig.manager.start_engine("router")
+    rig.manager.stop()
     assert await run == 0
 
 
 async def test_an_engine_that_ends_before_it_is_ready_is_a_failure() -> None:
     rig = Rig({"router": SERVE, "a": SERVE})
-    run = asyncio.create_task(rig.supervisor.run())
+    run = asyncio.create_task(rig.manager.run())
     await rig.until(lambda: rig.ready)
-    await rig.supervisor.drain_engine("a")
+    await rig.manager.drain_engine("a")
     rig.scripts["a"] = FAIL
     with pytest.raises(ValueError, match="before it was ready: engine a: it exited with 1"):
-        await rig.supervisor.start_engine("a")
+        await rig.manager.start_engine("a")
     assert await run == 1

@@ -5,8 +5,8 @@ import sys
 import msgspec
 import pytest
 
-from gllm.deploy.up.ray_actor import ProcessActor, ProcessStatus
-from gllm.deploy.up.ray_groups import ProcessTask
+from gllm.deploy.ray.plan_groups import ProcessTask
+from gllm.deploy.ray.process_actor import ProcessActor, ProcessStatus
 from tests.deploy.ray.test_manager import cluster
 from tests.plan.test_processes import LOCAL
 from tests.support.servers.server import wait_until

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from gllm.deploy.up.scale_follower import ScaleActions, ScaleFollower, choose_actions
-from gllm.plan.processes import router_headers, scaling_router_url
+from gllm.deploy.server_client import ServerClient
+from gllm.deploy.up.engine_scaler import EngineActions, EngineScaler, choose_actions
+from gllm.plan.processes import router_api_key, scaling_router_url
 from gllm.plan.serving_plan import EnginePlan, NodePlan, RouterPlan, ServingPlan, StagePlan
-from tests.deploy.up.test_supervisor import FAIL, SERVE, Rig
+from tests.deploy.up.test_engine_manager import FAIL, SERVE, Rig
 
 ORDER = ("a", "b", "c")
 IDLE: dict[str, Any] = {
@@ -22,21 +23,21 @@ IDLE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("own", "running", "attached", "decision", "expected"),
     [
-        ("abc", "", {}, {"num_wanted": 2}, ScaleActions(start=("a", "b"))),
-        ("c", "", {}, {"num_wanted": 2}, ScaleActions()),
-        ("abc", "a", {}, {"num_wanted": 1}, ScaleActions()),
-        ("abc", "a", {"a": "loading"}, {"num_wanted": 2}, ScaleActions(start=("b",))),
+        ("abc", "", {}, {"num_wanted": 2}, EngineActions(start=("a", "b"))),
+        ("c", "", {}, {"num_wanted": 2}, EngineActions()),
+        ("abc", "a", {}, {"num_wanted": 1}, EngineActions()),
+        ("abc", "a", {"a": "loading"}, {"num_wanted": 2}, EngineActions(start=("b",))),
         # b never attaches: a replacement is wanted.
-        ("abc", "ab", {"a": "ready"}, {"num_wanted": 3}, ScaleActions(start=("c",))),
+        ("abc", "ab", {"a": "ready"}, {"num_wanted": 3}, EngineActions(start=("c",))),
         ("abc", "ab", {"a": "ready", "b": "ready"}, {"num_wanted": 1, "drain": ["a"]},
-         ScaleActions(drain=("a",))),
+         EngineActions(drain=("a",))),
         ("abc", "ab", {"a": "draining", "b": "ready"}, {"num_wanted": 1, "removable": ["a"]},
-         ScaleActions(stop=("a",))),
+         EngineActions(stop=("a",))),
         ("abc", "a", {"a": "draining"}, {"num_wanted": 1, "undrain": ["a"]},
-         ScaleActions(undrain=("a",))),
-        ("abc", "", {}, {"num_wanted": 3, "is_leader": False}, ScaleActions()),
+         EngineActions(undrain=("a",))),
+        ("abc", "", {}, {"num_wanted": 3, "is_leader": False}, EngineActions()),
         # An engine of another node is left to it.
-        ("a", "", {"b": "ready"}, {"num_wanted": 0, "drain": ["b"]}, ScaleActions()),
+        ("a", "", {"b": "ready"}, {"num_wanted": 0, "drain": ["b"]}, EngineActions()),
     ],
 )  # fmt: skip
 def test_actions(own, running, attached, decision, expected) -> None:
@@ -79,32 +80,37 @@ class ScriptedRouter:
 
 async def test_processes_follow_the_decision() -> None:
     rig = Rig({"router": SERVE, "a": SERVE, "b": FAIL}, is_scaled=True)
-    supervisor, router = rig.supervisor, ScriptedRouter()
-    follower = ScaleFollower(
-        supervisor, router.url, ["a", "b"], ["a", "b"], poll_seconds=0.02, retry_seconds=0.05
+    manager, router = rig.manager, ScriptedRouter()
+    scaler = EngineScaler(
+        manager,
+        ServerClient(router.url),
+        ["a", "b"],
+        ["a", "b"],
+        poll_seconds=0.02,
+        retry_seconds=0.05,
     )
-    run = asyncio.create_task(supervisor.run())
-    following = asyncio.create_task(follower.run())
+    run = asyncio.create_task(manager.run())
+    following = asyncio.create_task(scaler.run())
     await rig.until(lambda: rig.ready)
     assert rig.ready == [["router"]]
     router.decision = {**IDLE, "num_wanted": 1}
-    await rig.until(lambda: supervisor.running == ["router", "a"])
+    await rig.until(lambda: manager.running == ["router", "a"])
     router.attached["a"] = "ready"
     # An engine that dies at its start is started again, and ends nothing else.
     router.decision = {**IDLE, "num_wanted": 2}
-    await rig.until(lambda: follower.num_failures >= 2)
-    assert {"router", "a"} <= set(supervisor.running)
+    await rig.until(lambda: scaler.num_failures >= 2)
+    assert {"router", "a"} <= set(manager.running)
     rig.scripts["b"] = SERVE
-    await rig.until(lambda: "b" in supervisor.running and follower.num_failures)
+    await rig.until(lambda: "b" in manager.running and scaler.num_failures)
     router.attached["b"] = "ready"
     router.decision = {**IDLE, "num_wanted": 1, "drain": ["a"]}
     await rig.until(lambda: router.posts)
     assert router.posts[0] == "/engines/a/drain"
     router.attached["a"] = "draining"
     router.decision = {**IDLE, "num_wanted": 1, "removable": ["a"]}
-    await rig.until(lambda: "a" not in supervisor.running)
+    await rig.until(lambda: "a" not in manager.running)
     following.cancel()
-    supervisor.stop()
+    manager.stop()
     assert await run == 0
     router.server.shutdown()
     router.server.server_close()
@@ -120,10 +126,10 @@ def test_router_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
         router=RouterPlan("here", 8123, flags=flags),
     )
     assert scaling_router_url(plan) == "http://127.0.0.1:8123"
-    assert router_headers(plan) == {}
+    assert router_api_key(plan) == ""
     monkeypatch.setenv("GLLM_API_KEY", "first, second")
-    assert router_headers(plan) == {"Authorization": "Bearer first"}
+    assert router_api_key(plan) == "first"
     flags["api-key"] = ["own"]
-    assert router_headers(plan) == {"Authorization": "Bearer own"}
+    assert router_api_key(plan) == "own"
     del flags["scale"]
     assert scaling_router_url(plan) == ""

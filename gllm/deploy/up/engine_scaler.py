@@ -1,4 +1,4 @@
-"""Follows a router that decides how many engines run: starts, drains and stops those of this node.
+"""Starts and stops the engines of this node as a router that scales decides.
 
 All nodes of a plan ask the same router and choose by the order of the plan, so that together they
 run as many engines as it wants.
@@ -6,20 +6,22 @@ run as many engines as it wants.
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import aiohttp
+from gllm.deploy.server_client import ServerClient, follow_router
+from gllm.deploy.up.engine_manager import EngineManager
+from gllm.runtime.messaging.backoff import Backoff
 
 POLL_SECONDS = 0.5
 """Time between two looks at the router's decision."""
 RETRY_SECONDS = 5.0
-"""Time after which an engine that has failed is started again."""
-TIMEOUT_SECONDS = 5.0
+MAX_RETRY_SECONDS = 60.0
+"""Shortest and longest time after which an engine that has failed is started again."""
 log = logging.getLogger("gllm")
 
 
-class ScaleActions(NamedTuple):
+class EngineActions(NamedTuple):
     """Engines of this node to start, to drain, to take back and to stop."""
 
     start: tuple[str, ...] = ()
@@ -28,27 +30,13 @@ class ScaleActions(NamedTuple):
     stop: tuple[str, ...] = ()
 
 
-class EngineSupervisor(Protocol):
-    """Owner of this node's engine processes."""
-
-    @property
-    def running(self) -> list[str]:
-        """Names of the processes that run and shall not end."""
-
-    async def start_engine(self, name: str) -> None:
-        """Start an engine. Raises ValueError if it fails."""
-
-    async def drain_engine(self, name: str) -> None:
-        """Let an engine end. Raises ValueError if it does not run."""
-
-
 def choose_actions(
     order: Sequence[str],
     own: Collection[str],
     running: Collection[str],
     attached: Mapping[str, str],
     scaling: Mapping[str, Any],
-) -> ScaleActions:
+) -> EngineActions:
     """Return what this node has to do so that all nodes run as many engines as are wanted.
 
     Args:
@@ -59,7 +47,7 @@ def choose_actions(
         scaling: The router's decision, as in `GET /engines`.
     """
     if not scaling["is_leader"]:
-        return ScaleActions()
+        return EngineActions()
     drain, undrain = scaling["drain"], scaling["undrain"]
     active = {
         name for name, state in attached.items()
@@ -68,7 +56,7 @@ def choose_actions(
     num_lacking = max(0, scaling["num_wanted"] - len(active))
     # Those that start on any node are not attached yet: they are first in this order on all nodes.
     candidates = [name for name in order if name not in attached][:num_lacking]
-    return ScaleActions(
+    return EngineActions(
         tuple(name for name in candidates if name in own and name not in running),
         tuple(name for name in drain if name in running),
         tuple(name for name in undrain if name in running),
@@ -76,68 +64,54 @@ def choose_actions(
     )
 
 
-class ScaleFollower:
+class EngineScaler:
     """Loop that follows a router's decision.
 
     Args:
-        supervisor: Owner of the processes of this node.
-        url: URL of the router.
+        manager: Owner of the engines of this node.
+        router: Client of the router.
         order: All engines of the plan, in its order.
         own: Those of this node.
-        headers: Of each request to the router, such as its API key.
         poll_seconds: Time between two looks at the router's decision.
-        retry_seconds: Time after which an engine that has failed is started again.
+        retry_seconds: Time after which an engine that has failed is started again; it doubles.
     """
 
     def __init__(
         self,
-        supervisor: EngineSupervisor,
-        url: str,
+        manager: EngineManager,
+        router: ServerClient,
         order: Sequence[str],
         own: Collection[str],
-        headers: Mapping[str, str] | None = None,
         poll_seconds: float = POLL_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self.num_failures = 0
         """Engines that have failed at their start."""
-        self._supervisor = supervisor
-        self._url = url
+        self._manager = manager
+        self._router = router
         self._order = order
         self._own = own
-        self._headers = dict(headers or {})
         self._poll_seconds = poll_seconds
-        self._retry_seconds = retry_seconds
+        self._backoffs = {
+            name: Backoff(first_seconds=retry_seconds, max_seconds=MAX_RETRY_SECONDS)
+            for name in own
+        }
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Follow the router until this task is cancelled."""
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
         try:
-            async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session:
-                while True:
-                    try:
-                        await self._follow(session)
-                    except aiohttp.ClientResponseError as error:
-                        log.warning("the router refuses GET /engines: %s", error)
-                        await asyncio.sleep(self._retry_seconds)
-                    except (aiohttp.ClientError, TimeoutError, OSError, KeyError) as error:
-                        # The router starts, or restarts; its engines go on.
-                        log.debug("the router at %s does not answer: %s", self._url, error)
-                    await asyncio.sleep(self._poll_seconds)
+            await follow_router(self._router, self._follow, self._poll_seconds)
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
-    async def _follow(self, session: aiohttp.ClientSession) -> None:
-        async with session.get(f"{self._url}/engines", ssl=False) as answer:
-            answer.raise_for_status()
-            body = await answer.json()
+    async def _follow(self, body: Mapping[str, Any]) -> None:
         if body.get("scaling") is None:
             return
         attached = {row["name"]: row["state"] for row in body["engines"]}
         actions = choose_actions(
-            self._order, self._own, self._supervisor.running, attached, body["scaling"]
+            self._order, self._own, self._manager.running, attached, body["scaling"]
         )
         for name in actions.start:
             self._spawn(name, self._start(name))
@@ -145,10 +119,10 @@ class ScaleFollower:
             self._spawn(name, self._stop(name))
         for verb in ("drain", "undrain"):
             for name in getattr(actions, verb):
-                async with session.post(f"{self._url}/engines/{name}/{verb}", ssl=False) as answer:
-                    log.info("engine %s: %s", name, verb)
+                await asyncio.to_thread(self._router.post, f"/engines/{name}/{verb}")
+                log.info("engine %s: %s", name, verb)
 
-    def _spawn(self, name: str, action: Any) -> None:
+    def _spawn(self, name: str, action: Coroutine[Any, Any, None]) -> None:
         """Run an action, unless the engine has one."""
         task = self._tasks.get(name)
         if task is not None and not task.done():
@@ -159,15 +133,16 @@ class ScaleFollower:
     async def _start(self, name: str) -> None:
         log.info("engine %s starts: the router wants it", name)
         try:
-            await self._supervisor.start_engine(name)
+            await self._manager.start_engine(name)
+            self._backoffs[name].reset()
         except ValueError as error:
             self.num_failures += 1
             log.warning("%s; it is started again", error)
-            await asyncio.sleep(self._retry_seconds)
+            await asyncio.sleep(self._backoffs[name].next_delay())
 
     async def _stop(self, name: str) -> None:
         log.info("engine %s ends: it has drained", name)
         try:
-            await self._supervisor.drain_engine(name)
+            await self._manager.drain_engine(name)
         except ValueError as error:
             log.warning("%s", error)

@@ -1,0 +1,138 @@
+"""Connection to a Ray cluster: its machines, reserved resources, and actors on them."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gllm.deploy.ray.bundles import RayMachine, describe_wait, read_machines
+
+LOG_SECONDS = 5.0
+"""Interval of the log lines while Ray looks for machines."""
+POLL_SECONDS = 1.0
+"""Interval of the checks of resources, machines and processes."""
+log = logging.getLogger("gllm")
+
+
+class LaunchError(RuntimeError):
+    """Ray cannot be used, or has no machines; the message says what to change."""
+
+
+def import_ray(flag: str = "--distributed-executor-backend ray") -> Any:
+    """Return the package ray. Raises LaunchError, which names the flag, if it is not installed."""
+    try:
+        import ray
+        import ray.util
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise LaunchError(
+            f"{flag} needs the package ray ({error}): run `pip install 'gllm[ray]'` on all "
+            "machines, or leave the flag out"
+        ) from error
+    return ray
+
+
+class RayCluster:
+    """A Ray cluster to which this machine belongs.
+
+    Args:
+        ray: the package.
+        poll_seconds: longest time of a look at reserved resources.
+        log_seconds: interval of the log lines while resources are missing.
+    """
+
+    def __init__(
+        self, ray: Any, poll_seconds: float = POLL_SECONDS, log_seconds: float = LOG_SECONDS
+    ) -> None:
+        self.ray = ray
+        self.poll_seconds = poll_seconds
+        self._log_seconds = log_seconds
+
+    def connect(self, address: str | None, shows_logs: bool = True) -> None:
+        """Connect this process.
+
+        Args:
+            address: of the cluster; None for RAY_ADDRESS or the cluster of this machine.
+            shows_logs: write the logs of actors to this process's standard error.
+
+        Raises:
+            LaunchError: the cluster cannot be reached.
+        """
+        try:
+            self.ray.init(
+                address=address or "auto", log_to_driver=shows_logs, configure_logging=False
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"Ray cannot be reached: {error}; start it on this machine with `ray start "
+                "--head`, or `ray start --address HOST:6379` to join a cluster, or pass "
+                "--ray-address"
+            ) from error
+
+    @property
+    def own_address(self) -> str:
+        """Address of this machine in Ray."""
+        return str(self.ray.util.get_node_ip_address())
+
+    def machines(self) -> list[RayMachine]:
+        """Return the machines of the cluster, also those that are lost."""
+        return read_machines(self.ray.nodes())
+
+    def reserve(self, bundles: Sequence[Mapping[str, float]]) -> Any:
+        """Return a placement group that gets each bundle on a machine of its own, in time."""
+        strategy = "STRICT_SPREAD" if len(bundles) > 1 else "PACK"
+        return self.ray.util.placement_group(bundles, strategy=strategy)
+
+    def wait(self, placement: Any, bundles: Sequence[Mapping[str, float]]) -> Iterator[str]:
+        """Yield what is missing, once per poll and sometimes logged, until Ray has the bundles."""
+        next_log = time.monotonic() + self._log_seconds
+        while not placement.wait(self.poll_seconds):
+            text = describe_wait(bundles, self.machines())
+            if time.monotonic() >= next_log:
+                next_log += self._log_seconds
+                log.warning("%s", text)
+            yield text
+
+    def start_actor(
+        self,
+        kind: type,
+        resources: Mapping[str, float],
+        place: tuple[Any, int] | str,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Start an actor and return its handle.
+
+        Args:
+            kind: class of the actor.
+            resources: CPUs and GPUs that it takes.
+            place: placement group and number of the bundle, or the id of a machine.
+            arguments: of the class.
+            options: of the actor in Ray.
+        """
+        strategies = self.ray.util.scheduling_strategies
+        if isinstance(place, str):
+            strategy = strategies.NodeAffinitySchedulingStrategy(place, soft=False)
+        else:
+            strategy = strategies.PlacementGroupSchedulingStrategy(
+                place[0], placement_group_bundle_index=place[1]
+            )
+        creator = self.ray.remote(kind).options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            scheduling_strategy=strategy,
+            **options,
+        )
+        return creator.remote(*arguments)
+
+    def release(self, actors: Sequence[Any], placement: Any = None) -> None:
+        """End actors, and return the resources of their placement group, if they have one."""
+        for actor in actors:
+            self.ray.kill(actor, no_restart=True)
+        if placement is not None:
+            self.ray.util.remove_placement_group(placement)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self.ray.is_initialized():
+            self.ray.shutdown()

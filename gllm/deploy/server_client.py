@@ -1,0 +1,196 @@
+"""HTTP client of a server of gllm, for the commands and for loops that follow a router.
+
+`gllm bench` sends its load by aiohttp instead and shares the parts that read answers.
+"""
+
+import asyncio
+import http.client
+import json
+import logging
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any
+
+from gllm.runtime.messaging.backoff import Backoff
+
+log = logging.getLogger("gllm")
+
+DONE = b"[DONE]"
+"""Data of the event that ends a stream."""
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or refuses; the message is the reason."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "", reason: str = "") -> None:
+        """Create the error.
+
+        Args:
+            message: text for people.
+            status: status code of the answer; 0 without one.
+            code: of the server's error; empty without one.
+            reason: the server's own message; empty without one.
+        """
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.reason = reason
+
+
+class ServerClient:
+    """Client whose calls block: an event loop makes them in threads.
+
+    Args:
+        url: of the server; a path /v1 at its end is left out.
+        api_key: of the server; None or empty for none.
+        timeout_seconds: time without an answer after which a call fails; None for none.
+        is_own: the server was started by this one, so that neither its certificate is verified nor
+            a proxy asked.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_seconds: float | None = 10.0,
+        is_own: bool = False,
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_seconds = timeout_seconds
+        handlers: list[urllib.request.BaseHandler] = []
+        if is_own:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            handlers = [
+                urllib.request.ProxyHandler({}),
+                urllib.request.HTTPSHandler(context=context),
+            ]
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def open(self, path: str, body: Any = None, method: str | None = None) -> Any:
+        """Return an open answer, a context manager.
+
+        Args:
+            path: of the endpoint, from the slash on.
+            body: JSON of the request; None for none.
+            method: of the request; None for GET, or POST with a body.
+
+        Raises:
+            ServerError: the server cannot be reached, or refuses.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **self._headers}
+        try:
+            request = urllib.request.Request(self.url + path, data, headers, method=method)
+            return self._opener.open(request, timeout=self._timeout_seconds)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self._refusal(path, error) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerError(f"cannot read {self.url}{path} ({error})") from error
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of an answer to GET. Raises ServerError."""
+        return self._read(json.loads, path)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """Return the JSON of an answer to POST. Raises ServerError."""
+        return self._read(json.loads, path, body, "POST")
+
+    def get_text(self, path: str) -> str:
+        """Return the text of an answer to GET. Raises ServerError."""
+        return str(self._read(bytes.decode, path))
+
+    def is_ready(self) -> bool:
+        """Return True if the server is ready for requests."""
+        try:
+            self.open("/ready").close()
+        except ServerError:
+            return False
+        return True
+
+    def _read(
+        self,
+        parse: Callable[[bytes], Any],
+        path: str,
+        body: Any = None,
+        method: str | None = None,
+    ) -> Any:
+        try:
+            with self.open(path, body, method) as answer:
+                return parse(answer.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerError(f"cannot read {self.url}{path} ({error})") from error
+
+    def _refusal(self, path: str, error: urllib.error.HTTPError) -> ServerError:
+        """Return the error of an answer that refuses."""
+        try:
+            body = json.load(error)
+            reason, code = error_message(body), str(body["error"]["code"])
+        except (OSError, ValueError, LookupError, TypeError):
+            reason = code = ""
+        text = f"{self.url}{path} returned {error.code}" + (f": {reason}" if reason else "")
+        if error.code == 401:
+            text = f"{self.url} needs an API key: set --api-key or $GLLM_API_KEY"
+        return ServerError(text, error.code, code, reason)
+
+
+async def follow_router(
+    router: ServerClient, on_engines: Callable[[Any], Awaitable[None]], poll_seconds: float
+) -> None:
+    """Pass each answer of a router's GET /engines on, until this task is cancelled.
+
+    Args:
+        router: client of the router, which may be starting or away for a while.
+        on_engines: receives the answers; its errors are logged.
+        poll_seconds: time from one answer to the next look.
+    """
+    backoff = Backoff(first_seconds=poll_seconds)
+    while True:
+        try:
+            await on_engines(await asyncio.to_thread(router.get, "/engines"))
+        except ServerError as error:
+            log.log(logging.WARNING if error.status else logging.DEBUG, "%s", error)
+            await asyncio.sleep(backoff.next_delay())
+            continue
+        except Exception:
+            log.exception("a decision of the router at %s could not be followed", router.url)
+        backoff.reset()
+        await asyncio.sleep(poll_seconds)
+
+
+class EventReader:
+    """Split a byte stream into the data of server-sent events.
+
+    Every `data:` line is one event, because these servers put no line break into their JSON.
+    """
+
+    def __init__(self) -> None:
+        self._incomplete_line = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes and return the data of the events that they complete."""
+        lines = (self._incomplete_line + data).split(b"\n")
+        self._incomplete_line = lines.pop()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+def read_events(answer: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the data of an answer's server-sent events until [DONE]."""
+    reader = EventReader()
+    for data in answer:
+        for event in reader.feed(data):
+            if event == DONE:
+                return
+            yield event
+
+
+def error_message(error: Any) -> str:
+    """Return the message of an error object in any of the common forms."""
+    if isinstance(error, dict):
+        inner = error.get("error", error)
+        return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
+    return str(error)

@@ -1,0 +1,313 @@
+"""Lifecycle of the engines of a plan and their router: start, ready, drain, end.
+
+`EngineManager` decides, whatever runs the processes: this machine (`LocalProcess`) or a Ray cluster
+(gllm/deploy/ray/plan_processes.py).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gllm.config.node_environment import remove_launcher
+from gllm.deploy.logged_process import LoggedProcess
+from gllm.deploy.server_client import ServerClient
+from gllm.plan.processes import ProcessSpec
+
+PROBE_SECONDS = 0.2
+"""Interval of the probes of a process until it is ready."""
+PROBE_TIMEOUT_SECONDS = 5.0
+log = logging.getLogger("gllm")
+
+
+class PlanProcess(Protocol):
+    """The router or an engine of a plan, from its start to its end."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True once it shall end."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it has ended with an error."""
+
+    async def run(self) -> str:
+        """Start it, wait for its end and return the cause. Any error is a failure."""
+
+    async def is_ready(self) -> bool:
+        """Return True if it is ready for requests."""
+
+    def end(self) -> None:
+        """Let it finish its requests and end, now or once it has started."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class LocalProcess:
+    """Process of this machine.
+
+    Args:
+        spec: the process.
+        on_line: receives the name of the process and a line that it writes.
+        make_command: returns program and arguments of a process; None for this Python.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        on_line: Callable[[str, str], None],
+        make_command: Callable[[ProcessSpec], Sequence[str]] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._command = (make_command or python_command)(spec)
+        self._child = LoggedProcess(lambda line: on_line(spec.name, line))
+        # The certificate of an own process is not a matter of trust.
+        self._server = ServerClient(spec.url, None, PROBE_TIMEOUT_SECONDS, is_own=True)
+
+    @property
+    def is_ending(self) -> bool:
+        """True once it shall end."""
+        return self._child.end_signal is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it has ended with an error, or could not be started."""
+        return self._child.status != 0
+
+    async def run(self) -> str:
+        """Start it, wait for its end and return the cause. Raises OSError."""
+        environment = remove_launcher(os.environ) | self._spec.environment
+        self._child.start(self._command, environment, has_own_group=True)
+        return await self._child.wait()
+
+    async def is_ready(self) -> bool:
+        """Return True if it is ready for requests."""
+        return await asyncio.to_thread(self._server.is_ready)
+
+    def end(self) -> None:
+        """Let it finish its requests and end; it is killed if it does not."""
+        self._child.end(self._spec.shutdown_seconds)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._child.send(signal.SIGKILL)
+
+
+@dataclass
+class _ManagedProcess:
+    spec: ProcessSpec
+    process: PlanProcess
+    task: asyncio.Task[None]
+    may_fail: bool
+    """Its failure ends no other process."""
+    cause: str = ""
+    """Cause of its end in words; empty while it runs."""
+
+
+class EngineManager:
+    """Owner of the engines of a plan and their router.
+
+    One failure ends all of them: a plan with fewer engines than it says does not meet its goals,
+    and who started it knows better whether to start it again.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[ProcessSpec],
+        launch: Callable[[ProcessSpec], PlanProcess],
+        on_ready: Callable[[list[ProcessSpec]], None],
+        is_scaled: bool = False,
+        probe_seconds: float = PROBE_SECONDS,
+    ) -> None:
+        """Create a manager without processes.
+
+        Args:
+            specs: processes that may run.
+            launch: returns a process that has not started.
+            on_ready: receives all processes once each one of them is ready.
+            is_scaled: begin with the router alone. Engines are started and ended by the caller, and
+                the failure of one ends no other process.
+            probe_seconds: interval of the probes of a process until it is ready.
+        """
+        self.cause = ""
+        """First failure; empty without one."""
+        self._specs = {spec.name: spec for spec in specs}
+        self._launch = launch
+        self._on_ready = on_ready
+        self._is_scaled = is_scaled
+        self._probe_seconds = probe_seconds
+        self._processes: dict[str, _ManagedProcess] = {}
+        self._should_stop = asyncio.Event()
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the processes that run and shall not end."""
+        return [name for name, each in self._processes.items() if not each.process.is_ending]
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once all processes end."""
+        return self._should_stop.is_set()
+
+    async def run(self) -> int:
+        """Run all processes until a signal, a failure or the end of all.
+
+        Returns:
+            The exit status: 1 after a failure, whose text is in `cause`.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        readiness = None
+        try:
+            for spec in self._specs.values():
+                if spec.is_router or not self._is_scaled:
+                    self._start(spec)
+            readiness = asyncio.create_task(self._announce(list(self._processes.values())))
+            await self._should_stop.wait()
+        finally:
+            if readiness is not None:
+                readiness.cancel()
+                await asyncio.gather(readiness, return_exceptions=True)
+            # The router finishes its requests, for which it needs the engines.
+            for is_router in (True, False):
+                processes = list(self._processes.values())
+                ending = [each for each in processes if each.spec.is_router is is_router]
+                for managed in ending:
+                    managed.process.end()
+                await asyncio.gather(*(each.task for each in ending), return_exceptions=True)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        return 1 if self.cause else 0
+
+    def stop(self) -> None:
+        """End all processes: first the router, which finishes its requests, then the engines."""
+        self._should_stop.set()
+
+    def set_specs(self, specs: Iterable[ProcessSpec]) -> None:
+        """Set the processes that may be started from now on; those that run go on."""
+        self._specs = {spec.name: spec for spec in specs}
+
+    async def start_engine(
+        self, name: str, timeout_seconds: float | None = None, may_fail: bool = False
+    ) -> None:
+        """Start an engine that does not run, and wait until it is ready.
+
+        Args:
+            name: of the engine.
+            timeout_seconds: time after which an engine that is not ready is ended; None for none.
+            may_fail: its failure before it is ready ends no other process.
+
+        Raises:
+            ValueError: there is no such engine, it runs already, it has ended, it was not ready in
+                time, or all processes end.
+        """
+        spec = self._specs.get(name)
+        if spec is None or spec.is_router:
+            raise ValueError(f"there is no engine {name!r} on this node")
+        if name in self._processes:
+            raise ValueError(f"the engine {name!r} runs already")
+        if self.is_stopping:
+            raise ValueError(f"the engine {name!r} is not started, because all processes end")
+        managed = self._start(spec, may_fail)
+        ready = asyncio.create_task(self._wait_until_ready(managed))
+        try:
+            await asyncio.wait(
+                {ready, managed.task},
+                timeout=timeout_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if ready.done():
+                return
+            if managed.task.done():
+                raise ValueError(
+                    f"the engine {name!r} has ended before it was ready: {managed.cause}"
+                )
+            managed.process.end()
+            await asyncio.shield(managed.task)
+            raise ValueError(f"the engine {name!r} was not ready after {timeout_seconds} s")
+        finally:
+            ready.cancel()
+            managed.may_fail = self._is_scaled
+
+    async def drain_engine(self, name: str, may_fail: bool = False) -> None:
+        """Let an engine finish or pass on its requests, and wait for its end.
+
+        Args:
+            name: of the engine.
+            may_fail: an end with an error, such as by SIGKILL, ends no other process.
+
+        Raises:
+            ValueError: no such engine runs.
+        """
+        managed = self._processes.get(name)
+        if managed is None or managed.spec.is_router:
+            raise ValueError(f"no engine {name!r} runs on this node")
+        managed.may_fail = may_fail or self._is_scaled
+        managed.process.end()
+        await asyncio.shield(managed.task)
+
+    def fail(self, cause: str) -> None:
+        """End all processes because of a failure; the first cause is kept."""
+        if not self.cause:
+            self.cause = cause
+            log.error("%s", cause)
+        self.stop()
+
+    def _on_signal(self, number: int) -> None:
+        if self._should_stop.is_set():
+            log.warning("second signal: all processes are killed")
+            for managed in self._processes.values():
+                managed.process.kill()
+            return
+        log.info("%s: the router is drained, then the engines", signal.Signals(number).name)
+        self.stop()
+
+    def _start(self, spec: ProcessSpec, may_fail: bool = False) -> _ManagedProcess:
+        process = self._launch(spec)
+        task = asyncio.create_task(self._watch(spec.name, process))
+        may_fail = may_fail or (self._is_scaled and not spec.is_router)
+        managed = self._processes[spec.name] = _ManagedProcess(spec, process, task, may_fail)
+        return managed
+
+    async def _watch(self, name: str, process: PlanProcess) -> None:
+        """Run a process until it ends; a failure that was not expected ends the others."""
+        has_failed = True
+        try:
+            cause = await process.run()
+            has_failed = process.has_failed
+        except OSError as error:
+            cause = f"it could not be started: {error}"
+        except Exception as error:
+            log.exception("the process %s cannot be watched", name)
+            cause = f"it could not be watched: {error}"
+        managed = self._processes.pop(name)
+        spec = managed.spec
+        managed.cause = f"{spec.title}: {cause}"
+        if has_failed and not managed.may_fail:
+            self.fail(managed.cause)
+        elif has_failed:
+            log.warning("%s", managed.cause)
+        elif not process.is_ending:
+            log.info("%s has ended", spec.title)
+        if spec.is_router or not (self._processes or self._is_scaled):
+            self.stop()
+
+    async def _announce(self, processes: Sequence[_ManagedProcess]) -> None:
+        for managed in processes:
+            await self._wait_until_ready(managed)
+        self._on_ready([managed.spec for managed in processes])
+
+    async def _wait_until_ready(self, managed: _ManagedProcess) -> None:
+        while not await managed.process.is_ready():
+            await asyncio.sleep(self._probe_seconds)
+
+
+def python_command(spec: ProcessSpec) -> list[str]:
+    """Return program and arguments of a process."""
+    return [sys.executable, "-m", spec.module, *spec.arguments]
