@@ -19,6 +19,7 @@ from gllm.commands.server_command import (
 )
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
+from gllm.config.join import JoinConfig
 from gllm.config.node_environment import NodePlace, read_node_place
 from gllm.config.nodes import NodesConfig
 from gllm.config.server import ServerConfig
@@ -93,32 +94,20 @@ def _run_node(
     """Run this machine's part of an engine whose head is another one; return the exit status."""
     import uvloop
 
-    from gllm.commands.node_process import NodeOptions, NodeProcess
+    from gllm.commands.node_process import NodeProcess, NodeRank
     from gllm.engine.join_facts import make_join_facts
 
     facts = make_join_facts(engine, plan.folder, plan.max_model_len)
-    options = NodeOptions(
-        head=nodes.master_addr or "",
-        name=nodes.node_name,
-        rank=nodes.node_rank,
-        model=engine.model,
-        model_hash=facts.model_hash,
-        engine_config=facts.config,
-        node_secret_file=secret_file,
-        data_port=nodes.data_port,
-        advertise=nodes.advertise or "",
-        link_congestion=nodes.link_congestion,
-        link_policy=nodes.link_policy,
-        link_encoding=nodes.link_encoding,
-        join_timeout=nodes.join_timeout,
-        node_timeout=nodes.node_timeout,
-        host=server.host,
-        port=server.port,
-        uses_gpus=engine.device != "cpu",
-        num_workers=_count_own_workers(engine, nodes),
+    config = JoinConfig.of_rank(engine, nodes, server, secret_file)
+    place = NodeRank(
+        nodes.node_rank or 0,
+        _count_own_workers(engine, nodes),
+        facts.model_hash,
+        facts.config,
+        nodes.node_timeout,
     )
     try:
-        return uvloop.run(NodeProcess(options).run())
+        return uvloop.run(NodeProcess(nodes.master_addr or "", config, place).run())
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
 

@@ -1,7 +1,6 @@
 """`gllm node`: join an engine or a cluster; create and rotate the machines' node secrets."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -79,40 +78,12 @@ def _join(values: argparse.Namespace) -> int:
     # Imported late: the other actions need neither.
     import uvloop
 
-    from gllm.commands.node_process import MachineOptions, NodeOptions, NodeProcess
+    from gllm.commands.node_process import NodeProcess
 
     try:
         config = config_from_flags(JoinConfig, values)
         configure_logging(LogConfig(config.log_level, config.log_format))
-        own_config = {
-            "device": config.device,
-            "threads": config.threads,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-        }
-        options = NodeOptions(
-            head=values.join,
-            name=config.node_name,
-            is_spare=config.spare,
-            model=config.model,
-            engine_config=json.dumps(own_config).encode(),
-            node_secret_file=config.node_secret_file,
-            data_port=config.data_port,
-            advertise=config.advertise or "",
-            link_congestion=config.link_congestion,
-            link_policy=config.link_policy,
-            link_encoding=config.link_encoding,
-            join_timeout=config.join_timeout,
-            host=config.host,
-            port=config.port,
-            uses_gpus=config.device != "cpu",
-            machine_options=MachineOptions(
-                (config.service_ports[0], config.service_ports[1]),
-                config.device,
-                config.threads,
-                config.gpu_memory_utilization,
-            ),
-        )
-        return uvloop.run(NodeProcess(options).run())
+        return uvloop.run(NodeProcess(values.join, config).run())
     except (ValueError, OSError) as error:
         print(f"gllm node: {error}", file=sys.stderr)
         return 2

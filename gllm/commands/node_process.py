@@ -5,6 +5,7 @@ engine, or of a cluster if the peer is the master of one.
 """
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -15,16 +16,15 @@ from functools import partial
 
 import setproctitle
 
-from gllm.config.link_encodings import PLAIN
+from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
+from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.service_command import ServiceMachine
 from gllm.deploy.cluster.service_node import ServiceNode
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
-from gllm.messages.nodes import NodeFacts
 from gllm.models.local_search import find_local_model
 from gllm.options.addresses import format_host_port
-from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 from gllm.runtime.head.link_process import LinkProcess
 from gllm.runtime.head.local_node import LocalNode
 from gllm.runtime.messaging.certificates import NodeCertificate, create_certificate
@@ -40,76 +40,49 @@ RESOLVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class MachineOptions:
-    """Options of the processes of services that are those of this machine."""
+class NodeRank:
+    """Place of a machine that has a rank in its engine, and what the head compares."""
 
-    service_ports: tuple[int, int] = (0, 0)
-    """First and last port for APIs and engines."""
-    device: str = "auto"
-    threads: int | None = None
-    gpu_memory_utilization: float = 0.9
-
-
-@dataclass(frozen=True)
-class NodeOptions:
-    """Options of a machine that joins an engine."""
-
-    head: str
-    """HOST or HOST:PORT of the head."""
-    name: str | None = None
-    """Unique in the cluster; None for the host name."""
-    rank: int | None = None
-    """Node rank; None for a machine that joins without one."""
-    is_spare: bool = False
-    model: str | None = None
-    """Model on this machine; None for the head's name of it."""
-    model_hash: str = ""
-    """Digest of the model; empty if the machine learns the model from the head."""
-    engine_config: bytes = b""
-    """Own engine configuration as JSON; it may be a part of it without a rank."""
-    node_secret_file: str | None = None
-    data_port: int = 0
-    """Port at which activations are accepted; 0 for none."""
-    advertise: str = ""
-    """HOST:PORT at which others reach the data port; empty for its own."""
-    link_congestion: str | None = None
-    link_policy: str = DEFAULT_LINK_POLICY
-    link_encoding: str = PLAIN
-    join_timeout: float = 300.0
-    node_timeout: float = 5.0
-    host: str = "127.0.0.1"
-    """Address of the HTTP server."""
-    port: int = 8000
-    uses_gpus: bool = True
-    num_workers: int = 0
+    rank: int
+    num_workers: int
     """Workers to start before the head asks for them."""
-    machine_options: MachineOptions = MachineOptions()
-    """Options of the processes of services, if the peer is the master of a cluster."""
+    model_hash: str
+    """Digest of the model."""
+    engine_config: bytes
+    """Engine configuration as JSON."""
+    node_timeout: float
+    """Seconds of silence after which a link is lost."""
 
 
 class NodeProcess:
     """Runs an agent until a signal, or until its membership ends."""
 
-    def __init__(self, options: NodeOptions) -> None:
+    def __init__(self, head: str, config: JoinConfig, place: NodeRank | None = None) -> None:
         """Check the options and start the first workers.
+
+        Args:
+            head: HOST or HOST:PORT of the head, or of the master of a cluster.
+            config: of this machine.
+            place: rank in the engine; None for a machine that joins without one.
 
         Raises:
             ValueError: an address or the secret cannot be used; the message says what to do.
         """
-        self._options = options
-        host, port = parse_head_address(options.head)
+        self._config = config
+        self._place = place
+        host, port = parse_head_address(head)
         self._head = host, port
-        secret = options.node_secret_file
+        secret = config.node_secret_file
         check_dialed_address(f"tcp://{format_host_port(host, port)}", secret is not None)
         if secret is not None:
             SecretFile(secret)
-        if options.advertise:
-            parse_head_address(options.advertise)
-        self._name = options.name or socket.gethostname()
+        if config.advertise:
+            parse_head_address(config.advertise)
+        self._name = config.node_name or socket.gethostname()
         self._should_stop = asyncio.Event()
         self._agent: Agent | ServiceNode | None = None
         setproctitle.setproctitle(TITLE)
-        self._node = LocalNode(options.num_workers, node_name=self._name)
+        self._node = LocalNode(place.num_workers if place else 0, node_name=self._name)
 
     async def run(self) -> int:
         """Run the agent; return the exit status of the process.
@@ -126,7 +99,7 @@ class NodeProcess:
             address = await self._wait_for_own_address()
             if address is None:
                 return 0
-            if self._options.node_secret_file is not None:
+            if self._config.node_secret_file is not None:
                 certificate = create_certificate()
             return await self._run_agent(address, certificate)
         finally:
@@ -136,7 +109,7 @@ class NodeProcess:
 
     async def _run_agent(self, address: str, certificate: NodeCertificate | None) -> int:
         """Run the agent of an engine, or of a cluster; return the exit status."""
-        options, (host, port) = self._options, self._head
+        options, place, (host, port) = self._config, self._place, self._head
         monitor = MachineMonitor()
         listen = format_host_port(address, options.data_port) if options.data_port else ""
         links = LinkProcess(
@@ -144,7 +117,7 @@ class NodeProcess:
             listen,
             certificate,
             options.link_congestion,
-            options.node_timeout,
+            NodesConfig.node_timeout if place is None else place.node_timeout,
             options.link_policy,
             options.link_encoding,
         )
@@ -153,17 +126,17 @@ class NodeProcess:
             facts = read_facts(
                 address,
                 data_port,
-                options.advertise,
+                options.advertise or "",
                 b"" if certificate is None else certificate.certificate,
-                monitor.gpu_names if options.uses_gpus else [],
+                monitor.gpu_names if options.device != "cpu" else [],
             )
             config = AgentConfig(
                 head=format_host_port(host, port),
                 name=self._name,
-                rank=options.rank,
-                is_spare=options.is_spare,
-                model_hash=options.model_hash,
-                engine_config=options.engine_config,
+                rank=None if place is None else place.rank,
+                is_spare=options.spare,
+                model_hash="" if place is None else place.model_hash,
+                engine_config=self._own_config() if place is None else place.engine_config,
                 node_secret_file=options.node_secret_file,
                 join_timeout=options.join_timeout,
             )
@@ -177,21 +150,29 @@ class NodeProcess:
         finally:
             # Nothing, unless the agent has not run: its end closes them.
             links.close()
-        if not agent.is_refused_by_master or options.rank is not None or options.is_spare:
+        if not agent.is_refused_by_master or place is not None or options.spare:
             return status
         log.info("%s is the master of a cluster: this node runs its services", config.head)
-        return await self._run_served(self._make_service_node(config, facts, monitor))
+        # The processes of services take the data port.
+        machine = ServiceMachine(self._name, facts.address, options)
+        return await self._run_served(ServiceNode(config, facts, machine, monitor.read))
+
+    def _own_config(self) -> bytes:
+        """Return what may differ from the engine's configuration on this machine, as JSON."""
+        own = ("device", "threads", "gpu_memory_utilization")
+        return json.dumps({name: getattr(self._config, name) for name in own}).encode()
 
     async def _run_served(self, agent: Agent | ServiceNode) -> int:
         """Run an agent and the HTTP server of its probes; return the exit status."""
-        options = self._options
         self._agent = agent
-        runner = await start_node_server(agent.status, options.host, options.port)
+        runner = await start_node_server(agent.status, self._config.host, self._config.port)
         own_host, own_port = runner.addresses[0][:2]
         log.info(
             "node %s joins %s; probes and metrics at http://%s",
-            self._name, options.head, format_host_port(str(own_host), int(own_port)),
-        )  # fmt: skip
+            self._name,
+            format_host_port(*self._head),
+            format_host_port(str(own_host), int(own_port)),
+        )
         if self._should_stop.is_set():
             agent.leave("a signal")
         try:
@@ -199,32 +180,12 @@ class NodeProcess:
         finally:
             await runner.cleanup()
 
-    def _make_service_node(
-        self, config: AgentConfig, facts: NodeFacts, monitor: MachineMonitor
-    ) -> ServiceNode:
-        """Return the agent of a cluster. The processes of services take the data port."""
-        options, own = self._options, self._options.machine_options
-        machine = ServiceMachine(
-            self._name,
-            facts.address,
-            options.node_secret_file,
-            options.data_port,
-            options.advertise,
-            options.link_congestion,
-            options.link_policy,
-            own.device,
-            own.threads,
-            own.gpu_memory_utilization,
-            own.service_ports,
-        )
-        return ServiceNode(config, facts, machine, monitor.read)
-
     async def _listen(self, links: LinkProcess) -> int:
         try:
             return await links.listen()
         except OSError as error:
             raise ValueError(
-                f"--data-port {self._options.data_port}: cannot listen there: "
+                f"--data-port {self._config.data_port}: cannot listen there: "
                 f"{error.strerror or error}; choose a free port, or 0 if no other machine reaches "
                 "this one"
             ) from error
@@ -237,7 +198,7 @@ class NodeProcess:
         """
         host, port = self._head
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._options.join_timeout
+        deadline = loop.time() + self._config.join_timeout
         has_warned = False
         while not self._should_stop.is_set():
             try:
@@ -247,7 +208,7 @@ class NodeProcess:
                 if loop.time() >= deadline:
                     raise ValueError(
                         f"the head {host} is not known here, or there is no route to it, for "
-                        f"{self._options.join_timeout:g} s: {cause}; check the address with "
+                        f"{self._config.join_timeout:g} s: {cause}; check the address with "
                         f"`gllm doctor --master-addr {format_host_port(host, port)}`"
                     ) from error
             if not has_warned:

@@ -1,4 +1,4 @@
-"""Configuration of a machine that joins a running engine without a rank."""
+"""Configuration of a machine that is not the head of its engine."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ def parse_port_range(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """Options of `gllm node --join`: the engine to join, this machine's devices and addresses."""
+    """Options of `gllm node --join`: this machine's devices, addresses and links.
+
+    A machine with a rank has them as those of `gllm serve`; see `of_rank`.
+    """
 
     model: str | None = option(
         None,
@@ -67,6 +70,24 @@ class JoinConfig:
     gpu_memory_utilization: float = _same_as(EngineConfig, "gpu_memory_utilization")
     log_level: str = _same_as(ServerConfig, "log_level")
     log_format: str = _same_as(ServerConfig, "log_format")
+
+    @classmethod
+    def of_rank(
+        cls,
+        engine: EngineConfig,
+        nodes: NodesConfig,
+        server: ServerConfig,
+        node_secret_file: str | None,
+    ) -> "JoinConfig":
+        """Return the options of a machine with a rank, which has those of the head."""
+        names = [spec.name for spec in dataclasses.fields(cls)]
+        values = {
+            name: getattr(config, name)
+            for config in (server, nodes, engine)
+            for name in names
+            if hasattr(config, name)
+        }
+        return cls(**values, node_secret_file=node_secret_file)
 
     def __post_init__(self) -> None:
         """Convert and check the fields. Raises ValueError that names the field and the fix."""

@@ -3,12 +3,15 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from gllm.config.join import JoinConfig
 from gllm.config.node_environment import remove_launcher
-from gllm.deploy.cluster.service_request import check_parameters, parameter_flags
+from gllm.deploy.cluster.service_request import check_parameters
 from gllm.messages.services import StartServiceProcess
 from gllm.options.addresses import format_host_port
+from gllm.plan.flags import ENGINE_CONFIGS, render_flags
 
 KEY_VARIABLE = "GLLM_API_KEY"
 """Environment variable from which `gllm serve` takes the service's key, so that process lists do
@@ -22,17 +25,8 @@ class ServiceMachine:
     name: str
     address: str
     """IP address at which other nodes reach it."""
-    node_secret_file: str | None = None
-    data_port: int = 0
-    advertise: str = ""
-    link_congestion: str | None = None
-    link_policy: str | None = None
-    """Order of messages on links; None for the default."""
-    device: str = "auto"
-    threads: int | None = None
-    gpu_memory_utilization: float = 0.9
-    ports: tuple[int, int] = (0, 0)
-    """First and last port for the API of a service and the head of its engine."""
+    config: JoinConfig = field(default_factory=JoinConfig)
+    """Its devices, links and ports."""
 
 
 @dataclass(frozen=True)
@@ -58,38 +52,33 @@ def make_command(
         ValueError: a parameter is not one that services may set.
     """
     check_parameters(start.model, start.parameters)
-    num_nodes = len(start.degrees)
-    is_head = start.node_rank == 0
-    flags = [
-        f"--pp={num_nodes}",
-        f"--tp={','.join(map(str, start.degrees))}",
-        f"--layers={start.layers}",
-        f"--host={machine.address if is_head else '127.0.0.1'}",
-        f"--port={ports.api}",
-        f"--shutdown-timeout={start.shutdown_seconds:g}",
-        f"--device={machine.device}",
-        f"--gpu-memory-utilization={machine.gpu_memory_utilization}",
-        *parameter_flags(start.parameters),
-    ]
-    if machine.threads is not None:
-        flags.append(f"--threads={machine.threads}")
-    if machine.node_secret_file is not None:
-        flags.append(f"--node-secret-file={machine.node_secret_file}")
+    num_nodes, config = len(start.degrees), machine.config
+    values: dict[str, Any] = {
+        "model": start.model,
+        "pipeline_parallel_size": num_nodes,
+        "tensor_parallel_size": start.degrees,
+        "layers": start.layers,
+        "host": machine.address if start.node_rank == 0 else "127.0.0.1",
+        "port": ports.api,
+        "shutdown_timeout": start.shutdown_seconds,
+        "device": config.device,
+        "threads": config.threads,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "node_secret_file": config.node_secret_file,
+    }
     if num_nodes > 1:
-        flags += [
-            f"--nnodes={num_nodes}",
-            f"--node-rank={start.node_rank}",
-            f"--master-addr={head}",
-            f"--node-name={machine.name}",
-            f"--data-port={machine.data_port}",
-        ]
-        if machine.advertise:
-            flags.append(f"--advertise={machine.advertise}")
-        if machine.link_congestion:
-            flags.append(f"--link-congestion={machine.link_congestion}")
-        if machine.link_policy:
-            flags.append(f"--link-policy={machine.link_policy}")
-    return [sys.executable, "-m", "gllm.serve", f"--model={start.model}", *flags]
+        values |= {
+            "nnodes": num_nodes,
+            "node_rank": start.node_rank,
+            "master_addr": head,
+            "node_name": machine.name,
+            "data_port": config.data_port,
+            "advertise": config.advertise,
+            "link_congestion": config.link_congestion,
+            "link_policy": config.link_policy,
+        }
+    flags = render_flags(ENGINE_CONFIGS, {**values, **start.parameters}, "inference_parameters")
+    return [sys.executable, "-m", "gllm.serve", *flags]
 
 
 def make_environment(api_key: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -189,7 +189,7 @@ class ServiceProcesses:
         used = {
             port for each in self._processes.values() for port in (each.ports.api, each.ports.head)
         }
-        first, last = self._machine.ports
+        first, last = self._machine.config.service_ports
         free: list[int] = []
         for port in range(first, last + 1):
             if port not in used:

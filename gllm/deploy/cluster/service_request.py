@@ -77,15 +77,3 @@ def check_parameters(model: str, parameters: Mapping[str, Any]) -> None:
         EngineConfig.from_options(model, **parameters)
     except ValueError as error:
         raise FieldError("inference_parameters", f"inference_parameters: {error}") from error
-
-
-def parameter_flags(parameters: Mapping[str, Any]) -> list[str]:
-    """Return parameters as flags of `gllm serve`; null stands for the default."""
-    flags = []
-    for name, value in parameters.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        elif value is not None:
-            flags.append(f"{flag}={value}")
-    return flags

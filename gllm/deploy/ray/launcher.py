@@ -13,10 +13,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from gllm.config.engine import EngineConfig
+from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
 from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
@@ -24,6 +26,7 @@ from gllm.observability.child_process import ChildProcess
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port
 from gllm.options.degrees import expand_degrees
+from gllm.plan.flags import render_flags
 from gllm.runtime.messaging.backoff import Backoff
 
 STOP_SECONDS = 15.0
@@ -213,21 +216,17 @@ def agent_arguments(
     An agent takes the model and most of the configuration from the head, but not what may differ
     between machines.
     """
-    flags: dict[str, object] = {
-        "--node-secret-file": node_secret_file,
-        "--join-timeout": nodes.join_timeout,
-        "--link-congestion": nodes.link_congestion,
-        "--link-policy": nodes.link_policy,
-        "--link-encoding": nodes.link_encoding,
-        "--device": engine.device,
-        "--threads": engine.threads,
-        "--gpu-memory-utilization": engine.gpu_memory_utilization,
-        "--log-level": logs.level,
-        "--log-format": logs.format,
+    values: dict[str, Any] = {
+        "node_secret_file": node_secret_file,
+        "log_level": logs.level,
+        "log_format": logs.format,
     }
-    return [
-        text for flag, value in flags.items() if value is not None for text in (flag, str(value))
-    ]
+    for config, names in (
+        (nodes, ("join_timeout", "link_congestion", "link_policy", "link_encoding")),
+        (engine, ("device", "threads", "gpu_memory_utilization")),
+    ):
+        values |= {name: getattr(config, name) for name in names}
+    return render_flags([JoinConfig], values, "node")
 
 
 def _close_input(process: ChildProcess) -> None:

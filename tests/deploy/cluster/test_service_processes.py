@@ -14,6 +14,7 @@ import pytest
 
 from gllm import __version__, serve
 from gllm.config.cluster import ClusterConfig
+from gllm.config.join import JoinConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.master import Master
 from gllm.deploy.cluster.selection import NodeRequirements
@@ -39,7 +40,7 @@ from tests.support.network.ports import free_port
 from tests.support.network.proxies import Proxy
 from tests.support.nodes.scripted_cluster import until
 
-MACHINE = ServiceMachine("a", "127.0.0.1", ports=(29710, 29719))
+MACHINE = ServiceMachine("a", "127.0.0.1", JoinConfig(service_ports=(29710, 29719)))
 START = StartServiceProcess(1, "chat", "demo", 0, [2, 1], "auto", {}, "", "sk-x", 30.0)
 SLEEP = """
 import os, sys, time
@@ -53,7 +54,18 @@ time.sleep(60)
 
 def test_the_command_line_is_one_of_gllm_serve() -> None:
     machine = ServiceMachine(
-        "a", "10.0.0.2", "/secret", 29601, "relay:1", "bbr", "molink", "cpu", 3, 0.5, (1, 2)
+        "a",
+        "10.0.0.2",
+        JoinConfig(
+            node_secret_file="/secret",
+            data_port=29601,
+            advertise="relay:1",
+            link_congestion="bbr",
+            link_policy="molink",
+            device="cpu",
+            threads=3,
+            gpu_memory_utilization=0.5,
+        ),
     )
     parameters = {"max_model_len": 64, "prefix_cache": False, "dtype": "float32", "seed": None}
     start = msgspec.structs.replace(START, parameters=parameters)
@@ -177,7 +189,7 @@ async def test_failures_to_start_are_reported(node: Node) -> None:
     node.scripts.script = "import sys; print('x'); sys.exit('gllm: no such model')"
     await node.start()
     assert "it exited with 1: gllm: no such model" in node.of(ServiceProcessExited)[0].cause
-    machine = ServiceMachine("a", "127.0.0.1", ports=(29710, 29710))
+    machine = ServiceMachine("a", "127.0.0.1", JoinConfig(service_ports=(29710, 29710)))
     processes = ServiceProcesses(machine, node.sent.append)
     processes.start(msgspec.structs.replace(START, process=2))
     await until(lambda: len(node.of(ServiceProcessExited)) == 2)
