@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from gllm.deploy.cluster.interface import ClusterControl
+from gllm.deploy.cluster.master import Master
 
-CLUSTER: web.AppKey[ClusterControl] = web.AppKey("cluster")
+CLUSTER: web.AppKey[Master] = web.AppKey("cluster")
 """Key of the master."""

@@ -4,12 +4,11 @@ import asyncio
 import logging
 import os
 import signal
-from typing import Protocol
 
 from aiohttp import web
 
 from gllm.config.server import ServerConfig
-from gllm.deploy.cluster.interface import ClusterControl
+from gllm.deploy.cluster.master import Master
 from gllm.frontend import errors
 from gllm.frontend.app import make_runner
 from gllm.frontend.cluster_context import CLUSTER
@@ -28,17 +27,7 @@ CLUSTER_MIDDLEWARE = (arrival, errors, origin, cors, keys)
 """Modules whose `install` adds a middleware, outermost first."""
 
 
-class ClusterMaster(ClusterControl, Protocol):
-    """Master of a cluster that can be started and stopped."""
-
-    def start(self) -> None:
-        """Accept nodes. Raises OSError if the address cannot be bound."""
-
-    async def stop(self) -> None:
-        """End all services and the memberships of all nodes."""
-
-
-def make_cluster_app(cluster: ClusterControl, config: ServerConfig) -> web.Application:
+def make_cluster_app(cluster: Master, config: ServerConfig) -> web.Application:
     """Return the application of a cluster's master.
 
     Raises:
@@ -56,7 +45,7 @@ def make_cluster_app(cluster: ClusterControl, config: ServerConfig) -> web.Appli
 class ClusterServer:
     """Serves the master of a cluster over HTTP until a signal."""
 
-    def __init__(self, master: ClusterMaster, config: ServerConfig) -> None:
+    def __init__(self, master: Master, config: ServerConfig) -> None:
         self._master = master
         self._config = config
         self._should_stop = asyncio.Event()

@@ -4,16 +4,10 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import dataclass
 
 from gllm.config.cluster import ClusterConfig
 from gllm.config.nodes import NodesConfig
-from gllm.deploy.cluster.interface import (
-    ClusterNode,
-    ServiceExistsError,
-    ServiceStatus,
-    UnknownClusterNodeError,
-    UnknownServiceError,
-)
 from gllm.deploy.cluster.selection import (
     LinkQuality,
     NetworkView,
@@ -22,10 +16,11 @@ from gllm.deploy.cluster.selection import (
     SelectionError,
     select_nodes,
 )
-from gllm.deploy.cluster.service import RUNNING_STATES, Service
+from gllm.deploy.cluster.service import Service
 from gllm.deploy.cluster.service_request import ServiceRequest
 from gllm.deploy.cluster.service_table import ServiceTable
 from gllm.messages.codec import AnyMessage
+from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import PROTOCOL
 from gllm.messages.services import (
     PeerLink,
@@ -50,6 +45,34 @@ TICK_SECONDS = 0.25
 STOP_SECONDS = 5.0
 """Time beyond that for running requests in which services end when the master stops."""
 KEY_BYTES = 32
+
+
+class UnknownServiceError(Exception):
+    """There is no service of that name; the message names it."""
+
+
+class UnknownClusterNodeError(Exception):
+    """There is no node of that name; the message names it."""
+
+
+class ServiceExistsError(Exception):
+    """There is a service of that name already."""
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """Node of a cluster."""
+
+    report: NodeReport
+    num_cores: int
+    memory_bytes: int
+    """Memory of the host that was available when the node joined."""
+    data_port: int
+    """Port at which it accepts activations; 0 if it only dials."""
+    service: str | None
+    """Service of which it runs a process; None for none."""
+    is_draining: bool
+    """True if it leaves the cluster once its processes have ended."""
 
 
 class Master:
@@ -84,17 +107,16 @@ class Master:
         self._shutdown_seconds = shutdown_seconds
         self._links: dict[frozenset[str], LinkQuality] = {}
         """Links that engines of services have measured, by the names of both nodes."""
-        self._clock_offset = time.time() - time.monotonic()
         self._ticker: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
-        """See ClusterControl."""
+        """Address at which nodes join."""
         return self._hub.address
 
     @property
     def refused_peers(self) -> dict[str, int]:
-        """See ClusterControl."""
+        """Refused connections of nodes by IP address."""
         return self._hub.refused_peers
 
     def start(self) -> None:
@@ -116,8 +138,13 @@ class Master:
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self._hub.stop("the master has stopped")
 
-    def deploy(self, request: ServiceRequest) -> ServiceStatus:
-        """See ClusterControl."""
+    def deploy(self, request: ServiceRequest) -> Service:
+        """Start a service on free nodes.
+
+        Raises:
+            ServiceExistsError: the name is taken.
+            SelectionError: too few nodes fit.
+        """
         if request.name in self._table.services:
             raise ServiceExistsError(
                 f"there is a service {request.name!r} already: delete it first, or choose another "
@@ -125,25 +152,24 @@ class Master:
             )
         selection = self._select(request)
         key = f"sk-{secrets.token_urlsafe(KEY_BYTES)}"
-        service = self._table.deploy(request, selection, key, time.monotonic())
+        service = self._table.deploy(request, selection, key)
+        service.created = int(time.time())
         log.info("service %s starts on %s", request.name, ", ".join(selection.nodes))
         self._send_commands()
-        return self._status(service)
+        return service
 
-    def services(self) -> list[ServiceStatus]:
-        """See ClusterControl."""
-        return [self._status(service) for service in self._table.services.values()]
+    def services(self) -> list[Service]:
+        """Return all services, in the order of their deployment; for reading only."""
+        return list(self._table.services.values())
 
-    def service(self, name: str) -> ServiceStatus:
-        """See ClusterControl."""
-        return self._status(self._find_service(name))
-
-    def api_key(self, name: str) -> str:
-        """See ClusterControl."""
-        return self._find_service(name).api_key
+    def service(self, name: str) -> Service:
+        """Return a service, for reading only. Raises UnknownServiceError."""
+        if (service := self._table.services.get(name)) is None:
+            raise UnknownServiceError(f"there is no service {name!r}: see GET /services")
+        return service
 
     def delete(self, name: str) -> bool:
-        """See ClusterControl."""
+        """Begin to end a service; return False if there is none of that name."""
         has_service = self._table.delete(name)
         if has_service:
             log.info("service %s is deleted", name)
@@ -151,18 +177,24 @@ class Master:
         return has_service
 
     def nodes(self) -> list[ClusterNode]:
-        """See ClusterControl."""
+        """Return all nodes, also those that are lost."""
         return [self._cluster_node(record) for record in self._hub.membership.nodes.values()]
 
     def node(self, name: str) -> ClusterNode:
-        """See ClusterControl."""
+        """Return a node. Raises UnknownClusterNodeError."""
         record = self._hub.membership.nodes.get(name)
         if record is None:
             raise UnknownClusterNodeError(f"there is no node {name!r}: see GET /nodes")
         return self._cluster_node(record)
 
     def drain_node(self, name: str) -> ClusterNode:
-        """See ClusterControl."""
+        """Begin to take a node out of the cluster: its service moves, then it leaves.
+
+        A node that is lost is forgotten at once.
+
+        Raises:
+            UnknownClusterNodeError: there is no such node.
+        """
         node = self.node(name)
         self._table.drain_node(name, time.monotonic())
         log.info("node %s leaves the cluster", name)
@@ -272,34 +304,6 @@ class Master:
         for link in links:
             quality = LinkQuality(link.round_trip_seconds, link.bytes_per_second)
             self._links[frozenset((link.source, link.target))] = quality
-
-    def _find_service(self, name: str) -> Service:
-        if (service := self._table.services.get(name)) is None:
-            raise UnknownServiceError(f"there is no service {name!r}: see GET /services")
-        return service
-
-    def _status(self, service: Service) -> ServiceStatus:
-        reading, now = service.reading, time.monotonic()
-        is_up = service.state in RUNNING_STATES and service.ready_at is not None
-        return ServiceStatus(
-            service.request.name,
-            service.request.model,
-            service.state,
-            service.cause,
-            service.url,
-            service.nodes,
-            int(service.created_at + self._clock_offset),
-            now - service.ready_at if is_up and service.ready_at is not None else 0.0,
-            reading.state if service.state in RUNNING_STATES else "ended",
-            reading.num_running,
-            reading.num_waiting,
-            reading.num_finished,
-            reading.num_failed,
-            reading.num_prompt_tokens,
-            reading.num_generated_tokens,
-            reading.kv_cache_usage,
-            service.meter.rates,
-        )
 
     def _cluster_node(self, record: NodeRecord) -> ClusterNode:
         session = self._hub.sessions_by_name.get(record.name)

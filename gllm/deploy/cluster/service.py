@@ -51,7 +51,6 @@ class Service:
     request: ServiceRequest
     api_key: str
     selection: NodeSelection
-    created_at: float
     state: ServiceState = ServiceState.STARTING
     cause: str = ""
     """Cause of the state; empty for none."""
@@ -65,6 +64,15 @@ class Service:
     meter: ServiceMeter = field(default_factory=ServiceMeter)
     left_nodes: set[str] = field(default_factory=set)
     """Nodes of the selection that have left the running engine."""
+
+    created: int = 0
+    """Time of its deployment, in seconds since 1970."""
+
+    def uptime_seconds(self, now: float) -> float:
+        """Return the time since its engine was ready first; 0 before, and after it has failed."""
+        if self.ready_at is None or self.state not in RUNNING_STATES:
+            return 0.0
+        return now - self.ready_at
 
     @property
     def nodes(self) -> tuple[str, ...]:

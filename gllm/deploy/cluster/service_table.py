@@ -63,18 +63,15 @@ class ServiceTable:
         """Processes of all services that have not exited; for reading only."""
         return list(self._processes.values())
 
-    def deploy(
-        self, request: ServiceRequest, selection: NodeSelection, api_key: str, now: float
-    ) -> Service:
+    def deploy(self, request: ServiceRequest, selection: NodeSelection, api_key: str) -> Service:
         """Add a service and start its head; the name and the nodes are free.
 
         Args:
             request: of the service.
             selection: its nodes.
             api_key: key that its API requires.
-            now: time in seconds.
         """
-        service = self.services[request.name] = Service(request, api_key, selection, now)
+        service = self.services[request.name] = Service(request, api_key, selection)
         self._start(service)
         return service
 

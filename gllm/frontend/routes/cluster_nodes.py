@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gllm.deploy.cluster.interface import ClusterControl, ClusterNode, UnknownClusterNodeError
+from gllm.deploy.cluster.master import ClusterNode, Master, UnknownClusterNodeError
 from gllm.frontend.cluster_context import CLUSTER
 from gllm.frontend.cluster_response_schemas import (
     ClusterNodeListResponse,
@@ -67,7 +67,7 @@ async def get_cluster_metrics(request: web.Request) -> web.Response:
 class ClusterCollector(Collector):
     """Collector of the metrics of a cluster."""
 
-    def __init__(self, cluster: ClusterControl) -> None:
+    def __init__(self, cluster: Master) -> None:
         self._cluster = cluster
 
     def collect(self) -> Iterable[Metric]:

@@ -3,14 +3,13 @@
 The calls of the MoLink platform: DeployLLMService, CheckServiceStatus, GetAPIKey, DeleteLLMService.
 """
 
+import time
+
 from aiohttp import web
 
-from gllm.deploy.cluster.interface import (
-    SelectionError,
-    ServiceExistsError,
-    ServiceStatus,
-    UnknownServiceError,
-)
+from gllm.deploy.cluster.master import ServiceExistsError, UnknownServiceError
+from gllm.deploy.cluster.selection import SelectionError
+from gllm.deploy.cluster.service import RUNNING_STATES, Service
 from gllm.frontend.cluster_context import CLUSTER
 from gllm.frontend.cluster_response_schemas import (
     ServiceDeletionResponse,
@@ -32,19 +31,19 @@ async def deploy_service(request: web.Request) -> web.Response:
     """Start a service on free nodes (DeployLLMService)."""
     fields = await read_fields(request, DeployServiceFields)
     try:
-        status = request.app[CLUSTER].deploy(fields.to_request())
+        service = request.app[CLUSTER].deploy(fields.to_request())
     except ServiceExistsError as error:
         raise ApiError(409, str(error), param="service_name", code="service_exists") from error
     except SelectionError as error:
         raise ApiError(
             409, str(error), param="resource_specification", code="insufficient_nodes"
         ) from error
-    return json_response(_service(status))
+    return json_response(_service(service))
 
 
 async def list_services(request: web.Request) -> web.Response:
     """Return the services of the cluster."""
-    services = [_service(status) for status in request.app[CLUSTER].services()]
+    services = [_service(service) for service in request.app[CLUSTER].services()]
     return json_response(ServiceListResponse(services=services))
 
 
@@ -60,7 +59,7 @@ async def get_service_key(request: web.Request) -> web.Response:
     """Return the API key of a service (GetAPIKey)."""
     name = _name(request)
     try:
-        key = request.app[CLUSTER].api_key(name)
+        key = request.app[CLUSTER].service(name).api_key
     except UnknownServiceError as error:
         raise _not_found(error) from error
     return json_response(
@@ -85,32 +84,33 @@ def _not_found(error: UnknownServiceError) -> ApiError:
     return ApiError(404, str(error), param="name", code="service_not_found")
 
 
-def _service(status: ServiceStatus) -> ServiceResponse:
-    rates = status.rates
+def _service(service: Service) -> ServiceResponse:
+    reading, rates = service.reading, service.meter.rates
+    is_running = service.state in RUNNING_STATES
     return ServiceResponse(
-        service_name=status.name,
-        model_name=status.model,
-        state=status.state,
-        cause=status.cause,
-        url=status.url or None,
-        head=status.nodes[0],
-        nodes=list(status.nodes),
-        created=status.created,
-        uptime_seconds=round(status.uptime_seconds, 3),
-        engine_state=status.engine_state,
+        service_name=service.request.name,
+        model_name=service.request.model,
+        state=service.state,
+        cause=service.cause,
+        url=service.url or None,
+        head=service.nodes[0],
+        nodes=list(service.nodes),
+        created=service.created,
+        uptime_seconds=round(service.uptime_seconds(time.monotonic()), 3),
+        engine_state=reading.state if is_running else "ended",
         requests=ServiceRequestCounts(
-            running=status.num_running,
-            waiting=status.num_waiting,
-            finished=status.num_finished,
-            failed=status.num_failed,
+            running=reading.num_running,
+            waiting=reading.num_waiting,
+            finished=reading.num_finished,
+            failed=reading.num_failed,
         ),
         tokens=ServiceTokenCounts(
-            prompt=status.num_prompt_tokens, generated=status.num_generated_tokens
+            prompt=reading.num_prompt_tokens, generated=reading.num_generated_tokens
         ),
         throughput=ServiceThroughput(
             requests_per_second=rates.requests_per_second,
             prompt_tokens_per_second=rates.prompt_tokens_per_second,
             generated_tokens_per_second=rates.generated_tokens_per_second,
         ),
-        utilization=ServiceUtilization(kv_cache=status.kv_cache_usage, stages=list(rates.stages)),
+        utilization=ServiceUtilization(kv_cache=reading.kv_cache_usage, stages=list(rates.stages)),
     )

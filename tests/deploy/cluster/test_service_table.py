@@ -39,7 +39,7 @@ def ends(table: ServiceTable) -> dict[str, int]:
 
 def running(table: ServiceTable) -> tuple[Service, int, int]:
     """A ready service on two nodes, and the numbers of its processes."""
-    service = table.deploy(ServiceRequest("s", "demo"), TWO, "key", 0.0)
+    service = table.deploy(ServiceRequest("s", "demo"), TWO, "key")
     head = starts(table)["a"].process
     table.on_started(head, "a:1", "http://a:2")
     member = starts(table)["b"].process
@@ -50,7 +50,7 @@ def running(table: ServiceTable) -> tuple[Service, int, int]:
 
 def test_the_head_starts_first_and_gets_the_key_alone() -> None:
     table = make_table()
-    service = table.deploy(ServiceRequest("s", "demo", parameters={"seed": 1}), TWO, "key", 0.0)
+    service = table.deploy(ServiceRequest("s", "demo", parameters={"seed": 1}), TWO, "key")
     (node, command), *others = sent(table)
     assert (node, others, service.state) == ("a", [], ServiceState.STARTING)
     assert isinstance(command, StartServiceProcess)
@@ -81,9 +81,7 @@ def test_deleting_ends_the_head_first_and_frees_all_nodes() -> None:
 def test_a_head_that_dies_fails_its_service_alone() -> None:
     table = make_table()
     service, head, member = running(table)
-    other = table.deploy(
-        ServiceRequest("t", "demo"), NodeSelection(("c",), (1,), "even"), "key", 0.0
-    )
+    other = table.deploy(ServiceRequest("t", "demo"), NodeSelection(("c",), (1,), "even"), "key")
     sent(table)
     table.on_exited(head, "it was killed by SIGKILL", 2.0)
     assert service.state is ServiceState.FAILED
@@ -112,7 +110,7 @@ def test_a_member_that_dies_fails_the_start_and_is_restarted_later() -> None:
     assert (service.state, table.busy_nodes) == (ServiceState.READY, {"a": "s"})
 
     table = make_table()
-    service = table.deploy(ServiceRequest("s", "demo"), TWO, "key", 0.0)
+    service = table.deploy(ServiceRequest("s", "demo"), TWO, "key")
     head = starts(table)["a"].process
     table.on_started(head, "a:1", "http://a:2")
     table.on_exited(starts(table)["b"].process, "no model", 2.0)
@@ -244,7 +242,7 @@ def step(
             chosen = tuple(free[: rng.randint(1, 3)])
             if chosen:
                 request = ServiceRequest(f"s{i}", "demo")
-                table.deploy(request, NodeSelection(chosen, (1,) * len(chosen), "even"), "k", now)
+                table.deploy(request, NodeSelection(chosen, (1,) * len(chosen), "even"), "k")
         case 2 if table.services:
             table.delete(rng.choice(sorted(table.services)))
         case 3 if node.living:
