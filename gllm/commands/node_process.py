@@ -19,8 +19,8 @@ import setproctitle
 from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import NodesConfig
-from gllm.deploy.cluster.service_command import ServiceMachine
 from gllm.deploy.cluster.service_node import ServiceNode
+from gllm.deploy.cluster.service_processes import ServiceMachine
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
 from gllm.models.local_search import find_local_model

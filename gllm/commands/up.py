@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(format_command(spec) for spec in specs))
         return 0
     # Imported late: --dry-run and --emit need none of it.
-    from gllm.deploy.up.engine_manager import LocalProcess
+    from gllm.deploy.logged_process import LocalProcess
 
     return _run(plan, specs, partial(LocalProcess, on_line=_print_line), arguments)
 

@@ -1,18 +1,23 @@
-"""A child process with a log: the lines that it writes, its end and the cause of it."""
+"""Processes of this machine: the lines that they write, their end and the cause of it."""
 
 import asyncio
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from subprocess import PIPE, STDOUT
 
+from gllm.config.node_environment import remove_launcher
+from gllm.deploy.server_client import ServerClient
 from gllm.observability.child_process import ChildProcess
+from gllm.plan.processes import ProcessSpec
 from gllm.runtime.messaging.parent_death import die_with_parent
 
 KILL_SECONDS = 10.0
 """Time beyond that for running requests after which a process that does not end is killed."""
+PROBE_TIMEOUT_SECONDS = 5.0
 NUM_LAST_LINES = 20
 """Lines of a process's log that are kept, to find the cause of its exit."""
 MAX_LINE_BYTES = 2**16
@@ -138,3 +143,64 @@ class LoggedProcess:
                 self._on_line(text)
         finally:
             pipe.close()
+
+
+class LocalProcess:
+    """Process of this machine.
+
+    Args:
+        spec: the process.
+        on_line: receives the name of the process and a line that it writes.
+        make_command: returns program and arguments of a process; None for this Python.
+        environment: of the process, besides that of `spec`; None for that of this process. A
+            launcher's description of a group of machines is left out.
+        kill_seconds: time beyond that for running requests after which it is killed.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        on_line: Callable[[str, str], None],
+        make_command: Callable[[ProcessSpec], Sequence[str]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        kill_seconds: float = KILL_SECONDS,
+    ) -> None:
+        self._spec = spec
+        self._command = (make_command or python_command)(spec)
+        self._environment = os.environ if environment is None else environment
+        self._child = LoggedProcess(lambda line: on_line(spec.name, line), kill_seconds)
+        # The certificate of an own process is not a matter of trust.
+        self._server = ServerClient(spec.url, None, PROBE_TIMEOUT_SECONDS, is_own=True)
+
+    @property
+    def is_ending(self) -> bool:
+        """True once it shall end."""
+        return self._child.end_signal is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it has ended with an error, or could not be started."""
+        return self._child.status != 0
+
+    async def run(self) -> str:
+        """Start it, wait for its end and return the cause. Raises OSError."""
+        environment = remove_launcher(self._environment) | self._spec.environment
+        self._child.start(self._command, environment, has_own_group=True)
+        return await self._child.wait()
+
+    async def is_ready(self) -> bool:
+        """Return True if it is ready for requests."""
+        return await asyncio.to_thread(self._server.is_ready)
+
+    def end(self) -> None:
+        """Let it finish its requests and end; it is killed if it does not."""
+        self._child.end(self._spec.shutdown_seconds)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._child.send(signal.SIGKILL)
+
+
+def python_command(spec: ProcessSpec) -> list[str]:
+    """Return program and arguments of a process."""
+    return [sys.executable, "-m", spec.module, *spec.arguments]

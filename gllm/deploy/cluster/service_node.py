@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from gllm.deploy.cluster.service_command import ServiceMachine, make_command
-from gllm.deploy.cluster.service_processes import MakeCommand, ServiceProcesses
+from gllm.deploy.cluster.service_processes import MakeCommand, ServiceMachine, ServiceProcesses
 from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage, decode_for_service_node
 from gllm.messages.nodes import (
@@ -45,7 +44,7 @@ class ServiceNode:
         machine: ServiceMachine,
         read_load: Callable[[], NodeLoad] = NodeLoad,
         resolve: Resolve = resolve_host,
-        make_command: MakeCommand = make_command,
+        make_command: MakeCommand | None = None,
     ) -> None:
         """Create a node that has not started.
 
@@ -55,7 +54,8 @@ class ServiceNode:
             machine: properties that the processes of services share.
             read_load: reads the load of this machine.
             resolve: resolution of host names.
-            make_command: returns program and arguments of a process of a service.
+            make_command: returns program and arguments of a process of a service; None for this
+                Python.
 
         Raises:
             ValueError: the master's address or the secret file cannot be used.

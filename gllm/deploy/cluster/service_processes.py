@@ -1,21 +1,17 @@
-"""Processes of services on a node: their start, their log, the readings of a head, their end."""
+"""Processes of services on a node: `gllm serve` with a node rank, its readings, its end."""
 
 import asyncio
 import logging
-import signal
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from gllm.deploy.cluster.service_command import (
-    ServiceMachine,
-    ServicePorts,
-    make_command,
-    make_environment,
-    make_url,
-)
+from gllm.config.join import JoinConfig
 from gllm.deploy.cluster.service_probe import drain_node, read_engine
-from gllm.deploy.logged_process import KILL_SECONDS, LoggedProcess
+from gllm.deploy.cluster.service_request import check_parameters
+from gllm.deploy.logged_process import KILL_SECONDS, PROBE_TIMEOUT_SECONDS, LocalProcess
 from gllm.deploy.ports import probe_port
 from gllm.deploy.server_client import ServerClient
 from gllm.messages.base import WireMessage
@@ -27,24 +23,101 @@ from gllm.messages.services import (
     StartServiceProcess,
 )
 from gllm.options.addresses import format_host_port
+from gllm.plan.flags import ENGINE_CONFIGS, render_flags
+from gllm.plan.processes import ProcessSpec
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Interval of the readings of an engine."""
-PROBE_TIMEOUT_SECONDS = 5.0
-MakeCommand = Callable[[ServiceMachine, StartServiceProcess, ServicePorts, str], list[str]]
-"""Returns program and arguments of a process; see `service_command.make_command`."""
+KEY_VARIABLE = "GLLM_API_KEY"
+"""Environment variable from which `gllm serve` takes the service's key, so that process lists do
+not show it."""
+MakeCommand = Callable[[ProcessSpec], Sequence[str]]
+"""Returns program and arguments of a process."""
+
+
+@dataclass(frozen=True)
+class ServiceMachine:
+    """Properties of a node that the processes of all its services share."""
+
+    name: str
+    address: str
+    """IP address at which other nodes reach it."""
+    config: JoinConfig = field(default_factory=JoinConfig)
+    """Its devices, links and ports."""
+
+
+class ServicePorts(NamedTuple):
+    """Ports of a head's process; 0 for those that it does not need."""
+
+    api: int = 0
+    head: int = 0
+
+
+def make_spec(
+    machine: ServiceMachine, start: StartServiceProcess, ports: ServicePorts, head: str
+) -> ProcessSpec:
+    """Return a process of a service.
+
+    Args:
+        machine: of this node.
+        start: command of the master.
+        ports: of the process.
+        head: HOST:PORT of the head of its engine.
+
+    Raises:
+        ValueError: a parameter is not one that services may set.
+    """
+    check_parameters(start.model, start.parameters)
+    num_nodes, config = len(start.degrees), machine.config
+    values: dict[str, Any] = {
+        "model": start.model,
+        "pipeline_parallel_size": num_nodes,
+        "tensor_parallel_size": start.degrees,
+        "layers": start.layers,
+        "host": machine.address if start.node_rank == 0 else "127.0.0.1",
+        "port": ports.api,
+        "shutdown_timeout": start.shutdown_seconds,
+        "device": config.device,
+        "threads": config.threads,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "node_secret_file": config.node_secret_file,
+    }
+    if num_nodes > 1:
+        values |= {
+            "nnodes": num_nodes,
+            "node_rank": start.node_rank,
+            "master_addr": head,
+            "node_name": machine.name,
+            "data_port": config.data_port,
+            "advertise": config.advertise,
+            "link_congestion": config.link_congestion,
+            "link_policy": config.link_policy,
+        }
+    return ProcessSpec(
+        start.service,
+        "gllm.serve",
+        render_flags(ENGINE_CONFIGS, {**values, **start.parameters}, "inference_parameters"),
+        f"http://{format_host_port(machine.address, ports.api)}",
+        {KEY_VARIABLE: start.api_key} if start.api_key else {},
+        start.shutdown_seconds,
+        start.node_rank,
+    )
 
 
 @dataclass
 class _RunningProcess:
     """A process of a service, from the command to start it until it was reaped."""
 
-    start: StartServiceProcess
-    child: LoggedProcess
-    ports: ServicePorts = field(default_factory=ServicePorts)
-    head: str = ""
+    number: int
+    spec: ProcessSpec
+    process: LocalProcess
+    ports: ServicePorts
+    head: str
+    """HOST:PORT at which other nodes join the engine."""
+    server: ServerClient
+    """Client of the engine whose head this process is."""
 
 
 class ServiceProcesses:
@@ -54,7 +127,7 @@ class ServiceProcesses:
         self,
         machine: ServiceMachine,
         send: Callable[[WireMessage], None],
-        make_command: MakeCommand = make_command,
+        make_command: MakeCommand | None = None,
         kill_seconds: float = KILL_SECONDS,
     ) -> None:
         """Create a node without processes.
@@ -62,7 +135,7 @@ class ServiceProcesses:
         Args:
             machine: properties that the processes share.
             send: queues a message to the master; it is dropped without a session.
-            make_command: returns program and arguments of a process.
+            make_command: returns program and arguments of a process; None for this Python.
             kill_seconds: time beyond that for running requests after which a process is killed.
         """
         self._machine = machine
@@ -70,22 +143,31 @@ class ServiceProcesses:
         self._make_command = make_command
         self._kill_seconds = kill_seconds
         self._processes: dict[int, _RunningProcess] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._drains: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def living(self) -> list[int]:
         """Numbers of the processes that have not exited and are not about to."""
-        return [number for number, each in self._processes.items() if each.child.end_signal is None]
+        processes = self._processes.items()
+        return [number for number, each in processes if not each.process.is_ending]
 
     def start(self, command: StartServiceProcess) -> None:
         """Start a process; its start and its end are reported."""
-        child = LoggedProcess(
-            lambda line: log.info("%s: %s", command.service, line), self._kill_seconds
-        )
-        running = _RunningProcess(command, child)
-        self._processes[command.process] = running
-        self._tasks[command.process] = asyncio.create_task(self._run(running))
+        number, machine = command.process, self._machine
+        try:
+            has_members = len(command.degrees) > 1
+            ports = ServicePorts() if command.node_rank else self._choose_ports(has_members)
+            head = command.head or format_host_port(machine.address, ports.head or 1)
+            spec = make_spec(machine, command, ports, head)
+        except (OSError, ValueError) as error:
+            self._send(ServiceProcessExited(number, f"it could not be started: {error}"))
+            return
+        environment = {key: text for key, text in os.environ.items() if key != KEY_VARIABLE}
+        process = LocalProcess(spec, _log_line, self._make_command, environment, self._kill_seconds)
+        server = ServerClient(spec.url, command.api_key, PROBE_TIMEOUT_SECONDS, is_own=True)
+        running = _RunningProcess(number, spec, process, ports, head, server)
+        self._processes[number] = running
+        self._spawn(self._run(running))
 
     def end(self, number: int) -> None:
         """Let a process finish its running requests and exit; it is killed if it does not."""
@@ -94,101 +176,73 @@ class ServiceProcesses:
             # It has exited, which the master may not know.
             self._send(ServiceProcessExited(number, "it does not run"))
             return
-        running.child.end(running.start.shutdown_seconds)
+        running.process.end()
 
     def drain_node(self, number: int, node: str) -> None:
         """Let a node leave the engine of a head; a refusal is reported."""
         running = self._processes.get(number)
-        if running is None or not running.child.is_started:
+        if running is None:
             self._send(ServiceNodeKept(number, node, "its head does not run"))
-            return
-        task = asyncio.create_task(self._drain_node(running, node))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
+        else:
+            self._spawn(self._drain_node(running, node))
 
     def keep(self, wanted: list[int]) -> None:
         """Kill all processes but some, and report those that are heads anew."""
         for number, running in self._processes.items():
             if number not in wanted:
-                running.child.send(signal.SIGKILL)
-            elif running.child.is_started:
+                running.process.kill()
+            else:
                 self._report_start(running)
 
     async def close(self) -> None:
         """Kill all processes and wait for their end."""
         self.keep([])
-        for task in self._drains:
-            task.cancel()
-        tasks = [*self._tasks.values(), *self._drains]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, running: _RunningProcess) -> None:
         """Run a process until it exits."""
-        number = running.start.process
-        try:
-            cause = await self._run_process(running)
-        except (OSError, ValueError) as error:
-            cause = f"it could not be started: {error}"
-        except Exception as error:
-            log.exception("process %d of service %s failed", number, running.start.service)
-            cause = f"it could not be watched: {error}"
-            running.child.send(signal.SIGKILL)
-        del self._processes[number], self._tasks[number]
-        level = logging.WARNING if running.child.end_signal is None else logging.INFO
-        log.log(level, "a process of service %s has ended: %s", running.start.service, cause)
-        self._send(ServiceProcessExited(number, cause))
-
-    async def _run_process(self, running: _RunningProcess) -> str:
-        """Start a process and wait for its end; return the cause of the end.
-
-        Raises:
-            OSError: it cannot be started, or there is no free port.
-            ValueError: the master's command has an invalid parameter.
-        """
-        start, machine = running.start, self._machine
-        is_head = start.node_rank == 0
-        if is_head:
-            running.ports = self._choose_ports(len(start.degrees) > 1)
-        running.head = start.head or format_host_port(machine.address, running.ports.head or 1)
-        command = self._make_command(machine, start, running.ports, running.head)
-        running.child.start(command, make_environment(start.api_key))
-        log.info("a process of service %s starts (pid %d)", start.service, running.child.pid)
         self._report_start(running)
+        is_head = running.spec.node_rank == 0
         probing = asyncio.create_task(self._probe(running)) if is_head else None
         try:
-            return await running.child.wait()
-        finally:
-            if probing is not None:
-                probing.cancel()
-                await asyncio.gather(probing, return_exceptions=True)
+            cause = await running.process.run()
+        except OSError as error:
+            cause = f"it could not be started: {error}"
+        except Exception as error:
+            log.exception("a process of service %s failed", running.spec.name)
+            cause = f"it could not be watched: {error}"
+            running.process.kill()
+        if probing is not None:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+        del self._processes[running.number]
+        level = logging.INFO if running.process.is_ending else logging.WARNING
+        log.log(level, "a process of service %s has ended: %s", running.spec.name, cause)
+        self._send(ServiceProcessExited(running.number, cause))
 
     def _report_start(self, running: _RunningProcess) -> None:
-        if running.start.node_rank == 0:
-            url = make_url(self._machine, running.ports)
-            self._send(ServiceProcessStarted(running.start.process, running.head, url))
+        if running.spec.node_rank == 0:
+            self._send(ServiceProcessStarted(running.number, running.head, running.spec.url))
 
     async def _probe(self, running: _RunningProcess) -> None:
         """Report readings of an engine until cancelled."""
-        server = self._client(running)
         while True:
             await asyncio.sleep(PROBE_SECONDS)
-            reading = await asyncio.to_thread(read_engine, server)
-            self._send(ServiceReport(running.start.process, reading))
+            reading = await asyncio.to_thread(read_engine, running.server)
+            self._send(ServiceReport(running.number, reading))
 
     async def _drain_node(self, running: _RunningProcess, node: str) -> None:
-        if cause := await asyncio.to_thread(drain_node, self._client(running), node):
-            self._send(ServiceNodeKept(running.start.process, node, cause))
+        if cause := await asyncio.to_thread(drain_node, running.server, node):
+            self._send(ServiceNodeKept(running.number, node, cause))
 
-    def _client(self, running: _RunningProcess) -> ServerClient:
-        """Return a client of the engine whose head this process is."""
-        url = make_url(self._machine, running.ports)
-        return ServerClient(url, running.start.api_key, PROBE_TIMEOUT_SECONDS, is_own=True)
+    def _spawn(self, action: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(action)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _choose_ports(self, needs_head: bool) -> ServicePorts:
         """Return free ports of the range for a head. Raises OSError if there are too few."""
-        used = {
-            port for each in self._processes.values() for port in (each.ports.api, each.ports.head)
-        }
+        used = {port for running in self._processes.values() for port in running.ports}
         first, last = self._machine.config.service_ports
         free: list[int] = []
         for port in range(first, last + 1):
@@ -198,3 +252,7 @@ class ServiceProcesses:
             if len(free) == (2 if needs_head else 1):
                 return ServicePorts(*free)
         raise OSError(f"too few ports of --service-ports {first}-{last} are free")
+
+
+def _log_line(service: str, line: str) -> None:
+    log.info("%s: %s", service, line)

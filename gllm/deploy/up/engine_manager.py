@@ -1,26 +1,20 @@
 """Lifecycle of the engines of a plan and their router: start, ready, drain, end.
 
-`EngineManager` decides, whatever runs the processes: this machine (`LocalProcess`) or a Ray cluster
-(gllm/deploy/ray/plan_processes.py).
+`EngineManager` decides, whatever runs the processes: this machine (gllm/deploy/logged_process.py)
+or a Ray cluster (gllm/deploy/ray/plan_processes.py).
 """
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gllm.config.node_environment import remove_launcher
-from gllm.deploy.logged_process import LoggedProcess
-from gllm.deploy.server_client import ServerClient
 from gllm.plan.processes import ProcessSpec
 
 PROBE_SECONDS = 0.2
 """Interval of the probes of a process until it is ready."""
-PROBE_TIMEOUT_SECONDS = 5.0
 log = logging.getLogger("gllm")
 
 
@@ -46,56 +40,6 @@ class PlanProcess(Protocol):
 
     def kill(self) -> None:
         """End it at once."""
-
-
-class LocalProcess:
-    """Process of this machine.
-
-    Args:
-        spec: the process.
-        on_line: receives the name of the process and a line that it writes.
-        make_command: returns program and arguments of a process; None for this Python.
-    """
-
-    def __init__(
-        self,
-        spec: ProcessSpec,
-        on_line: Callable[[str, str], None],
-        make_command: Callable[[ProcessSpec], Sequence[str]] | None = None,
-    ) -> None:
-        self._spec = spec
-        self._command = (make_command or python_command)(spec)
-        self._child = LoggedProcess(lambda line: on_line(spec.name, line))
-        # The certificate of an own process is not a matter of trust.
-        self._server = ServerClient(spec.url, None, PROBE_TIMEOUT_SECONDS, is_own=True)
-
-    @property
-    def is_ending(self) -> bool:
-        """True once it shall end."""
-        return self._child.end_signal is not None
-
-    @property
-    def has_failed(self) -> bool:
-        """True if it has ended with an error, or could not be started."""
-        return self._child.status != 0
-
-    async def run(self) -> str:
-        """Start it, wait for its end and return the cause. Raises OSError."""
-        environment = remove_launcher(os.environ) | self._spec.environment
-        self._child.start(self._command, environment, has_own_group=True)
-        return await self._child.wait()
-
-    async def is_ready(self) -> bool:
-        """Return True if it is ready for requests."""
-        return await asyncio.to_thread(self._server.is_ready)
-
-    def end(self) -> None:
-        """Let it finish its requests and end; it is killed if it does not."""
-        self._child.end(self._spec.shutdown_seconds)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._child.send(signal.SIGKILL)
 
 
 @dataclass
@@ -306,8 +250,3 @@ class EngineManager:
     async def _wait_until_ready(self, managed: _ManagedProcess) -> None:
         while not await managed.process.is_ready():
             await asyncio.sleep(self._probe_seconds)
-
-
-def python_command(spec: ProcessSpec) -> list[str]:
-    """Return program and arguments of a process."""
-    return [sys.executable, "-m", spec.module, *spec.arguments]

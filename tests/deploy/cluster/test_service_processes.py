@@ -1,6 +1,7 @@
 """Processes of services on a node: command lines, ends and their causes, lost sessions."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -18,14 +19,13 @@ from gllm.config.join import JoinConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.master import Master
 from gllm.deploy.cluster.selection import NodeRequirements
-from gllm.deploy.cluster.service_command import (
+from gllm.deploy.cluster.service_node import ServiceNode
+from gllm.deploy.cluster.service_processes import (
     ServiceMachine,
     ServicePorts,
-    make_command,
-    make_environment,
+    ServiceProcesses,
+    make_spec,
 )
-from gllm.deploy.cluster.service_node import ServiceNode
-from gllm.deploy.cluster.service_processes import ServiceProcesses
 from gllm.deploy.cluster.service_request import ServiceRequest
 from gllm.messages.base import WireMessage
 from gllm.messages.nodes import NodeFacts
@@ -35,6 +35,7 @@ from gllm.messages.services import (
     StartServiceProcess,
 )
 from gllm.options.flags import config_from_flags
+from gllm.plan.processes import ProcessSpec
 from gllm.runtime.node.agent_state import AgentConfig
 from tests.support.network.ports import free_port
 from tests.support.network.proxies import Proxy
@@ -69,10 +70,11 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
     )
     parameters = {"max_model_len": 64, "prefix_cache": False, "dtype": "float32", "seed": None}
     start = msgspec.structs.replace(START, parameters=parameters)
-    command = make_command(machine, start, ServicePorts(5, 6), "10.0.0.2:6")
-    assert command[1:3] == ["-m", "gllm.serve"]
-    assert not any("sk-x" in word for word in command)
-    values = serve.build_parser().parse_args(command[3:])
+    spec = make_spec(machine, start, ServicePorts(5, 6), "10.0.0.2:6")
+    assert (spec.module, spec.url) == ("gllm.serve", "http://10.0.0.2:5")
+    assert not any("sk-x" in word for word in spec.arguments)
+    assert spec.environment == {"GLLM_API_KEY": "sk-x"}
+    values = serve.build_parser().parse_args(spec.arguments)
     assert (values.model, values.host, values.port) == ("demo", "10.0.0.2", 5)
     assert (values.tensor_parallel_size, values.layers) == ((2, 1), "auto")
     assert (values.max_model_len, values.prefix_cache, values.dtype) == (64, False, "float32")
@@ -83,9 +85,9 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
     assert (nodes.node_name, nodes.data_port, nodes.advertise) == ("a", 29601, "relay:1")
     assert (nodes.link_congestion, nodes.link_policy) == ("bbr", "molink")
     member = msgspec.structs.replace(start, node_rank=1, api_key="")
-    values = serve.build_parser().parse_args(
-        make_command(machine, member, ServicePorts(), "10.0.0.9:6")[3:]
-    )
+    spec = make_spec(machine, member, ServicePorts(), "10.0.0.9:6")
+    assert spec.environment == {}
+    values = serve.build_parser().parse_args(spec.arguments)
     assert (values.node_rank, values.master_addr) == (1, "10.0.0.9:6")
     assert (values.host, values.port) == ("127.0.0.1", 0)
 
@@ -93,13 +95,7 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
 def test_a_node_refuses_parameters_that_services_may_not_set() -> None:
     start = msgspec.structs.replace(START, parameters={"step_log": "/etc/passwd"})
     with pytest.raises(ValueError, match="step_log"):
-        make_command(MACHINE, start, ServicePorts(5, 6), "x:6")
-
-
-def test_the_environment_has_the_key_and_no_launcher() -> None:
-    environment = {"PATH": "/bin", "GLLM_API_KEY": "mine", "SLURM_NODEID": "1", "GROUP_RANK": "2"}
-    assert make_environment("sk-x", environment) == {"PATH": "/bin", "GLLM_API_KEY": "sk-x"}
-    assert make_environment("", environment) == {"PATH": "/bin"}
+        make_spec(MACHINE, start, ServicePorts(5, 6), "x:6")
 
 
 class Scripts:
@@ -108,11 +104,11 @@ class Scripts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.script = SLEEP
+        self._numbers = itertools.count(1)
 
-    def make_command(
-        self, machine: ServiceMachine, start: StartServiceProcess, ports: ServicePorts, head: str
-    ) -> list[str]:
-        path = self.folder / str(start.process)
+    def make_command(self, spec: ProcessSpec) -> list[str]:
+        # Processes are started in the order of their numbers.
+        path = self.folder / str(next(self._numbers))
         return [sys.executable, "-S", "-c", self.script, str(path)]
 
     @property
@@ -183,6 +179,23 @@ async def test_two_heads_have_different_ports_and_members_none(node: Node) -> No
     heads = node.of(ServiceProcessStarted)
     assert len({*(each.head for each in heads), *(each.url[7:] for each in heads)}) == 4
     assert [each.process for each in heads] == [1, 2]
+
+
+async def test_the_environment_has_the_key_and_no_launcher(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("GLLM_API_KEY", "SLURM_NODEID", "GROUP_RANK")
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+    node.scripts.script = f"import os, sys; sys.exit([os.environ.get(name) for name in {names}])"
+    for number, fields in ((1, {}), (2, {"node_rank": 1, "api_key": ""})):
+        node.processes.start(msgspec.structs.replace(START, process=number, **fields))
+        await until(lambda: not node.processes.living)
+    causes = [exited.cause for exited in node.of(ServiceProcessExited)]
+    assert causes == [
+        "it exited with 1: ['sk-x', None, None]",
+        "it exited with 1: [None, None, None]",
+    ]
 
 
 async def test_failures_to_start_are_reported(node: Node) -> None:

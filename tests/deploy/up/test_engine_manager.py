@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from gllm.deploy.up.engine_manager import EngineManager, LocalProcess
+from gllm.deploy.logged_process import LocalProcess
+from gllm.deploy.up.engine_manager import EngineManager
 from gllm.plan.processes import ProcessSpec
 from tests.support.network.ports import free_port
 
