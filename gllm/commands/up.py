@@ -254,8 +254,7 @@ def _make_follower(
     """Return the loop that starts and ends engines as the router's load wants; None without."""
     from gllm.deploy.server_client import ServerClient
     from gllm.deploy.up.engine_scaler import EngineScaler
-    from gllm.deploy.up.plan_search import PlanSearch
-    from gllm.deploy.up.replanner import Replanner
+    from gllm.deploy.up.replanner import PlanSearch, Replanner
 
     if plan.router is None:
         return None

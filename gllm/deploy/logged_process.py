@@ -42,17 +42,6 @@ class LoggedProcess:
         self._process: ChildProcess | None = None
         self._killer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_started(self) -> bool:
-        """True once the process has an id."""
-        return self._process is not None
-
-    @property
-    def pid(self) -> int:
-        """Id of the process. Only after `start`."""
-        assert self._process is not None
-        return self._process.pid
-
     def start(
         self,
         command: Sequence[str],

@@ -68,7 +68,7 @@ class StartServiceProcess(WireMessage, frozen=True):
     layers: str
     """Division of the layers: even, or auto for one by measured speeds."""
     parameters: dict[str, Any]
-    """Inference parameters by name (gllm/deploy/cluster/service_request.py)."""
+    """Inference parameters by name (gllm/deploy/cluster/service.py)."""
     head: str
     """HOST:PORT of the engine's head; empty for the head, which chooses a port."""
     api_key: str

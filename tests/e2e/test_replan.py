@@ -13,8 +13,7 @@ from gllm.commands.plan import search
 from gllm.deploy.logged_process import LocalProcess
 from gllm.deploy.server_client import ServerClient
 from gllm.deploy.up.engine_manager import EngineManager
-from gllm.deploy.up.plan_search import PlanSearch
-from gllm.deploy.up.replanner import Replanner
+from gllm.deploy.up.replanner import PlanSearch, Replanner
 from gllm.plan.processes import LaunchOptions, commands_for
 from gllm.plan.serving_plan import (
     EnginePlan,

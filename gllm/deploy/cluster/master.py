@@ -16,8 +16,7 @@ from gllm.deploy.cluster.selection import (
     SelectionError,
     select_nodes,
 )
-from gllm.deploy.cluster.service import Service
-from gllm.deploy.cluster.service_request import ServiceRequest
+from gllm.deploy.cluster.service import Service, ServiceRequest
 from gllm.deploy.cluster.service_table import ServiceTable
 from gllm.messages.codec import AnyMessage
 from gllm.messages.node_report import NodeReport

@@ -1,12 +1,155 @@
-"""A service of a cluster and its processes, as the table of services knows them."""
+"""A service of a cluster: its request, its processes, and its rates over the last seconds."""
 
+import re
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, NamedTuple
 
-from gllm.deploy.cluster.selection import NodeSelection
-from gllm.deploy.cluster.service_meter import ServiceMeter
-from gllm.deploy.cluster.service_request import ServiceRequest
+from gllm.config.engine import EngineConfig
+from gllm.deploy.cluster.selection import NodeRequirements, NodeSelection
 from gllm.messages.services import ServiceReading
+from gllm.options.field_types import FieldError
+
+WINDOW_SECONDS = 10.0
+"""Time over which rates are measured."""
+INFERENCE_PARAMETERS = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "max_model_len",
+    "kv_cache_memory",
+    "seed",
+    "policy",
+    "max_prefill_tokens",
+    "min_prefill_tokens",
+    "prefill_iterations",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_in_flight",
+    "expected_output_tokens",
+    "async_scheduling",
+    "block_size",
+    "prefix_cache",
+)
+"""Flags of `gllm serve`, with underscores, that a service may set. Flags with paths and addresses
+are those of the node's owner, and the number of stages follows from the nodes."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True)
+class ServiceRequest:
+    """Service to deploy.
+
+    Raises:
+        FieldError: a field is invalid; the message names it and the fix.
+    """
+
+    name: str
+    model: str
+    """Model by its hub name, demo, or a folder that all nodes have."""
+    requirements: NodeRequirements = field(default_factory=NodeRequirements)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Values of INFERENCE_PARAMETERS."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise FieldError(
+                "service_name",
+                f"service_name {self.name!r:.80} has to have 1 to 63 letters, digits, dots, "
+                "hyphens and underscores, and begin with a letter or a digit",
+            )
+        if not self.model or not self.model.isprintable() or self.model.startswith("-"):
+            raise FieldError("model_name", "model_name has to be the name or folder of a model")
+        check_parameters(self.model, self.parameters)
+
+
+def check_parameters(model: str, parameters: Mapping[str, Any]) -> None:
+    """Check the parameters of an engine.
+
+    Raises:
+        FieldError: a parameter is unknown or has an invalid value; the message names it.
+    """
+    unknown = sorted(set(parameters) - set(INFERENCE_PARAMETERS))
+    if unknown:
+        raise FieldError(
+            "inference_parameters",
+            f"inference_parameters has {', '.join(map(repr, unknown))[:200]}, but may have "
+            f"{', '.join(INFERENCE_PARAMETERS)}",
+        )
+    try:
+        EngineConfig.from_options(model, **parameters)
+    except ValueError as error:
+        raise FieldError("inference_parameters", f"inference_parameters: {error}") from error
+
+
+class ServiceRates(NamedTuple):
+    """Throughput and utilization of a service."""
+
+    requests_per_second: float = 0.0
+    prompt_tokens_per_second: float = 0.0
+    generated_tokens_per_second: float = 0.0
+    stages: tuple[float, ...] = ()
+    """Share of time in which each stage computed, 0 to 1."""
+
+
+class ServiceMeter:
+    """Readings of the last WINDOW_SECONDS, and the rates between the oldest and the newest one."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, ServiceReading]] = deque()
+
+    def add(self, reading: ServiceReading, now: float) -> None:
+        """Add a reading; counters that decrease belong to another engine and begin anew.
+
+        Args:
+            reading: of the engine.
+            now: time in seconds.
+        """
+        if self._readings and not _follows(reading, self._readings[-1][1]):
+            self._readings.clear()
+        self._readings.append((now, reading))
+        while len(self._readings) > 2 and self._readings[1][0] <= now - WINDOW_SECONDS:
+            self._readings.popleft()
+
+    @property
+    def rates(self) -> ServiceRates:
+        """Rates over the window; 0 before there are two readings."""
+        if len(self._readings) < 2:
+            return ServiceRates()
+        (begin, first), (end, last) = self._readings[0], self._readings[-1]
+        seconds = end - begin
+        if seconds <= 0:
+            return ServiceRates()
+        return ServiceRates(
+            (last.num_finished + last.num_failed - first.num_finished - first.num_failed) / seconds,
+            (last.num_prompt_tokens - first.num_prompt_tokens) / seconds,
+            (last.num_generated_tokens - first.num_generated_tokens) / seconds,
+            tuple(
+                min(1.0, (after - before) / seconds)
+                for before, after in zip(
+                    first.stage_busy_seconds, last.stage_busy_seconds, strict=True
+                )
+            ),
+        )
+
+
+def _follows(later: ServiceReading, earlier: ServiceReading) -> bool:
+    """Return True if two readings can be of the same engine with the same stages."""
+    return (
+        later.num_finished >= earlier.num_finished
+        and later.num_failed >= earlier.num_failed
+        and later.num_prompt_tokens >= earlier.num_prompt_tokens
+        and later.num_generated_tokens >= earlier.num_generated_tokens
+        and len(later.stage_busy_seconds) == len(earlier.stage_busy_seconds)
+        and all(
+            after >= before
+            for after, before in zip(
+                later.stage_busy_seconds, earlier.stage_busy_seconds, strict=True
+            )
+        )
+    )
 
 
 class ServiceState(StrEnum):

@@ -7,9 +7,14 @@ A node runs processes of one service at a time.
 from collections.abc import Collection
 
 from gllm.deploy.cluster.selection import NodeSelection
-from gllm.deploy.cluster.service import RUNNING_STATES, Service, ServiceProcess, ServiceState
-from gllm.deploy.cluster.service_meter import ServiceMeter
-from gllm.deploy.cluster.service_request import ServiceRequest
+from gllm.deploy.cluster.service import (
+    RUNNING_STATES,
+    Service,
+    ServiceMeter,
+    ServiceProcess,
+    ServiceRequest,
+    ServiceState,
+)
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
     DrainServiceNode,

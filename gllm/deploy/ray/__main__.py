@@ -14,8 +14,7 @@ from typing import IO
 import msgspec
 import setproctitle
 
-from gllm.deploy.ray.launch_spec import LaunchEvent, LaunchSpec
-from gllm.deploy.ray.manager import RayManager
+from gllm.deploy.ray.manager import LaunchEvent, LaunchSpec, RayManager
 from gllm.deploy.ray.ray_cluster import POLL_SECONDS, LaunchError
 from gllm.observability.logs import LogConfig, configure_logging
 

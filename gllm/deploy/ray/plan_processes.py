@@ -6,21 +6,183 @@ reserved only while the router wants the engine, so that Ray's autoscaler follow
 """
 
 import asyncio
+import signal
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from gllm.deploy.ray.plan_groups import ProcessTask, RayGroup, make_groups, make_process
-from gllm.deploy.ray.process_actor import ProcessActor, ProcessStatus
+from gllm.deploy.ray.actors import INVALID_STATUS, ChildActor
 from gllm.deploy.ray.ray_cluster import RayCluster
-from gllm.plan.processes import LaunchOptions, ProcessSpec
-from gllm.plan.serving_plan import ServingPlan
+from gllm.deploy.server_client import ServerClient
+from gllm.options.addresses import format_host_port
+from gllm.plan.emit.base import replace_flags, with_hosts
+from gllm.plan.flags import find_flag
+from gllm.plan.processes import (
+    ROUTER_NAME,
+    LaunchOptions,
+    ProcessSpec,
+    commands_for,
+    engine_ports,
+)
+from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan
 
 STATUS_SECONDS = 5.0
 """Time for an actor to answer; one that does not is starting, or lost."""
 MIN_END_SECONDS = 15.0
 """Time beyond --shutdown-timeout for a process to end."""
+ACTOR_PROBE_SECONDS = 1.0
+NODE_SHARE = 0.001
+"""Amount of Ray's resource `node:ADDRESS`, of which a machine has 1: it selects the machine."""
+
+
+class RayGroup(NamedTuple):
+    """Processes that Ray places together: those of an engine, one on each of its nodes."""
+
+    name: str
+    """Name of the engine, or ROUTER_NAME."""
+    nodes: list[str]
+    """Names of its nodes in the plan; each has a bundle on a machine of its own."""
+    bundles: list[dict[str, float]]
+    """Resources of each node."""
+
+
+class ProcessTask(msgspec.Struct, frozen=True):
+    """Everything that an actor knows about its process."""
+
+    plan: ServingPlan
+    name: str
+    """Name of the engine, or ROUTER_NAME."""
+    node: str
+    """Name of the node in the plan."""
+    router_host: str
+    """Address of the router's machine."""
+    node_secret_file: str | None = None
+    step_log_folder: str | None = None
+
+
+def make_groups(plan: ServingPlan, router_address: str) -> list[RayGroup]:
+    """Return the groups of a plan, the router's first.
+
+    A worker takes a GPU, or as many CPUs as it has threads; a process with GPUs takes a CPU.
+
+    Args:
+        plan: with a router.
+        router_address: of the machine for the router, in Ray.
+
+    Raises:
+        PlanError: the plan has no router.
+    """
+    if plan.router is None:
+        raise PlanError("router: missing: with --on ray engines are reached by a router: add one")
+    place = {"CPU": 1.0, f"node:{router_address}": NODE_SHARE}
+    groups = [RayGroup(ROUTER_NAME, [plan.router.node], [place])]
+    for name, engine in plan.engines.items():
+        bundles = [_bundle(engine, node) for node in engine.nodes]
+        groups.append(RayGroup(name, engine.nodes, bundles))
+    return groups
+
+
+def make_process(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpec:
+    """Return what a Ray actor has to start: one process of the plan, with its addresses filled in.
+
+    Args:
+        task: Which router or engine of the plan, and on which of its nodes.
+        own_host: Address of this machine.
+        head_host: Address of the machine that has the head of the engine.
+
+    Raises:
+        PlanError: a flag of the plan is not valid, or a node secret is missing.
+    """
+    plan = task.plan
+    assert plan.router is not None
+    hosts = dict.fromkeys(plan.nodes, task.router_host)
+    if task.name != ROUTER_NAME:
+        hosts |= {plan.engines[task.name].nodes[0]: head_host, task.node: own_host}
+    # The router may be on the node of an engine in the plan, and elsewhere in Ray.
+    plan = with_hosts(_with_own_router(plan, task.router_host), hosts)
+    node = plan.router.node if task.name == ROUTER_NAME and plan.router else task.node
+    options = LaunchOptions(task.node_secret_file, None, task.step_log_folder)
+    specs = commands_for(plan, node, options)
+    is_router = task.name == ROUTER_NAME
+    spec = next(each for each in specs if each.is_router == is_router and each.name == task.name)
+    if not any(text.startswith("--kv-transfer=") for text in spec.arguments):
+        return spec
+    # Engines of one node of the plan may be on several machines.
+    address = format_host_port(own_host, engine_ports(plan, task.name, task.node).kv)
+    arguments = replace_flags(spec.arguments, {"--kv-transfer-address": address})
+    return msgspec.structs.replace(spec, arguments=arguments)
+
+
+def _with_own_router(plan: ServingPlan, router_host: str) -> ServingPlan:
+    """Return a plan whose router has a node of its own."""
+    assert plan.router is not None
+    own = "router-in-ray"
+    node = msgspec.structs.replace(plan.nodes[plan.router.node], host=router_host)
+    nodes = {**plan.nodes, own: node}
+    router = msgspec.structs.replace(plan.router, node=own)
+    return msgspec.structs.replace(plan, nodes=nodes, router=router)
+
+
+def _bundle(engine: EnginePlan, node: str) -> dict[str, float]:
+    stages = engine.stages_of(node)
+    num_workers = float(sum(stage.num_ranks for stage in stages))
+    if stages[0].devices:
+        return {"CPU": 1.0, "GPU": num_workers}
+    return {"CPU": num_workers * float(find_flag(engine.flags, "threads") or 1)}
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """State of an actor's process."""
+
+    is_ready: bool
+    has_ended: bool
+    is_invalid: bool
+    """True if it cannot run whatever is done: its command line or model is invalid."""
+    cause: str = ""
+    """Cause of its end."""
+
+
+class ProcessActor(ChildActor):
+    """Owner of one process of a plan.
+
+    Args:
+        task: `ProcessTask` as JSON.
+        group: placement group of the engine, whose first bundle has the head.
+    """
+
+    def __init__(self, task: bytes, group: Any) -> None:
+        # Here and not in the launcher: Ray may have moved the actor to another machine.
+        import ray
+
+        own = ray.util.get_node_ip_address()
+        spec = make_process(
+            msgspec.json.decode(task, type=ProcessTask), own, find_head(ray, group) or own
+        )
+        self._server = ServerClient(spec.url, None, ACTOR_PROBE_SECONDS, is_own=True)
+        self.start(spec.name, ["-m", spec.module, *spec.arguments])
+
+    def status(self) -> bytes:
+        """Return a `ProcessStatus` as JSON."""
+        has_ended = bool(self._cause)
+        status = ProcessStatus(
+            not has_ended and self._server.is_ready(),
+            has_ended,
+            has_ended and self._child.status == INVALID_STATUS,
+            self._cause,
+        )
+        return msgspec.json.encode(status)
+
+    def drain(self) -> None:
+        """Let the process finish its requests and exit; the actor stays, to report its end."""
+        self._child.send(signal.SIGTERM)
+
+
+def find_head(ray: Any, group: Any) -> str | None:
+    """Return the address of the machine that has the first bundle of a group; None if none has."""
+    identity = ray.util.placement_group_table(group)["bundles_to_node_id"].get(0)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return addresses.get(identity)
 
 
 class RayProcess:

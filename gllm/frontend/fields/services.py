@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from gllm.deploy.cluster.selection import NodeRequirements
-from gllm.deploy.cluster.service_request import ServiceRequest
+from gllm.deploy.cluster.service import ServiceRequest
 from gllm.frontend.fields.base import NonNegativeInt, RequestFields, doc
 from gllm.options.field_types import FieldError
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gllm.deploy.cluster.service_meter import WINDOW_SECONDS, ServiceMeter, ServiceRates
-from gllm.deploy.cluster.service_probe import parse_links, parse_reading
+from gllm.deploy.cluster.service import WINDOW_SECONDS, ServiceMeter, ServiceRates
+from gllm.deploy.cluster.service_processes import parse_links, parse_reading
 from gllm.messages.services import PeerLink, ServiceReading
 
 

@@ -19,6 +19,7 @@ from gllm.config.join import JoinConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.master import Master
 from gllm.deploy.cluster.selection import NodeRequirements
+from gllm.deploy.cluster.service import ServiceRequest
 from gllm.deploy.cluster.service_node import ServiceNode
 from gllm.deploy.cluster.service_processes import (
     ServiceMachine,
@@ -26,7 +27,6 @@ from gllm.deploy.cluster.service_processes import (
     ServiceProcesses,
     make_spec,
 )
-from gllm.deploy.cluster.service_request import ServiceRequest
 from gllm.messages.base import WireMessage
 from gllm.messages.nodes import NodeFacts
 from gllm.messages.services import (

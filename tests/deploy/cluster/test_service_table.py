@@ -5,8 +5,7 @@ import random
 import pytest
 
 from gllm.deploy.cluster.selection import NodeSelection
-from gllm.deploy.cluster.service import Service, ServiceState
-from gllm.deploy.cluster.service_request import ServiceRequest
+from gllm.deploy.cluster.service import Service, ServiceRequest, ServiceState
 from gllm.deploy.cluster.service_table import MAX_RESTARTS, ServiceTable
 from gllm.messages.services import (
     DrainServiceNode,

@@ -13,8 +13,8 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
-from gllm.deploy.ray.launch_spec import LaunchSpec
 from gllm.deploy.ray.launcher import make_launch_spec
+from gllm.deploy.ray.manager import LaunchSpec
 from gllm.observability.logs import LogConfig
 from tests.support.sources import ROOT
 

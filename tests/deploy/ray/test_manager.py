@@ -10,10 +10,9 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
-from gllm.deploy.ray.agent_actor import AgentActor
-from gllm.deploy.ray.launch_spec import LaunchSpec
+from gllm.deploy.ray.actors import AgentActor
 from gllm.deploy.ray.launcher import make_launch_spec
-from gllm.deploy.ray.manager import GpuHolder, RayManager
+from gllm.deploy.ray.manager import GpuHolder, LaunchSpec, RayManager
 from gllm.deploy.ray.ray_cluster import LaunchError, import_ray
 from gllm.observability.logs import LogConfig
 from tests.support.nodes.fake_ray import FakeRay

@@ -7,7 +7,7 @@ import pytest
 
 from gllm import serve
 from gllm.commands import router
-from gllm.deploy.ray.plan_groups import ProcessTask, make_groups, make_process
+from gllm.deploy.ray.plan_processes import ProcessTask, make_groups, make_process
 from gllm.plan.processes import ROUTER_NAME, ProcessSpec
 from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan, StagePlan
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL

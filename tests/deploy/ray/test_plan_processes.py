@@ -8,9 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gllm.deploy.ray.plan_groups import ProcessTask
-from gllm.deploy.ray.plan_processes import RayPlan
-from gllm.deploy.ray.process_actor import ProcessActor, ProcessStatus, find_head
+from gllm.deploy.ray.plan_processes import (
+    ProcessActor,
+    ProcessStatus,
+    ProcessTask,
+    RayPlan,
+    find_head,
+)
 from gllm.deploy.ray.ray_cluster import RayCluster
 from gllm.deploy.up.engine_manager import EngineManager
 from gllm.plan.processes import LaunchOptions
@@ -19,9 +23,9 @@ from tests.deploy.ray.test_manager import cluster
 from tests.plan.test_processes import GPUS, LOCAL
 from tests.support.nodes.fake_ray import FakeRay
 
-SERVING = ProcessStatus("http://127.0.0.1:8100", True, False, False)
-STARTING = ProcessStatus("http://127.0.0.1:8100", False, False, False)
-INVALID = ProcessStatus("", False, True, True, "it exited with 2: no such model")
+SERVING = ProcessStatus(True, False, False)
+STARTING = ProcessStatus(False, False, False)
+INVALID = ProcessStatus(False, True, True, "it exited with 2: no such model")
 
 
 class ActorLostError(Exception):

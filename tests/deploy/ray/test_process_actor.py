@@ -5,8 +5,7 @@ import sys
 import msgspec
 import pytest
 
-from gllm.deploy.ray.plan_groups import ProcessTask
-from gllm.deploy.ray.process_actor import ProcessActor, ProcessStatus
+from gllm.deploy.ray.plan_processes import ProcessActor, ProcessStatus, ProcessTask
 from tests.deploy.ray.test_manager import cluster
 from tests.plan.test_processes import LOCAL
 from tests.support.servers.server import wait_until

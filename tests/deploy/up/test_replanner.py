@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from gllm.deploy.server_client import ServerClient
-from gllm.deploy.up.plan_search import PlanSearch
-from gllm.deploy.up.replanner import Replanner, ReplanTimes
+from gllm.deploy.up.replanner import PlanSearch, Replanner, ReplanTimes
 from gllm.plan.processes import ProcessSpec, router_url
 from gllm.plan.search_command import (
     check_replannable,

@@ -1,4 +1,4 @@
-"""The agent process of an actor."""
+"""Actors that own a process, and the agent's command line."""
 
 import socket
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from gllm.commands.node import make_parser
-from gllm.deploy.ray.agent_actor import agent_command, free_port, run_agent
+from gllm.deploy.ray.actors import agent_command, free_port
 from tests.support.servers.server import alive, wait_until
 
 
@@ -34,10 +34,6 @@ def test_a_port_in_use_is_replaced() -> None:
     assert free_port(port) == port
 
 
-def test_the_exit_status_of_the_agent_is_returned() -> None:
-    assert run_agent(["-c", "import sys; sys.exit(2)"]) == 2
-
-
 def test_the_agent_dies_with_its_actor(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     agent = (
@@ -47,7 +43,12 @@ def test_the_agent_dies_with_its_actor(tmp_path: Path) -> None:
         "path.with_suffix('.new').rename(path)\n"
         "time.sleep(600)"
     )
-    actor = f"from gllm.deploy.ray.agent_actor import run_agent\nrun_agent(['-c', {agent!r}])"
+    actor = (
+        "import threading\n"
+        "from gllm.deploy.ray.actors import ChildActor\n"
+        f"ChildActor().start('agent', ['-c', {agent!r}])\n"
+        "threading.Event().wait()"
+    )
     process = subprocess.Popen([sys.executable, "-c", actor])
     try:
         wait_until(lambda: pid_file.exists() or process.poll() is not None)
@@ -62,15 +63,13 @@ def test_the_agent_dies_with_its_actor(tmp_path: Path) -> None:
 def test_an_actor_ends_some_time_after_its_agent_so_that_ray_restarts_it() -> None:
     program = (
         "import threading\n"
-        "from gllm.deploy.ray import agent_actor\n"
-        "agent_actor.RESTART_SECONDS = 0.1\n"
-        "actor = agent_actor.AgentActor.__new__(agent_actor.AgentActor)\n"
-        "actor._command = ['-c', 'raise SystemExit(7)']\n"
-        "threading.Thread(target=actor._run).start()\n"
+        "from gllm.deploy.ray import actors\n"
+        "actors.RESTART_SECONDS = 0.1\n"
+        "actors.ChildActor().start('agent', ['-c', 'raise SystemExit(7)'])\n"
         "threading.Event().wait()"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=90
     )
     assert result.returncode == 1
-    assert "the agent exited with 7" in result.stderr
+    assert "it exited with 7" in result.stderr

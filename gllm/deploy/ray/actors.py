@@ -1,0 +1,97 @@
+"""Actors that own a process: of a plan, or the agent of a machine, `gllm node --join`.
+
+Process and actor end together: the kernel kills the process when the actor's process dies, and the
+actor exits some time after its process, so that Ray restarts it, here or on another machine.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from gllm.config.node_environment import remove_launcher
+from gllm.deploy.logged_process import LoggedProcess
+from gllm.deploy.ports import probe_port
+from gllm.deploy.ray.bundles import node_name, port_offset, read_machines
+from gllm.runtime.messaging.parent_death import dying_command
+
+RESTART_SECONDS = 2.0
+"""Time from the end of a process until Ray may start the next one."""
+INVALID_STATUS = 2
+"""Exit status of a process whose command line or model is invalid on its machine."""
+INVALID_RESTART_SECONDS = 30.0
+"""The same as RESTART_SECONDS after INVALID_STATUS, because a person has to change something."""
+
+
+class ChildActor:
+    """Owner of one process; Ray creates an actor with `ray.remote`.
+
+    The process is not that of the actor, so that Ray's threads and signal handlers stay out of it.
+    """
+
+    def start(self, name: str, command: Sequence[str]) -> None:
+        """Run `python COMMAND...` on a thread.
+
+        Args:
+            name: of the process in front of its lines.
+            command: arguments of Python.
+        """
+        self._child = LoggedProcess(
+            lambda line: print(f"{name} | {line}", file=sys.stderr, flush=True)
+        )
+        self._cause = ""
+        """Cause of the end of the process; empty while it runs."""
+        # The kernel kills the process when the thread that has created it ends.
+        threading.Thread(target=self._run, args=(command,), name="gllm-child", daemon=True).start()
+
+    def _run(self, command: Sequence[str]) -> None:
+        # Ray has restricted the GPUs.
+        environment = remove_launcher(os.environ)
+        self._child.start(dying_command(command), environment, dies_with_parent=False)
+        self._cause = asyncio.run(self._child.wait())
+        if self._child.end_signal is None:
+            print(f"gllm: {self._cause}", file=sys.stderr, flush=True)
+            is_invalid = self._child.status == INVALID_STATUS
+            time.sleep(INVALID_RESTART_SECONDS if is_invalid else RESTART_SECONDS)
+            # Ray starts the actor again.
+            os._exit(1)
+
+
+class AgentActor(ChildActor):
+    """Owner of the agent of a machine.
+
+    Args:
+        arguments: of `gllm node`, without name and ports.
+        ports: flags with ports that the agent binds, such as `--data-port`, and the preferred
+            ports; a free one is used instead of a port in use; 0 stays.
+        head: id of the head's raylet.
+    """
+
+    def __init__(self, arguments: Sequence[str], ports: dict[str, int], head: str) -> None:
+        # Here and not in the launcher: Ray may have moved the actor to another machine.
+        import ray
+
+        identity = ray.get_runtime_context().get_node_id()
+        name = node_name(ray.util.get_node_ip_address(), identity)
+        offset = port_offset(read_machines(ray.nodes()), identity, head)
+        self.start("agent", agent_command(arguments, name, ports, offset))
+
+
+def agent_command(
+    arguments: Sequence[str], name: str, ports: dict[str, int], offset: int
+) -> list[str]:
+    """Return the command line of an agent on this machine; see `port_offset`."""
+    free = {flag: free_port(port + offset) if port else 0 for flag, port in ports.items()}
+    flags = [text for flag, port in free.items() for text in (flag, str(port))]
+    return ["-m", "gllm", "node", *arguments, "--node-name", name, *flags]
+
+
+def free_port(preferred: int) -> int:
+    """Return the port, or a free one if it is in use, as by another engine."""
+    for port in (preferred, 0):
+        with suppress(OSError):
+            return probe_port("", port)
+    return preferred
