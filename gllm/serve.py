@@ -94,12 +94,12 @@ def _run_node(
     """Run this machine's part of an engine whose head is another one; return the exit status."""
     import uvloop
 
-    from gllm.commands.node_process import NodeProcess, NodeRank
+    from gllm.commands.node_process import NodeProcess, RankOptions
     from gllm.engine.join_facts import make_join_facts
 
     facts = make_join_facts(engine, plan.folder, plan.max_model_len)
     config = JoinConfig.of_rank(engine, nodes, server, secret_file)
-    place = NodeRank(
+    place = RankOptions(
         nodes.node_rank or 0,
         _count_own_workers(engine, nodes),
         facts.model_hash,

@@ -19,7 +19,7 @@ import setproctitle
 from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import NodesConfig
-from gllm.deploy.cluster.service_node import ServiceNode
+from gllm.deploy.cluster.member import ClusterMember
 from gllm.deploy.cluster.service_processes import ServiceMachine
 from gllm.frontend.node_app import start_node_server
 from gllm.frontend.open_files import raise_open_files_limit
@@ -40,7 +40,7 @@ RESOLVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class NodeRank:
+class RankOptions:
     """Place of a machine that has a rank in its engine, and what the head compares."""
 
     rank: int
@@ -57,7 +57,7 @@ class NodeRank:
 class NodeProcess:
     """Runs an agent until a signal, or until its membership ends."""
 
-    def __init__(self, head: str, config: JoinConfig, place: NodeRank | None = None) -> None:
+    def __init__(self, head: str, config: JoinConfig, place: RankOptions | None = None) -> None:
         """Check the options and start the first workers.
 
         Args:
@@ -80,7 +80,7 @@ class NodeProcess:
             parse_head_address(config.advertise)
         self._name = config.node_name or socket.gethostname()
         self._should_stop = asyncio.Event()
-        self._agent: Agent | ServiceNode | None = None
+        self._agent: Agent | ClusterMember | None = None
         setproctitle.setproctitle(TITLE)
         self._node = LocalNode(place.num_workers if place else 0, node_name=self._name)
 
@@ -155,14 +155,14 @@ class NodeProcess:
         log.info("%s is the master of a cluster: this node runs its services", config.head)
         # The processes of services take the data port.
         machine = ServiceMachine(self._name, facts.address, options)
-        return await self._run_served(ServiceNode(config, facts, machine, monitor.read))
+        return await self._run_served(ClusterMember(config, facts, machine, monitor.read))
 
     def _own_config(self) -> bytes:
         """Return what may differ from the engine's configuration on this machine, as JSON."""
         own = ("device", "threads", "gpu_memory_utilization")
         return json.dumps({name: getattr(self._config, name) for name in own}).encode()
 
-    async def _run_served(self, agent: Agent | ServiceNode) -> int:
+    async def _run_served(self, agent: Agent | ClusterMember) -> int:
         """Run an agent and the HTTP server of its probes; return the exit status."""
         self._agent = agent
         runner = await start_node_server(agent.status, self._config.host, self._config.port)

@@ -186,6 +186,11 @@ class ServiceProcess:
     restart_at: float | None = None
     """Time of the restart of a process that has exited."""
 
+    @property
+    def is_entry(self) -> bool:
+        """True for the head of the engine."""
+        return self.rank == 0
+
 
 @dataclass(slots=True)
 class Service:

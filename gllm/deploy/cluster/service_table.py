@@ -15,6 +15,7 @@ from gllm.deploy.cluster.service import (
     ServiceRequest,
     ServiceState,
 )
+from gllm.deploy.lifecycle import next_to_end
 from gllm.messages.base import WireMessage
 from gllm.messages.services import (
     DrainServiceNode,
@@ -22,11 +23,12 @@ from gllm.messages.services import (
     ServiceReading,
     StartServiceProcess,
 )
+from gllm.runtime.messaging.backoff import backoff_seconds
 
 MAX_RESTARTS = 3
 """Restarts of a process that is not its engine's head, until the engine goes on without it."""
 RESTART_SECONDS = 1.0
-"""Time between the exit of such a process and its restart."""
+"""Time between the first exit of such a process and its restart; it doubles from then on."""
 
 
 class ServiceTable:
@@ -215,7 +217,7 @@ class ServiceTable:
             elif may_restart and process.num_restarts < MAX_RESTARTS:
                 again = self._add_process(service, process.node, process.rank)
                 again.num_restarts = process.num_restarts + 1
-                again.restart_at = now + RESTART_SECONDS
+                again.restart_at = now + backoff_seconds(process.num_restarts, RESTART_SECONDS)
             return
         self._end_processes(service)
         self._remove_if_ended(service)
@@ -324,16 +326,12 @@ class ServiceTable:
 
         The head first lets its running requests finish, which needs the other processes.
         """
-        processes = self._processes_of(service)
-        for process in processes:
+        for process in self._processes_of(service):
             if not process.is_started:
                 del self._processes[process.number]
-        started = [process for process in processes if process.is_started]
-        heads = [process for process in started if process.rank == 0]
-        for process in heads or started:
-            if not process.is_ending:
-                process.is_ending = True
-                self.commands.append((process.node, EndServiceProcess(process.number)))
+        for process in next_to_end(self._processes_of(service)):
+            process.is_ending = True
+            self.commands.append((process.node, EndServiceProcess(process.number)))
 
     def _remove_if_ended(self, service: Service) -> None:
         if service.state is ServiceState.STOPPING and not self._processes_of(service):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gllm.deploy.lifecycle import next_to_end
 from gllm.plan.processes import ProcessSpec
 
 PROBE_SECONDS = 0.2
@@ -52,6 +53,14 @@ class _ManagedProcess:
     cause: str = ""
     """Cause of its end in words; empty while it runs."""
 
+    @property
+    def is_entry(self) -> bool:
+        return self.spec.is_router
+
+    @property
+    def is_ending(self) -> bool:
+        return self.process.is_ending
+
 
 class EngineManager:
     """Owner of the engines of a plan and their router.
@@ -91,7 +100,7 @@ class EngineManager:
     @property
     def running(self) -> list[str]:
         """Names of the processes that run and shall not end."""
-        return [name for name, each in self._processes.items() if not each.process.is_ending]
+        return [name for name, each in self._processes.items() if not each.is_ending]
 
     @property
     def is_stopping(self) -> bool:
@@ -118,13 +127,11 @@ class EngineManager:
             if readiness is not None:
                 readiness.cancel()
                 await asyncio.gather(readiness, return_exceptions=True)
-            # The router finishes its requests, for which it needs the engines.
-            for is_router in (True, False):
-                processes = list(self._processes.values())
-                ending = [each for each in processes if each.spec.is_router is is_router]
-                for managed in ending:
+            while running := list(self._processes.values()):
+                for managed in next_to_end(running):
                     managed.process.end()
-                await asyncio.gather(*(each.task for each in ending), return_exceptions=True)
+                tasks = [managed.task for managed in running]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
         return 1 if self.cause else 0

@@ -48,6 +48,32 @@ def with_hosts(plan: ServingPlan, hosts: Mapping[str, str]) -> ServingPlan:
     return msgspec.structs.replace(plan, nodes=nodes)
 
 
+def kubernetes_object(
+    api_version: str, kind: str, name: str, spec: dict[str, Any]
+) -> dict[str, Any]:
+    """Return an object of Kubernetes."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def kubernetes_service(
+    name: str, labels: Mapping[str, str], port: int, target: str
+) -> dict[str, Any]:
+    """Return a Service for the pods with some labels; `target` is the name of their port."""
+    ports = [{"name": target, "port": port, "targetPort": target}]
+    return kubernetes_object("v1", "Service", name, {"selector": labels, "ports": ports})
+
+
+def pod_spec(container: dict[str, Any], **volumes: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of a pod that has the node secret; `volumes` are further ones by name."""
+    secret = {"secretName": SECRET_NAME, "defaultMode": 0o440}  # The group may read it.
+    volumes["node-secret"] = {"secret": secret}
+    return {
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "containers": [container],
+        "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
+    }
+
+
 def stop_seconds(shutdown_seconds: float) -> int:
     """Return the time that a process gets from the pause before SIGTERM until SIGKILL."""
     return PAUSE_SECONDS + int(shutdown_seconds) + STOP_SECONDS

@@ -13,6 +13,9 @@ from gllm.plan.emit.base import (
     PAUSE_SECONDS,
     SECRET_NAME,
     EmitOptions,
+    kubernetes_object,
+    kubernetes_service,
+    pod_spec,
     replace_flags,
     stop_seconds,
     to_yaml,
@@ -61,7 +64,9 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
         node = plan.router.node
         documents += _router_objects(node, commands_for(plan, node, launch)[0], options)
     else:
-        documents.append(_service(API, {"app": "gllm-engine", "role": "head"}, HTTP_PORT, "http"))
+        documents.append(
+            kubernetes_service(API, {"app": "gllm-engine", "role": "head"}, HTTP_PORT, "http")
+        )
     labels = "\n  ".join(
         f"kubectl label node MACHINE {NODE_LABEL}={node}" for node in _used_nodes(plan)
     )
@@ -99,23 +104,20 @@ def _engine_objects(
     # The machines of the plan have no place for a second engine.
     rolling = {"maxSurge": 0, "maxUnavailable": 1}
     group = {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": {"name": name},
-        "spec": {
-            "replicas": 1,
-            # The leader becomes ready by its workers.
-            "startupPolicy": "LeaderCreated",
-            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": rolling},
-            "leaderWorkerTemplate": {
-                "size": len(nodes),
-                # A lost pod is replaced alone; the others keep weights and requests.
-                "restartPolicy": "None",
-                "leaderTemplate": leader,
-                "workerTemplate": worker,
-            },
+        "replicas": 1,
+        # The leader becomes ready by its workers.
+        "startupPolicy": "LeaderCreated",
+        "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": rolling},
+        "leaderWorkerTemplate": {
+            "size": len(nodes),
+            # A lost pod is replaced alone; the others keep weights and requests.
+            "restartPolicy": "None",
+            "leaderTemplate": leader,
+            "workerTemplate": worker,
         },
     }
+    api_version = "leaderworkerset.x-k8s.io/v1"
+    group = kubernetes_object(api_version, "LeaderWorkerSet", name, group)
     return [group, _budget(name, labels)]
 
 
@@ -154,18 +156,13 @@ def _router_objects(node: str, spec: ProcessSpec, options: EmitOptions) -> list[
     }  # fmt: skip
     pod = _pod(spec, replace_flags(spec.arguments, flags), labels, options)
     pod["spec"] |= _placement([node], labels)
-    deployment = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": ROUTER},
-        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": pod},
-    }
-    records = _service(ROUTER_HUB, labels, ROUTER_HUB_PORT, "hub")
+    deployment = {"replicas": 1, "selector": {"matchLabels": labels}, "template": pod}
+    records = kubernetes_service(ROUTER_HUB, labels, ROUTER_HUB_PORT, "hub")
     # A router without engines is not ready, and they have to find it.
     records["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
     return [
-        deployment,
-        _service(API, labels, HTTP_PORT, "http"),
+        kubernetes_object("apps/v1", "Deployment", ROUTER, deployment),
+        kubernetes_service(API, labels, HTTP_PORT, "http"),
         records,
         _budget(ROUTER, labels),
     ]
@@ -212,15 +209,7 @@ def _pod(
         },
         "spec": {
             "terminationGracePeriodSeconds": stop_seconds(spec.shutdown_seconds),
-            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
-            "containers": [container],
-            "volumes": [
-                {
-                    "name": "node-secret",
-                    # The group may read it, others may not.
-                    "secret": {"secretName": SECRET_NAME, "defaultMode": 0o440},
-                }
-            ],
+            **pod_spec(container),
         },
     }  # fmt: skip
 
@@ -250,27 +239,11 @@ def _field_variable(name: str, path: str) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _service(name: str, labels: dict[str, str], port: int, target: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {
-            "selector": labels,
-            "ports": [{"name": target, "port": port, "targetPort": target}],
-        },
-    }
-
-
 def _budget(name: str, labels: dict[str, str]) -> dict[str, Any]:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": name},
-        "spec": {
-            "maxUnavailable": 1,
-            # A pod that is not ready serves nothing that its eviction could end.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": labels},
-        },
+    budget = {
+        "maxUnavailable": 1,
+        # A pod that is not ready serves nothing that its eviction could end.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": labels},
     }
+    return kubernetes_object("policy/v1", "PodDisruptionBudget", name, budget)

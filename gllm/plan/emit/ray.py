@@ -4,7 +4,14 @@ from typing import Any
 
 import msgspec
 
-from gllm.plan.emit.base import SECRET_NAME, EmitOptions, to_yaml
+from gllm.plan.emit.base import (
+    SECRET_NAME,
+    EmitOptions,
+    kubernetes_object,
+    kubernetes_service,
+    pod_spec,
+    to_yaml,
+)
 from gllm.plan.processes import LaunchOptions, commands_for
 from gllm.plan.serving_plan import PlanError, ServingPlan
 
@@ -38,41 +45,29 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
     }
     secret = f"--node-secret-file {SECRET_FOLDER}/secret"
     job = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": NAME},
-        "spec": {
-            "entrypoint": f"gllm up {PLAN_FOLDER}/{PLAN_FILE} --on ray {secret}",
-            "shutdownAfterJobFinishes": True,
-            "rayClusterSpec": {
-                "rayVersion": RAY_VERSION,
-                "headGroupSpec": {
-                    "rayStartParams": {},
-                    "template": _pod("head", 0, plan.router.port, options),
-                },
-                "workerGroupSpecs": [
-                    {
-                        "groupName": f"devices-{num_devices}",
-                        "replicas": count,
-                        "minReplicas": count,
-                        "maxReplicas": count,
-                        "rayStartParams": {},
-                        "template": _pod("worker", num_devices, None, options),
-                    }
-                    for num_devices, count in count_workers(plan).items()
-                ],
+        "entrypoint": f"gllm up {PLAN_FOLDER}/{PLAN_FILE} --on ray {secret}",
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": {
+            "rayVersion": RAY_VERSION,
+            "headGroupSpec": {
+                "rayStartParams": {},
+                "template": _pod("head", 0, plan.router.port, options),
             },
+            "workerGroupSpecs": [
+                {
+                    "groupName": f"devices-{num_devices}",
+                    "replicas": count,
+                    "minReplicas": count,
+                    "maxReplicas": count,
+                    "rayStartParams": {},
+                    "template": _pod("worker", num_devices, None, options),
+                }
+                for num_devices, count in count_workers(plan).items()
+            ],
         },
     }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": NAME},
-        "spec": {
-            "selector": {"app": NAME, "role": "head"},
-            "ports": [{"name": "http", "port": plan.router.port, "targetPort": "http"}],
-        },
-    }
+    job = kubernetes_object("ray.io/v1", "RayJob", NAME, job)
+    service = kubernetes_service(NAME, {"app": NAME, "role": "head"}, plan.router.port, "http")
     return {FILE: to_yaml([config, job, service], COMMENT.format(secret=SECRET_NAME, file=FILE))}
 
 
@@ -101,15 +96,5 @@ def _pod(role: str, num_devices: int, port: int | None, options: EmitOptions) ->
         container["resources"] = {"limits": {"nvidia.com/gpu": num_devices}}
     return {
         "metadata": {"labels": {"app": NAME, "role": role}},
-        "spec": {
-            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
-            "containers": [container],
-            "volumes": [
-                {"name": "plan", "configMap": {"name": f"{NAME}-plan"}},
-                {
-                    "name": "node-secret",
-                    "secret": {"secretName": SECRET_NAME, "defaultMode": 0o440},
-                },
-            ],
-        },
+        "spec": pod_spec(container, plan={"configMap": {"name": f"{NAME}-plan"}}),
     }

@@ -8,6 +8,17 @@ REFUSED_SECONDS = 10.0
 """Delay after a peer has refused the session: it would do so again."""
 
 
+def backoff_seconds(num_failures: int, first_seconds: float, max_seconds: float = 60.0) -> float:
+    """Return a delay that doubles with each failure.
+
+    Args:
+        num_failures: earlier ones in a row.
+        first_seconds: delay without earlier ones.
+        max_seconds: the longest delay.
+    """
+    return min(first_seconds * 2.0 ** min(num_failures, 64), max_seconds)
+
+
 class Backoff:
     """Delays that double up to a limit, with jitter so that peers do not dial in step."""
 
@@ -28,13 +39,14 @@ class Backoff:
         """
         self._rng = rng
         self._refused_seconds = refused_seconds
-        self._first_seconds = self._seconds = first_seconds
+        self._first_seconds = first_seconds
         self._max_seconds = max_seconds
+        self._num_failures = 0
 
     def next_delay(self) -> float:
         """Return the delay before the next attempt, in seconds."""
-        seconds = self._seconds
-        self._seconds = min(2 * seconds, self._max_seconds)
+        seconds = backoff_seconds(self._num_failures, self._first_seconds, self._max_seconds)
+        self._num_failures += 1
         return self._with_jitter(seconds)
 
     def refused_delay(self) -> float:
@@ -43,7 +55,7 @@ class Backoff:
 
     def reset(self) -> None:
         """Start again with the shortest delay."""
-        self._seconds = self._first_seconds
+        self._num_failures = 0
 
     def _with_jitter(self, seconds: float) -> float:
         return seconds if self._rng is None else seconds * self._rng.uniform(0.5, 1.0)

@@ -18,9 +18,9 @@ from gllm.config.cluster import ClusterConfig
 from gllm.config.join import JoinConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.cluster.master import Master
+from gllm.deploy.cluster.member import ClusterMember
 from gllm.deploy.cluster.selection import NodeRequirements
 from gllm.deploy.cluster.service import ServiceRequest
-from gllm.deploy.cluster.service_node import ServiceNode
 from gllm.deploy.cluster.service_processes import (
     ServiceMachine,
     ServicePorts,
@@ -233,7 +233,7 @@ class RunningNode:
         self.scripts = scripts
         self._proxy = Proxy(int(address.rpartition(":")[2]))
         config = AgentConfig(head=self._proxy.address, name="a")
-        self.node = ServiceNode(config, facts, MACHINE, make_command=scripts.make_command)
+        self.node = ClusterMember(config, facts, MACHINE, make_command=scripts.make_command)
         self.task = asyncio.create_task(self.node.run())
 
     @property

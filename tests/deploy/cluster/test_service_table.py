@@ -98,12 +98,13 @@ def test_a_member_that_dies_fails_the_start_and_is_restarted_later() -> None:
     table = make_table()
     service, head, member = running(table)
     for attempt in range(MAX_RESTARTS):
-        table.on_exited(member, "it was killed", 2.0 + attempt)
-        table.tick(2.5 + attempt)
+        now, delay = 10.0 * attempt, 2.0**attempt
+        table.on_exited(member, "it was killed", now)
+        table.tick(now + delay - 0.5)
         assert sent(table) == []
-        table.tick(3.0 + attempt)
+        table.tick(now + delay)
         member = starts(table)["b"].process
-    table.on_exited(member, "it was killed", 9.0)
+    table.on_exited(member, "it was killed", 90.0)
     table.tick(99.0)
     assert sent(table) == []
     assert (service.state, table.busy_nodes) == (ServiceState.READY, {"a": "s"})

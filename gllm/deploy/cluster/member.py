@@ -31,7 +31,7 @@ from gllm.runtime.node.head_session import NodeReading
 log = logging.getLogger(__name__)
 
 
-class ServiceNode:
+class ClusterMember:
     """A node of a cluster, from the first attempt to join until the end."""
 
     _finished: "asyncio.Future[tuple[int, str]]"
