@@ -14,7 +14,7 @@ from dataclasses import replace
 from gllm.commands.server_command import (
     build_server_parser,
     parse_command_line,
-    pop_environment_keys,
+    read_server_config,
     report_error,
 )
 from gllm.config.attachment import AttachmentConfig
@@ -43,10 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until a signal or a failure of the engine; return the exit status."""
     values, logs = parse_command_line(build_parser(), argv, "gllm-frontend")
     try:
-        values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
         engine_config = config_from_flags(EngineConfig, values)
         attachment = config_from_flags(AttachmentConfig, values)
-        server_config = config_from_flags(ServerConfig, values)
+        server_config = read_server_config(values)
         nodes = config_from_flags(NodesConfig, values)
         if nodes.distributed_executor_backend == "ray":
             plan_model(engine_config)
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = plan_model(engine_config)
         if not place.is_head:
             secret = attachment.node_secret_file
-            return _run_node(engine_config, plan, nodes, secret, server_config, logs)
+            return _run_node(engine_config, plan, nodes, secret, server_config)
         return _serve_head(engine_config, attachment, server_config, nodes, logs)
     except (ValueError, OSError) as error:
         return report_error(error, 2, logs)
@@ -89,7 +88,6 @@ def _run_node(
     nodes: NodesConfig,
     secret_file: str | None,
     server: ServerConfig,
-    logs: LogConfig,
 ) -> int:
     """Run this machine's part of an engine whose head is another one; return the exit status."""
     import uvloop
@@ -106,10 +104,7 @@ def _run_node(
         facts.config,
         nodes.node_timeout,
     )
-    try:
-        return uvloop.run(NodeProcess(nodes.master_addr or "", config, place).run())
-    except (ValueError, OSError) as error:
-        return report_error(error, 2, logs)
+    return uvloop.run(NodeProcess(nodes.master_addr or "", config, place).run())
 
 
 def _serve_head(
@@ -122,39 +117,24 @@ def _serve_head(
     """Start this machine's workers and serve; return the exit status.
 
     Raises:
-        ValueError: GLLM_CPU_KERNELS names a build that cannot be used.
+        ValueError, OSError: the model, the configuration or an address cannot be used.
     """
     node = LocalNode(_count_own_workers(engine, nodes))
     try:
-        return _serve(engine, attachment, server, nodes, node, logs)
+        # Imported after the workers have started, so that they import torch at the same time.
+        import uvloop
+
+        from gllm.engine.engine import Engine, EngineError
+        from gllm.frontend.server import Server
+
+        try:
+            name, shows_progress = server.served_model_name, logs.format == "text"
+            served = Engine(engine, name, logs, shows_progress, node, attachment, nodes)
+            return uvloop.run(Server(served, server).run())
+        except EngineError as error:
+            return report_error(error, 1, logs)
     finally:
         node.close()
-
-
-def _serve(
-    engine: EngineConfig,
-    attachment: AttachmentConfig,
-    server: ServerConfig,
-    nodes: NodesConfig,
-    node: LocalNode,
-    logs: LogConfig,
-) -> int:
-    # Imported after the workers have started, so that they import torch at the same time.
-    import uvloop
-
-    from gllm.engine.engine import Engine, EngineError
-    from gllm.frontend.server import Server
-
-    try:
-        shows_progress = logs.format == "text"
-        served = Engine(
-            engine, server.served_model_name, logs, shows_progress, node, attachment, nodes
-        )
-        return uvloop.run(Server(served, server).run())
-    except (ValueError, OSError) as error:
-        return report_error(error, 2, logs)
-    except EngineError as error:
-        return report_error(error, 1, logs)
 
 
 if __name__ == "__main__":

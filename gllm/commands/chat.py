@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from gllm.commands.server_command import add_server_flags, make_client
+from gllm.commands.server_command import add_server_flags, make_client, report_failure
 from gllm.deploy.server_client import ServerClient, ServerError, error_message, read_events
 from gllm.options.flags import FlagParser, number_type
 from gllm.options.options import INT32_MAX
@@ -144,13 +144,11 @@ def main(argv: list[str] | None = None) -> int:
         server = make_client(arguments, timeout_seconds=None)
         client = ChatClient(server, options)
         print(f"{client.model()} at {arguments.url}. {HELP}.")
-    except ServerError as error:
-        hint = "" if error.status else ": start a server with `gllm serve`, or set --url"
-        print(f"gllm chat: {error}{hint}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"gllm chat: {error}", file=sys.stderr)
-        return 2
+    except (ServerError, ValueError) as error:
+        status = report_failure("chat", error)
+        if isinstance(error, ServerError) and not error.status:
+            print("start a server with `gllm serve`, or set --url", file=sys.stderr)
+        return status
     _enable_line_editing()
     run_dialogue(client, arguments.system)
     return 0

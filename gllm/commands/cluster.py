@@ -4,9 +4,8 @@ Exit status: 0 after SIGTERM or SIGINT, 2 for an invalid command line.
 """
 
 import argparse
-import os
 
-from gllm.commands.server_command import parse_logs, pop_environment_keys, report_error
+from gllm.commands.server_command import parse_logs, read_server_config, report_error
 from gllm.config.cluster import ClusterConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import FlagParser, add_flags, config_from_flags
@@ -34,9 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     from gllm.frontend.cluster_server import ClusterServer
 
     try:
-        values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
         cluster = config_from_flags(ClusterConfig, values)
-        server = config_from_flags(ServerConfig, values)
+        server = read_server_config(values)
         if not (server.api_key or server.api_key_file):
             raise ValueError(
                 "the master of a cluster needs an API key: --api-key-file, --api-key or "

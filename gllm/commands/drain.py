@@ -6,7 +6,7 @@ import time
 from urllib.parse import quote
 
 from gllm.commands.nodes import read_nodes
-from gllm.commands.server_command import add_server_flags, make_client
+from gllm.commands.server_command import add_server_flags, make_client, report_failure
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.options.flags import FlagParser
 
@@ -73,12 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         reason = drain(make_client(arguments), arguments.node, arguments.timeout)
-    except ServerError as error:
-        print(f"gllm drain: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"gllm drain: {error}", file=sys.stderr)
-        return 2
+    except (ServerError, ValueError) as error:
+        return report_failure("drain", error)
     if reason:
         print(f"gllm drain: {arguments.node} is not drained: {reason}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from gllm.commands.server_command import report_failure
 from gllm.config.join import JoinConfig
 from gllm.observability.logs import LogConfig, configure_logging
 from gllm.options.flags import FlagParser, add_flags, config_from_flags
@@ -54,22 +55,19 @@ def main(argv: list[str]) -> int:
     if values.join is not None:
         return _join(values)
     try:
-        if values.new_secret is not None:
-            path, text = values.new_secret, _CREATED
-            create_secret_file(path)
-        elif values.add_secret is not None:
-            path, text = values.add_secret, _ADDED
-            add_secret(path)
-        else:
-            path, text = values.drop_secret, _DROPPED
-            drop_secret(path)
+        for path, act, text in (
+            (values.new_secret, create_secret_file, _CREATED),
+            (values.add_secret, add_secret, _ADDED),
+            (values.drop_secret, drop_secret, _DROPPED),
+        ):
+            if path is not None:
+                act(path)
+                print(text.format(path=path))
     except FileExistsError as error:
         print(f"gllm node: {error.filename} exists already: it is left as it is", file=sys.stderr)
         return 2
     except (SecretFileError, OSError) as error:
-        print(f"gllm node: {error}", file=sys.stderr)
-        return 2
-    print(text.format(path=path))
+        return report_failure("node", error)
     return 0
 
 
@@ -85,5 +83,4 @@ def _join(values: argparse.Namespace) -> int:
         configure_logging(LogConfig(config.log_level, config.log_format))
         return uvloop.run(NodeProcess(values.join, config).run())
     except (ValueError, OSError) as error:
-        print(f"gllm node: {error}", file=sys.stderr)
-        return 2
+        return report_failure("node", error)

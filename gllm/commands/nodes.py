@@ -2,11 +2,10 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gllm.commands.server_command import add_server_flags, make_client
+from gllm.commands.server_command import add_server_flags, make_client, report_failure
 from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.options.flags import FlagParser
 
@@ -142,12 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         answer = read_nodes(make_client(arguments))
-    except ServerError as error:
-        print(f"gllm nodes: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"gllm nodes: {error}", file=sys.stderr)
-        return 2
+    except (ServerError, ValueError) as error:
+        return report_failure("nodes", error)
     if arguments.json:
         print(json.dumps(answer, indent=1))
         return 0

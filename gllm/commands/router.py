@@ -5,17 +5,15 @@ served.
 """
 
 import argparse
-import os
 import sys
 
 from gllm.commands.server_command import (
     build_server_parser,
     parse_command_line,
-    pop_environment_keys,
+    read_server_config,
     report_error,
 )
 from gllm.config.router import RouterConfig
-from gllm.config.server import ServerConfig
 from gllm.options.flags import config_from_flags
 
 
@@ -28,22 +26,18 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal; return the exit status."""
     values, logs = parse_command_line(build_parser(), argv, "gllm-router")
-    try:
-        values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
-        router = config_from_flags(RouterConfig, values)
-        server = config_from_flags(ServerConfig, values)
-        return _serve(router, server)
-    except (ValueError, OSError) as error:
-        return report_error(error, 2, logs)
-
-
-def _serve(router: RouterConfig, server: ServerConfig) -> int:
+    # Imported late: --help needs none of it.
     import uvloop
 
     from gllm.frontend.server import Server
     from gllm.router.fleet_engine import FleetEngine
 
-    return uvloop.run(Server(FleetEngine(router, server.served_model_name), server).run())
+    try:
+        server = read_server_config(values)
+        engine = FleetEngine(config_from_flags(RouterConfig, values), server.served_model_name)
+        return uvloop.run(Server(engine, server).run())
+    except (ValueError, OSError) as error:
+        return report_error(error, 2, logs)
 
 
 if __name__ == "__main__":

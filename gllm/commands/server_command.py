@@ -9,9 +9,9 @@ from collections.abc import MutableMapping
 import setproctitle
 
 from gllm.config.server import ServerConfig, check_api_key
-from gllm.deploy.server_client import ServerClient
+from gllm.deploy.server_client import ServerClient, ServerError
 from gllm.observability.logs import LogConfig, configure_logging
-from gllm.options.flags import FlagParser, FlagType, add_flags, parse_url
+from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags, parse_url
 from gllm.options.version import __version__
 
 log = logging.getLogger("gllm")
@@ -102,6 +102,22 @@ def make_client(values: argparse.Namespace, timeout_seconds: float | None = 10.0
     if key:
         check_api_key(key, f"--api-key or ${KEY_VARIABLE}")
     return ServerClient(values.url, key, timeout_seconds)
+
+
+def read_server_config(values: argparse.Namespace) -> ServerConfig:
+    """Return the server's configuration, with the API keys of the environment.
+
+    Raises ValueError for an invalid value.
+    """
+    values.api_key = [*(values.api_key or ()), *pop_environment_keys(os.environ)]
+    config: ServerConfig = config_from_flags(ServerConfig, values)
+    return config
+
+
+def report_failure(command: str, error: Exception) -> int:
+    """Print why a command ends; return the exit status: 1 for a server's error, 2 for others."""
+    print(f"gllm {command}: {error}", file=sys.stderr)
+    return 1 if isinstance(error, ServerError) else 2
 
 
 def report_error(error: Exception, status: int, logs: LogConfig) -> int:

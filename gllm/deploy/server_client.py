@@ -129,8 +129,8 @@ class ServerClient:
         """Return the error of an answer that refuses."""
         try:
             body = json.load(error)
-            reason, code = error_message(body), str(body["error"]["code"])
-        except (OSError, ValueError, LookupError, TypeError):
+            reason, code = error_message(body), str(body["error"].get("code") or "")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             reason = code = ""
         text = f"{self.url}{path} returned {error.code}" + (f": {reason}" if reason else "")
         if error.code == 401:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import NoReturn
 
-from gllm.commands.server_command import add_server_flags, make_client
+from gllm.commands.server_command import add_server_flags, make_client, report_failure
 from gllm.commands.top.figures import ScrapeHistory, ServerMetrics
 from gllm.commands.top.render import fit_lines, headline, render
 from gllm.deploy.metrics_scrape import parse_metrics
@@ -151,8 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         client = make_client(arguments, max(arguments.interval, MIN_TIMEOUT_SECONDS))
     except ValueError as error:
-        print(f"gllm top: {error}", file=sys.stderr)
-        return 2
+        return report_failure("top", error)
     view = ServerView(client)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal whose encoding lacks the bars shows question marks.

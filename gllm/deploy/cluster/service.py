@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import ge
 from typing import Any, NamedTuple
 
 from gllm.config.engine import EngineConfig
@@ -122,34 +123,25 @@ class ServiceMeter:
         seconds = end - begin
         if seconds <= 0:
             return ServiceRates()
-        return ServiceRates(
-            (last.num_finished + last.num_failed - first.num_finished - first.num_failed) / seconds,
-            (last.num_prompt_tokens - first.num_prompt_tokens) / seconds,
-            (last.num_generated_tokens - first.num_generated_tokens) / seconds,
-            tuple(
-                min(1.0, (after - before) / seconds)
-                for before, after in zip(
-                    first.stage_busy_seconds, last.stage_busy_seconds, strict=True
-                )
-            ),
+        finished, failed, prompt, generated, *stages = (
+            (after - before) / seconds
+            for before, after in zip(_counters(first), _counters(last), strict=True)
         )
+        busy = tuple(min(1.0, share) for share in stages)
+        return ServiceRates(finished + failed, prompt, generated, busy)
+
+
+def _counters(reading: ServiceReading) -> list[float]:
+    """Return the counters of an engine: requests, tokens, and busy seconds per stage."""
+    requests = reading.num_finished, reading.num_failed
+    tokens = reading.num_prompt_tokens, reading.num_generated_tokens
+    return [*requests, *tokens, *reading.stage_busy_seconds]
 
 
 def _follows(later: ServiceReading, earlier: ServiceReading) -> bool:
     """Return True if two readings can be of the same engine with the same stages."""
-    return (
-        later.num_finished >= earlier.num_finished
-        and later.num_failed >= earlier.num_failed
-        and later.num_prompt_tokens >= earlier.num_prompt_tokens
-        and later.num_generated_tokens >= earlier.num_generated_tokens
-        and len(later.stage_busy_seconds) == len(earlier.stage_busy_seconds)
-        and all(
-            after >= before
-            for after, before in zip(
-                later.stage_busy_seconds, earlier.stage_busy_seconds, strict=True
-            )
-        )
-    )
+    after, before = _counters(later), _counters(earlier)
+    return len(after) == len(before) and all(map(ge, after, before))
 
 
 class ServiceState(StrEnum):
