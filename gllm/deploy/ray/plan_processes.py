@@ -24,6 +24,7 @@ from gllm.plan.processes import (
     ProcessSpec,
     commands_for,
     engine_ports,
+    scaling_router_url,
 )
 from gllm.plan.serving_plan import EnginePlan, PlanError, ServingPlan
 
@@ -193,6 +194,8 @@ class RayProcess:
         group: resources of the processes.
         tasks: of each actor.
         shutdown_seconds: time for running requests.
+        is_scaled: a process that ends before the group was ready is a failure, after which its
+            resources are returned; otherwise Ray starts it again.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class RayProcess:
         group: RayGroup,
         tasks: list[ProcessTask],
         shutdown_seconds: float,
+        is_scaled: bool = False,
     ) -> None:
         self.is_ending = False
         self.has_failed = False
@@ -208,6 +212,7 @@ class RayProcess:
         self._group = group
         self._tasks = tasks
         self._shutdown_seconds = shutdown_seconds
+        self._may_restart = not is_scaled
         self._deadline = 0.0
         """Time at which processes that shall end are killed."""
         self._placement: Any = None
@@ -218,7 +223,7 @@ class RayProcess:
     async def run(self) -> str:
         """Start the processes, wait for their end and return the cause.
 
-        A process that cannot run whatever is done is a failure; Ray restarts all others.
+        A process that cannot run whatever is done is a failure; Ray restarts others.
         """
         try:
             return await self._run()
@@ -227,9 +232,11 @@ class RayProcess:
 
     async def is_ready(self) -> bool:
         """Return True if all processes are ready."""
-        return bool(self._statuses) and all(
+        is_ready = bool(self._statuses) and all(
             status is not None and status.is_ready for status in self._statuses
         )
+        self._may_restart = self._may_restart or is_ready
+        return is_ready
 
     def end(self) -> None:
         """Let the processes finish their requests and end; they are killed if they do not."""
@@ -272,7 +279,9 @@ class RayProcess:
             is_over = have_ended or time.monotonic() >= self._deadline
             return "it was drained" if is_over else ""
         for rank, status in enumerate(self._statuses):
-            if status is not None and status.is_invalid:
+            if status is None or not status.has_ended:
+                continue
+            if status.is_invalid or not self._may_restart:
                 self.has_failed = True
                 return (f"rank {rank}: " if rank else "") + status.cause
         return ""
@@ -300,6 +309,7 @@ class RayPlan:
 
     def __init__(self, plan: ServingPlan, options: LaunchOptions, cluster: RayCluster) -> None:
         self._cluster = cluster
+        self._is_scaled = bool(scaling_router_url(plan))
         host = cluster.own_address
         self._groups = {group.name: group for group in make_groups(plan, host)}
         self._tasks = {
@@ -320,4 +330,5 @@ class RayPlan:
     def launch(self, spec: ProcessSpec) -> RayProcess:
         """Return the processes of an engine, or the router, which have not started."""
         group, tasks = self._groups[spec.name], self._tasks[spec.name]
-        return RayProcess(self._cluster, group, tasks, spec.shutdown_seconds)
+        is_scaled = self._is_scaled and not spec.is_router
+        return RayProcess(self._cluster, group, tasks, spec.shutdown_seconds, is_scaled)

@@ -7,12 +7,15 @@ import signal
 import msgspec
 import pytest
 
+from gllm.deploy.ray.plan_processes import ProcessStatus
 from gllm.deploy.server_client import ServerClient
 from gllm.deploy.up.engine_scaler import EngineScaler
 from gllm.plan.serving_plan import ServingPlan
 from tests.deploy.ray.test_plan_processes import INVALID, STARTING, Rig
 from tests.deploy.up.test_engine_scaler import IDLE, ScriptedRouter
 from tests.plan.test_processes import LOCAL
+
+FAILED = ProcessStatus(False, True, False, "it exited with 1: no memory")
 
 
 def scaled_plan() -> ServingPlan:
@@ -53,10 +56,18 @@ async def test_actors_of_engines_follow_the_decision(caplog: pytest.LogCaptureFi
     assert rig.started.count("a") == 1
     assert len(ray.removed) >= 2
     assert "has ended before it was ready: engine b: it exited with 2" in caplog.text
+    # So does one that fails at its start.
+    ray.states["b"] = FAILED
+    await rig.until(lambda: "engine b: it exited with 1: no memory; it is" in caplog.text)
     ray.states.clear()
     await rig.until(lambda: rig.engines == ["a", "b"])
     router.attached = {"a": "ready", "b": "ready"}
     await asyncio.sleep(0.1)
+    # Ray starts a process again that ends later.
+    ray.states["b"] = FAILED
+    await asyncio.sleep(0.1)
+    assert rig.engines == ["a", "b"]
+    ray.states.clear()
     num_removed, num_started = len(ray.removed), len(ray.actors)
     router.decision = {**IDLE, "num_wanted": 1, "drain": ["a"]}
     await rig.until(lambda: router.posts)
