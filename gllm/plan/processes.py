@@ -118,7 +118,7 @@ def crosses_machines(plan: ServingPlan) -> bool:
     nodes = {node for engine in plan.engines.values() for node in engine.nodes}
     has_wide_engine = any(len(engine.nodes) > 1 for engine in plan.engines.values())
     is_apart = plan.router is not None and nodes != {plan.router.node}
-    hosts = [plan.nodes[each].host for each in nodes]
+    hosts = [plan.nodes[node].host for node in nodes]
     return (has_wide_engine or is_apart) and not all(map(is_loopback, hosts))
 
 
@@ -185,9 +185,9 @@ def router_api_key(plan: ServingPlan) -> str:
 
 
 def _check_secret(plan: ServingPlan, options: LaunchOptions) -> None:
-    flags = [each.flags for each in plan.engines.values()]
+    flags = [engine.flags for engine in plan.engines.values()]
     flags += [plan.router.flags] if plan.router else []
-    has_secret = all(find_flag(each, "node_secret_file") for each in flags)
+    has_secret = all(find_flag(values, "node_secret_file") for values in flags)
     if crosses_machines(plan) and not (options.node_secret_file or has_secret):
         raise PlanError(
             "nodes: the machines need a secret: make one with `gllm node --new-secret FILE`, copy "
@@ -279,7 +279,7 @@ def _node_flags(plan: ServingPlan, name: str, node: str) -> dict[str, Any]:
         return {}
     return {
         "nnodes": len(nodes),
-        "stages_per_node": [len(engine.stages_of(each)) for each in nodes],
+        "stages_per_node": [len(engine.stages_of(other)) for other in nodes],
         "node_rank": nodes.index(node),
         "master_addr": format_host_port(plan.nodes[nodes[0]].host, head_port),
         "node_name": node,
@@ -294,7 +294,7 @@ def _device_flags(
     if engine.stages_of(node)[0].devices:
         return {"device": "cuda"}
     num_workers = sum(
-        not stage.devices for each in plan.engines.values() for stage in each.stages_of(node)
+        not stage.devices for other in plan.engines.values() for stage in other.stages_of(node)
     )
     if options.num_cores is None:
         return {"device": "cpu"}

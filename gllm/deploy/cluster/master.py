@@ -289,7 +289,7 @@ class Master:
             for name, session in self._hub.sessions.items()
             if name not in busy and name not in self._table.draining
         ]
-        trips = {each.name: each.clock_offset.round_trip_seconds for each in free}
+        trips = {session.name: session.clock_offset.round_trip_seconds for session in free}
         known = {name: seconds for name, seconds in trips.items() if seconds is not None}
         try:
             return select_nodes(

@@ -131,11 +131,11 @@ def select_nodes(
     Raises:
         SelectionError: too few nodes fit, or none of them can be the head.
     """
-    candidates = sorted(candidates, key=lambda each: each.name)
+    candidates = sorted(candidates, key=lambda node: node.name)
     fitting = _find_fitting(candidates, requirements)
     chosen = _choose_members(fitting, requirements.num_nodes, network)
     head = choose_head(chosen, network)
-    others = [each for each in chosen if each is not head]
+    others = [node for node in chosen if node is not head]
     order = [head, *_order_stages(head, others, network)]
     blocked = [
         f"{left.name} and {right.name}"
@@ -148,9 +148,9 @@ def select_nodes(
             "(--data-port 0): let more nodes accept them"
         )
     return NodeSelection(
-        tuple(each.name for each in order),
-        tuple(_degree(each, requirements.gpus_per_node) for each in order),
-        "even" if len({each.speed_kind for each in order}) == 1 else "auto",
+        tuple(node.name for node in order),
+        tuple(_degree(node, requirements.gpus_per_node) for node in order),
+        "even" if len({node.speed_kind for node in order}) == 1 else "auto",
     )
 
 
@@ -163,7 +163,7 @@ def choose_head(nodes: Sequence[NodeCandidate], network: NetworkView) -> NodeCan
     Raises:
         SelectionError: no node accepts connections, which the head of several nodes has to.
     """
-    able = [each for each in nodes if each.is_reachable or len(nodes) == 1]
+    able = [node for node in nodes if node.is_reachable or len(nodes) == 1]
     if not able:
         raise SelectionError(
             "no node of the service accepts connections (--data-port 0), but the head has to"
@@ -174,8 +174,8 @@ def choose_head(nodes: Sequence[NodeCandidate], network: NetworkView) -> NodeCan
             network.message_seconds(node.name, other.name) for other in nodes if other is not node
         )
 
-    cores = sorted({each.idle_cores for each in able}, reverse=True)
-    distances = sorted({distance(each) for each in able})
+    cores = sorted({node.idle_cores for node in able}, reverse=True)
+    distances = sorted({distance(node) for node in able})
 
     def rank(node: NodeCandidate) -> tuple[int, int, str]:
         network_place = distances.index(distance(node))
@@ -188,14 +188,14 @@ def _find_fitting(
     candidates: Sequence[NodeCandidate], requirements: NodeRequirements
 ) -> list[NodeCandidate]:
     """Return the candidates that meet the requirements. Raises SelectionError for too few."""
-    reasons = {each.name: _unsuitable_reason(each, requirements) for each in candidates}
+    reasons = {node.name: _unsuitable_reason(node, requirements) for node in candidates}
     if requirements.names:
         for name in requirements.names:
             reason = reasons.get(name, "it is not free")
             if reason:
                 raise SelectionError(f"node {name} cannot be used: {reason}")
-        return [each for each in candidates if each.name in requirements.names]
-    fitting = [each for each in candidates if not reasons[each.name]]
+        return [node for node in candidates if node.name in requirements.names]
+    fitting = [node for node in candidates if not reasons[node.name]]
     if len(fitting) < requirements.num_nodes:
         unsuitable = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         raise SelectionError(
@@ -222,8 +222,8 @@ def _choose_members(
 ) -> list[NodeCandidate]:
     """Return the nodes with the most GPUs; among nodes with equally many the closest ones."""
     chosen: list[NodeCandidate] = []
-    for num_gpus in sorted({len(each.devices) for each in fitting}, reverse=True):
-        group = [each for each in fitting if len(each.devices) == num_gpus]
+    for num_gpus in sorted({len(node.devices) for node in fitting}, reverse=True):
+        group = [node for node in fitting if len(node.devices) == num_gpus]
         num_missing = num_nodes - len(chosen)
         chosen += _closest(chosen, group, min(num_missing, len(group)), network)
     return chosen
@@ -243,16 +243,16 @@ def _closest(
             min(
                 combinations(group, number),
                 key=lambda part: (
-                    not any(each.is_reachable for each in (*chosen, *part)),
+                    not any(node.is_reachable for node in (*chosen, *part)),
                     _spread([*chosen, *part], network),
-                    -math.fsum(each.idle_cores for each in part),
+                    -math.fsum(node.idle_cores for node in part),
                 ),
             )
         )
     part: list[NodeCandidate] = []
     for _ in range(number):
-        rest = [each for each in group if each not in part]
-        part.append(min(rest, key=lambda each: _spread([*chosen, *part, each], network)))
+        rest = [node for node in group if node not in part]
+        part.append(min(rest, key=lambda node: _spread([*chosen, *part, node], network)))
     return part
 
 

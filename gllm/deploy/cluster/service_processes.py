@@ -228,7 +228,7 @@ class ServiceProcesses:
     def living(self) -> list[int]:
         """Numbers of the processes that have not exited and are not about to."""
         processes = self._processes.items()
-        return [number for number, each in processes if not each.process.is_ending]
+        return [number for number, running in processes if not running.process.is_ending]
 
     def start(self, command: StartServiceProcess) -> None:
         """Start a process; its start and its end are reported."""

@@ -121,7 +121,7 @@ class ServiceTable:
         self.draining.add(name)
         for process in self._processes_on(name):
             service = self.services[process.service]
-            heads = [each for each in self._processes_of(service) if each.rank == 0]
+            heads = [other for other in self._processes_of(service) if other.rank == 0]
             if process.rank and heads and service.state is ServiceState.READY:
                 command = DrainServiceNode(heads[0].number, name)
                 self.commands.append((heads[0].node, command))
@@ -339,7 +339,7 @@ class ServiceTable:
 
     def _processes_of(self, service: Service) -> list[ServiceProcess]:
         name = service.request.name
-        return [each for each in self._processes.values() if each.service == name]
+        return [process for process in self._processes.values() if process.service == name]
 
     def _processes_on(self, node: str) -> list[ServiceProcess]:
-        return [each for each in self._processes.values() if each.node == node]
+        return [process for process in self._processes.values() if process.node == node]

@@ -52,9 +52,9 @@ def port_offset(machines: Sequence[RayMachine], identity: str, head: str) -> int
         identity: id of the agent's raylet.
         head: id of the head's raylet, whose host has the ports without an offset.
     """
-    (host_name,) = {each.host_name for each in machines if each.identity == identity}
+    (host_name,) = {machine.host_name for machine in machines if machine.identity == identity}
     same_host = {m.identity for m in machines if m.is_alive and m.host_name == host_name}
-    return sorted(same_host | {identity}, key=lambda each: (each != head, each)).index(identity)
+    return sorted(same_host | {identity}, key=lambda other: (other != head, other)).index(identity)
 
 
 def needs_gpus(machines: Sequence[RayMachine], identity: str) -> bool:

@@ -106,7 +106,7 @@ def make_process(task: ProcessTask, own_host: str, head_host: str) -> ProcessSpe
     options = LaunchOptions(task.node_secret_file, None, task.step_log_folder)
     specs = commands_for(plan, node, options)
     is_router = task.name == ROUTER_NAME
-    spec = next(each for each in specs if each.is_router == is_router and each.name == task.name)
+    spec = next(spec for spec in specs if spec.is_router == is_router and spec.name == task.name)
     if not any(text.startswith("--kv-transfer=") for text in spec.arguments):
         return spec
     # Engines of one node of the plan may be on several machines.

@@ -100,7 +100,7 @@ class EngineManager:
     @property
     def running(self) -> list[str]:
         """Names of the processes that run and shall not end."""
-        return [name for name, each in self._processes.items() if not each.is_ending]
+        return [name for name, managed in self._processes.items() if not managed.is_ending]
 
     @property
     def is_stopping(self) -> bool:

@@ -87,4 +87,4 @@ def to_yaml(documents: Sequence[Any], comment: str) -> str:
         comment: lines of text without a comment sign.
     """
     head = "".join(f"# {line}\n" for line in comment.splitlines())
-    return head + "---\n".join(msgspec.yaml.encode(each).decode() for each in documents)
+    return head + "---\n".join(msgspec.yaml.encode(document).decode() for document in documents)

@@ -58,7 +58,7 @@ def emit(plan: ServingPlan, options: EmitOptions) -> dict[str, str]:
     documents: list[Any] = []
     for name, engine in plan.engines.items():
         specs = commands_for(plan, engine.nodes[0], launch)
-        (spec,) = (each for each in specs if each.name == name and not each.is_router)
+        (spec,) = (spec for spec in specs if spec.name == name and not spec.is_router)
         documents += _engine_objects(plan, engine, spec, options)
     if plan.router:
         node = plan.router.node

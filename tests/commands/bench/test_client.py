@@ -1,16 +1,12 @@
 """The client against a fake server: what is sent, when output came, every way to fail."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gllm.commands.bench.client import RequestResult, open_session, request_body, send
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import LoadConfig, ServeConfig
-from gllm.deploy.server_client import EventReader, error_message
 from tests.support.http.fake_server import DONE, FakeServer, event, piece, running, usage
 
 CONFIG = ServeConfig()
@@ -143,23 +139,3 @@ async def test_what_flags_change_of_it() -> None:
     assert (sent["temperature"], sent["seed"], sent["top_k"], sent["max_tokens"]) == (0.5, 42, 3, 9)
     assert not {"ignore_eos", "prompt"} & set(sent)
     assert "Authorization" not in server.headers[0]
-
-
-# Events.
-
-STREAM = b': comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
-
-
-@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_events_come_whole_however_the_bytes_are_cut(cuts: list[int]) -> None:
-    places = [0, *sorted(cuts), len(STREAM)]
-    reader = EventReader()
-    events = [event for begin, end in pairwise(places) for event in reader.feed(STREAM[begin:end])]
-    assert events == [b'{"a": 1}', b'{"b":2}', b"[DONE]"]
-
-
-@pytest.mark.parametrize(
-    "error", ["no", {"message": "no"}, {"error": {"message": "no"}}, {"error": "no"}]
-)
-def test_errors_in_any_form(error: Any) -> None:
-    assert error_message(error) == "no"

@@ -1,0 +1,144 @@
+"""Client of a server: answers, refusals and events; the loop that follows a router."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gllm.deploy.server_client import (
+    EventReader,
+    ServerClient,
+    ServerError,
+    error_message,
+    follow_router,
+    read_events,
+)
+
+Answers = list[tuple[int, bytes]]
+
+
+@contextmanager
+def serving(answers: Answers) -> Iterator[tuple[str, list[Any]]]:
+    """Serve answers in order, the last one again and again; yield the URL and the requests."""
+    requests: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self._answer()
+
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            key = self.headers["Authorization"]
+            requests.append((self.command, self.path, key, body))
+            status, data = answers.pop(0) if len(answers) > 1 else answers[0]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_requests_have_the_key_and_their_body() -> None:
+    with serving([(200, b'{"a": 1}')]) as (url, requests):
+        client = ServerClient(f"{url}/v1/", "k", is_own=True)
+        assert client.get("/x") == client.post("/y", {"b": 2}) == {"a": 1}
+        assert client.get_text("/z") == '{"a": 1}'
+        assert client.is_ready()
+    paths = [(method, path) for method, path, *_ in requests]
+    assert paths == [("GET", "/x"), ("POST", "/y"), ("GET", "/z"), ("GET", "/ready")]
+    assert {key for _, _, key, _ in requests} == {"Bearer k"}
+    assert [json.loads(body) for *_, body in requests if body] == [{"b": 2}]
+
+
+def test_refusals_have_the_code_and_the_reason_of_the_server() -> None:
+    error = {"error": {"message": "it recovers", "code": "engine_recovering"}}
+    with serving([(503, json.dumps(error).encode()), (404, b"no")]) as (url, _):
+        client = ServerClient(url)
+        with pytest.raises(ServerError, match="/x returned 503: it recovers") as caught:
+            client.get("/x")
+        refusal = caught.value
+        assert (refusal.status, refusal.code, refusal.reason) == (
+            503, "engine_recovering", "it recovers",
+        )  # fmt: skip
+        with pytest.raises(ServerError, match=r"returned 404$") as caught:
+            client.post("/x")
+        assert (caught.value.code, caught.value.reason) == ("", "")
+        assert not client.is_ready()
+
+
+def test_a_server_that_is_not_there_or_of_another_kind_is_an_error() -> None:
+    with serving([(200, b"text")]) as (url, _), pytest.raises(ServerError, match="cannot read"):
+        ServerClient(url).get("/x")
+    client = ServerClient(url)
+    with pytest.raises(ServerError, match="cannot read") as caught:
+        client.get("/x")
+    assert caught.value.status == 0
+    assert not client.is_ready()
+
+
+async def test_a_router_is_followed_through_errors(caplog: pytest.LogCaptureFixture) -> None:
+    answers: Answers = [(503, b""), (200, b"1"), (200, b"2"), (200, b"3")]
+    received: list[int] = []
+
+    async def receive(number: int) -> None:
+        received.append(number)
+        if number == 2:
+            raise KeyError("engines")
+
+    with serving(answers) as (url, requests):
+        following = asyncio.create_task(follow_router(ServerClient(url), receive, 0.01))
+        async with asyncio.timeout(60):
+            while received[-1:] != [3]:
+                await asyncio.sleep(0.01)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert received[:3] == [1, 2, 3]
+    assert {path for _, path, *_ in requests} == {"/engines"}
+    assert "returned 503" in caplog.text
+    assert "could not be followed" in caplog.text
+
+
+STREAM = b': comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_events_come_whole_however_the_bytes_are_cut(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(STREAM)]
+    reader = EventReader()
+    events = [event for begin, end in pairwise(places) for event in reader.feed(STREAM[begin:end])]
+    assert events == [b'{"a": 1}', b'{"b":2}', b"[DONE]"]
+
+
+@pytest.mark.parametrize(
+    "error", ["no", {"message": "no"}, {"error": {"message": "no"}}, {"error": "no"}]
+)
+def test_errors_in_any_form(error: Any) -> None:
+    assert error_message(error) == "no"
+
+
+def test_a_stream_ends_at_its_last_event() -> None:
+    assert list(read_events([STREAM[:9], STREAM[9:], b"data: late\n"])) == [
+        b'{"a": 1}', b'{"b":2}',
+    ]  # fmt: skip
