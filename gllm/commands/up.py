@@ -32,7 +32,8 @@ from gllm.plan.search_command import check_replannable, with_shift_detection
 from gllm.plan.serving_plan import PlanError, ServingPlan, read_plan
 
 if TYPE_CHECKING:
-    from gllm.deploy.up.engine_manager import EngineManager, PlanProcess
+    from gllm.deploy.lifecycle import RunningProcess
+    from gllm.deploy.up.engine_manager import EngineManager
     from gllm.deploy.up.engine_scaler import EngineScaler
     from gllm.deploy.up.replanner import Replanner
 
@@ -218,7 +219,7 @@ def _run_on_ray(plan: ServingPlan, arguments: argparse.Namespace) -> int:
 def _run(
     plan: ServingPlan,
     specs: Sequence[ProcessSpec],
-    launch: Callable[[ProcessSpec], "PlanProcess"],
+    launch: Callable[[ProcessSpec], "RunningProcess"],
     arguments: argparse.Namespace,
     output: TextIO = sys.stdout,
 ) -> int:

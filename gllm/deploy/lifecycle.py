@@ -1,13 +1,16 @@
 """Lifecycle of processes that serve together, as `gllm up`, Ray and `gllm cluster` share it.
 
 A group has an entry that requests reach, the router of a plan or the head of an engine, and others
-behind it. Pure. `gllm up` runs the processes of one group (gllm/deploy/up/engine_manager.py), on
+behind it. `gllm up` runs the processes of one group (gllm/deploy/up/engine_manager.py), on
 its machine or in Ray; the master of a cluster has the processes of each service on its nodes
 (gllm/deploy/cluster/service_table.py), which run them by the same `LocalProcess`.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
+
+log = logging.getLogger("gllm")
 
 
 class GroupProcess(Protocol):
@@ -23,6 +26,43 @@ class GroupProcess(Protocol):
 
 
 P = TypeVar("P", bound=GroupProcess)
+
+
+class RunningProcess(Protocol):
+    """A process of a machine or of Ray, from its start to its end."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True once it shall end."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it has ended with an error."""
+
+    async def run(self) -> str:
+        """Start it, wait for its end and return the cause. Any error is a failure."""
+
+    async def is_ready(self) -> bool:
+        """Return True if it is ready for requests."""
+
+    def end(self) -> None:
+        """Let it finish its requests and end, now or once it has started."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+async def run_to_end(process: RunningProcess) -> tuple[str, bool]:
+    """Run a process; return the cause of its end, and True if it has failed."""
+    try:
+        cause = await process.run()
+    except OSError as error:
+        return f"it could not be started: {error}", True
+    except Exception as error:
+        log.exception("a process failed")
+        process.kill()
+        return f"it could not be watched: {error}", True
+    return cause, process.has_failed
 
 
 def next_to_end(processes: Iterable[P]) -> list[P]:

@@ -19,6 +19,8 @@ log = logging.getLogger("gllm")
 
 DONE = b"[DONE]"
 """Data of the event that ends a stream."""
+MAX_POLL_SECONDS = 2.0
+"""Longest time between two looks at a router that does not answer."""
 
 
 class ServerError(Exception):
@@ -62,7 +64,7 @@ class ServerClient:
         self._timeout_seconds = timeout_seconds
         handlers: list[urllib.request.BaseHandler] = []
         if is_own:
-            context = ssl.create_default_context()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             handlers = [
                 urllib.request.ProxyHandler({}),
@@ -148,7 +150,7 @@ async def follow_router(
         on_engines: receives the answers; its errors are logged.
         poll_seconds: time from one answer to the next look.
     """
-    backoff = Backoff(first_seconds=poll_seconds)
+    backoff = Backoff(first_seconds=poll_seconds, max_seconds=max(poll_seconds, MAX_POLL_SECONDS))
     while True:
         try:
             await on_engines(await asyncio.to_thread(router.get, "/engines"))

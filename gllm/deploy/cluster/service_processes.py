@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from gllm.config.join import JoinConfig
 from gllm.deploy.cluster.service import check_parameters
+from gllm.deploy.lifecycle import run_to_end
 from gllm.deploy.logged_process import KILL_SECONDS, PROBE_TIMEOUT_SECONDS, LocalProcess
 from gllm.deploy.metrics_scrape import parse_metrics
 from gllm.deploy.ports import probe_port
@@ -283,14 +284,7 @@ class ServiceProcesses:
         self._report_start(running)
         is_head = running.spec.node_rank == 0
         probing = asyncio.create_task(self._probe(running)) if is_head else None
-        try:
-            cause = await running.process.run()
-        except OSError as error:
-            cause = f"it could not be started: {error}"
-        except Exception as error:
-            log.exception("a process of service %s failed", running.spec.name)
-            cause = f"it could not be watched: {error}"
-            running.process.kill()
+        cause, _ = await run_to_end(running.process)
         if probing is not None:
             probing.cancel()
             await asyncio.gather(probing, return_exceptions=True)

@@ -71,29 +71,16 @@ def check_secret_is_needed(address: str, has_secret: bool) -> Finding | None:
 
 def check_head_port(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
     """Check that the head accepts connections."""
-    target = format_host_port(address, port)
-    match _connect(address, port, seconds):
-        case "":
-            return good("port of the head", f"{target} accepts connections")
-        case "refused":
-            return bad(
-                "port of the head",
-                f"{target} refuses connections: the machine answers, but no head listens there",
-                f"start gllm.serve with --node-rank 0 on the head, and --master-addr {target} or "
-                "--node-listen with an address that this machine reaches; on the head: "
-                f"ss -ltn 'sport = :{port}'",
-            )
-        case "filtered":
-            return bad(
-                "port of the head",
-                f"{target} does not answer within {seconds:g} s: a firewall drops the packets, or "
-                "the machine is off",
-                f"on the head: `sudo ufw allow {port}/tcp` or `sudo firewall-cmd --add-port "
-                f"{port}/tcp`; in a cloud, allow TCP {port} in the security group",
-            )
-        case cause:
-            fix = f"check the network: `ping {address}`, `ip route get {address}`"
-            return bad("port of the head", f"{target}: {cause}", fix)
+    topic, target = "port of the head", format_host_port(address, port)
+    refused = bad(
+        topic,
+        f"{target} refuses connections: the machine answers, but no head listens there",
+        f"start gllm.serve with --node-rank 0 on the head, and --master-addr {target} or "
+        "--node-listen with an address that this machine reaches; on the head: "
+        f"ss -ltn 'sport = :{port}'",
+    )
+    fix = f"in a cloud, allow TCP {port} in the security group"
+    return _check_port(topic, address, port, seconds, refused, ", or the machine is off", fix)
 
 
 def check_data_port(own_address: str, port: int) -> Finding:
@@ -119,33 +106,46 @@ def check_data_port(own_address: str, port: int) -> Finding:
 
 def check_data_port_of_head(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Finding:
     """Check that no firewall is before the head's data port."""
+    topic, target = "data port of the head", format_host_port(address, port)
+    refused = note(topic, f"{target} refuses connections, which is usual before the engine starts")
+    fix = "or --data-port 0 on the head, which then dials this machine"
+    return _check_port(topic, address, port, seconds, refused, "", fix)
+
+
+def _check_port(
+    topic: str,
+    address: str,
+    port: int,
+    seconds: float,
+    refused: Finding,
+    other_cause: str,
+    other_fix: str,
+) -> Finding:
+    """Connect to a port of the head once; return what that says about firewalls and the network.
+
+    Args:
+        topic: of the finding.
+        address: of the head.
+        port: of the head.
+        seconds: time for the connection.
+        refused: the finding if nothing listens there.
+        other_cause: further cause of a port that does not answer.
+        other_fix: further way to open a port that does not answer.
+    """
     target = format_host_port(address, port)
-    match _connect(address, port, seconds):
-        case "":
-            return good("data port of the head", f"{target} accepts connections")
-        case "refused":
-            text = f"{target} refuses connections, which is usual before the engine starts"
-            return note("data port of the head", text)
-        case "filtered":
-            return bad(
-                "data port of the head",
-                f"{target} does not answer within {seconds:g} s: a firewall drops the packets",
-                f"on the head: `sudo ufw allow {port}/tcp` or `sudo firewall-cmd --add-port "
-                f"{port}/tcp`; or --data-port 0 on the head, which then dials this machine",
-            )
-        case cause:
-            fix = f"check the network: `ping {address}`"
-            return bad("data port of the head", f"{target}: {cause}", fix)
-
-
-def _connect(address: str, port: int, seconds: float) -> str:
-    """Connect once; return "", "refused", "filtered" or another cause."""
     try:
         socket.create_connection((address, port), seconds).close()
     except ConnectionRefusedError:
-        return "refused"
+        return refused
     except TimeoutError:
-        return "filtered"
+        return bad(
+            topic,
+            f"{target} does not answer within {seconds:g} s: a firewall drops the packets"
+            f"{other_cause}",
+            f"on the head: `sudo ufw allow {port}/tcp` or `sudo firewall-cmd --add-port "
+            f"{port}/tcp`; {other_fix}",
+        )
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        fix = f"check the network: `ping {address}`, `ip route get {address}`"
+        return bad(topic, f"{target}: {error.strerror or error}", fix)
+    return good(topic, f"{target} accepts connections")

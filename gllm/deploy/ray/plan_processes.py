@@ -187,7 +187,7 @@ def find_head(ray: Any, group: Any) -> str | None:
 
 
 class RayProcess:
-    """The router, or all processes of an engine, as actors. Implements `PlanProcess`.
+    """The router, or all processes of an engine, as actors. Implements `RunningProcess`.
 
     Args:
         cluster: the connection.

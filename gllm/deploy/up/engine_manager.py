@@ -9,9 +9,8 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from gllm.deploy.lifecycle import next_to_end
+from gllm.deploy.lifecycle import RunningProcess, next_to_end, run_to_end
 from gllm.plan.processes import ProcessSpec
 
 PROBE_SECONDS = 0.2
@@ -19,34 +18,10 @@ PROBE_SECONDS = 0.2
 log = logging.getLogger("gllm")
 
 
-class PlanProcess(Protocol):
-    """The router or an engine of a plan, from its start to its end."""
-
-    @property
-    def is_ending(self) -> bool:
-        """True once it shall end."""
-
-    @property
-    def has_failed(self) -> bool:
-        """True if it has ended with an error."""
-
-    async def run(self) -> str:
-        """Start it, wait for its end and return the cause. Any error is a failure."""
-
-    async def is_ready(self) -> bool:
-        """Return True if it is ready for requests."""
-
-    def end(self) -> None:
-        """Let it finish its requests and end, now or once it has started."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
 @dataclass
 class _ManagedProcess:
     spec: ProcessSpec
-    process: PlanProcess
+    process: RunningProcess
     task: asyncio.Task[None]
     may_fail: bool
     """Its failure ends no other process."""
@@ -72,7 +47,7 @@ class EngineManager:
     def __init__(
         self,
         specs: Iterable[ProcessSpec],
-        launch: Callable[[ProcessSpec], PlanProcess],
+        launch: Callable[[ProcessSpec], RunningProcess],
         on_ready: Callable[[list[ProcessSpec]], None],
         is_scaled: bool = False,
         probe_seconds: float = PROBE_SECONDS,
@@ -226,17 +201,9 @@ class EngineManager:
         managed = self._processes[spec.name] = _ManagedProcess(spec, process, task, may_fail)
         return managed
 
-    async def _watch(self, name: str, process: PlanProcess) -> None:
+    async def _watch(self, name: str, process: RunningProcess) -> None:
         """Run a process until it ends; a failure that was not expected ends the others."""
-        has_failed = True
-        try:
-            cause = await process.run()
-            has_failed = process.has_failed
-        except OSError as error:
-            cause = f"it could not be started: {error}"
-        except Exception as error:
-            log.exception("the process %s cannot be watched", name)
-            cause = f"it could not be watched: {error}"
+        cause, has_failed = await run_to_end(process)
         managed = self._processes.pop(name)
         spec = managed.spec
         managed.cause = f"{spec.title}: {cause}"
