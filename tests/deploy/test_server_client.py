@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +23,15 @@ from gllm.deploy.server_client import (
     follow_router,
     read_events,
 )
+from tests.support.network.certificates import make_certificate
 
 Answers = list[tuple[int, bytes]]
 
 
 @contextmanager
-def serving(answers: Answers) -> Iterator[tuple[str, list[Any]]]:
+def serving(
+    answers: Answers, certificate: tuple[str, str] | None = None
+) -> Iterator[tuple[str, list[Any]]]:
     """Serve answers in order, the last one again and again; yield the URL and the requests."""
     requests: list[Any] = []
 
@@ -50,10 +55,16 @@ def serving(answers: Answers) -> Iterator[tuple[str, list[Any]]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    scheme = "http"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        scheme = "https"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
+        yield f"{scheme}://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         thread.join()
@@ -96,6 +107,15 @@ def test_a_server_that_is_not_there_or_of_another_kind_is_an_error() -> None:
         client.get("/x")
     assert caught.value.status == 0
     assert not client.is_ready()
+
+
+def test_the_certificate_and_the_proxy_of_an_own_server_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving([(200, b"{}")], make_certificate(tmp_path, "server")) as (url, _):
+        assert not ServerClient(url).is_ready()
+        monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+        assert ServerClient(url, is_own=True).is_ready()
 
 
 async def test_a_router_is_followed_through_errors(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from typing import IO
 import msgspec
 import setproctitle
 
-from gllm.deploy.ray.manager import LaunchEvent, LaunchSpec, RayManager
+from gllm.deploy.ray.agents import LaunchEvent, LaunchSpec, RayAgents
 from gllm.deploy.ray.ray_cluster import POLL_SECONDS, LaunchError
 from gllm.observability.logs import LogConfig, configure_logging
 
@@ -33,16 +33,16 @@ def main() -> int:
     is_ended = threading.Event()
     threading.Thread(target=_watch_input, args=(is_ended,), daemon=True).start()
     try:
-        manager = RayManager(spec, is_ended=is_ended)
+        agents = RayAgents(spec, is_ended=is_ended)
         _ignore_signals()
         try:
-            event = manager.start()
+            event = agents.start()
             _ignore_signals()
             _write(events, event)
             while not is_ended.wait(POLL_SECONDS):
-                manager.poll()
+                agents.poll()
         finally:
-            manager.close()
+            agents.close()
     except LaunchError as error:
         _write(events, LaunchEvent(error=str(error)))
         return 1

@@ -21,7 +21,7 @@ from gllm.config.engine import EngineConfig
 from gllm.config.join import JoinConfig
 from gllm.config.node_environment import parse_head_address
 from gllm.config.nodes import DEFAULT_HEAD_PORT, NodesConfig
-from gllm.deploy.ray.manager import LaunchEvent, LaunchSpec
+from gllm.deploy.ray.agents import LaunchEvent, LaunchSpec
 from gllm.observability.child_process import ChildProcess
 from gllm.observability.logs import DEFAULT_LOG_CONFIG, LogConfig
 from gllm.options.addresses import format_host_port

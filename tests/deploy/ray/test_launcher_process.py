@@ -13,15 +13,15 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
+from gllm.deploy.ray.agents import LaunchSpec
 from gllm.deploy.ray.launcher import make_launch_spec
-from gllm.deploy.ray.manager import LaunchSpec
 from gllm.observability.logs import LogConfig
 from tests.support.sources import ROOT
 
 STAND_IN = {
     "ray/__init__.py": """
 from tests.support.nodes.fake_ray import FakeRay
-from tests.deploy.ray.test_manager import cluster
+from tests.deploy.ray.test_agents import cluster
 
 print("ray writes to standard output")
 fake = cluster(2)

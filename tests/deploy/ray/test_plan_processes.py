@@ -19,7 +19,7 @@ from gllm.deploy.ray.ray_cluster import RayCluster
 from gllm.deploy.up.engine_manager import EngineManager
 from gllm.plan.processes import LaunchOptions
 from gllm.plan.serving_plan import PlanError, ServingPlan
-from tests.deploy.ray.test_manager import cluster
+from tests.deploy.ray.test_agents import cluster
 from tests.plan.test_processes import GPUS, LOCAL
 from tests.support.nodes.fake_ray import FakeRay
 

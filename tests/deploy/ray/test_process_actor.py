@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from gllm.deploy.ray.plan_processes import ProcessActor, ProcessStatus, ProcessTask
-from tests.deploy.ray.test_manager import cluster
+from tests.deploy.ray.test_agents import cluster
 from tests.plan.test_processes import LOCAL
 from tests.support.servers.server import wait_until
 

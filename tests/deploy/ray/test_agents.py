@@ -11,8 +11,8 @@ import pytest
 from gllm.config.engine import EngineConfig
 from gllm.config.nodes import NodesConfig
 from gllm.deploy.ray.actors import AgentActor
+from gllm.deploy.ray.agents import GpuHolder, LaunchSpec, RayAgents
 from gllm.deploy.ray.launcher import make_launch_spec
-from gllm.deploy.ray.manager import GpuHolder, LaunchSpec, RayManager
 from gllm.deploy.ray.ray_cluster import LaunchError, import_ray
 from gllm.observability.logs import LogConfig
 from tests.support.nodes.fake_ray import FakeRay
@@ -42,9 +42,9 @@ def launch_spec(num_stages: int = 2, **changes: Any) -> LaunchSpec:
     return msgspec.structs.replace(spec, **changes)
 
 
-def create(ray: FakeRay, spec: LaunchSpec, **options: Any) -> RayManager:
-    """Return the manager of a cluster, which does not wait between its looks."""
-    return RayManager(spec, threading.Event(), ray, poll_seconds=0.0, **options)
+def create(ray: FakeRay, spec: LaunchSpec, **options: Any) -> RayAgents:
+    """Return the agents of a cluster, which do not wait between looks."""
+    return RayAgents(spec, threading.Event(), ray, poll_seconds=0.0, **options)
 
 
 def test_without_ray_the_error_has_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +62,8 @@ def test_without_a_cluster_the_error_says_how_to_start_one() -> None:
 
 def test_each_other_machine_gets_an_actor_that_ray_restarts() -> None:
     ray = cluster(3)
-    manager = create(ray, launch_spec(3, address="10.0.0.1:6379"))
-    event = manager.start()
+    agents = create(ray, launch_spec(3, address="10.0.0.1:6379"))
+    event = agents.start()
     assert (event.num_nodes, event.host, event.gpu_ids, event.error) == (3, "127.0.0.11", [], "")
     assert (ray.address, ray.strategy) == ("10.0.0.1:6379", "STRICT_SPREAD")
     assert [actor["kind"] for actor in ray.actors] == [AgentActor] * 2
@@ -110,10 +110,10 @@ def test_the_log_says_what_is_missing_until_the_time_is_over(
         "1: 127.0.0.11 (4 CPU)"
     ] * 3
     ray = cluster(1, num_waits=10**9)
-    manager = create(ray, launch_spec(num_nodes=2, timeout_seconds=0.05))
+    agents = create(ray, launch_spec(num_nodes=2, timeout_seconds=0.05))
     with pytest.raises(LaunchError, match=r"its cluster has 1: .*; gave up after --join-timeout"):
-        manager.start()
-    manager.close()
+        agents.start()
+    agents.close()
     assert len(ray.removed) == 1
 
 
@@ -122,7 +122,7 @@ def test_the_end_of_the_head_ends_the_wait() -> None:
     is_ended = threading.Event()
     is_ended.set()
     with pytest.raises(LaunchError, match="the head has ended"):
-        RayManager(launch_spec(num_nodes=2), is_ended, ray, poll_seconds=0.0).start()
+        RayAgents(launch_spec(num_nodes=2), is_ended, ray, poll_seconds=0.0).start()
 
 
 def test_spares_start_on_machines_that_are_added_and_again_after_a_loss(
@@ -130,37 +130,37 @@ def test_spares_start_on_machines_that_are_added_and_again_after_a_loss(
 ) -> None:
     caplog.set_level(logging.INFO)
     ray = cluster(2)
-    manager = create(ray, launch_spec(2, num_spares=1))
-    manager.start()
+    agents = create(ray, launch_spec(2, num_spares=1))
+    agents.start()
     ray.places = {0: HEAD, 1: OTHERS[0]}
-    manager.poll()
+    agents.poll()
     assert len(ray.actors) == 1
     ray.machines += [machine(OTHERS[1], 13), machine(OTHERS[2], 14)]
-    manager.poll()
-    manager.poll()
+    agents.poll()
+    agents.poll()
     _, spare = ray.actors
     assert spare["options"]["scheduling_strategy"] == ("machine", OTHERS[1], False)
     assert spare["arguments"][0][-1] == "--spare"
     # The machine of the spare is lost: the next one gets one.
     ray.machines[2]["Alive"] = False
-    manager.poll()
+    agents.poll()
     assert ray.actors[2]["options"]["scheduling_strategy"][1] == OTHERS[2]
     assert "Ray has lost the machine 127.0.0.13 and looks for another one" in caplog.text
-    manager.close()
+    agents.close()
     # All that are left: the agent and the second spare.
     assert [actor.number for actor in ray.killed] == [0, 2]
     assert len(ray.removed) == 1
     assert not ray.is_connected
-    manager.close()
+    agents.close()
 
 
 def test_a_machine_that_ray_finds_for_a_lost_one_gets_no_spare() -> None:
     ray = cluster(3)
-    manager = create(ray, launch_spec(2, num_spares=2, num_nodes=2))
-    manager.start()
+    agents = create(ray, launch_spec(2, num_spares=2, num_nodes=2))
+    agents.start()
     ray.places = {0: HEAD, 1: OTHERS[0]}
     ray.machines[1]["Alive"] = False
     # Ray has moved the bundle to the third machine.
     ray.places[1] = OTHERS[1]
-    manager.poll()
+    agents.poll()
     assert len(ray.actors) == 1

@@ -76,7 +76,7 @@ class LaunchEvent(msgspec.Struct, frozen=True):
     """The launcher has ended for this reason; empty if Ray has found the machines."""
 
 
-class RayManager:
+class RayAgents:
     """Connection to a Ray cluster that keeps the agents of one engine running.
 
     Args:
