@@ -213,17 +213,20 @@ class Master:
 
     def on_node_message(self, session: AgentSession, message: AnyMessage) -> None:
         """See NodeListener."""
-        now = time.monotonic()
+        now, number = time.monotonic(), getattr(message, "process", None)
+        if number is None or self._table.node_of(number) != session.name:
+            # Others may not report about a process.
+            return
         match message:
-            case ServiceProcessStarted(process, head, url) if self._runs(session, process):
+            case ServiceProcessStarted(process, head, url):
                 self._table.on_started(process, head, url)
-            case ServiceReport(process, reading) if self._runs(session, process):
+            case ServiceReport(process, reading):
                 self._table.on_reading(process, reading, now)
                 self._add_links(reading.links)
-            case ServiceNodeKept(process, node, cause) if self._runs(session, process):
+            case ServiceNodeKept(process, node, cause):
                 log.warning("node %s cannot leave its running engine: %s", node, cause)
                 self._table.on_node_kept(process, node)
-            case ServiceProcessExited(process, cause) if self._runs(session, process):
+            case ServiceProcessExited(process, cause):
                 self._table.on_exited(process, cause, now)
         self._advance()
 
@@ -276,10 +279,6 @@ class Master:
         self._hub.membership.forget(name)
         self._hub.sessions_by_name.pop(name, None)
         self._links = {pair: link for pair, link in self._links.items() if name not in pair}
-
-    def _runs(self, session: AgentSession, process: int) -> bool:
-        """Return True if a process belongs to a node: others may not report about it."""
-        return self._table.node_of(process) == session.name
 
     def _select(self, request: ServiceRequest) -> NodeSelection:
         """Return the nodes of a service. Raises SelectionError."""
