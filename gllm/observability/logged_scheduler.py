@@ -1,6 +1,8 @@
 """Scheduler that writes a step log, and the repetition of logged calls."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 from gllm.observability.step_log import (
     AbortEvent,
@@ -18,7 +20,8 @@ from gllm.observability.step_log import (
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_prefetches import PrefetchRequest
-from gllm.scheduler.kv_pushes import KvPush
+from gllm.scheduler.kv_holds import ReadableKv
+from gllm.scheduler.kv_transfers import KvTransfers
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
@@ -42,7 +45,11 @@ class LoggedScheduler(Scheduler):
         clock: Callable[[], float],
         output_lengths: OutputLengths | None = None,
     ) -> None:
-        super().__init__(config, output_lengths=output_lengths)
+        super().__init__(
+            config,
+            output_lengths=output_lengths,
+            create_transfers=partial(LoggedTransfers, write, clock),
+        )
         self._write = write
         self._clock = clock
 
@@ -50,12 +57,6 @@ class LoggedScheduler(Scheduler):
         """Add a request; one that the scheduler rejects is not logged."""
         super().add(request, now)
         self._write(to_event(request, now))
-
-    def prefetch(self, request: PrefetchRequest, now: float) -> int:
-        """Fetch KV of a later request; one that the scheduler rejects is not logged."""
-        seq = super().prefetch(request, now)
-        self._write(PrefetchEvent(now, *request))
-        return seq
 
     def abort(self, seqs: list[int]) -> None:
         """Abort sequences."""
@@ -88,53 +89,76 @@ class LoggedScheduler(Scheduler):
         self._write(StageTimesEvent(self._clock(), stage, times))
         super().record_step_times(stage, times)
 
-    def take_fetches(self, now: float) -> list[KvFetch]:
+
+class LoggedTransfers(KvTransfers):
+    """Transfers that log their calls; their decisions are those of `KvTransfers`.
+
+    Args:
+        write: Receives each event, in the order of the calls.
+        clock: Returns the time in seconds.
+        arguments: Of KvTransfers.
+    """
+
+    def __init__(
+        self, write: Callable[[StepLogEvent], None], clock: Callable[[], float], *arguments: Any
+    ) -> None:
+        super().__init__(*arguments)
+        self._write = write
+        self._clock = clock
+
+    def prefetch(self, request: PrefetchRequest, now: float) -> int:
+        """Fetch KV of a later request; one that the scheduler rejects is not logged."""
+        seq = super().prefetch(request, now)
+        self._write(PrefetchEvent(now, *request[:-1]))
+        return seq
+
+    def start_fetches(self, now: float) -> list[KvFetch]:
         """Admit sequences whose KV can be fetched; logged while there are any."""
         if not self.has_pending_fetches:
             return []
-        fetches = super().take_fetches(now)
+        fetches = super().start_fetches(now)
         self._write(KvTransferEvent(now, "take_fetches", [fetch.seq for fetch in fetches]))
         return fetches
 
-    def take_pushes(self) -> list[KvPush]:
-        """Return KV that can be fetched while its prompt is computed; logged for each prompt."""
-        pushes = super().take_pushes()
-        tickets = [push.ticket for push in pushes if push.is_first]
+    def pop_readable(self) -> list[ReadableKv]:
+        """Return the KV that can be fetched; logged for each prompt that is still computed."""
+        readable = super().pop_readable()
+        tickets = [each.ticket for each in readable if each.is_first and each.step is not None]
         if tickets:
             self._write_kv_call("take_pushes", tickets)
-        return pushes
+        return readable
 
-    def record_fetch_progress(self, seq: int) -> None:
+    def record_progress(self, seq: int) -> None:
         """Record that bytes of a fetch have arrived."""
         self._write_kv_call("record_fetch_progress", [seq])
-        super().record_fetch_progress(seq)
+        super().record_progress(seq)
 
-    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> bool:
+    def finish_fetch(self, seq: int, is_ok: bool) -> bool:
         """End a fetch."""
-        self._write(KvTransferEvent(now, "finish_fetch", [seq], is_ok))
-        return super().finish_fetch(seq, is_ok, now)
+        self._write(KvTransferEvent(self._clock(), "finish_fetch", [seq], is_ok))
+        return super().finish_fetch(seq, is_ok)
 
-    def take_revocations(self, now: float) -> list[int]:
+    def pop_revocations(self, now: float) -> list[int]:
         """Return the tickets that must not be served any more; logged if there are any."""
-        tickets = super().take_revocations(now)
+        tickets = super().pop_revocations(now)
         if tickets:
             self._write(KvTransferEvent(now, "take_revocations", tickets))
         return tickets
 
-    def renew_holds(self, tickets: Iterable[int], now: float) -> None:
+    def renew(self, tickets: Iterable[int], now: float) -> None:
         """Begin the leases of holds anew."""
         tickets = list(tickets)
         self._write(KvTransferEvent(now, "renew_holds", tickets))
-        super().renew_holds(tickets, now)
+        super().renew(tickets, now)
 
-    def release_holds(self, tickets: Iterable[int]) -> None:
+    def release(self, tickets: Iterable[int]) -> None:
         """Ask for the revocation of holds."""
         tickets = list(tickets)
         self._write_kv_call("release_holds", tickets)
-        super().release_holds(tickets)
+        super().release(tickets)
 
     def confirm_revocation(self, ticket: int) -> None:
-        """Return the blocks of a hold to the pool."""
+        """Return the blocks of a ticket to the pool."""
         self._write_kv_call("confirm_revocation", [ticket])
         super().confirm_revocation(ticket)
 
@@ -214,27 +238,28 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
                 event.age_seconds,
                 event.predicted_output_tokens,
             )
-            scheduler.prefetch(request, event.time)
+            scheduler.transfers.prefetch(request, event.time)
         case KvTransferEvent():
-            _replay_kv_call(scheduler, event)
+            _replay_kv_call(scheduler.transfers, event)
     return None
 
 
-def _replay_kv_call(scheduler: Scheduler, event: KvTransferEvent) -> None:
+def _replay_kv_call(transfers: KvTransfers, event: KvTransferEvent) -> None:
+    """Repeat a call; see KvTransferCall."""
     match event.call:
         case "take_fetches":
-            scheduler.take_fetches(event.time)
+            transfers.start_fetches(event.time)
         case "take_pushes":
-            scheduler.take_pushes()
+            transfers.pop_readable()
         case "record_fetch_progress":
-            scheduler.record_fetch_progress(event.ids[0])
+            transfers.record_progress(event.ids[0])
         case "finish_fetch":
-            scheduler.finish_fetch(event.ids[0], event.is_ok, event.time)
+            transfers.finish_fetch(event.ids[0], event.is_ok)
         case "take_revocations":
-            scheduler.take_revocations(event.time)
+            transfers.pop_revocations(event.time)
         case "renew_holds":
-            scheduler.renew_holds(event.ids, event.time)
+            transfers.renew(event.ids, event.time)
         case "release_holds":
-            scheduler.release_holds(event.ids)
+            transfers.release(event.ids)
         case "confirm_revocation":
-            scheduler.confirm_revocation(event.ids[0])
+            transfers.confirm_revocation(event.ids[0])

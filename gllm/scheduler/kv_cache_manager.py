@@ -5,7 +5,7 @@ from collections.abc import Container
 from gllm.scheduler.block_pool import BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_holds import KvHold, KvHolds
+from gllm.scheduler.kv_holds import ReadableKv, KvHolds
 from gllm.scheduler.sequence import Sequence
 
 
@@ -121,7 +121,7 @@ class KVCacheManager:
         parent = hashes[index - 1] if index else root_hash(salt)
         log.on_stored(hashes[index], parent, token_ids, salt)
 
-    def hold(self, sequence: Sequence, now: float) -> KvHold | None:
+    def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
         """Hold the KV of an ended sequence under the ticket of its request.
 
         The sequence still has its blocks, and may have rows in flight beyond its end.
@@ -135,7 +135,7 @@ class KVCacheManager:
         if not ticket or num_tokens < 1 or ticket in self.holds:
             return None
         block_ids = sequence.block_ids[: -(-num_tokens // self._block_size)]
-        hold = KvHold(ticket, num_tokens, block_ids)
+        hold = ReadableKv(ticket, num_tokens, block_ids)
         self.holds.add(hold, sequence.rank, now)
         return hold
 

@@ -25,6 +25,8 @@ class KvFetch(NamedTuple):
     """Number of tokens; 0: the prefix cache has them all, only the source has to be released."""
     block_ids: list[int]
     """Blocks to write: block i holds the positions from first_token + i * block_size on."""
+    source: object = None
+    """`SchedulerRequest.kv_source`."""
     is_early: bool = False
     """True if the request has not arrived yet: the other engine may compute the tokens meanwhile.
     """
@@ -50,6 +52,11 @@ class KvFetches:
     def num_in_flight(self) -> int:
         """Number of fetches that have started and not ended."""
         return len(self._in_flight)
+
+    @property
+    def in_flight_seqs(self) -> list[int]:
+        """Sequences of the fetches that have started and not ended."""
+        return list(self._in_flight)
 
     @property
     def has_pending(self) -> bool:
@@ -178,7 +185,8 @@ class KvFetches:
         sequence.is_fetching = True
         sequence.num_rows_in_flight += 1
         block_ids = sequence.block_ids[num_shared_blocks:]
-        return KvFetch(sequence.seq, first_token, num_tokens, block_ids)
+        source = sequence.request.kv_source
+        return KvFetch(sequence.seq, first_token, num_tokens, block_ids, source)
 
     def _skip_prefill(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the decodes if only its last output token lacks KV."""

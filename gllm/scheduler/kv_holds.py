@@ -15,20 +15,26 @@ HOLD_LEASE_SECONDS = 30.0
 """Time after which a hold that nobody renews is revoked."""
 
 
-class KvHold(NamedTuple):
-    """KV of an ended sequence that can be fetched."""
+class ReadableKv(NamedTuple):
+    """KV that can be fetched: of a hold, or of a prompt as far as it is scheduled."""
 
     ticket: int
-    """Key by which the receiver asks for the KV."""
+    """Key by which the other engine asks for the KV."""
     num_tokens: int
-    """Leading tokens of the sequence whose KV the blocks hold."""
+    """Leading tokens of the sequence that are computed or scheduled."""
     block_ids: list[int]
-    """Block table: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
+    """Block table of these tokens: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
+    step: int | None = None
+    """Step that computes the last of them; None: all are computed."""
+    is_partial: bool = False
+    """True if further tokens of the prompt follow."""
+    is_first: bool = True
+    """True if nothing could be fetched under the ticket before."""
 
 
 @dataclass(slots=True)
 class _HoldState:
-    hold: KvHold
+    hold: ReadableKv
     rank: tuple[int, float, int]
     """Rank of the sequence."""
     lease_end: float
@@ -41,7 +47,6 @@ class KvHolds:
     def __init__(self, block_pool: BlockPool) -> None:
         self._block_pool = block_pool
         self._states: dict[int, _HoldState] = {}
-        self._new_holds: list[KvHold] = []
         self._revocations: list[int] = []
         """Tickets whose revocation has not been reported yet."""
         self._num_revoked = 0
@@ -53,7 +58,7 @@ class KvHolds:
         return ticket in self._states
 
     @property
-    def holds(self) -> list[KvHold]:
+    def holds(self) -> list[ReadableKv]:
         """All holds, in the order in which they began."""
         return [state.hold for state in self._states.values()]
 
@@ -74,7 +79,7 @@ class KvHolds:
         states = [state for state in self._states.values() if state.is_revoked]
         return sum(self._block_pool.count_exclusive(state.hold.block_ids) for state in states)
 
-    def add(self, hold: KvHold, rank: tuple[int, float, int], now: float) -> None:
+    def add(self, hold: ReadableKv, rank: tuple[int, float, int], now: float) -> None:
         """Hold blocks that a sequence still refers to.
 
         Args:
@@ -84,12 +89,6 @@ class KvHolds:
         """
         self._block_pool.add_references(hold.block_ids)
         self._states[hold.ticket] = _HoldState(hold, rank, now + HOLD_LEASE_SECONDS)
-        self._new_holds.append(hold)
-
-    def pop_new(self) -> list[KvHold]:
-        """Return the holds added since the last call."""
-        holds, self._new_holds = self._new_holds, []
-        return holds
 
     def release(self, tickets: Iterable[int]) -> None:
         """Ask for the revocation of holds that nobody needs; unknown tickets are ignored."""

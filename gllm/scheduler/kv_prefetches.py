@@ -25,6 +25,8 @@ class PrefetchRequest(NamedTuple):
     cache_salt: str = ""
     age_seconds: float = 0.0
     predicted_output_tokens: int = 0
+    kv_source: object = None
+    """See SchedulerRequest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +40,8 @@ class _Prefetch:
 class KvPrefetches:
     """Prefetches by ticket, until their request arrives or they are released."""
 
-    def __init__(self, kv_cache: KVCacheManager, fetches: KvFetches) -> None:
+    def __init__(self, kv_cache: KVCacheManager, fetches: KvFetches, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         self._kv_cache = kv_cache
         self._fetches = fetches
         self._by_ticket: dict[int, _Prefetch] = {}
@@ -50,16 +53,16 @@ class KvPrefetches:
         self._num_added = 0
 
     @property
-    def num_in_flight(self) -> int:
-        """Number of prefetches that have started and not ended."""
-        return sum(not each.is_complete for each in self.started.values())
+    def in_flight_seqs(self) -> list[int]:
+        """Sequences of the prefetches that have started and not ended."""
+        return [seq for seq, prefetch in self.started.items() if not prefetch.is_complete]
 
     @property
     def has_pending(self) -> bool:
         """True if a prefetch may have to be started or may expire."""
         return bool(self._by_ticket or self._adopted)
 
-    def add(self, request: PrefetchRequest, max_model_len: int, now: float) -> int:
+    def add(self, request: PrefetchRequest, now: float) -> int:
         """Add a prefetch and return the id of its sequence, which is negative.
 
         Raises:
@@ -79,8 +82,9 @@ class KvPrefetches:
             age_seconds=request.age_seconds,
             kv_source_tokens=len(request.prompt_token_ids),
             predicted_output_tokens=request.predicted_output_tokens,
+            kv_source=request.kv_source,
         )
-        standing.check(max_model_len)
+        standing.check(self._max_model_len)
         self._num_added += 1
         token_ids = standing.initial_token_ids(seq)
         arrival = now - request.age_seconds

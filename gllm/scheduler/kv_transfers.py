@@ -1,13 +1,17 @@
-"""KV that moves between engines, for the scheduler: fetches, prefetches, pushes and holds."""
+"""KV that moves between engines: the scheduler's table of tickets and fetches.
+
+The driver asks what to begin and to revoke, and reports what has ended. Whoever moves the bytes
+answers each fetch with `finish_fetch` and each revocation with `confirm_revocation`.
+"""
 
 from collections.abc import Callable, Collection, Iterable
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.kv_fetches import KvFetch, KvFetches
-from gllm.scheduler.kv_holds import KvHold
-from gllm.scheduler.kv_prefetches import KvPrefetches
-from gllm.scheduler.kv_pushes import KvPushes
+from gllm.scheduler.kv_holds import ReadableKv
+from gllm.scheduler.kv_prefetches import KvPrefetches, PrefetchRequest
+from gllm.scheduler.kv_readable import ReadablePrompts
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
@@ -15,7 +19,7 @@ from gllm.scheduler.sequence import Sequence
 from gllm.scheduler.transfer_mode import TransferModePolicy
 
 
-class SchedulerTransfers:
+class KvTransfers:
     """Sequences whose blocks another engine reads, or fills."""
 
     def __init__(
@@ -38,13 +42,15 @@ class SchedulerTransfers:
             finalize: frees the blocks of a sequence that has ended or is a victim, once no row of
                 it is in flight.
         """
-        self.fetches = KvFetches(kv_cache, queues, filler)
-        self.prefetches = KvPrefetches(kv_cache, self.fetches)
-        self.pushes = KvPushes(TransferModePolicy(config.push_threshold), config.block_size)
+        self.readable = ReadablePrompts(TransferModePolicy(config.push_threshold), config.block_size)
+        """Running prompts that can be fetched."""
+        self._fetches = KvFetches(kv_cache, queues, filler)
+        self._prefetches = KvPrefetches(kv_cache, self._fetches, config.max_model_len)
         self._first_chunks: list[int] = []
         """Tickets of prompts whose first chunk is computed, which were not returned yet."""
         self._block_size = config.block_size
         self._kv_cache = kv_cache
+        self._holds = kv_cache.holds
         self._queues = queues
         self._counters = counters
         self._finalize = finalize
@@ -52,9 +58,33 @@ class SchedulerTransfers:
     @property
     def num_in_flight(self) -> int:
         """Number of fetches and prefetches that have started and not ended."""
-        prefetches = self.prefetches
-        num_prefetches = prefetches.num_in_flight if prefetches.started else 0
-        return self.fetches.num_in_flight + num_prefetches
+        return len(self.fetching_seqs)
+
+    @property
+    def num_prefetched(self) -> int:
+        """Number of prefetches that have blocks, although their request has not arrived."""
+        return len(self._prefetches.started)
+
+    @property
+    def has_pending_fetches(self) -> bool:
+        """True if a fetch may have to be started, or to be released."""
+        return self._fetches.has_pending or self._prefetches.has_pending
+
+    @property
+    def is_active(self) -> bool:
+        """True while a lease or a fetch can end without a step."""
+        readable = self._holds or self.readable.tickets
+        return bool(readable or self.has_pending_fetches or self._fetches.num_in_flight)
+
+    @property
+    def tickets(self) -> list[int]:
+        """Tickets under which other engines may read blocks."""
+        return [*(hold.ticket for hold in self._holds.holds), *self.readable.tickets]
+
+    @property
+    def fetching_seqs(self) -> list[int]:
+        """Sequences of the fetches that were started and have not ended."""
+        return [*self._fetches.in_flight_seqs, *self._prefetches.in_flight_seqs]
 
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
         """Return True if blocks return without a step, though nothing fits and nothing runs.
@@ -66,11 +96,11 @@ class SchedulerTransfers:
         Args:
             sequences: all sequences of the scheduler, at least one.
         """
-        holds = self._kv_cache.holds
-        if self.fetches.num_in_flight or holds.num_revoked or self.pushes.is_ending:
+        holds = self._holds
+        if self._fetches.num_in_flight or holds.num_revoked or self.readable.is_ending:
             return True
-        self.prefetches.release_started()
-        if self.prefetches.num_in_flight:
+        self._prefetches.release_started()
+        if self._prefetches.in_flight_seqs:
             return True
         if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
             best = min(sequences, key=rank_of)
@@ -82,33 +112,58 @@ class SchedulerTransfers:
         """Enqueue a new sequence, or let it go on with the blocks of its prefetch."""
         request = sequence.request
         num_tokens = request.kv_source_tokens
-        if num_tokens and self.prefetches.adopt(sequence, request.kv_source_ticket):
+        if num_tokens and self._prefetches.adopt(sequence, request.kv_source_ticket):
             self._counters.fetched_tokens += num_tokens - sequence.num_reused_tokens
             return
         self._queues.enqueue(sequence)
         if num_tokens:
-            self.fetches.add(sequence)
+            self._fetches.add(sequence)
+
+    def prefetch(self, request: PrefetchRequest, now: float) -> int:
+        """Fetch KV of a request that arrives later; return the id for `start_fetches`.
+
+        Raises:
+            ValueError: the request could not run, or its ticket is in use.
+        """
+        return self._prefetches.add(request, now)
 
     def start_fetches(self, now: float) -> list[KvFetch]:
-        """See Scheduler.take_fetches."""
-        return self.fetches.start(now) + self.prefetches.start(now)
+        """Admit sequences whose KV can be fetched, and return the fetches to begin.
+
+        Called before `Scheduler.schedule`. Each fetch of at least one token is answered with
+        `finish_fetch`.
+        """
+        return self._fetches.start(now) + self._prefetches.start(now)
 
     def record_progress(self, seq: int) -> None:
-        """See Scheduler.record_fetch_progress."""
-        self.fetches.record_progress(seq)
-        self.prefetches.record_progress(seq)
+        """Record that bytes of a fetch have arrived, so that it is no early victim any more.
+
+        Other sequences are ignored.
+        """
+        self._fetches.record_progress(seq)
+        self._prefetches.record_progress(seq)
 
     def finish_fetch(self, seq: int, is_ok: bool) -> bool:
-        """See Scheduler.finish_fetch."""
-        if self.prefetches.finish(seq, is_ok):
+        """End a fetch, after which nothing is written to its blocks any more.
+
+        Returns True for a victim, whose fetch `start_fetches` returns again: its source is kept.
+
+        Args:
+            seq: sequence of the fetch.
+            is_ok: every rank of every stage has all of its KV. Else others than victims prefill.
+
+        Raises:
+            ValueError: no fetch of this sequence is in flight.
+        """
+        if self._prefetches.finish(seq, is_ok):
             return False
-        sequence = self.fetches.finish(seq)
+        sequence = self._fetches.finish(seq)
         if sequence.is_freeing_blocks:
             # A complete fetch has ended its source; that of a prefetch is not known any more.
             is_repeated = not (is_ok or sequence.is_finished) and sequence.seq == seq
             if is_repeated:
                 sequence.num_source_tokens = sequence.request.kv_source_tokens
-                self.fetches.add(sequence)
+                self._fetches.add(sequence)
             self._finalize(sequence)
             return is_repeated
         if is_ok:
@@ -116,7 +171,7 @@ class SchedulerTransfers:
                 # Those of a prefetch were counted when it was adopted.
                 num_tokens = sequence.request.kv_source_tokens - sequence.num_scheduled_tokens
                 self._counters.fetched_tokens += num_tokens
-            self.fetches.use_fetched(sequence)
+            self._fetches.use_fetched(sequence)
         else:
             self._counters.failed_fetches += 1
             self._kv_cache.free(sequence)
@@ -124,8 +179,8 @@ class SchedulerTransfers:
         return False
 
     def pop_cancellations(self) -> list[int]:
-        """See Scheduler.take_fetch_cancellations."""
-        return self.fetches.pop_cancellations() + self.prefetches.pop_cancellations()
+        """Return the sequences whose fetch in flight has to end soon, or starts no more."""
+        return self._fetches.pop_cancellations() + self._prefetches.pop_cancellations()
 
     def on_chunk_computed(self, sequence: Sequence, start: int) -> None:
         """Note a computed row that does not end its prompt, from its first token."""
@@ -136,35 +191,49 @@ class SchedulerTransfers:
             self._first_chunks.append(request.kv_ticket)
 
     def pop_first_chunks(self) -> list[int]:
-        """See Scheduler.take_first_chunks."""
+        """Return the tickets of prompts whose first of several chunks is computed, once each."""
         tickets, self._first_chunks = self._first_chunks, []
         return tickets
 
-    def hold(self, sequence: Sequence, now: float) -> KvHold | None:
-        """Hold the KV of a sequence that `max_tokens` has ended; it is no longer pushed."""
+    def pop_readable(self) -> list[ReadableKv]:
+        """Return the KV that can be fetched in addition since the last call."""
+        return self.readable.pop_new()
+
+    def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
+        """Hold the KV of a sequence that `max_tokens` has ended."""
         hold = self._kv_cache.hold(sequence, now)
-        self.pushes.confirm(sequence.request.kv_ticket)
+        if hold is None:
+            self.readable.confirm(sequence.request.kv_ticket)
+        else:
+            self.readable.on_held(hold)
         return hold
 
     def renew(self, tickets: Iterable[int], now: float) -> None:
-        """See Scheduler.renew_holds."""
+        """Begin the leases of holds and prefetches anew; unknown tickets are ignored."""
         tickets = list(tickets)
-        self._kv_cache.holds.renew(tickets, now)
-        self.prefetches.renew(tickets, now)
+        self._holds.renew(tickets, now)
+        self._prefetches.renew(tickets, now)
 
     def release(self, tickets: Iterable[int]) -> None:
-        """See Scheduler.release_holds."""
+        """Release holds and prefetches that nobody needs; unknown tickets are ignored."""
         tickets = list(tickets)
-        self._kv_cache.holds.release(tickets)
-        self.prefetches.release(tickets)
+        self._holds.release(tickets)
+        self._prefetches.release(tickets)
 
     def pop_revocations(self, now: float) -> list[int]:
-        """See Scheduler.take_revocations."""
-        return self._kv_cache.holds.pop_revocations(now) + self.pushes.pop_revocations()
+        """Return the tickets that must not be served any more, since the last call.
+
+        Their leases have expired, nobody needs them, or a sequence needs their blocks. Each is
+        answered with `confirm_revocation`.
+        """
+        return self._holds.pop_revocations(now) + self.readable.pop_revocations()
 
     def confirm_revocation(self, ticket: int) -> None:
-        """See Scheduler.confirm_revocation."""
-        sequence = self.pushes.confirm(ticket)
+        """Return the blocks of a ticket, which nobody reads any more, to the pool.
+
+        Also permitted for a ticket that was not revoked: its reader has all of the blocks.
+        """
+        sequence = self.readable.confirm(ticket)
         if sequence is not None and sequence.is_freeing_blocks:
             self._finalize(sequence)
-        self._kv_cache.holds.confirm(ticket)
+        self._holds.confirm(ticket)

@@ -2,21 +2,17 @@
 
 It owns all sequences from `add` to their end, in pure Python: no clock (time is an argument), no
 I/O, no tensors. The driver of a pipeline and the simulator call the same methods: `add`, `abort`,
-`schedule`, `commit`, and for KV that moves between engines `take_...` and their answers.
+`schedule`, `commit`, and those of `transfers` for KV that moves between engines.
 docs/scheduler.md proves that every sequence finishes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.kv_fetches import KvFetch
-from gllm.scheduler.kv_holds import KvHold
-from gllm.scheduler.kv_prefetches import PrefetchRequest
-from gllm.scheduler.kv_pushes import KvPush
-from gllm.scheduler.kv_transfers import SchedulerTransfers
+from gllm.scheduler.kv_transfers import KvTransfers
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.output_lengths import OutputLengths
@@ -50,6 +46,7 @@ class Scheduler:
         config: resolved configuration (SchedulerConfig.resolve).
         policy: scheduling policy; by default the one that `config` names.
         output_lengths: output lengths of an earlier scheduler, which predictions begin with.
+        create_transfers: creates `transfers`, with the arguments of KvTransfers.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class Scheduler:
         config: SchedulerConfig,
         policy: SchedulingPolicy | None = None,
         output_lengths: OutputLengths | None = None,
+        create_transfers: Callable[..., KvTransfers] = KvTransfers,
     ) -> None:
         assert config.max_in_flight is not None
         self.config = config
@@ -79,9 +77,10 @@ class Scheduler:
         parts = self.kv_cache, self._admission, self._queues
         self._preemption = PreemptionManager(config, *parts, self._counters)
         self._filler = MicroBatchFiller(config, policy, *parts, self._preemption, self._counters)
-        self._transfers = SchedulerTransfers(
+        self.transfers = create_transfers(
             config, self.kv_cache, self._queues, self._filler, self._counters, self._finalize
         )
+        """KV that moves between engines."""
         self._parallelism = ParallelismGauge(config, self.kv_cache, self._admission, self._queues)
         self._now = 0.0
         """Latest time of a call, at which leases of holds start."""
@@ -93,15 +92,7 @@ class Scheduler:
             ValueError: the request can never run.
         """
         request.check(self.config.max_model_len)
-        self._transfers.add(self.table.add(request, now))
-
-    def prefetch(self, request: PrefetchRequest, now: float) -> int:
-        """Fetch KV of a request that arrives later; return the id for `take_fetches`.
-
-        Raises:
-            ValueError: the request could not run, or its ticket is in use.
-        """
-        return self._transfers.prefetches.add(request, self.config.max_model_len, now)
+        self.transfers.add(self.table.add(request, now))
 
     def abort(self, seqs: list[int]) -> None:
         """End sequences now; ids of finished and unknown sequences are ignored."""
@@ -143,7 +134,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next micro-batch; None if nothing can run or too many are in flight.
 
-        Sequences whose KV can be fetched are left to `take_fetches`, which is called first.
+        Sequences whose KV can be fetched are left to `transfers.start_fetches`, which is called first.
         """
         self._now = now
         has_room = self._in_flight.has_room
@@ -162,8 +153,8 @@ class Scheduler:
         num_decodes = counters.decode_tokens - num_decodes
         num_prefills = counters.prefill_tokens - num_prefills
         lane = PREFILL_LANE if self._has_lanes and num_prefills else DECODE_LANE
-        if self._transfers.pushes.is_enabled:
-            self._transfers.pushes.on_scheduled(counters.steps, rows, self._sequences)
+        if self.transfers.readable.is_enabled:
+            self.transfers.readable.on_scheduled(counters.steps, rows, self._sequences)
         plan = self._in_flight.add(rows, self.table.pop_released(), lane, num_prefills)
         counters.steps += 1
         self._last_plan_had_decodes = num_decodes > 0
@@ -195,79 +186,6 @@ class Scheduler:
                 self._queues.make_ready(sequence)
         return output
 
-    @property
-    def has_pending_fetches(self) -> bool:
-        """True if a fetch may have to be started, or to be released."""
-        return self._transfers.fetches.has_pending or self._transfers.prefetches.has_pending
-
-    def take_fetches(self, now: float) -> list[KvFetch]:
-        """Admit sequences whose KV can be fetched, and return the fetches to begin.
-
-        Called before `schedule`. Whoever moves the bytes answers each fetch of at least one token
-        with `finish_fetch`.
-        """
-        self._now = now
-        return self._transfers.start_fetches(now)
-
-    def record_fetch_progress(self, seq: int) -> None:
-        """Record that bytes of a fetch have arrived, so that it is no early victim any more."""
-        self._transfers.record_progress(seq)
-
-    def finish_fetch(self, seq: int, is_ok: bool, now: float) -> bool:
-        """End a fetch, after which nothing is written to its blocks any more.
-
-        Returns True for a victim, whose fetch `take_fetches` returns again: its source is kept.
-
-        Args:
-            seq: sequence of the fetch.
-            is_ok: every rank of every stage has all of its KV. Else others than victims prefill.
-            now: current time in seconds.
-
-        Raises:
-            ValueError: no fetch of this sequence is in flight.
-        """
-        self._now = now
-        return self._transfers.finish_fetch(seq, is_ok)
-
-    def take_fetch_cancellations(self) -> list[int]:
-        """Return the sequences whose fetch in flight has to end soon, or starts no more."""
-        return self._transfers.pop_cancellations()
-
-    def take_pushes(self) -> list[KvPush]:
-        """Return the KV that can be fetched while its prompt is computed, since the last call."""
-        return self._transfers.pushes.pop_new()
-
-    def take_first_chunks(self) -> list[int]:
-        """Return the tickets of prompts whose first of several chunks is computed, once each."""
-        return self._transfers.pop_first_chunks()
-
-    def take_holds(self) -> list[KvHold]:
-        """Return the KV that can be fetched from now on, since the last call."""
-        return self.kv_cache.holds.pop_new()
-
-    def renew_holds(self, tickets: Iterable[int], now: float) -> None:
-        """Begin the leases of holds and prefetches anew; unknown tickets are ignored."""
-        self._transfers.renew(tickets, now)
-
-    def release_holds(self, tickets: Iterable[int]) -> None:
-        """Release holds and prefetches that nobody needs; unknown tickets are ignored."""
-        self._transfers.release(tickets)
-
-    def take_revocations(self, now: float) -> list[int]:
-        """Return the tickets that must not be served any more, since the last call.
-
-        Their leases have expired, nobody needs them, or a sequence needs their blocks. Each is
-        answered with `confirm_revocation`.
-        """
-        return self._transfers.pop_revocations(now)
-
-    def confirm_revocation(self, ticket: int) -> None:
-        """Return the blocks of a hold, which nobody reads any more, to the pool.
-
-        Also permitted for a hold that was not revoked: its receiver has all of it.
-        """
-        self._transfers.confirm_revocation(ticket)
-
     def record_step_times(self, stage: int, times: list[StepTime]) -> None:
         """Record when a stage computed scheduled steps; permitted at any time after `schedule`."""
         for time in times:
@@ -283,7 +201,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters."""
-        running = len(self.kv_cache.running) - len(self._transfers.prefetches.started)
+        running = len(self.kv_cache.running) - self.transfers.num_prefetched
         return SchedulerStats(
             running=running,
             waiting=len(self._sequences) - running + len(self.table.pending_forks),
@@ -293,7 +211,7 @@ class Scheduler:
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             decoding=len(self._queues.tally.decoding_seqs),
             depth=self._queues.depth,
-            fetching=self._transfers.num_in_flight,
+            fetching=self.transfers.num_in_flight,
             held_blocks=self.kv_cache.holds.num_blocks,
             in_flight_prefill_tokens=self._in_flight.num_prefill_tokens,
             **vars(self._counters),
@@ -308,7 +226,7 @@ class Scheduler:
 
         Returns no row if blocks return without a step.
         """
-        if self._transfers.returns_blocks(self._sequences.values()):
+        if self.transfers.returns_blocks(self._sequences.values()):
             return []
         return self._filler.force(self._sequences, now)
 
@@ -337,7 +255,7 @@ class Scheduler:
         if self.table.pending_forks and sequence.num_computed_tokens >= sequence.prompt_len:
             self._fork(sequence)
         if not should_sample:
-            self._transfers.on_chunk_computed(sequence, start)
+            self.transfers.on_chunk_computed(sequence, start)
         if sequence.is_finished or not should_sample:
             return
         if sampled is None or sampled.epoch != epoch:
@@ -366,7 +284,7 @@ class Scheduler:
             output.finished.append(FinishedSequence(sequence.seq, "stop", token_id))
         elif num_generated == request.max_tokens:
             end = FinishedSequence(sequence.seq, "length")
-            if (hold := self._transfers.hold(sequence, self._now)) is not None:
+            if (hold := self.transfers.hold(sequence, self._now)) is not None:
                 end = end._replace(kv_ticket=hold.ticket, num_kv_tokens=hold.num_tokens)
             output.finished.append(end)
         else:

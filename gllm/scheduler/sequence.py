@@ -48,8 +48,10 @@ class SchedulerRequest(NamedTuple):
     """Lower end of the predicted output length in tokens, `outputs` included; 0: no prediction."""
     kv_source_ticket: int = 0
     """Ticket of the KV that can be fetched, which a prefetch may have fetched already."""
+    kv_source: object = None
+    """Whatever the caller needs to fetch the KV; fetches return it."""
     reports_first_chunk: bool = False
-    """True if `Scheduler.take_first_chunks` returns `kv_ticket` after the first of several chunks.
+    """True if `KvTransfers.pop_first_chunks` returns `kv_ticket` after the first of several chunks.
     """
 
     def check(self, max_model_len: int) -> None:

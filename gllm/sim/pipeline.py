@@ -222,14 +222,14 @@ class SimulatedPipeline:
         """
         if self.is_stopped:
             return False
-        is_repeated = self.scheduler.finish_fetch(seq, is_ok, now)
+        is_repeated = self.scheduler.transfers.finish_fetch(seq, is_ok)
         self._request_turn(now)
         return is_repeated
 
     def confirm_revocation(self, ticket: int, now: float) -> None:
         """Note that nobody reads the blocks of a ticket any more; they become free."""
         if not self.is_stopped:
-            self.scheduler.confirm_revocation(ticket)
+            self.scheduler.transfers.confirm_revocation(ticket)
             self._request_turn(now)
 
     def earliest_commits(self, now: float) -> list[tuple[float, InFlightBatch]]:
@@ -290,8 +290,8 @@ class SimulatedPipeline:
         self._is_turn_due = False
         if self.is_stopped:
             return
-        if self._kv_listener is not None and self.scheduler.has_pending_fetches:
-            for fetch in self.scheduler.take_fetches(now):
+        if self._kv_listener is not None and self.scheduler.transfers.has_pending_fetches:
+            for fetch in self.scheduler.transfers.start_fetches(now):
                 self._kv_listener.on_fetch(fetch, now)
         while (plan := self.scheduler.schedule(now)) is not None:
             self._num_steps = plan.step + 1
@@ -311,10 +311,11 @@ class SimulatedPipeline:
     def _report_kv_changes(self, listener: KvRequestListener, now: float) -> None:
         """Report fetches and held blocks that the scheduler has given up."""
         # The simulated mover knows of a hold by the end of its request.
-        self.scheduler.take_holds()
-        for seq in self.scheduler.take_fetch_cancellations():
+        transfers = self.scheduler.transfers
+        transfers.pop_readable()
+        for seq in transfers.pop_cancellations():
             listener.on_fetch_cancelled(seq, now)
-        for ticket in self.scheduler.take_revocations(now):
+        for ticket in transfers.pop_revocations(now):
             listener.on_revoked(ticket, now)
 
     def _notify_scheduled(self, batch: InFlightBatch | None, now: float) -> None:

@@ -256,7 +256,7 @@ def test_a_death_while_the_prompt_is_pushed(chunk: int, victim: str) -> None:
             case "cancel":
                 cancel_fetches(decode)
             case "revoke":
-                decode.scheduler.release_holds(list(prefill.pushed))
+                decode.scheduler.transfers.release(list(prefill.pushed))
             case _:
                 rig.kill(victim)
         rig.run([stream])

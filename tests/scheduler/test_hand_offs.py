@@ -29,7 +29,7 @@ def check_end(pair: EnginePair) -> None:
         stats = engine.scheduler.stats()
         assert (stats.unfinished, stats.in_flight, stats.fetching) == (0, 0, 0)
         assert (stats.held_blocks, stats.kv_usage) == (0, 0.0)
-        assert not engine.scheduler.has_pending_fetches
+        assert not engine.scheduler.transfers.has_pending_fetches
 
 
 def drive(pair: EnginePair, steps: int) -> None:

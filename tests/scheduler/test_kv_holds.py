@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, KvHold
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv
 from gllm.scheduler.plan import FinishedSequence, SampledToken, StepOutput, StepPlan, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
@@ -56,10 +56,10 @@ def test_the_end_of_a_request_with_a_ticket_holds_its_computed_tokens() -> None:
     scheduler = make_scheduler()
     end = prefill(scheduler, ticket_request(0, 9))
     assert end == FinishedSequence(0, "length", kv_ticket=100, num_kv_tokens=9)
-    (hold,) = scheduler.take_holds()
-    assert hold == KvHold(100, 9, hold.block_ids)
+    (hold,) = scheduler.transfers.pop_readable()
+    assert hold == ReadableKv(100, 9, hold.block_ids)
     assert len(hold.block_ids) == 3
-    assert not scheduler.take_holds()
+    assert not scheduler.transfers.pop_readable()
     stats = scheduler.stats()
     assert (stats.unfinished, stats.held_blocks, stats.kv_usage) == (0, 3, 3 / 16)
 
@@ -68,7 +68,7 @@ def test_several_output_tokens_are_held_but_the_last() -> None:
     scheduler = make_scheduler()
     end = prefill(scheduler, ticket_request(0, 6, max_tokens=4))
     assert (end.kv_ticket, end.num_kv_tokens) == (100, 9)
-    assert len(scheduler.take_holds()[0].block_ids) == 3
+    assert len(scheduler.transfers.pop_readable()[0].block_ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_stops_and_errors_hold_nothing(
     scheduler = make_scheduler()
     end = prefill(scheduler, ticket_request(0, 9, **changes), **fields)
     assert (end.kv_ticket, end.num_kv_tokens) == (0, 0)
-    assert not scheduler.take_holds()
+    assert not scheduler.transfers.pop_readable()
     assert scheduler.stats().kv_usage == 0
 
 
@@ -98,7 +98,7 @@ def test_an_aborted_request_holds_nothing() -> None:
     assert plan is not None
     scheduler.abort([0])
     commit(scheduler, plan)
-    assert not scheduler.take_holds()
+    assert not scheduler.transfers.pop_readable()
     assert scheduler.stats().kv_usage == 0
 
 
@@ -112,21 +112,21 @@ def test_a_ticket_in_use_holds_nothing_more() -> None:
 def test_blocks_return_when_a_revocation_is_confirmed() -> None:
     scheduler = make_scheduler()
     prefill(scheduler, ticket_request(0, 9))
-    scheduler.release_holds([100, 5])
-    scheduler.release_holds([100])
-    assert scheduler.take_revocations(0.0) == [100]
-    assert scheduler.take_revocations(0.0) == []
+    scheduler.transfers.release([100, 5])
+    scheduler.transfers.release([100])
+    assert scheduler.transfers.pop_revocations(0.0) == [100]
+    assert scheduler.transfers.pop_revocations(0.0) == []
     assert scheduler.stats().held_blocks == 3
-    scheduler.confirm_revocation(100)
-    scheduler.confirm_revocation(100)
+    scheduler.transfers.confirm_revocation(100)
+    scheduler.transfers.confirm_revocation(100)
     assert scheduler.stats().kv_usage == 0
 
 
 def test_a_hold_that_has_been_fetched_is_confirmed_without_a_revocation() -> None:
     scheduler = make_scheduler()
     prefill(scheduler, ticket_request(0, 9))
-    scheduler.confirm_revocation(100)
-    assert scheduler.take_revocations(1e9) == []
+    scheduler.transfers.confirm_revocation(100)
+    assert scheduler.transfers.pop_revocations(1e9) == []
     assert scheduler.stats().kv_usage == 0
 
 
@@ -134,17 +134,17 @@ def test_leases_expire_unless_renewed() -> None:
     scheduler = make_scheduler()
     for seq in range(2):
         prefill(scheduler, ticket_request(seq, 5))
-    assert scheduler.take_revocations(HOLD_LEASE_SECONDS - 1) == []
-    scheduler.renew_holds([101, 7], HOLD_LEASE_SECONDS - 1)
-    assert scheduler.take_revocations(HOLD_LEASE_SECONDS) == [100]
-    assert scheduler.take_revocations(2 * HOLD_LEASE_SECONDS - 1) == [101]
+    assert scheduler.transfers.pop_revocations(HOLD_LEASE_SECONDS - 1) == []
+    scheduler.transfers.renew([101, 7], HOLD_LEASE_SECONDS - 1)
+    assert scheduler.transfers.pop_revocations(HOLD_LEASE_SECONDS) == [100]
+    assert scheduler.transfers.pop_revocations(2 * HOLD_LEASE_SECONDS - 1) == [101]
     assert scheduler.stats().held_blocks == 4
 
 
 def test_held_blocks_are_not_evicted_from_the_prefix_cache() -> None:
     scheduler = make_scheduler(num_blocks=4)
     prefill(scheduler, ticket_request(0, 8))
-    (hold,) = scheduler.take_holds()
+    (hold,) = scheduler.transfers.pop_readable()
     scheduler.add(SchedulerRequest(1, list(range(50, 57)), 1), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None
@@ -161,8 +161,8 @@ def test_a_prompt_waits_for_held_blocks() -> None:
     assert plan.rows[0].num_tokens == 8
     commit(scheduler, plan)
     assert scheduler.schedule(0.0) is None
-    assert scheduler.take_revocations(0.0) == []
-    scheduler.confirm_revocation(100)
+    assert scheduler.transfers.pop_revocations(0.0) == []
+    scheduler.transfers.confirm_revocation(100)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert [end.seq for end in commit(scheduler, plan).finished] == [1]
@@ -177,11 +177,11 @@ def test_a_decode_revokes_the_holds_of_worst_rank() -> None:
     for seq in (1, 2):
         scheduler.add(ticket_request(seq, 5), float(seq))
     assert run(scheduler, 3.0) == [1, 2]
-    assert scheduler.take_revocations(3.0) == [102]
+    assert scheduler.transfers.pop_revocations(3.0) == [102]
     assert scheduler.schedule(3.0) is None, "its blocks have not returned"
-    scheduler.confirm_revocation(102)
+    scheduler.transfers.confirm_revocation(102)
     assert run(scheduler, 3.0) == [0]
-    assert scheduler.take_revocations(3.0) == []
+    assert scheduler.transfers.pop_revocations(3.0) == []
 
 
 def test_the_fields_of_a_hand_off_are_checked() -> None:

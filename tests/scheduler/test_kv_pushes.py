@@ -68,7 +68,7 @@ def test_prompts_are_pushed_from_the_threshold_on(
     scheduler = Scheduler(make_config(**changes))
     scheduler.add(pushed(num_tokens), 0.0)
     scheduler.schedule(0.0)
-    assert bool(scheduler.take_pushes()) == is_pushed
+    assert bool(scheduler.transfers.pop_readable()) == is_pushed
 
 
 def test_what_the_prefix_cache_has_does_not_count() -> None:
@@ -78,14 +78,14 @@ def test_what_the_prefix_cache_has_does_not_count() -> None:
         pass
     scheduler.add(pushed(12 + THETA - 1, seq=1), 0.0)
     scheduler.schedule(0.0)
-    assert not scheduler.take_pushes()
+    assert not scheduler.transfers.pop_readable()
 
 
 def test_requests_without_a_ticket_are_not_pushed() -> None:
     scheduler = Scheduler(make_config())
     scheduler.add(SchedulerRequest(0, list(range(20)), 1), 0.0)
     scheduler.schedule(0.0)
-    assert not scheduler.take_pushes()
+    assert not scheduler.transfers.pop_readable()
 
 
 def test_a_push_grows_by_chunks_and_becomes_a_hold() -> None:
@@ -93,17 +93,18 @@ def test_a_push_grows_by_chunks_and_becomes_a_hold() -> None:
     scheduler.add(pushed(18), 0.0)
     pushes = []
     while step(scheduler):
-        pushes += scheduler.take_pushes()
+        pushes += scheduler.transfers.pop_readable()
+    hold = pushes.pop()
     assert [push.num_tokens for push in pushes] == [8, 16, 18]
     assert [push.is_partial for push in pushes] == [True, True, False]
     assert [push.is_first for push in pushes] == [True, False, False]
     assert [push.step for push in pushes] == [0, 1, 2]
     assert pushes[2].block_ids[:2] == pushes[0].block_ids
-    (hold,) = scheduler.take_holds()
+    assert (hold.step, hold.is_first) == (None, False)
     assert (hold.ticket, hold.num_tokens) == (TICKET, 18)
     assert hold.block_ids == pushes[2].block_ids
-    assert not scheduler.take_revocations(0.0)
-    scheduler.confirm_revocation(TICKET)
+    assert not scheduler.transfers.pop_revocations(0.0)
+    scheduler.transfers.confirm_revocation(TICKET)
     assert scheduler.kv_cache.free_share == 1
 
 
@@ -113,19 +114,19 @@ def test_blocks_of_an_aborted_prompt_wait_for_the_reader(has_all: bool) -> None:
     scheduler.add(pushed(18), 0.0)
     step(scheduler)
     if has_all:
-        scheduler.confirm_revocation(TICKET)
+        scheduler.transfers.confirm_revocation(TICKET)
     scheduler.abort([0])
-    assert scheduler.take_revocations(0.0) == ([] if has_all else [TICKET])
-    assert not scheduler.take_revocations(0.0)
+    assert scheduler.transfers.pop_revocations(0.0) == ([] if has_all else [TICKET])
+    assert not scheduler.transfers.pop_revocations(0.0)
     assert (scheduler.kv_cache.free_share == 1) == has_all
-    scheduler.confirm_revocation(TICKET)
+    scheduler.transfers.confirm_revocation(TICKET)
     assert scheduler.kv_cache.free_share == 1
     assert not scheduler.stats().unfinished
 
 
 def start_prefetch(scheduler: Scheduler) -> int:
-    seq = scheduler.prefetch(prefetch(), 0.0)
-    (fetch,) = scheduler.take_fetches(0.0)
+    seq = scheduler.transfers.prefetch(prefetch(), 0.0)
+    (fetch,) = scheduler.transfers.start_fetches(0.0)
     assert (fetch.seq, fetch.num_tokens, fetch.is_early) == (seq, 12, True)
     assert scheduler.stats().fetching == 1
     return seq
@@ -148,14 +149,14 @@ def test_a_request_goes_on_with_the_blocks_of_its_prefetch(is_complete: bool) ->
     scheduler = Scheduler(make_config())
     seq = start_prefetch(scheduler)
     if is_complete:
-        scheduler.finish_fetch(seq, True, 0.0)
+        scheduler.transfers.finish_fetch(seq, True)
         assert scheduler.stats().fetching == 0
     scheduler.add(decoding(), 0.0)
-    (released,) = scheduler.take_fetches(0.0)
+    (released,) = scheduler.transfers.start_fetches(0.0)
     assert (released.seq, released.num_tokens) == (0, 0)
     if not is_complete:
         assert scheduler.schedule(0.0) is None
-        scheduler.finish_fetch(seq, True, 0.0)
+        scheduler.transfers.finish_fetch(seq, True)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert [(row.start, row.token_ids) for row in plan.rows] == [(12, [5])]
@@ -168,16 +169,16 @@ def test_a_failed_prefetch_is_an_ordinary_fetch_or_prefill(when: str) -> None:
     scheduler = Scheduler(make_config())
     seq = start_prefetch(scheduler)
     if when == "before":
-        scheduler.finish_fetch(seq, False, 0.0)
+        scheduler.transfers.finish_fetch(seq, False)
         assert scheduler.kv_cache.free_share == 1
     scheduler.add(decoding(), 0.0)
-    fetches = scheduler.take_fetches(0.0)
+    fetches = scheduler.transfers.start_fetches(0.0)
     if when == "before":
         (fetch,) = fetches
         assert (fetch.seq, fetch.num_tokens, fetch.is_early) == (0, 12, False)
-        scheduler.finish_fetch(0, False, 0.0)
+        scheduler.transfers.finish_fetch(0, False)
     else:
-        scheduler.finish_fetch(seq, False, 0.0)
+        scheduler.transfers.finish_fetch(seq, False)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert plan.rows[0].start == 0
@@ -193,9 +194,9 @@ def test_another_request_gets_nothing_of_a_prefetch(changes: dict[str, object]) 
     if "n" in changes:
         changes = {**changes, "outputs": (), "kv_source_tokens": 11}
     scheduler.add(decoding(**changes), 0.0)
-    assert scheduler.take_fetch_cancellations() == [seq]
-    assert scheduler.take_fetch_cancellations() == [], "each is cancelled once"
-    scheduler.finish_fetch(seq, True, 0.0)
+    assert scheduler.transfers.pop_cancellations() == [seq]
+    assert scheduler.transfers.pop_cancellations() == [], "each is cancelled once"
+    scheduler.transfers.finish_fetch(seq, True)
     assert scheduler.stats().fetched_tokens == 0
     assert scheduler.kv_cache.free_share == 1
 
@@ -206,28 +207,28 @@ def test_blocks_of_a_prefetch_without_a_request_return(event: str, is_complete: 
     scheduler = Scheduler(make_config())
     seq = start_prefetch(scheduler)
     if is_complete:
-        scheduler.finish_fetch(seq, True, 0.0)
-    scheduler.renew_holds([TICKET], 5.0)
-    scheduler.take_fetches(HOLD_LEASE_SECONDS + 4)
+        scheduler.transfers.finish_fetch(seq, True)
+    scheduler.transfers.renew([TICKET], 5.0)
+    scheduler.transfers.start_fetches(HOLD_LEASE_SECONDS + 4)
     assert scheduler.kv_cache.free_share < 1
     if event == "release":
-        scheduler.release_holds([TICKET])
+        scheduler.transfers.release([TICKET])
     else:
-        scheduler.take_fetches(HOLD_LEASE_SECONDS + 6)
+        scheduler.transfers.start_fetches(HOLD_LEASE_SECONDS + 6)
     if not is_complete:
-        assert scheduler.take_fetch_cancellations() == [seq]
-        scheduler.finish_fetch(seq, False, 0.0)
+        assert scheduler.transfers.pop_cancellations() == [seq]
+        scheduler.transfers.finish_fetch(seq, False)
     assert scheduler.kv_cache.free_share == 1
-    assert not scheduler.has_pending_fetches
+    assert not scheduler.transfers.has_pending_fetches
 
 
 def test_prefetches_are_checked() -> None:
     scheduler = Scheduler(make_config())
     with pytest.raises(ValueError, match="max_tokens"):
-        scheduler.prefetch(prefetch(60), 0.0)
-    scheduler.prefetch(prefetch(), 0.0)
+        scheduler.transfers.prefetch(prefetch(60), 0.0)
+    scheduler.transfers.prefetch(prefetch(), 0.0)
     with pytest.raises(ValueError, match="ticket 7 has a prefetch already"):
-        scheduler.prefetch(prefetch(), 0.0)
+        scheduler.transfers.prefetch(prefetch(), 0.0)
 
 
 def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
@@ -235,11 +236,11 @@ def test_logged_pushes_and_prefetches_make_the_same_plans_again() -> None:
     scheduler = LoggedScheduler(config, log.append, lambda: 0.0)
     scheduler.add(pushed(18), 0.0)
     while step(scheduler):
-        scheduler.take_pushes()
-    scheduler.confirm_revocation(TICKET)
-    seq = scheduler.prefetch(prefetch(ticket=8), 1.0)
-    scheduler.take_fetches(1.0)
-    scheduler.finish_fetch(seq, True, 1.0)
+        scheduler.transfers.pop_readable()
+    scheduler.transfers.confirm_revocation(TICKET)
+    seq = scheduler.transfers.prefetch(prefetch(ticket=8), 1.0)
+    scheduler.transfers.start_fetches(1.0)
+    scheduler.transfers.finish_fetch(seq, True)
     scheduler.add(decoding(seq=1, kv_source_ticket=8), 2.0)
     for _ in range(8):
         step(scheduler, 3.0)
@@ -266,7 +267,7 @@ def test_first_chunks_are_reported_once_computed_if_others_follow(
         """Return the tickets that are reported after each further commit."""
         tickets = []
         while step(scheduler):
-            tickets.append(scheduler.take_first_chunks())
+            tickets.append(scheduler.transfers.pop_first_chunks())
         return tickets
 
     plain = SchedulerRequest(0, list(range(13)), 1, reports_first_chunk=is_required)
@@ -274,14 +275,14 @@ def test_first_chunks_are_reported_once_computed_if_others_follow(
     assert reports() == [[], []]
     scheduler.add(pushed(12 + 8, seq=1, reports_first_chunk=is_required), 0.0)
     assert reports() == [[]]
-    scheduler.release_holds([TICKET])
-    for ticket in scheduler.take_revocations(0.0):
-        scheduler.confirm_revocation(ticket)
+    scheduler.transfers.release([TICKET])
+    for ticket in scheduler.transfers.pop_revocations(0.0):
+        scheduler.transfers.confirm_revocation(ticket)
     scheduler.add(pushed(20 + 17, seq=2, reports_first_chunk=is_required), 0.0)
     assert scheduler.schedule(0.0) is not None
-    assert not scheduler.take_first_chunks()
+    assert not scheduler.transfers.pop_first_chunks()
     scheduler.commit(StepResult(2 + 1, []))
-    assert scheduler.take_first_chunks() == [TICKET] * is_required
+    assert scheduler.transfers.pop_first_chunks() == [TICKET] * is_required
     assert reports() == [[], []]
 
 
@@ -292,4 +293,4 @@ def test_an_aborted_prompt_reports_no_first_chunk() -> None:
     assert plan is not None
     scheduler.abort([0])
     scheduler.commit(StepResult(plan.step, []))
-    assert not scheduler.take_first_chunks()
+    assert not scheduler.transfers.pop_first_chunks()

@@ -19,19 +19,19 @@ def test_logged_fetches_and_holds_make_the_same_plans_again() -> None:
     run(scheduler, 0.0)
     for seq in range(3, 6):
         scheduler.add(handed_off(seq, 9, max_tokens=5), 1.0)
-    fetches = scheduler.take_fetches(1.0)
-    scheduler.record_fetch_progress(fetches[0].seq)
-    scheduler.finish_fetch(fetches[0].seq, True, 1.0)
+    fetches = scheduler.transfers.start_fetches(1.0)
+    scheduler.transfers.record_progress(fetches[0].seq)
+    scheduler.transfers.finish_fetch(fetches[0].seq, True)
     for fetch in fetches[1:]:
-        scheduler.finish_fetch(fetch.seq, False, 1.0)
+        scheduler.transfers.finish_fetch(fetch.seq, False)
     scheduler.add(SchedulerRequest(6, [3] * 9, 4), 1.0)
     run(scheduler, 1.0)
-    scheduler.renew_holds([100], 2.0)
-    scheduler.release_holds([102])
-    for ticket in scheduler.take_revocations(HOLD_LEASE_SECONDS + 1):
-        scheduler.confirm_revocation(ticket)
-    for fetch in scheduler.take_fetches(3.0):
-        scheduler.finish_fetch(fetch.seq, True, 3.0)
+    scheduler.transfers.renew([100], 2.0)
+    scheduler.transfers.release([102])
+    for ticket in scheduler.transfers.pop_revocations(HOLD_LEASE_SECONDS + 1):
+        scheduler.transfers.confirm_revocation(ticket)
+    for fetch in scheduler.transfers.start_fetches(3.0):
+        scheduler.transfers.finish_fetch(fetch.seq, True)
     run(scheduler, 3.0)
     encoded = msgspec.json.encode(log)
     again, calls = Scheduler(config), set[str]()

@@ -159,7 +159,7 @@ def test_freed_blocks_go_to_the_decode_that_waits_for_them() -> None:
     for seq in (1, 2):
         scheduler.add(SchedulerRequest(seq, [seq + 1] * 96, 50), 0.0)
     plans: list[StepPlan] = []
-    while not scheduler.take_revocations(0.0):
+    while not scheduler.transfers.pop_revocations(0.0):
         plan = scheduler.schedule(0.0)
         if plan is None:
             commit(scheduler, plans.pop(0))
@@ -168,7 +168,7 @@ def test_freed_blocks_go_to_the_decode_that_waits_for_them() -> None:
     # The other decode lacks a block, which another engine may still read.
     (plan,) = plans
     assert (plan.lane, len(plan.rows)) == (DECODE_LANE, 1)
-    scheduler.confirm_revocation(7)
+    scheduler.transfers.confirm_revocation(7)
     scheduler.add(SchedulerRequest(3, [4] * 16, 1), 0.0)
     assert scheduler.schedule(0.0) is None
     commit(scheduler, plan)

@@ -282,7 +282,8 @@ class PairedCluster(SimulatedCluster):
         """Renew the leases of all holds, as the router does."""
         self._has_renewal = False
         for handoff in self._by_ticket.values():
-            self.engines[handoff.source].pipeline.scheduler.renew_holds([handoff.ticket], now)
+            transfers = self.engines[handoff.source].pipeline.scheduler.transfers
+            transfers.renew([handoff.ticket], now)
         if self._by_ticket:
             self._renew_later(now)
 

@@ -11,9 +11,8 @@ from random import Random
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_fetches import KvFetch
-from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, KvHold
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv
 from gllm.scheduler.kv_prefetches import PrefetchRequest
-from gllm.scheduler.kv_pushes import KvPush
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.scheduler.pipeline import Pipeline
 
@@ -65,7 +64,7 @@ class EnginePair:
         self.next_seq = [0, 0]
         self.outputs: dict[int, list[list[int]]] = {}
         self.ended: dict[int, list[str]] = {}
-        self.holds: list[dict[int, KvHold]] = [{}, {}]
+        self.holds: list[dict[int, ReadableKv]] = [{}, {}]
         """Holds that may be read, of each engine."""
         self.held_tokens: dict[int, list[int]] = {}
         """Tokens of the sequence of each ticket."""
@@ -117,7 +116,7 @@ class EnginePair:
         self.ended[client_id].append("abort")
         if client.ticket:
             for engine in self.engines:
-                engine.scheduler.release_holds([client.ticket])
+                engine.scheduler.transfers.release([client.ticket])
 
     def restart(self, engine: int) -> None:
         """An engine dies with all its KV; the other one continues its requests.
@@ -148,7 +147,7 @@ class EnginePair:
                 self.outputs[client_id] = [[] for _ in range(request.n)]
                 self.ended[client_id].clear()
             self._release_prefetch(client)
-            self.engines[1 - engine].scheduler.release_holds([client.ticket])
+            self.engines[1 - engine].scheduler.transfers.release([client.ticket])
             client.is_prefill, client.ticket = False, 0
             self._submit(client_id, 1 - engine, request)
 
@@ -160,13 +159,13 @@ class EnginePair:
             self._commit(engine)
             return True
         living = [client.ticket or client.push_ticket for client in self.clients.values()]
-        scheduler.renew_holds(living, pipeline.now)
-        self._start_transfers(engine, scheduler.take_fetches(pipeline.now))
+        scheduler.transfers.renew(living, pipeline.now)
+        self._start_transfers(engine, scheduler.transfers.start_fetches(pipeline.now))
         plan = pipeline.schedule(fails)
-        self._start_pushes(engine, scheduler.take_pushes())
-        for seq in scheduler.take_fetch_cancellations():
+        self._start_pushes(engine, scheduler.transfers.pop_readable())
+        for seq in scheduler.transfers.pop_cancellations():
             self._cancel(engine, seq)
-        revocations = scheduler.take_revocations(pipeline.now)
+        revocations = scheduler.transfers.pop_revocations(pipeline.now)
         self.revoked[engine].update(revocations)
         self.num_revoked += len(revocations)
         if plan is None and pipeline.plans:
@@ -177,7 +176,7 @@ class EnginePair:
     def _commit(self, engine: int) -> None:
         pipeline = self.engines[engine]
         outcome = pipeline.commit()
-        for hold in pipeline.scheduler.take_holds():
+        for hold in pipeline.scheduler.transfers.pop_readable():
             if hold.ticket in self.ended_tickets:
                 self._confirm(engine, hold.ticket)
             else:
@@ -192,7 +191,7 @@ class EnginePair:
             client_id, _ = self._find(engine, end.seq)
             client = self.clients.get(client_id)
             if client is None:
-                pipeline.scheduler.release_holds([end.kv_ticket])
+                pipeline.scheduler.transfers.release([end.kv_ticket])
             elif client.is_prefill and end.finish_reason != "error":
                 self._hand_off(client_id, end.kv_ticket, end.num_kv_tokens)
             else:
@@ -263,10 +262,10 @@ class EnginePair:
                 seq = self._find_pushed_seq(1 - engine, ticket) if fetch.is_early else None
                 self.transfers.append(Transfer(engine, fetch, ticket, 0, is_broken, seq))
             elif not fetch.is_early:
-                self.engines[1 - engine].scheduler.release_holds([ticket])
+                self.engines[1 - engine].scheduler.transfers.release([ticket])
             self.num_adopted += fetch.is_early and fetch.seq >= 0
 
-    def _start_pushes(self, engine: int, pushes: list[KvPush]) -> None:
+    def _start_pushes(self, engine: int, pushes: list[ReadableKv]) -> None:
         """Serve prompts that are computed, and let the other engine prefetch most of them."""
         for push in pushes:
             assert push.ticket not in self.ended_tickets
@@ -286,7 +285,7 @@ class EnginePair:
             prefetch = PrefetchRequest(
                 push.ticket, prompt, request.max_tokens, request.priority, request.cache_salt
             )
-            number = other.scheduler.prefetch(prefetch, other.now)
+            number = other.scheduler.transfers.prefetch(prefetch, other.now)
             self.sources[1 - engine, number] = push.ticket
 
     def _find_pushed_seq(self, engine: int, ticket: int) -> int | None:
@@ -299,7 +298,7 @@ class EnginePair:
     def _release_prefetch(self, client: ClientRequest) -> None:
         if client.push_ticket:
             for engine in self.engines:
-                engine.scheduler.release_holds([client.push_ticket])
+                engine.scheduler.transfers.release([client.push_ticket])
 
     def _cancel(self, engine: int, seq: int) -> None:
         for transfer in self.transfers:
@@ -307,7 +306,7 @@ class EnginePair:
                 transfer.is_broken = True
                 return
         if seq >= 0:
-            self.engines[1 - engine].scheduler.release_holds([self.sources[engine, seq]])
+            self.engines[1 - engine].scheduler.transfers.release([self.sources[engine, seq]])
 
     def move(self, fails: float = 0.0) -> bool:
         """One step of the mover; False if it has nothing to do."""
@@ -343,20 +342,20 @@ class EnginePair:
 
     def _on_moved(self, transfer: Transfer, is_last: bool) -> None:
         scheduler = self.engines[transfer.engine].scheduler
-        scheduler.record_fetch_progress(transfer.fetch.seq)
+        scheduler.transfers.record_progress(transfer.fetch.seq)
         if is_last:
             self._finish(transfer)
 
-    def _find_pushed(self, transfer: Transfer) -> KvHold | None:
+    def _find_pushed(self, transfer: Transfer) -> ReadableKv | None:
         """Return what is computed of a prompt; None if its push has ended early."""
         assert transfer.pushed_seq is not None
         scheduler = self.engines[1 - transfer.engine].scheduler
         sequence = scheduler.table.sequences.get(transfer.pushed_seq)
         if sequence is None or sequence.is_freeing_blocks or sequence.epoch:
             return None
-        return KvHold(transfer.ticket, sequence.num_computed_tokens, sequence.block_ids)
+        return ReadableKv(transfer.ticket, sequence.num_computed_tokens, sequence.block_ids)
 
-    def _copy(self, transfer: Transfer, hold: KvHold | None, count: int) -> None:
+    def _copy(self, transfer: Transfer, hold: ReadableKv | None, count: int) -> None:
         """Copy some tokens; garbage if there is no hold."""
         source, target = self.engines[1 - transfer.engine], self.engines[transfer.engine]
         from_size, to_size = source.config.block_size, target.config.block_size
@@ -387,20 +386,20 @@ class EnginePair:
         if is_ok:
             # The receiver has all of it: the source need not ask any more.
             self._confirm(1 - transfer.engine, transfer.ticket)
-        if engine.scheduler.finish_fetch(transfer.fetch.seq, is_ok, engine.now):
+        if engine.scheduler.transfers.finish_fetch(transfer.fetch.seq, is_ok):
             # The reader has gone without all of the blocks, so another one may use the ticket.
             self.used.discard(transfer.ticket)
             self.num_repeated += 1
         elif not is_ok and not transfer.fetch.is_early:
             source = self.engines[1 - transfer.engine].scheduler
-            source.release_holds([transfer.ticket])
+            source.transfers.release([transfer.ticket])
         engine.check()
 
     def _confirm(self, engine: int, ticket: int) -> None:
         self.ended_tickets.add(ticket)
         self.revoked[engine].discard(ticket)
         self.holds[engine].pop(ticket, None)
-        self.engines[engine].scheduler.confirm_revocation(ticket)
+        self.engines[engine].scheduler.transfers.confirm_revocation(ticket)
         self.engines[engine].check()
 
     def drain(self, limit: int = 50_000) -> None:
@@ -409,7 +408,7 @@ class EnginePair:
             progress = [self.step(engine) for engine in (0, 1)] + [self.move()]
             if any(progress):
                 continue
-            waits = any(engine.scheduler.has_pending_fetches for engine in self.engines)
+            waits = any(engine.scheduler.transfers.has_pending_fetches for engine in self.engines)
             if not self.clients and not any(self.holds) and not waits:
                 return
             # Nobody but the lease ends a hold or a prefetch that the router has forgotten.
