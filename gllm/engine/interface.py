@@ -13,6 +13,7 @@ import msgspec
 from gllm.config.sampling import SamplingParams
 from gllm.engine.fleet_control import FleetControl
 from gllm.messages.handoff import KvHandoff
+from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.messages.node_report import NodeDrainError as NodeDrainError
 from gllm.messages.node_report import NodeReport
 from gllm.messages.node_report import UnknownNodeError as UnknownNodeError
@@ -23,7 +24,6 @@ from gllm.messages.sampling import TokenLogprobs
 from gllm.options.slo import Slo
 from gllm.scheduler.plan import SchedulerStats
 from gllm.text.tokenizer import Tokenizer
-from gllm.transport.kv.totals import KvTransferTotals
 
 
 class OutputDelta(msgspec.Struct, frozen=True):

@@ -31,15 +31,7 @@ from gllm.messages.handoff import (
     RenewKvHolds,
 )
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.kv_transfer import (
-    CancelKvFetch,
-    FetchKv,
-    KvFetched,
-    KvFetchStarted,
-    KvRevoked,
-    RevokeKv,
-    ServeKv,
-)
+from gllm.messages.kv_transfer import KvCommand, KvMoverStuck, KvReport, KvTransferTotals
 from gllm.messages.lifecycle import (
     CloseGeneration,
     GenerationClosed,
@@ -77,10 +69,9 @@ ToHead = (
     | StageUtilization
     | StepCostReport
     | KvCacheEvents
-    | ServeKv
-    | RevokeKv
-    | FetchKv
-    | CancelKvFetch
+    | KvTransferTotals
+    | KvMoverStuck
+    | KvPushStarted
     | FirstChunkComputed
 )
 """Messages that a worker may send to the head process."""
@@ -96,14 +87,15 @@ ToWorker = (
     | AbortSequences
     | WatchKvCache
     | LinkTimes
-    | KvFetchStarted
-    | KvFetched
-    | KvRevoked
     | PrefetchKv
     | ReleaseKvHolds
     | RenewKvHolds
 )
 """Messages that the head process may send to a worker."""
+ToKvMover = KvCommand
+"""Messages that the driver may send to the KV mover."""
+FromKvMover = KvReport
+"""Messages that the KV mover may send to the driver."""
 ToDriver = Hello | StepDone | GrammarReady | StageTimes
 """Messages that another stage may send to the driver's process."""
 ToStage = RegisterSequences | RunStep
@@ -145,6 +137,8 @@ FromServiceNode = Hello | ToMaster
 AnyMessage = (
     ToHead
     | ToWorker
+    | ToKvMover
+    | FromKvMover
     | ToDriver
     | ToStage
     | ToRouter
@@ -161,6 +155,8 @@ _worker_decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToW
 _engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 decode_for_head: Callable[[bytes], ToHead] = msgspec.msgpack.Decoder(ToHead).decode
+decode_for_kv_mover: Callable[[bytes], ToKvMover] = msgspec.msgpack.Decoder(ToKvMover).decode
+decode_from_kv_mover: Callable[[bytes], FromKvMover] = msgspec.msgpack.Decoder(FromKvMover).decode
 decode_for_driver: Callable[[bytes], ToDriver] = msgspec.msgpack.Decoder(ToDriver).decode
 decode_for_stage: Callable[[bytes], ToStage] = msgspec.msgpack.Decoder(ToStage).decode
 decode_for_router: Callable[[bytes], ToRouter] = ForwardDecoder[ToRouter](ToRouter).decode

@@ -1,18 +1,19 @@
 """Messages about transfers of KV blocks, between the driver and the KV mover of its engine.
 
-They travel from the driver to the head process, which distributes them to the data movers of the
-workers' machines and collects the answers.
+They travel over a pair of sockets between both processes, which the head process makes anew when
+either has started. Both ends close it when the generation ends or the other process has exited.
 """
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
-from gllm.messages.base import WireMessage
+from gllm.messages.base import Int64, WireMessage
 from gllm.messages.tickets import Ticket
 
-FetchNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""Number of a fetch, which the driver chooses; never used twice in a generation."""
+FetchNumber = Int64
+"""Sequence of a fetch; used again once the fetch has ended."""
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -93,7 +94,37 @@ class KvRevoked(WireMessage, frozen=True):
     ticket: Ticket
 
 
+class KvMoverGone(WireMessage, frozen=True):
+    """Report in place of a mover whose channel has ended: it reads and writes no block any more."""
+
+
+class KvMoverStuck(WireMessage, frozen=True):
+    """Report of the driver to the head process: the KV mover does not read its commands."""
+
+
+class KvTransferTotals(WireMessage, frozen=True):
+    """Counters of transfers: of a driver since its last report, or of all drivers of an engine."""
+
+    num_fetched: int = 0
+    """Fetches that have got all bytes."""
+    num_failed: int = 0
+    """Other fetches: their tokens are computed."""
+    num_bytes: int = 0
+    """Bytes that fetches have got, failed ones too."""
+    seconds: float = 0.0
+    """Total duration of the fetches that have got all bytes."""
+    num_served: int = 0
+    """Tickets under which blocks were served."""
+    num_pushed: int = 0
+    """Tickets that were served from the begin of the prefill on."""
+
+    def __add__(self, other: "KvTransferTotals") -> "KvTransferTotals":
+        """Return the sums."""
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return KvTransferTotals(*(one + more for one, more in zip(mine, theirs, strict=True)))
+
+
 KvCommand = ServeKv | RevokeKv | FetchKv | CancelKvFetch
 """Commands of the driver."""
-KvReport = KvFetchStarted | KvFetched | KvRevoked
+KvReport = KvFetchStarted | KvFetched | KvRevoked | KvMoverGone
 """Answers of the mover."""

@@ -5,7 +5,7 @@ from collections.abc import Container
 from gllm.scheduler.block_pool import BlockPool, root_hash
 from gllm.scheduler.cache_events import CacheEventLog, CacheEvents
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_holds import ReadableKv, KvHolds
+from gllm.scheduler.kv_holds import KvHolds, ReadableKv
 from gllm.scheduler.sequence import Sequence
 
 

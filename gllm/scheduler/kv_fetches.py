@@ -43,8 +43,10 @@ class KvFetches:
         self._filler = filler
         self._pending: list[Sequence] = []
         """Sequences to start, best rank first; those that no longer fetch are removed lazily."""
+        self.running: dict[int, KvFetch] = {}
+        """Fetches and prefetches that have started and not ended, by their sequence."""
         self._in_flight: dict[int, Sequence] = {}
-        """By the sequence of KvFetch, which differs for an adopted prefetch."""
+        """Sequences that wait, by that of their fetch, which differs for an adopted prefetch."""
         self._cancelled_seqs: set[int] = set()
         """Fetches in flight whose cancellation has been reported."""
 
@@ -52,11 +54,6 @@ class KvFetches:
     def num_in_flight(self) -> int:
         """Number of fetches that have started and not ended."""
         return len(self._in_flight)
-
-    @property
-    def in_flight_seqs(self) -> list[int]:
-        """Sequences of the fetches that have started and not ended."""
-        return list(self._in_flight)
 
     @property
     def has_pending(self) -> bool:
@@ -93,7 +90,7 @@ class KvFetches:
             return None
         first_token = sequence.num_scheduled_tokens
         num_tokens = sequence.request.kv_source_tokens - first_token
-        return self._allocate(sequence, first_token, num_tokens)._replace(is_early=True)
+        return self._allocate(sequence, first_token, num_tokens, is_early=True)
 
     def adopt(self, owner: Sequence, sequence: Sequence) -> None:
         """Let a sequence wait for a fetch into blocks that it got from another one."""
@@ -178,15 +175,20 @@ class KvFetches:
         self._in_flight[sequence.seq] = sequence
         return self._allocate(sequence, first_token, num_tokens)
 
-    def _allocate(self, sequence: Sequence, first_token: int, num_tokens: int) -> KvFetch:
+    def _allocate(
+        self, sequence: Sequence, first_token: int, num_tokens: int, is_early: bool = False
+    ) -> KvFetch:
         """Allocate the blocks of an admitted sequence and return its fetch."""
         num_shared_blocks = len(sequence.block_ids)
         self._kv_cache.allocate(sequence, num_tokens)
         sequence.is_fetching = True
         sequence.num_rows_in_flight += 1
         block_ids = sequence.block_ids[num_shared_blocks:]
-        source = sequence.request.kv_source
-        return KvFetch(sequence.seq, first_token, num_tokens, block_ids, source)
+        seq, source = sequence.seq, sequence.request.kv_source
+        fetch = KvFetch(seq, first_token, num_tokens, block_ids, source, is_early)
+        if num_tokens:
+            self.running[seq] = fetch
+        return fetch
 
     def _skip_prefill(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the decodes if only its last output token lacks KV."""

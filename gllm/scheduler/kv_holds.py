@@ -23,7 +23,7 @@ class ReadableKv(NamedTuple):
     num_tokens: int
     """Leading tokens of the sequence that are computed or scheduled."""
     block_ids: list[int]
-    """Block table of these tokens: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
+    """Block table: block i holds positions i * block_size .. (i + 1) * block_size - 1."""
     step: int | None = None
     """Step that computes the last of them; None: all are computed."""
     is_partial: bool = False

@@ -53,9 +53,9 @@ class KvPrefetches:
         self._num_added = 0
 
     @property
-    def in_flight_seqs(self) -> list[int]:
-        """Sequences of the prefetches that have started and not ended."""
-        return [seq for seq, prefetch in self.started.items() if not prefetch.is_complete]
+    def is_in_flight(self) -> bool:
+        """True if a prefetch has started and not ended."""
+        return any(not prefetch.is_complete for prefetch in self.started.values())
 
     @property
     def has_pending(self) -> bool:

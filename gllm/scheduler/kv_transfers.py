@@ -4,7 +4,7 @@ The driver asks what to begin and to revoke, and reports what has ended. Whoever
 answers each fetch with `finish_fetch` and each revocation with `confirm_revocation`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
@@ -42,7 +42,9 @@ class KvTransfers:
             finalize: frees the blocks of a sequence that has ended or is a victim, once no row of
                 it is in flight.
         """
-        self.readable = ReadablePrompts(TransferModePolicy(config.push_threshold), config.block_size)
+        self.readable = ReadablePrompts(
+            TransferModePolicy(config.push_threshold), config.block_size
+        )
         """Running prompts that can be fetched."""
         self._fetches = KvFetches(kv_cache, queues, filler)
         self._prefetches = KvPrefetches(kv_cache, self._fetches, config.max_model_len)
@@ -56,9 +58,9 @@ class KvTransfers:
         self._finalize = finalize
 
     @property
-    def num_in_flight(self) -> int:
-        """Number of fetches and prefetches that have started and not ended."""
-        return len(self.fetching_seqs)
+    def fetches(self) -> Mapping[int, KvFetch]:
+        """Fetches and prefetches that have started and not ended, by their sequence."""
+        return self._fetches.running
 
     @property
     def num_prefetched(self) -> int:
@@ -74,17 +76,12 @@ class KvTransfers:
     def is_active(self) -> bool:
         """True while a lease or a fetch can end without a step."""
         readable = self._holds or self.readable.tickets
-        return bool(readable or self.has_pending_fetches or self._fetches.num_in_flight)
+        return bool(readable or self.has_pending_fetches or self.fetches)
 
     @property
     def tickets(self) -> list[int]:
         """Tickets under which other engines may read blocks."""
         return [*(hold.ticket for hold in self._holds.holds), *self.readable.tickets]
-
-    @property
-    def fetching_seqs(self) -> list[int]:
-        """Sequences of the fetches that were started and have not ended."""
-        return [*self._fetches.in_flight_seqs, *self._prefetches.in_flight_seqs]
 
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
         """Return True if blocks return without a step, though nothing fits and nothing runs.
@@ -100,7 +97,7 @@ class KvTransfers:
         if self._fetches.num_in_flight or holds.num_revoked or self.readable.is_ending:
             return True
         self._prefetches.release_started()
-        if self._prefetches.in_flight_seqs:
+        if self._prefetches.is_in_flight:
             return True
         if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
             best = min(sequences, key=rank_of)
@@ -155,6 +152,7 @@ class KvTransfers:
         Raises:
             ValueError: no fetch of this sequence is in flight.
         """
+        self._fetches.running.pop(seq, None)
         if self._prefetches.finish(seq, is_ok):
             return False
         sequence = self._fetches.finish(seq)

@@ -134,7 +134,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next micro-batch; None if nothing can run or too many are in flight.
 
-        Sequences whose KV can be fetched are left to `transfers.start_fetches`, which is called first.
+        Sequences whose KV can be fetched are left to `transfers.start_fetches`, called first.
         """
         self._now = now
         has_room = self._in_flight.has_room
@@ -211,7 +211,7 @@ class Scheduler:
             decode_context_tokens=self._queues.tally.num_decode_context_tokens,
             decoding=len(self._queues.tally.decoding_seqs),
             depth=self._queues.depth,
-            fetching=self.transfers.num_in_flight,
+            fetching=len(self.transfers.fetches),
             held_blocks=self.kv_cache.holds.num_blocks,
             in_flight_prefill_tokens=self._in_flight.num_prefill_tokens,
             **vars(self._counters),

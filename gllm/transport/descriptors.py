@@ -10,6 +10,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 MAX_PART_BYTES = 2**16
 """Bytes of one part of a message; the kernel sends a part as a whole or not at all."""
@@ -41,8 +42,15 @@ class DescriptorChannel:
         """Return the descriptor of this end; it becomes readable when a message arrives."""
         return self._socket.fileno()
 
-    def send(self, payload: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a message; never waits.
+    def send(
+        self, payload: bytes, descriptors: Sequence[int] = (), should_wait: bool = False
+    ) -> None:
+        """Send a message.
+
+        Args:
+            payload: of the message.
+            descriptors: sent along; they stay the caller's.
+            should_wait: True to wait while the other end does not read; False to fail.
 
         Raises:
             DescriptorError: the other end is closed or has not read for long.
@@ -59,7 +67,7 @@ class DescriptorChannel:
                 sent = array("i", descriptors if number == len(parts) else ())
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)] if sent else []
                 # Not `socket.send_fds`, which ignores the flags.
-                self._socket.sendmsg(data, rights, socket.MSG_DONTWAIT)
+                self._socket.sendmsg(data, rights, 0 if should_wait else socket.MSG_DONTWAIT)
         except OSError as error:
             raise DescriptorError(f"a message to a process cannot be sent: {error}") from error
 
@@ -87,6 +95,11 @@ class DescriptorChannel:
             (num_left,) = _HEADER.unpack_from(data)
             payload += data[_HEADER.size :]
         return payload, received.tolist()
+
+    def shut_down(self) -> None:
+        """Let both ends read the end of the channel, also those that wait; called on any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end."""

@@ -38,12 +38,12 @@ class BlockCount:
 
 
 @pytest.mark.full
-async def test_a_burst_waits_at_the_engine_that_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_waits_at_the_engine_that_prefills() -> None:
     num_requests = 4 * NUM_BLOCKS * BLOCK_SIZE // (PROMPT_TOKENS + MAX_TOKENS)
     prompts = [each[:PROMPT_TOKENS] for each in make_prompts(200, 9, 120)]
     prompts = [each for each in prompts if len(each) == PROMPT_TOKENS][:num_requests]
     assert len(prompts) == num_requests == 16
-    async with kv_rig(monkeypatch) as rig:
+    async with kv_rig() as rig:
         small = {"kv_cache_memory": NUM_BLOCKS * BLOCK_BYTES, "block_size": BLOCK_SIZE}
         await rig.start({"P": {}, "D": small | {"debug_step_seconds": 0.02}})
         assert rig.engines["D"].status().num_kv_blocks == NUM_BLOCKS

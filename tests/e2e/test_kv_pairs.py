@@ -52,13 +52,11 @@ async def check_pair(
     await rig.until_empty()
 
 
-async def check_pairs(
-    monkeypatch: pytest.MonkeyPatch, prefills: Sequence[Cut], decodes: Sequence[Cut]
-) -> None:
+async def check_pairs(prefills: Sequence[Cut], decodes: Sequence[Cut]) -> None:
     """Check all pairs of engines that prefill and engines that decode, one after another."""
     backends = dict(zip(CUTS, ("shm", "tcp", "shm", "tcp"), strict=True))
     prompts = make_prompts(8, seed=5, longest=60)
-    async with kv_rig(monkeypatch) as rig:
+    async with kv_rig() as rig:
         options = {f"P{cut}": options_of(cut) for cut in prefills}
         await rig.start(options | {f"D{cut}": options_of(cut, backends[cut]) for cut in decodes})
         first = rig.engines[f"P{prefills[0]}"]
@@ -70,12 +68,10 @@ async def check_pairs(
 
 
 @pytest.mark.full
-async def test_bytes_and_text_are_the_same_for_other_stages_and_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    await check_pairs(monkeypatch, [(2, 1), (1, 2)], [(1, 1), (2, 1)])
+async def test_bytes_and_text_are_the_same_for_other_stages_and_ranks() -> None:
+    await check_pairs([(2, 1), (1, 2)], [(1, 1), (2, 1)])
 
 
 @pytest.mark.long
-async def test_bytes_and_text_are_the_same_for_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    await check_pairs(monkeypatch, CUTS, CUTS)
+async def test_bytes_and_text_are_the_same_for_all_pairs() -> None:
+    await check_pairs(CUTS, CUTS)

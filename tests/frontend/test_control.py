@@ -7,8 +7,8 @@ import pytest
 from gllm import __version__
 from gllm.config.server import ServerConfig
 from gllm.frontend.context import CONTEXT
+from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.scheduler.plan import SchedulerStats
-from gllm.transport.kv.totals import KvTransferTotals
 from tests.frontend.conftest import CHAT_PATH, TEXT_PATH
 
 

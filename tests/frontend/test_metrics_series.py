@@ -2,8 +2,8 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.scheduler.plan import SchedulerStats
-from gllm.transport.kv.totals import KvTransferTotals
 
 
 async def series(server):

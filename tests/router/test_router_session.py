@@ -241,7 +241,7 @@ async def test_a_router_learns_of_the_pushes_of_its_requests(links: Links) -> No
     router.link().send(msgspec.structs.replace(message, kv_ticket=5))
     await until(lambda: engine.driver.sequences)
     for ticket in (4, 5):
-        attachment.on_push(ticket)
+        attachment.on_prefill(KvPushStarted(ticket))
     await until(lambda: KvPushStarted(5) in router.messages)
     assert KvPushStarted(4) not in router.messages
 
@@ -260,8 +260,8 @@ async def test_a_router_that_needs_first_chunks_learns_of_those_of_its_requests(
     # The greeting counts, not what a router says about one request.
     assert sequence.request.reports_first_chunk == needs_first_chunks
     for ticket in (4, 5):
-        attachment.on_first_chunk(ticket)
-    attachment.on_push(5)
+        attachment.on_prefill(FirstChunkComputed(ticket))
+    attachment.on_prefill(KvPushStarted(5))
     await until(lambda: KvPushStarted(5) in router.messages)
     reports = [each for each in router.messages if isinstance(each, FirstChunkComputed)]
     assert reports == [FirstChunkComputed(5)]

@@ -11,7 +11,6 @@ from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES, make_pair
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import KvTransfers
-from gllm.scheduler.scheduler import Scheduler
 from gllm.sim.cluster.changes import ClusterChange, EngineDrain, EngineFailure
 from gllm.sim.cluster.handoffs import KvNetwork, LinkFailure
 from gllm.sim.cluster.paired import RENEWAL_SECONDS, PairedRun, simulate_pairs

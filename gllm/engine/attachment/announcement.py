@@ -97,6 +97,5 @@ def attach_to_routers(
         attachment.hub, attachment.router, attachment.node_secret_file, attachment.router_timeout
     )
     routers = RouterAttachment(supervisor, announcer, links)
-    supervisor.kv_mover.on_push = routers.on_push
-    supervisor.kv_mover.on_first_chunk = routers.on_first_chunk
+    supervisor.kv_mover.on_prefill = routers.on_prefill
     return routers

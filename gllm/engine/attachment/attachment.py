@@ -25,6 +25,7 @@ from gllm.messages.fleet import (
     SetEngineRole,
     is_compatible,
 )
+from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.runtime.messaging.connection import PeerConnection
 from gllm.runtime.messaging.connection_pool import ConnectionPool
 from gllm.runtime.messaging.host_names import Resolve, resolve_host
@@ -127,15 +128,10 @@ class RouterAttachment:
             session.end()
         self._sessions.clear()
 
-    def on_push(self, ticket: int) -> None:
-        """Notify the router of a prompt whose KV can be fetched while it is computed."""
+    def on_prefill(self, report: KvPushStarted | FirstChunkComputed) -> None:
+        """Pass a report on a prompt that is still computed on to its router."""
         for session in self.routers:
-            session.on_push(ticket)
-
-    def on_first_chunk(self, ticket: int) -> None:
-        """Notify the router of a prompt whose first chunk is computed, if others follow."""
-        for session in self.routers:
-            session.on_first_chunk(ticket)
+            session.on_prefill(report)
 
     def on_connected(self, connection: PeerConnection) -> None:
         """See PeerHandler."""

@@ -106,15 +106,11 @@ class RouterSession:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def on_push(self, ticket: int) -> None:
-        """Notify the router of a prompt of its own whose KV can be fetched from now on."""
-        if ticket in self._tickets and self.greeting.accepts_pushes:
-            self.connection.send(KvPushStarted(ticket))
-
-    def on_first_chunk(self, ticket: int) -> None:
-        """Notify the router of a prompt of its own with a computed chunk."""
-        if ticket in self._tickets:
-            self.connection.send(FirstChunkComputed(ticket))
+    def on_prefill(self, report: KvPushStarted | FirstChunkComputed) -> None:
+        """Pass a report on a prompt of the router's own on to it, if it knows such reports."""
+        is_known = isinstance(report, FirstChunkComputed) or self.greeting.accepts_pushes
+        if report.ticket in self._tickets and is_known:
+            self.connection.send(report)
 
     def end(self) -> None:
         """End all requests, because nobody reads their output any more."""

@@ -123,8 +123,6 @@ class Driver:
                 log.exception("request %d could not be submitted", message.seq)
             if self._held.pop(message.seq, None) is not None:
                 self._record_held()
-            if self.kv is not None:
-                self.kv.forget(message.seq)
             self._fail(message.seq, message.n, str(error) or type(error).__name__)
 
     def reject(self, message: RejectedRequest) -> None:

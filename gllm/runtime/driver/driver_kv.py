@@ -1,18 +1,19 @@
 """The driver's part in transfers of KV blocks between engines.
 
-It passes the scheduler's fetches, holds and revocations to the KV mover, by way of the head
-process, and the mover's answers to the scheduler. docs/disaggregation.md has the whole path.
+It passes what the scheduler wants to fetch, to serve and to revoke on to the KV mover, and the
+mover's reports to the scheduler, whose table of tickets and fetches is the only one here: if the
+mover has gone, everything in it ends. docs/disaggregation.md has the whole path.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from itertools import count
 
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import (
     FirstChunkComputed,
     HandoffCommand,
+    KvPushStarted,
     KvSource,
     PrefetchKv,
     ReleaseKvHolds,
@@ -21,19 +22,25 @@ from gllm.messages.handoff import (
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
+    KvCommand,
     KvFetched,
     KvFetchStarted,
+    KvMoverGone,
+    KvMoverStuck,
     KvReport,
     KvRevoked,
+    KvTransferTotals,
     RevokeKv,
     ServeKv,
 )
 from gllm.messages.requests import SubmitRequest
 from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_holds import ReadableKv
 from gllm.scheduler.kv_prefetches import PrefetchRequest
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients
+from gllm.transport.descriptors import DescriptorError
 from gllm.transport.kv.break_even import FetchDecision
 
 log = logging.getLogger(__name__)
@@ -41,31 +48,31 @@ log = logging.getLogger(__name__)
 MIN_PREFILL_TOKENS = 1024
 """Prompt tokens that this engine has to have computed before the fitted step cost counts: steps of
 decodes alone say nothing about prefills."""
+_NOTHING = KvTransferTotals()
+_GONE = "the KV mover has ended"
 
 
 class DriverKv:
     """Transfers of one driver."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[WireMessage], None]) -> None:
-        """Create the object.
+    def __init__(self, scheduler: Scheduler, report: Callable[[WireMessage], None]) -> None:
+        """Create the object, without a KV mover.
 
         Args:
             scheduler: of the driver.
-            send: sends to the head process, which has the KV mover.
+            report: sends to the head process.
         """
         self.coefficients: StepCostCoefficients | None = None
         """Fitted step cost, for the decision whether a fetch is worth it."""
         self.fetch_choice = "auto"
         """`EngineConfig.kv_fetch`."""
         self._scheduler = scheduler
-        self._send = send
-        self._sources: dict[int, KvSource] = {}
-        """Sources of sequences whose fetch has not begun."""
-        self._numbers = count()
-        self._fetches: dict[int, tuple[KvFetch, KvSource, float]] = {}
-        """Fetches that run and their begins, by number."""
-        self._served: set[int] = set()
-        """Tickets that the mover may serve."""
+        self._transfers = scheduler.transfers
+        self._report = report
+        self._mover: Callable[[KvCommand], None] | None = None
+        """Sends to the KV mover; None while there is none."""
+        self._totals = _NOTHING
+        """Not reported yet."""
         self._decisions: dict[str, FetchDecision] = {}
         """Decisions on fetches, by the engine that has the blocks."""
         self._bytes_per_token = 0.0
@@ -73,7 +80,28 @@ class DriverKv:
     @property
     def is_active(self) -> bool:
         """True while leases and fetches need a turn of the driver from time to time."""
-        return bool(self._fetches or self._served or self._scheduler.has_pending_fetches)
+        return self._transfers.is_active
+
+    def connect(self, mover: Callable[[KvCommand], None]) -> None:
+        """Use a KV mover, which has started; that of before has ended.
+
+        Args:
+            mover: sends a command. Raises DescriptorError if the mover has gone or does not read.
+        """
+        self._disconnect()
+        self._mover = mover
+
+    def _disconnect(self) -> None:
+        """End all fetches and tickets, because no process reads or writes blocks any more."""
+        if self._mover is None:
+            return
+        self._mover = None
+        for seq in list(self._transfers.fetches):
+            self._finish(KvFetched(seq, is_ok=False, cause=_GONE))
+        # Also what was not served yet has the tickets of the table.
+        self._transfers.pop_readable()
+        for ticket in self._transfers.tickets:
+            self._transfers.confirm_revocation(ticket)
 
     def add_to(self, request: SchedulerRequest, message: SubmitRequest) -> SchedulerRequest:
         """Return a request with its ticket, and with the number of tokens that can be fetched."""
@@ -82,119 +110,143 @@ class DriverKv:
             # At least one token is computed, so that there are logits to sample from.
             num_known = len(message.prompt) + min(map(len, message.outputs), default=0)
             num_tokens = min(source.num_tokens, num_known - 1)
-        if source is not None and num_tokens:
-            self._sources[message.seq] = source
         return request._replace(
             kv_ticket=message.kv_ticket,
             kv_source_tokens=num_tokens,
             kv_source_ticket=0 if source is None else source.ticket,
             is_kv_foreign=source is not None and source.is_foreign,
+            kv_source=source,
             reports_first_chunk=message.reports_first_chunk,
         )
-
-    def forget(self, seq: int) -> None:
-        """Forget a sequence that cannot run."""
-        self._sources.pop(seq, None)
 
     def start_fetches(self) -> None:
         """Start the fetches of the scheduler; to be called before it schedules."""
         now = time.monotonic()
-        for fetch in self._scheduler.take_fetches(now):
-            source = self._sources.pop(fetch.seq, None)
-            if not fetch.num_tokens:
-                continue
-            if source is None or not (fetch.is_early or self._is_worth(fetch, source, now)):
-                self._scheduler.finish_fetch(fetch.seq, False, now)
-                continue
-            number = next(self._numbers)
-            self._fetches[number] = fetch, source, now
-            self._send(
-                FetchKv(
-                    number,
-                    source.ticket,
-                    source.endpoint,
-                    fetch.first_token,
-                    fetch.num_tokens,
-                    fetch.block_ids,
-                    fetch.is_early,
-                )
+        for fetch in self._transfers.start_fetches(now):
+            if fetch.num_tokens:
+                self._start(fetch, now)
+
+    def _start(self, fetch: KvFetch, now: float) -> None:
+        """Fetch, or let the scheduler compute the tokens."""
+        source = fetch.source
+        assert isinstance(source, KvSource)
+        if self._mover is None:
+            self._finish(KvFetched(fetch.seq, is_ok=False, cause=_GONE))
+        elif fetch.is_early or self._is_worth(fetch, source, now):
+            command = FetchKv(
+                fetch.seq,
+                source.ticket,
+                source.endpoint,
+                fetch.first_token,
+                fetch.num_tokens,
+                fetch.block_ids,
+                fetch.is_early,
             )
+            self._command(command)
+        else:
+            self._transfers.finish_fetch(fetch.seq, is_ok=False)
 
     def report_first_chunks(self) -> None:
         """Report prompts whose first chunk is computed, if their router has to know."""
-        for ticket in self._scheduler.take_first_chunks():
-            self._send(FirstChunkComputed(ticket))
+        for ticket in self._transfers.pop_first_chunks():
+            self._report(FirstChunkComputed(ticket))
 
     def report_transfers(self) -> None:
-        """Pass new pushes, holds, revocations and cancellations on; called after each turn."""
-        scheduler, now = self._scheduler, time.monotonic()
-        for push in scheduler.take_pushes():
-            self._served.add(push.ticket)
-            # Numbers of steps begin with 1 there.
-            step = push.step + 1
-            self._send(ServeKv(push.ticket, push.num_tokens, push.block_ids, step, push.is_partial))
-        for hold in scheduler.take_holds():
-            self._served.add(hold.ticket)
-            self._send(ServeKv(hold.ticket, hold.num_tokens, hold.block_ids))
-        for ticket in scheduler.take_revocations(now):
-            self._send(RevokeKv(ticket))
-        for seq in scheduler.take_fetch_cancellations():
-            self._sources.pop(seq, None)
-            numbers = [number for number, (fetch, *_) in self._fetches.items() if fetch.seq == seq]
-            for number in numbers:
-                self._send(CancelKvFetch(number))
+        """Pass on what can be fetched, what must not be and what ends; called after each turn."""
+        transfers = self._transfers
+        for readable in transfers.pop_readable():
+            self._serve(readable)
+        for ticket in transfers.pop_revocations(time.monotonic()):
+            if self._mover is None:
+                transfers.confirm_revocation(ticket)
+            else:
+                self._command(RevokeKv(ticket))
+        for seq in transfers.pop_cancellations():
+            if seq in transfers.fetches:
+                self._command(CancelKvFetch(seq))
+        if self._totals is not _NOTHING:
+            self._report(self._totals)
+            self._totals = _NOTHING
+
+    def _serve(self, readable: ReadableKv) -> None:
+        ticket = readable.ticket
+        if self._mover is None:
+            self._transfers.confirm_revocation(ticket)
+            return
+        # Numbers of steps begin with 1 there.
+        step = 0 if readable.step is None else readable.step + 1
+        command = ServeKv(
+            ticket, readable.num_tokens, readable.block_ids, step, readable.is_partial
+        )
+        self._command(command)
+        if readable.is_first:
+            self._totals += KvTransferTotals(num_served=1, num_pushed=int(step > 0))
+            if step:
+                self._report(KvPushStarted(ticket))
+
+    def _command(self, command: KvCommand) -> None:
+        """Send a command to the KV mover, if there is one."""
+        if self._mover is None:
+            return
+        try:
+            self._mover(command)
+        except DescriptorError as error:
+            # The rest of this command may be missing. The end of the channel follows.
+            self._mover = _drop
+            if isinstance(error.__cause__, BlockingIOError):
+                self._report(KvMoverStuck())
 
     def on_message(self, message: KvReport | HandoffCommand) -> None:
-        """Handle an answer of the mover, or a command of a router."""
+        """Handle a report of the mover, or a command of a router."""
         match message:
             case PrefetchKv():
                 self._prefetch(message)
             case ReleaseKvHolds(tickets):
-                self._scheduler.release_holds(tickets)
+                self._transfers.release(tickets)
             case RenewKvHolds(tickets):
-                self._scheduler.renew_holds(tickets, time.monotonic())
-            case KvFetchStarted(number) if number in self._fetches:
-                self._scheduler.record_fetch_progress(self._fetches[number][0].seq)
-            case KvFetched() if message.fetch in self._fetches:
-                self._on_fetched(message, *self._fetches.pop(message.fetch))
+                self._transfers.renew(tickets, time.monotonic())
+            case KvFetchStarted(seq):
+                self._transfers.record_progress(seq)
+            case KvFetched(seq) if seq in self._transfers.fetches:
+                self._finish(message)
             case KvRevoked(ticket):
-                self._served.discard(ticket)
-                self._scheduler.confirm_revocation(ticket)
+                self._transfers.confirm_revocation(ticket)
+            case KvMoverGone():
+                self._disconnect()
 
-    def _on_fetched(
-        self, message: KvFetched, fetch: KvFetch, source: KvSource, begin: float
-    ) -> None:
-        now = time.monotonic()
+    def _finish(self, message: KvFetched) -> None:
+        """End a fetch, and learn from its duration."""
+        fetch, num_bytes = self._transfers.fetches[message.fetch], message.num_bytes
         if message.is_ok:
+            self._totals += KvTransferTotals(1, 0, num_bytes, message.seconds)
             if not fetch.is_early:
-                decision = self._decisions.setdefault(source.engine, FetchDecision())
-                # With the ways to the mover and back, for which the request waits too.
-                decision.observe(message.num_bytes, now - begin, now)
-            self._bytes_per_token = message.num_bytes / fetch.num_tokens
-        if self._scheduler.finish_fetch(fetch.seq, message.is_ok, now):
-            # It has not read all, so another fetch may use the ticket.
-            self._sources[fetch.seq] = source
+                assert isinstance(fetch.source, KvSource)
+                decision = self._decisions.setdefault(fetch.source.engine, FetchDecision())
+                decision.observe(num_bytes, message.seconds, time.monotonic())
+            self._bytes_per_token = num_bytes / fetch.num_tokens
+        else:
+            self._totals += KvTransferTotals(num_failed=1, num_bytes=num_bytes)
+            log.info("KV of another engine was not fetched: %s", message.cause)
+        self._transfers.finish_fetch(fetch.seq, message.is_ok)
 
     def _prefetch(self, message: PrefetchKv) -> None:
         """Fetch the KV of a request that arrives later; one that could not run is ignored."""
         if self.fetch_choice == "never":
             return
-        source = message.source
         request = PrefetchRequest(
-            source.ticket,
+            message.source.ticket,
             message.prompt,
             message.max_tokens,
             message.priority,
             message.cache_salt,
             message.age_seconds,
             message.predicted_output_tokens,
+            message.source,
         )
         try:
-            seq = self._scheduler.prefetch(request, time.monotonic())
+            self._transfers.prefetch(request, time.monotonic())
         except ValueError as error:
             log.warning("the KV of a request is not prefetched: %s", error)
-            return
-        self._sources[seq] = source
 
     def _is_worth(self, fetch: KvFetch, source: KvSource, now: float) -> bool:
         """Return True if a fetch is predicted to take less time than the prefill of its tokens."""
@@ -209,3 +261,7 @@ class DriverKv:
         num_bytes = int(fetch.num_tokens * self._bytes_per_token)
         compute = self.coefficients.predict_chunk_seconds(fetch.first_token, fetch.num_tokens)
         return decision.is_worth(num_bytes, compute, now)
+
+
+def _drop(command: KvCommand) -> None:
+    """Send nothing, because the KV mover has gone or does not read."""

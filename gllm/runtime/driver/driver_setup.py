@@ -6,7 +6,7 @@ from gllm.messages.codec import AnyMessage
 from gllm.messages.control import ResetPrefixCache
 from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import WatchKvCache
-from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvRevoked
+from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvMoverGone, KvRevoked
 from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import StageTimes
 from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
@@ -93,7 +93,7 @@ def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
             driver.on_stage_times(message)
         case LinkTimes():
             driver.on_link_times(message)
-        case KvFetchStarted() | KvFetched() | KvRevoked():
+        case KvFetchStarted() | KvFetched() | KvRevoked() | KvMoverGone():
             driver.on_kv_message(message)
         case PrefetchKv() | ReleaseKvHolds() | RenewKvHolds():
             driver.on_kv_message(message)

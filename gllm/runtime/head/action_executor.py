@@ -42,7 +42,12 @@ from gllm.recovery.placement import Placement
 from gllm.recovery.records import RecoveryState
 from gllm.recovery.recovery import Recovery
 from gllm.runtime.driver.plan_record import read_uncommitted
-from gllm.runtime.head.assignment import NodeAssignment, WorkerIdentity, resolve_scheduler
+from gllm.runtime.head.assignment import (
+    KvMoverConnection,
+    NodeAssignment,
+    WorkerIdentity,
+    resolve_scheduler,
+)
 from gllm.runtime.head.client import EngineClient
 from gllm.runtime.head.commands import CommandRunner
 from gllm.runtime.head.deaths import DeathLog
@@ -118,7 +123,7 @@ class ActionExecutor:
         self.kv_events = KvEventSource()
         """Changes of the prefix cache of the present driver."""
         self.kv_mover = EngineKvMover(
-            self.send_to_driver,
+            self._connect_kv_mover,
             config.kv_transfer,
             config.kv_transfer_encoding,
             config.kv_transfer_address,
@@ -154,6 +159,14 @@ class ActionExecutor:
         """Send a message to the driver of the present generation."""
         assert self._recovery.placement is not None
         self.connections.channels.send(self._recovery.placement.senders[0], message)
+
+    def _connect_kv_mover(self, generation: int, descriptor: int) -> None:
+        """Give the present driver its end of a channel to the KV mover."""
+        assert self._recovery.placement is not None
+        connection = KvMoverConnection(generation, descriptor)
+        self.connections.nodes.local.connect_kv_mover(
+            self._recovery.placement.senders[0], connection
+        )
 
     def close(self) -> None:
         """Drop the actions that have not been executed, and release the plan record."""

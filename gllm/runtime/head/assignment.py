@@ -216,7 +216,15 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True):
             os.close(descriptor)
 
 
-ParentMessage = WorkerIdentity | StageAssignment
+class KvMoverConnection(msgspec.Struct, frozen=True, tag=True):
+    """Channel from the driver of a generation to the KV mover, which has started."""
+
+    generation: int
+    descriptor: int
+    """Descriptor of the driver's end of a DescriptorChannel."""
+
+
+ParentMessage = WorkerIdentity | StageAssignment | KvMoverConnection
 """Every message that a worker may receive from its parent over their pair."""
 
 _decoder: msgspec.json.Decoder[ParentMessage] = msgspec.json.Decoder(ParentMessage)
@@ -240,7 +248,12 @@ def decode_node_assignment(content: bytes) -> NodeAssignment:
 
 def encode_parent_message(message: ParentMessage) -> tuple[bytes, list[int]]:
     """Return the payload of a message and the descriptors that travel with it."""
-    descriptors = message.descriptors if isinstance(message, StageAssignment) else []
+    descriptors: list[int] = []
+    match message:
+        case StageAssignment():
+            descriptors = message.descriptors
+        case KvMoverConnection():
+            descriptors = [message.descriptor]
     return msgspec.json.encode(message), descriptors
 
 
@@ -255,6 +268,8 @@ def decode_parent_message(payload: bytes, descriptors: Sequence[int]) -> ParentM
     received = dict(zip(encode_parent_message(message)[1], descriptors, strict=True))
     if isinstance(message, WorkerIdentity):
         return message
+    if isinstance(message, KvMoverConnection):
+        return KvMoverConnection(message.generation, received[message.descriptor])
 
     def receive(descriptors: list[int]) -> list[int]:
         return [received[each] for each in descriptors]

@@ -118,7 +118,7 @@ class LinkChild:
             self._channel.send(encode_link_message(command), descriptors)
         except DescriptorError as error:
             log.debug("gllm-link cannot be reached: %s", error)
-            self._kill()
+            self.kill()
 
     def close(self) -> None:
         """End the process, at once; nothing is reported any more."""
@@ -126,7 +126,7 @@ class LinkChild:
         if self._restart is not None:
             self._restart.cancel()
         if self._process is not None:
-            self._kill()
+            self.kill()
             self._reap()
 
     def _start(self) -> None:
@@ -160,10 +160,10 @@ class LinkChild:
         certificate = self._certificate
         self.send(self._identity, [] if certificate is None else [certificate.descriptor])
 
-    def _kill(self) -> None:
-        """End the process; `_on_exit` follows."""
-        assert self._process is not None
-        self._process.kill()
+    def kill(self) -> None:
+        """End the process, if there is one; `LinkOwner.on_exited` follows, and another start."""
+        if self._process is not None:
+            self._process.kill()
 
     def _read(self) -> None:
         """Handle one message of the process."""
@@ -176,7 +176,7 @@ class LinkChild:
         except (DescriptorError, OSError, msgspec.DecodeError) as error:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             log.debug("gllm-link is lost: %s", error)
-            self._kill()
+            self.kill()
             return
         if isinstance(message, LinkListening):
             self._on_listening(message.port, message.cause)
@@ -191,7 +191,7 @@ class LinkChild:
             text = f"the data port {self._identity.listen} cannot be bound: {cause}"
             self._listening.set_exception(OSError(text))
             # Another process tries again later: nobody can connect to this one.
-            self._kill()
+            self.kill()
             return
         self._listening.set_result(port)
         if port:

@@ -20,6 +20,7 @@ from gllm.observability.child_process import ChildProcess
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE
 from gllm.runtime.head.assignment import (
+    KvMoverConnection,
     ParentMessage,
     StageAssignment,
     WorkerIdentity,
@@ -169,6 +170,11 @@ class LocalNode(Node):
     def _send(self, assignment: StageAssignment) -> None:
         if assignment.sender in self.workers:
             self._send_message(assignment.sender, assignment)
+
+    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+        """See Node."""
+        if sender in self.workers:
+            self._send_message(sender, connection)
 
     def _send_message(self, sender: int, message: ParentMessage) -> None:
         """Send a message; a worker that does not receive it is killed."""

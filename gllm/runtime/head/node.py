@@ -17,7 +17,12 @@ from gllm.config.engine import EngineConfig
 from gllm.recovery.dial_direction import source_dials
 from gllm.recovery.liveness import ProcessSample
 from gllm.recovery.placement import LOCAL_NODE, EdgeSpec, Placement, WorkerPlacement
-from gllm.runtime.head.assignment import NodeAssignment, StageAssignment, WorkerIdentity
+from gllm.runtime.head.assignment import (
+    KvMoverConnection,
+    NodeAssignment,
+    StageAssignment,
+    WorkerIdentity,
+)
 from gllm.transport.edge import Edge, create_edge
 from gllm.transport.link.commands import LinkPeer, OpenLinkEdge
 from gllm.transport.region import Region, create_region
@@ -98,6 +103,14 @@ class Node(ABC):
     @abstractmethod
     def _send(self, assignment: StageAssignment) -> None:
         """Send a worker its assignment; the descriptors in it are closed afterwards."""
+
+    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+        """Give the driver its end of a channel to the KV mover; its descriptor stays the caller's.
+
+        Raises:
+            NotImplementedError: the node has no processes.
+        """
+        raise NotImplementedError
 
     @property
     def driver_address(self) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone
-from gllm.messages.handoff import FirstChunkComputed
+from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_cache import KvCacheEvents
-from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, RevokeKv, ServeKv
+from gllm.messages.kv_transfer import KvMoverStuck, KvTransferTotals
 from gllm.messages.lifecycle import (
     GenerationClosed,
     Heartbeat,
@@ -96,10 +96,12 @@ class ReportHandler:
                     self._on_utilization(message, time.monotonic())
             case KvCacheEvents():
                 self._executor.kv_events.on_events(message)
-            case ServeKv() | RevokeKv() | FetchKv() | CancelKvFetch():
-                self._executor.kv_mover.handle(message)
-            case FirstChunkComputed(ticket):
-                self._executor.kv_mover.on_first_chunk(ticket)
+            case KvPushStarted() | FirstChunkComputed():
+                self._executor.kv_mover.on_prefill(message)
+            case KvTransferTotals():
+                self._executor.kv_mover.totals += message
+            case KvMoverStuck():
+                self._executor.kv_mover.restart()
             case Heartbeat():
                 self._deaths.heartbeats[sender] = message
                 if self.liveness is not None:

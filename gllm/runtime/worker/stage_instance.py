@@ -13,7 +13,8 @@ import zmq
 
 from gllm.kernels.all_reduce import GroupClosedError
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import AnyMessage
+from gllm.messages.codec import AnyMessage, decode_from_kv_mover, encode
+from gllm.messages.kv_transfer import KvMoverGone, KvReport
 from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageReady
 from gllm.messages.reports import StageTimes
 from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDone
@@ -33,6 +34,7 @@ from gllm.runtime.worker.stage_resources import StageResources
 from gllm.runtime.worker.stage_sessions import StageSessions
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepPlan
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 
 TURN_SECONDS = 1.0
 """Time after which a driver takes a turn without a message while leases run."""
@@ -77,6 +79,8 @@ class StageInstance:
         self._sessions = StageSessions(assignment, context, run, self.handle, self._fail)
         self._reporter: StageReporter | None = None
         self._driver: Driver | None = None
+        self._kv_mover: DescriptorChannel | None = None
+        """Channel from the driver to the KV mover, which reads it as long as it runs."""
         self._turn_timer: asyncio.TimerHandle | None = None
         """Next turn of a driver whose transfers of KV blocks have leases."""
         self._step_log: StepLogWriter | None = None
@@ -127,6 +131,34 @@ class StageInstance:
         except Exception as error:
             self._fail(error)
 
+    def connect_kv_mover(self, channel: DescriptorChannel) -> None:
+        """Let the driver command a KV mover over a channel, which belongs to the instance."""
+        if self._driver is None or self._driver.kv is None:
+            channel.close()
+            return
+        self._close_kv_mover()
+        self._kv_mover = channel
+        self._driver.kv.connect(lambda command: channel.send(encode(command)))
+        self._loop.add_reader(channel.fileno(), self._read_kv_mover)
+
+    def _read_kv_mover(self) -> None:
+        """Handle a report of the KV mover, or its end."""
+        assert self._kv_mover is not None
+        report: KvReport
+        try:
+            payload, _ = self._kv_mover.receive()
+            report = decode_from_kv_mover(payload)
+        except (DescriptorError, OSError):
+            self._close_kv_mover()
+            report = KvMoverGone()
+        self.handle([report])
+
+    def _close_kv_mover(self) -> None:
+        if self._kv_mover is not None:
+            self._loop.remove_reader(self._kv_mover.fileno())
+            self._kv_mover.close()
+            self._kv_mover = None
+
     async def close(self) -> None:
         """End threads and sessions, free edges and KV cache; keep the weights.
 
@@ -143,6 +175,7 @@ class StageInstance:
         if self._reporter is not None:
             self._reporter.close()
         self._driver = None
+        self._close_kv_mover()
         if self._turn_timer is not None:
             self._turn_timer.cancel()
         for file in (self._step_log, self._plan_record):

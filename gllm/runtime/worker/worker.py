@@ -29,6 +29,7 @@ from gllm.options.field_types import FieldError
 from gllm.recovery.liveness import CHECK_SECONDS
 from gllm.recovery.placement import PlaceName
 from gllm.runtime.head.assignment import (
+    KvMoverConnection,
     StageAssignment,
     WorkerIdentity,
     decode_parent_message,
@@ -130,6 +131,15 @@ class Worker:
         )
         self._prepared = None
         self.instance.load()
+
+    def connect_kv_mover(self, connection: KvMoverConnection) -> None:
+        """Let the driver of a generation command the KV mover over a channel."""
+        channel = DescriptorChannel.from_descriptor(connection.descriptor)
+        instance = self.instance if self._is_assigned else None
+        if instance and instance.assignment.placement.generation == connection.generation:
+            instance.connect_kv_mover(channel)
+        else:
+            channel.close()
 
     def _prepare(self, assignment: StageAssignment) -> None:
         """Load the layers of a planned change on a thread, beside the present stage."""
@@ -237,7 +247,10 @@ class ParentChannel:
             message = decode_parent_message(*self._channel.receive())
             if isinstance(message, WorkerIdentity):
                 raise DescriptorError("a worker has one identity")
-            self._worker.assign(message)
+            if isinstance(message, KvMoverConnection):
+                self._worker.connect_kv_mover(message)
+            else:
+                self._worker.assign(message)
         except Exception as error:
             self._loop.remove_reader(self._channel.fileno())
             self._worker.fail(error)

@@ -253,7 +253,7 @@ class KvMover:
             secrets.randbelow(2**63 - 1) + 1,
             generation,
             FetchDeadline(self._clock(), predicted),
-            lambda: self._report(fetch, KvFetchStarted(command.fetch)),
+            lambda: self._report_start(fetch),
             self._clock,
         )
         self._fetches[generation, command.fetch] = fetch
@@ -262,9 +262,9 @@ class KvMover:
 
     def _run_fetch(self, fetch: RunningFetch, pages: list[KvPages]) -> None:
         """Fetch from all machines of the owner, one after another, and report the end."""
-        cause, begin = "", self._clock()
+        cause, arrival = "", fetch.deadline.begin
         # Fetches that wait for a thread are not late.
-        fetch.deadline.begin = begin
+        fetch.deadline.begin = self._clock()
         try:
             endpoint = decode_endpoint(fetch.command.endpoint)
             targets = find_targets(fetch.command, endpoint, pages)
@@ -278,15 +278,22 @@ class KvMover:
         except Exception as error:
             log.exception("fetch %d ends", fetch.command.fetch)
             cause = f"{type(error).__name__}: {error}"
-        seconds = self._clock() - begin
-        done = KvFetched(fetch.command.fetch, not cause, fetch.num_bytes, seconds, cause)
-        self._report(fetch, done)
-        self._fetches.pop((fetch.generation, fetch.command.fetch), None)
+        seconds = self._clock() - arrival
+        number = fetch.command.fetch
+        # Before the report, because the driver may use the number again after it.
+        with self._state.lock:
+            is_current = self._fetches.get((fetch.generation, number)) is fetch
+            if is_current:
+                del self._fetches[fetch.generation, number]
+        if is_current:
+            done = KvFetched(number, not cause, fetch.num_bytes, seconds, cause)
+            self._on_report(fetch.generation, done)
 
-    def _report(self, fetch: RunningFetch, report: KvReport) -> None:
-        """Report on a fetch, unless its generation has ended."""
-        if (fetch.generation, fetch.command.fetch) in self._fetches:
-            self._on_report(fetch.generation, report)
+    def _report_start(self, fetch: RunningFetch) -> None:
+        """Report the first bytes of a fetch, unless its generation has ended."""
+        number = fetch.command.fetch
+        if (fetch.generation, number) in self._fetches:
+            self._on_report(fetch.generation, KvFetchStarted(number))
 
     def _predict(
         self, fetch: RunningFetch, endpoint: KvEndpoint, targets: dict[int, list[TargetPart]]

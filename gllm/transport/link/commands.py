@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.kv_layout import KvLayout
-from gllm.messages.kv_transfer import KvCommand, KvReport
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import DEFAULT_LINK_POLICY
 
@@ -83,8 +82,9 @@ class CloseLinkEdges(msgspec.Struct, frozen=True, tag=True):
 class OpenKvCaches(msgspec.Struct, frozen=True, tag=True):
     """Command: serve and fill the KV caches of a generation; KvCachesOpened answers.
 
-    Its descriptors are the memory of the workers' caches, in the order of the layouts. Caches of
-    an earlier generation are closed.
+    Its descriptors are the memory of the workers' caches, in the order of the layouts, then the end
+    of a DescriptorChannel whose other end the driver has: KvCommand comes from there, KvReport goes
+    there. Caches of an earlier generation are closed.
     """
 
     generation: int
@@ -99,13 +99,6 @@ class CloseKvCaches(msgspec.Struct, frozen=True, tag=True):
     """Command: end all tickets and fetches, without reports."""
 
 
-class MoveKv(msgspec.Struct, frozen=True, tag=True):
-    """Command of a generation's driver; ignored in other generations."""
-
-    generation: int
-    command: KvCommand
-
-
 class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
     """Report that KV caches are served."""
 
@@ -114,13 +107,6 @@ class KvCachesOpened(msgspec.Struct, frozen=True, tag=True):
     """KvMachine of this machine (gllm.transport.kv.endpoint); empty after an error."""
     cause: str = ""
     """Reason for which they are not served; empty for none."""
-
-
-class KvMoved(msgspec.Struct, frozen=True, tag=True):
-    """Report on a command of MoveKv."""
-
-    generation: int
-    report: KvReport
 
 
 class LinkListening(msgspec.Struct, frozen=True, tag=True):
@@ -159,9 +145,9 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     """Cause of the last refusal, by IP address."""
 
 
-LinkCommand = LinkIdentity | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches | MoveKv
+LinkCommand = LinkIdentity | OpenLinkEdge | CloseLinkEdges | OpenKvCaches | CloseKvCaches
 """Messages to a data mover."""
-LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened | KvMoved
+LinkMessage = LinkListening | LinkEdgeOpened | LinkEdgeLost | LinkReport | KvCachesOpened
 """Messages to its parent."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -188,8 +174,8 @@ def decode_link_command(payload: bytes, descriptors: Sequence[int]) -> LinkComma
         case OpenLinkEdge():
             is_valid = len(descriptors) >= 2 * command.num_lanes
         case OpenKvCaches():
-            is_valid = len(descriptors) == len(command.layouts) > 0
-        case CloseLinkEdges() | CloseKvCaches() | MoveKv():
+            is_valid = len(descriptors) == len(command.layouts) + 1 > 1
+        case CloseLinkEdges() | CloseKvCaches():
             is_valid = not descriptors
     if not is_valid:
         raise ValueError(f"{type(command).__name__} has {len(descriptors)} descriptors")

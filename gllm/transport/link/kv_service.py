@@ -1,28 +1,86 @@
 """KV transfers of a data mover: its KvMover, and the connections of other machines to it."""
 
+import logging
+import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
+from gllm.messages.codec import decode_for_kv_mover, encode
 from gllm.messages.kv_transfer import KvReport
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 from gllm.transport.kv.endpoint import KvMachine
 from gllm.transport.kv.frames import KvTransferError
 from gllm.transport.kv.mover import KvMover
 from gllm.transport.link.commands import (
     CloseKvCaches,
     KvCachesOpened,
-    KvMoved,
     LinkMessage,
-    MoveKv,
     OpenKvCaches,
 )
 from gllm.transport.link.connection import dial
 from gllm.transport.link.frames import EdgeHello, EdgeName, FrameClass, encode_payload
 from gllm.transport.link.settings import LinkSettings
 
-KvServiceCommand = OpenKvCaches | CloseKvCaches | MoveKv
+log = logging.getLogger(__name__)
+
+KvServiceCommand = OpenKvCaches | CloseKvCaches
 _NO_EDGE = EdgeName(0, 0, 0)
+
+
+class DriverChannel:
+    """Channel to the driver of one generation: commands arrive on a thread, reports are sent."""
+
+    def __init__(self, generation: int, channel: DescriptorChannel) -> None:
+        self.generation = generation
+        self._channel = channel
+        self._sending, self._handling = threading.Lock(), threading.Lock()
+        self._mover: KvMover | None = None
+
+    def start(self, mover: KvMover) -> None:
+        """Execute the commands of the driver."""
+        self._mover = mover
+        threading.Thread(target=self._run, name="kv-driver", daemon=True).start()
+
+    def send(self, report: KvReport) -> None:
+        """Send a report, on any thread; it is dropped if the driver has gone."""
+        with self._sending, suppress(DescriptorError):
+            self._channel.send(encode(report), should_wait=True)
+
+    def close(self) -> None:
+        """End the channel; no command is executed once this has returned."""
+        self._channel.shut_down()
+        with self._handling:
+            is_started, self._mover = self._mover is not None, None
+        if not is_started:
+            self._channel.close()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                payload, descriptors = self._channel.receive()
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                try:
+                    command = decode_for_kv_mover(payload)
+                except msgspec.DecodeError as error:
+                    log.error("a command of the driver is invalid: %s", error)
+                    continue
+                with self._handling:
+                    if self._mover is not None:
+                        self._mover.handle(command)
+        except (DescriptorError, OSError):
+            # The driver has gone, or the generation has ended: the parent closes the caches.
+            pass
+        except Exception:
+            # With the channel the driver would lose the fetches that still write to its blocks.
+            log.exception("the KV mover has failed")
+            os._exit(1)
+        with self._sending:
+            self._channel.close()
 
 
 class KvService:
@@ -44,7 +102,8 @@ class KvService:
         self._send, self._find_settings = send, find_settings
         self._yield = yield_to_activations
         self._mover: KvMover | None = None
-        self._generation = 0
+        self._driver: DriverChannel | None = None
+        """Channel to the driver of the present generation."""
 
     def handle(self, command: KvServiceCommand, descriptors: Sequence[int]) -> None:
         """Execute a command, whose descriptors belong to the service."""
@@ -52,9 +111,8 @@ class KvService:
             case OpenKvCaches():
                 self._open(command, descriptors)
             case CloseKvCaches() if self._mover is not None:
+                self._close_driver()
                 self._mover.close_caches()
-            case MoveKv(generation, moved) if self._mover and generation == self._generation:
-                self._mover.handle(moved)
 
     def adopt(self, connection: socket.socket, address: str) -> None:
         """Serve a connection of another machine's data mover, whose IP address is given."""
@@ -64,8 +122,10 @@ class KvService:
             self._mover.adopt(connection, address)
 
     def _open(self, command: OpenKvCaches, descriptors: Sequence[int]) -> None:
-        self._generation = command.generation
-        caches = list(zip(command.layouts, descriptors, strict=True))
+        self._close_driver()
+        *memory, channel = descriptors
+        driver = DriverChannel(command.generation, DescriptorChannel.from_descriptor(channel))
+        caches = list(zip(command.layouts, memory, strict=True))
         try:
             if self._mover is None:
                 self._mover = KvMover(
@@ -73,13 +133,25 @@ class KvService:
                 )
             self._mover.open_caches(command.generation, caches)
         except (OSError, ValueError) as error:
+            driver.close()
             self._send(KvCachesOpened(command.generation, b"", str(error)))
             return
+        self._driver = driver
+        driver.start(self._mover)
         machine = msgspec.msgpack.encode(self._mover.machine())
         self._send(KvCachesOpened(command.generation, machine))
 
+    def _close_driver(self) -> None:
+        """End the channel to a driver: none of its commands is executed any more."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
     def _on_report(self, generation: int, report: KvReport) -> None:
-        self._send(KvMoved(generation, report))
+        """Send a report to the driver, on any thread; that of another generation is dropped."""
+        driver = self._driver
+        if driver is not None and driver.generation == generation:
+            driver.send(report)
 
     def _dial(self, machine: KvMachine) -> socket.socket:
         """Connect to another machine's data port. Raises OSError, ValueError, KvTransferError."""

@@ -23,7 +23,6 @@ from gllm.transport.link.commands import (
     LinkListening,
     LinkMessage,
     LinkReport,
-    MoveKv,
     OpenKvCaches,
     OpenLinkEdge,
     decode_link_command,
@@ -136,7 +135,7 @@ class DataMover:
                 self._open_edge(command, descriptors)
             case CloseLinkEdges(generation):
                 self._close_edges(generation)
-            case OpenKvCaches() | CloseKvCaches() | MoveKv() as command:
+            case OpenKvCaches() | CloseKvCaches() as command:
                 self._kv.handle(command, descriptors)
 
     def _begin(self, identity: LinkIdentity, descriptors: Sequence[int]) -> None:

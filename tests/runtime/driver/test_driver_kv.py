@@ -4,9 +4,8 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvSource
-from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, KvFetched
+from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, KvCommand, KvFetched
 from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.driver.driver_kv import MIN_PREFILL_TOKENS, DriverKv
@@ -25,15 +24,19 @@ class Fetching:
 
     def __init__(self, token_seconds: float, num_computed: int = MIN_PREFILL_TOKENS) -> None:
         self.ended: list[bool] = []
-        self._sent: list[WireMessage] = []
-        self._wanted: list[KvFetch] = []
+        self._sent: list[KvCommand] = []
+        self._fetches: dict[int, KvFetch] = {}
         self._num_seqs = 0
-        scheduler = SimpleNamespace(
-            take_fetches=self._take,
-            finish_fetch=lambda seq, is_ok, now: self.ended.append(is_ok),
-            stats=lambda: SchedulerStats(prefill_tokens=num_computed),
+        transfers = SimpleNamespace(
+            fetches=self._fetches,
+            start_fetches=lambda now: list(self._fetches.values()),
+            finish_fetch=self._finish,
         )
-        self.kv = DriverKv(cast(Scheduler, scheduler), self._sent.append)
+        scheduler = SimpleNamespace(
+            transfers=transfers, stats=lambda: SchedulerStats(prefill_tokens=num_computed)
+        )
+        self.kv = DriverKv(cast(Scheduler, scheduler), lambda report: None)
+        self.kv.connect(self._sent.append)
         self.kv.coefficients = StepCostCoefficients(token=token_seconds)
 
     def run(self, engine: str = "P") -> bool:
@@ -44,7 +47,8 @@ class Fetching:
         sampling = SequenceSamplingParams()
         message = SubmitRequest(seq, prompt, sampling, 4, [], kv_source=source)
         request = self.kv.add_to(SchedulerRequest(seq, prompt, 4), message)
-        self._wanted = [KvFetch(seq, 0, request.kv_source_tokens, [1])]
+        fetch = KvFetch(seq, 0, request.kv_source_tokens, [1], request.kv_source)
+        self._fetches[seq] = fetch
         self.kv.start_fetches()
         sent: list[Any] = self._sent.copy()
         self._sent.clear()
@@ -54,9 +58,9 @@ class Fetching:
         assert self.ended.pop() == bool(sent)
         return bool(sent)
 
-    def _take(self, now: float) -> list[KvFetch]:
-        wanted, self._wanted = self._wanted, []
-        return wanted
+    def _finish(self, seq: int, is_ok: bool) -> None:
+        del self._fetches[seq]
+        self.ended.append(is_ok)
 
 
 def test_a_fetch_that_takes_longer_than_the_prefill_is_declined() -> None:
@@ -72,8 +76,9 @@ def test_a_fetch_that_takes_longer_than_the_prefill_is_declined() -> None:
 
 def test_a_victim_fetches_again_from_the_source_that_it_had() -> None:
     config = SchedulerConfig(block_size=4, expected_output_tokens=0, async_scheduling=False)
-    scheduler, sent = Scheduler(config.resolve(1, 8, 32)), list[WireMessage]()
-    kv = DriverKv(scheduler, sent.append)
+    scheduler, sent = Scheduler(config.resolve(1, 8, 32)), list[KvCommand]()
+    kv = DriverKv(scheduler, lambda report: None)
+    kv.connect(sent.append)
 
     def step() -> None:
         """Run a turn of the driver and the step that it schedules, if there is one."""

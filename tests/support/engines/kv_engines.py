@@ -13,12 +13,14 @@ from typing import Any
 
 from gllm.config.engine import EngineConfig
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import decode_for_stage, decode_for_worker, encode
+from gllm.messages.codec import decode_for_stage, decode_for_worker, decode_from_kv_mover, encode
 from gllm.messages.handoff import FirstChunkComputed, KvPushStarted
 from gllm.messages.kv_transfer import (
     CancelKvFetch,
     FetchKv,
+    KvCommand,
     KvFetched,
+    KvReport,
     KvRevoked,
     RevokeKv,
     ServeKv,
@@ -69,21 +71,28 @@ class KvEngine:
             vocab_size=executors[0].model.vocab_size,
             has_kv_mover=True,
         )
+        assert self.driver.kv is not None
+        self.driver.kv.connect(self.command_mover)
 
     def endpoint(self) -> bytes:
         return self.name.encode()
 
     def receive(self, message: WireMessage) -> None:
-        """Handle a message of the router."""
-        dispatch_to_driver(self.driver, decode_for_worker(encode(message)))
+        """Handle a message of the router, or a report of the mover."""
+        decode = decode_from_kv_mover if isinstance(message, KvReport) else decode_for_worker
+        dispatch_to_driver(self.driver, decode(encode(message)))
 
     def send(self, message: WireMessage) -> None:
         """Handle a report of the driver."""
         match message:
             case EngineOutputs():
                 self._outputs.append(message)
-            case FirstChunkComputed():
+            case FirstChunkComputed() | KvPushStarted():
                 self._cluster.on_message(self.name, message)
+
+    def command_mover(self, message: KvCommand) -> None:
+        """Execute a command of the driver."""
+        match message:
             case ServeKv(ticket):
                 self.served[ticket] = message
             case RevokeKv(ticket):

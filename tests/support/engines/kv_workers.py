@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import decode_for_head, decode_for_worker, encode
+from gllm.messages.codec import decode_from_kv_mover, encode
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
 from gllm.runtime.head.kv_mover import EngineKvMover
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError
 from gllm.transport.kv.pages import KvPages
 from tests.support.engines.kv_layouts import cut_layouts
 
@@ -40,12 +41,15 @@ class KvWorkers:
         self.num_changes = 0
         self.layouts: list[KvLayout] = cut_layouts(pp, tp)
         self.pages: list[KvPages] = []
-        self.mover = EngineKvMover(self._on_report, backend, address=address)
+        self.mover = EngineKvMover(self._connect, backend, address=address)
+        self.channel: DescriptorChannel | None = None
+        """The driver's end of the channel to gllm-link; None while there is none."""
         self.mover.on_change = self._on_change
 
     def begin(self, num_shared: int | None = None) -> None:
         """Begin the next generation; only `num_shared` of its workers have caches for transfers."""
         self.mover.end_generation()
+        self._disconnect()
         self.reports.clear()
         memory = {}
         self.pages = []
@@ -60,9 +64,9 @@ class KvWorkers:
             os.close(descriptor)
 
     def send(self, command: Any) -> None:
-        """Handle a command of the driver as the head does."""
-        received: Any = decode_for_head(encode(command))
-        self.mover.handle(received)
+        """Send a command as the driver does."""
+        assert self.channel is not None
+        self.channel.send(encode(command))
 
     def serve(self, ticket: int) -> None:
         """Fill blocks and serve them."""
@@ -106,11 +110,27 @@ class KvWorkers:
     def close(self) -> None:
         """End gllm-link, and drop the maps, each of which has a descriptor."""
         self.mover.close()
+        self._disconnect()
         self.pages.clear()
 
-    def _on_report(self, message: WireMessage) -> None:
-        received: Any = decode_for_worker(encode(message))
-        self.reports.append(received)
+    def _connect(self, generation: int, descriptor: int) -> None:
+        assert generation == self.generation
+        assert self.channel is None, "the channel of before has ended"
+        self.channel = DescriptorChannel.from_descriptor(os.dup(descriptor))
+        asyncio.get_running_loop().add_reader(self.channel.fileno(), self._read)
+
+    def _read(self) -> None:
+        assert self.channel is not None
+        try:
+            self.reports.append(decode_from_kv_mover(self.channel.receive()[0]))
+        except (DescriptorError, OSError):
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.channel is not None:
+            asyncio.get_running_loop().remove_reader(self.channel.fileno())
+            self.channel.close()
+            self.channel = None
 
     def _on_change(self) -> None:
         self.num_changes += 1

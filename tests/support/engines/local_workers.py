@@ -21,6 +21,7 @@ from gllm.models.split import layer_costs
 from gllm.observability.logs import DEFAULT_LOG_CONFIG
 from gllm.recovery.liveness import ProcessSample
 from gllm.runtime.head.assignment import (
+    KvMoverConnection,
     StageAssignment,
     WorkerIdentity,
     decode_parent_message,
@@ -110,6 +111,12 @@ class LocalWorkers(Node):
             message = decode_parent_message(payload, [os.dup(each) for each in descriptors])
             assert isinstance(message, StageAssignment)
             self.workers[assignment.sender].assign(message)
+
+    def connect_kv_mover(self, sender: int, connection: KvMoverConnection) -> None:
+        payload, (descriptor,) = encode_parent_message(connection)
+        message = decode_parent_message(payload, [os.dup(descriptor)])
+        assert isinstance(message, KvMoverConnection)
+        self.workers[sender].connect_kv_mover(message)
 
     def sender_of(self, stage: int) -> int:
         """Return the sender of the worker of a stage, of its first rank that has one."""

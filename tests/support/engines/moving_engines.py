@@ -14,15 +14,7 @@ from pathlib import Path
 from gllm.messages.base import WireMessage
 from gllm.messages.handoff import KvPushStarted, PrefetchKv
 from gllm.messages.kv_layout import KvLayout
-from gllm.messages.kv_transfer import (
-    CancelKvFetch,
-    FetchKv,
-    KvFetched,
-    KvReport,
-    KvRevoked,
-    RevokeKv,
-    ServeKv,
-)
+from gllm.messages.kv_transfer import KvCommand, KvFetched, KvReport, KvRevoked, ServeKv
 from gllm.router.client import FleetClient
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.transport.kv.endpoint import KvEndpoint, encode_endpoint
@@ -87,17 +79,14 @@ class MovingEngine(KvEngine):
             self.driver.run_turn()
 
     def send(self, message: WireMessage) -> None:
-        match message:
-            case ServeKv(ticket):
-                self.served[ticket] = message
-                self.mover.handle(message)
-                if message.step and ticket not in self.pushed:
-                    self.pushed.add(ticket)
-                    self._cluster.on_message(self.name, KvPushStarted(ticket))
-            case RevokeKv() | FetchKv() | CancelKvFetch():
-                self.mover.handle(message)
-            case _:
-                super().send(message)
+        if isinstance(message, KvPushStarted):
+            self.pushed.add(message.ticket)
+        super().send(message)
+
+    def command_mover(self, message: KvCommand) -> None:
+        if isinstance(message, ServeKv):
+            self.served[message.ticket] = message
+        self.mover.handle(message)
         self.commands.append(message)
 
     def handle_reports(self) -> bool:

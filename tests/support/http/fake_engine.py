@@ -23,6 +23,7 @@ from gllm.engine.interface import (
 )
 from gllm.engine.request_checks import check_request, truncate_prompt
 from gllm.messages.handoff import KvHandoff
+from gllm.messages.kv_transfer import KvTransferTotals
 from gllm.messages.node_report import NodeReport
 from gllm.messages.nodes import LinkState, NodeLoad
 from gllm.messages.reports import BubbleReport, StageUtilization
@@ -34,7 +35,6 @@ from gllm.text.detokenizer import IncrementalDetokenizer
 from gllm.text.grammar.sources.structured_output import to_grammar_source
 from gllm.text.stop_strings import StopStrings
 from gllm.text.tokenizer import Tokenizer
-from gllm.transport.kv.totals import KvTransferTotals
 
 
 @dataclass

@@ -7,12 +7,11 @@ the memory of the KV caches; workers and movers are processes.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from random import Random
 from typing import Any
 
 import numpy as np
-import pytest
 
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
@@ -20,6 +19,7 @@ from gllm.config.router import RouterConfig
 from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine
 from gllm.engine.text_engine import TextEngine
+from gllm.messages.codec import decode_for_kv_mover, decode_from_kv_mover
 from gllm.messages.kv_transfer import FetchKv, KvFetched, ServeKv
 from gllm.models.config import read_config
 from gllm.models.hub import resolve_model
@@ -28,6 +28,7 @@ from gllm.router.fleet import Fleet
 from gllm.routing.disaggregation.policy import DecodeChoice, EnginePair, PairPolicy, PairRequest
 from gllm.routing.state import EngineSnapshot
 from gllm.runtime.messaging.fleet_links import FleetLinks
+from gllm.transport.descriptors import DescriptorChannel, DescriptorError, create_channels
 from gllm.transport.kv.pages import KvPages
 from tests.support.network.ports import free_port
 from tests.support.servers.server import DEADLINE
@@ -90,9 +91,7 @@ class WatchErrors:
 class KvWatch:
     """Commands to an engine's mover, and its caches."""
 
-    def __init__(
-        self, engine: Engine, errors: WatchErrors, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, engine: Engine, errors: WatchErrors) -> None:
         self.mover = engine._supervisor.kv_mover
         self.served: dict[int, ServeKv] = {}
         """Blocks that the engine has kept, by ticket."""
@@ -101,27 +100,48 @@ class KvWatch:
         self.ended: list[tuple[FetchKv, KvFetched]] = []
         self.on_fetched: Callable[[FetchKv, KvFetched], None] = lambda command, report: None
         """Called before the driver knows the end of a fetch."""
-        handle, pass_on = self.mover.handle, self.mover._on_moved
+        self._errors = errors
+        self.mover.create_channels = self._create_channels
 
-        def watch_command(command: Any) -> None:
-            match command:
-                case ServeKv(ticket):
-                    self.served[ticket] = command
-                case FetchKv(number):
-                    self.fetches[number] = command
-            handle(command)
+    def _create_channels(self) -> tuple[DescriptorChannel, DescriptorChannel]:
+        """Return the ends of two channels, between which messages are passed on."""
+        (driver, behind_driver), (mover, behind_mover) = create_channels(), create_channels()
+        loop = asyncio.get_running_loop()
 
-        def watch_report(caches: Any, report: Any) -> None:
+        def pass_on(source: DescriptorChannel, target: DescriptorChannel, watch: Any) -> None:
+            try:
+                payload, _ = source.receive()
+            except (DescriptorError, OSError):
+                for channel in (source, target):
+                    loop.remove_reader(channel.fileno())
+                    channel.close()
+                return
             # The driver has to know the end all the same, or its requests never end.
-            with errors.kept():
-                if isinstance(report, KvFetched):
-                    fetch = self.fetches.pop(report.fetch)
-                    self.ended.append((fetch, report))
-                    self.on_fetched(fetch, report)
-            pass_on(caches, report)
+            with self._errors.kept():
+                watch(payload)
+            with suppress(DescriptorError):
+                target.send(payload)
 
-        monkeypatch.setattr(self.mover, "handle", watch_command)
-        monkeypatch.setattr(self.mover, "_on_moved", watch_report)
+        for source, target, watch in (
+            (behind_driver, behind_mover, self._watch_command),
+            (behind_mover, behind_driver, self._watch_report),
+        ):
+            loop.add_reader(source.fileno(), pass_on, source, target, watch)
+        return driver, mover
+
+    def _watch_command(self, payload: bytes) -> None:
+        match decode_for_kv_mover(payload):
+            case ServeKv(ticket) as command:
+                self.served[ticket] = command
+            case FetchKv(number) as command:
+                self.fetches[number] = command
+
+    def _watch_report(self, payload: bytes) -> None:
+        report = decode_from_kv_mover(payload)
+        if isinstance(report, KvFetched):
+            fetch = self.fetches.pop(report.fetch)
+            self.ended.append((fetch, report))
+            self.on_fetched(fetch, report)
 
     def read(
         self, block_ids: list[int], first_token: int, num_tokens: int
@@ -208,11 +228,11 @@ class KvRouter:
 class KvRig(KvRouter):
     """The router and its engines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack) -> None:
         super().__init__()
         self.engines: dict[str, Engine] = {}
         self.watches: dict[str, KvWatch] = {}
-        self._monkeypatch, self._stack = monkeypatch, stack
+        self._stack = stack
 
     async def start(self, engines: dict[str, dict[str, Any]]) -> None:
         """Start engines by name with their options, and wait until all exchange blocks."""
@@ -232,7 +252,7 @@ class KvRig(KvRouter):
             )
             attachment = AttachmentConfig(router=(self.address,), name=name)
             engine = self.engines[name] = Engine(config, attachment=attachment)
-            self.watches[name] = KvWatch(engine, self.errors, self._monkeypatch)
+            self.watches[name] = KvWatch(engine, self.errors)
             await engine.start()
             self._stack.push_async_callback(engine.stop)
 
@@ -254,10 +274,10 @@ def make_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
 
 
 @asynccontextmanager
-async def kv_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KvRig]:
+async def kv_rig() -> AsyncIterator[KvRig]:
     """A router without engines."""
     async with AsyncExitStack() as stack:
-        rig = KvRig(monkeypatch, stack)
+        rig = KvRig(stack)
         await rig.router.start()
         stack.push_async_callback(rig.router.stop)
         with rig.errors.raised():

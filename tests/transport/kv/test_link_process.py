@@ -7,9 +7,11 @@ import sys
 import msgspec
 import numpy as np
 
+from gllm.messages.codec import decode_from_kv_mover, encode
 from gllm.messages.kv_layout import KvLayout
 from gllm.messages.kv_transfer import (
     FetchKv,
+    KvCommand,
     KvFetched,
     KvFetchStarted,
     KvReport,
@@ -17,19 +19,17 @@ from gllm.messages.kv_transfer import (
     RevokeKv,
     ServeKv,
 )
-from gllm.transport.descriptors import create_channels
+from gllm.transport.descriptors import DescriptorError, create_channels
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.transport.kv.pages import KvPages
 from gllm.transport.link.commands import (
     CloseKvCaches,
     KvCachesOpened,
-    KvMoved,
     LinkCommand,
     LinkIdentity,
     LinkListening,
     LinkMessage,
     LinkReport,
-    MoveKv,
     OpenKvCaches,
     decode_link_message,
     encode_link_message,
@@ -57,8 +57,10 @@ class LinkParent:
         memory = os.memfd_create("cache")
         os.ftruncate(memory, layout.num_bytes)
         self.pages = KvPages(layout, memory)
-        self.send(OpenKvCaches(GENERATION, [layout], "auto"), memory)
+        self.driver, mover_end = create_channels()
+        self.send(OpenKvCaches(GENERATION, [layout], "auto"), memory, mover_end.fileno())
         os.close(memory)
+        mover_end.close()
         opened = self.receive()
         assert isinstance(opened, KvCachesOpened)
         assert (opened.generation, opened.cause) == (GENERATION, "")
@@ -72,6 +74,21 @@ class LinkParent:
     def send(self, command: LinkCommand, *descriptors: int) -> None:
         self._channel.send(encode_link_message(command), descriptors)
 
+    def command(self, command: KvCommand) -> None:
+        """Send a command as the driver does."""
+        self.driver.send(encode(command))
+
+    def report(self) -> KvReport:
+        """Wait for a report to the driver."""
+        return decode_from_kv_mover(self.driver.receive()[0])
+
+    def report_or_end(self) -> KvReport | None:
+        """Wait for a report to the driver; None if the channel has ended."""
+        try:
+            return self.report()
+        except DescriptorError:
+            return None
+
     def receive(self) -> LinkMessage:
         while True:
             message = decode_link_message(self._channel.receive()[0])
@@ -80,17 +97,17 @@ class LinkParent:
 
     def close(self) -> None:
         self._channel.close()
+        self.driver.close()
         self.process.wait(10)
 
 
 def test_blocks_get_from_one_process_to_the_other() -> None:
     (layout,) = cut_layouts(1, 1)
     owner, receiver = LinkParent(layout), LinkParent(layout)
-    owner.send(MoveKv(GENERATION - 1, ServeKv(9, 10, BLOCKS)))
-    receiver.send(MoveKv(GENERATION, FetchKv(0, 9, owner.local, 0, 10, BLOCKS)))
+    owner.driver.send(b"no command")
+    receiver.command(FetchKv(0, 9, owner.local, 0, 10, BLOCKS))
     (refused,) = receive_reports(receiver)
     assert isinstance(refused, KvFetched)
-    # The ticket of another generation is not known.
     assert "not held here" in refused.cause
     slots = owner.pages.find_slots(BLOCKS, 0, 10)
     for number, endpoint in ((1, owner.local), (2, owner.remote)):
@@ -98,8 +115,8 @@ def test_blocks_get_from_one_process_to_the_other() -> None:
             run = owner.pages.read(layer, range(2), slots)
             run[:] = np.arange(len(run)) % 251 + layer + number
             owner.pages.write(layer, range(2), slots, run)
-        owner.send(MoveKv(GENERATION, ServeKv(number, 10, BLOCKS)))
-        receiver.send(MoveKv(GENERATION, FetchKv(number, number, endpoint, 0, 10, BLOCKS)))
+        owner.command(ServeKv(number, 10, BLOCKS))
+        receiver.command(FetchKv(number, number, endpoint, 0, 10, BLOCKS))
         started, fetched = receive_reports(receiver)
         assert isinstance(started, KvFetchStarted)
         assert isinstance(fetched, KvFetched)
@@ -107,12 +124,13 @@ def test_blocks_get_from_one_process_to_the_other() -> None:
         for layer in range(4):
             expected = owner.pages.read(layer, range(2), slots)
             assert (receiver.pages.read(layer, range(2), slots) == expected).all()
-        owner.send(MoveKv(GENERATION, RevokeKv(number)))
+        owner.command(RevokeKv(number))
         # A ticket that a reader has used ends by itself too.
-        revoked = KvMoved(GENERATION, KvRevoked(number))
-        while (answer := owner.receive()) != revoked:
-            assert answer == KvMoved(GENERATION, KvRevoked(1))
+        while (report := owner.report()) != KvRevoked(number):
+            assert report == KvRevoked(1)
     owner.send(CloseKvCaches())
+    while (answer := owner.report_or_end()) is not None:
+        assert answer == KvRevoked(2)
     owner.close()
     receiver.close()
 
@@ -121,7 +139,5 @@ def receive_reports(parent: LinkParent) -> list[KvReport]:
     """Return the reports on a fetch, until its end."""
     reports: list[KvReport] = []
     while not reports or not isinstance(reports[-1], KvFetched):
-        message = parent.receive()
-        assert isinstance(message, KvMoved)
-        reports.append(message.report)
+        reports.append(parent.report())
     return reports
