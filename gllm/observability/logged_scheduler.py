@@ -18,10 +18,8 @@ from gllm.observability.step_log import (
     StepLogEvent,
 )
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import ReadableKv
-from gllm.scheduler.kv_prefetches import PrefetchRequest
-from gllm.scheduler.kv_transfers import KvTransfers
+from gllm.scheduler.kv_transfers import KvFetch, KvTransfers, PrefetchRequest
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler

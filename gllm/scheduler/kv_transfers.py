@@ -1,22 +1,72 @@
-"""KV that moves between engines: the scheduler's table of tickets and fetches.
+"""KV that moves between engines: the scheduler's table of fetches, prefetches and tickets.
 
 The driver asks what to begin and to revoke, and reports what has ended. Whoever moves the bytes
 answers each fetch with `finish_fetch` and each revocation with `confirm_revocation`.
+
+A fetch replaces the prefill of a waiting sequence whose KV another engine holds. It counts as a row
+in flight. Aborts and victims therefore wait for its end, and its blocks return to the pool only
+when nobody writes them any more. What the prefix cache has is not fetched. A sequence whose fetch
+fails is prefilled like a preempted one and fetches nothing again. A victim waits for another start
+of its fetch.
+
+A prefetch begins before its request arrives, while the other engine computes the KV. A sequence
+without rows stands for the request until then, so a prefetch has a rank, can be a victim and is
+admitted as any other fetch. It keeps counting as a row in flight once it is complete: only this
+module frees its blocks.
 """
 
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.kv_fetches import KvFetch, KvFetches
-from gllm.scheduler.kv_holds import ReadableKv
-from gllm.scheduler.kv_prefetches import KvPrefetches, PrefetchRequest
-from gllm.scheduler.kv_readable import ReadablePrompts
+from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv, ReadablePrompts
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
-from gllm.scheduler.sequence import Sequence
+from gllm.scheduler.sequence import SchedulerRequest, Sequence
 from gllm.scheduler.transfer_mode import TransferModePolicy
+
+
+class KvFetch(NamedTuple):
+    """KV of a sequence to fetch, in whole runs of tokens."""
+
+    seq: int
+    first_token: int
+    """Position of the first token to fetch, at the start of a block."""
+    num_tokens: int
+    """Number of tokens; 0: the prefix cache has them all, only the source has to be released."""
+    block_ids: list[int]
+    """Blocks to write: block i holds the positions from first_token + i * block_size on."""
+    source: object = None
+    """`SchedulerRequest.kv_source`."""
+    is_early: bool = False
+    """True if the request has not arrived yet: the other engine may compute the tokens meanwhile.
+    """
+
+
+class PrefetchRequest(NamedTuple):
+    """Request whose prompt another engine computes."""
+
+    ticket: int
+    prompt_token_ids: list[int]
+    max_tokens: int
+    priority: int = 0
+    cache_salt: str = ""
+    age_seconds: float = 0.0
+    predicted_output_tokens: int = 0
+    kv_source: object = None
+    """See SchedulerRequest."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    ticket: int
+    sequence: Sequence
+    lease_end: float
+    is_complete: bool = False
 
 
 class KvTransfers:
@@ -46,42 +96,59 @@ class KvTransfers:
             TransferModePolicy(config.push_threshold), config.block_size
         )
         """Running prompts that can be fetched."""
-        self._fetches = KvFetches(kv_cache, queues, filler)
-        self._prefetches = KvPrefetches(kv_cache, self._fetches, config.max_model_len)
+        self._fetches: dict[int, KvFetch] = {}
+        self._pending: list[Sequence] = []
+        """Sequences that wait for the start of their fetch, best rank first; those that no longer
+        fetch are removed lazily."""
+        self._fetching: dict[int, Sequence] = {}
+        """Sequences that wait for the end of their fetch, by the sequence of the fetch, which
+        differs for an adopted prefetch."""
+        self._cancelled_seqs: set[int] = set()
+        """Fetches in flight whose cancellation has been reported."""
+        self._prefetches: dict[int, _Prefetch] = {}
+        """By ticket, until their request arrives or they are released."""
+        self._started_prefetches: dict[int, _Prefetch] = {}
+        """Those that have blocks, by the id of their sequence."""
+        self._released: list[KvFetch] = []
+        """Fetches of no tokens, for prefetches whose source is needed no longer."""
+        self._num_prefetches = 0
+        """Prefetches so far."""
         self._first_chunks: list[int] = []
         """Tickets of prompts whose first chunk is computed, which were not returned yet."""
-        self._block_size = config.block_size
+        self._config = config
         self._kv_cache = kv_cache
         self._holds = kv_cache.holds
         self._queues = queues
+        self._filler = filler
         self._counters = counters
         self._finalize = finalize
 
     @property
     def fetches(self) -> Mapping[int, KvFetch]:
         """Fetches and prefetches that have started and not ended, by their sequence."""
-        return self._fetches.running
-
-    @property
-    def num_prefetched(self) -> int:
-        """Number of prefetches that have blocks, although their request has not arrived."""
-        return len(self._prefetches.started)
-
-    @property
-    def has_pending_fetches(self) -> bool:
-        """True if a fetch may have to be started, or to be released."""
-        return self._fetches.has_pending or self._prefetches.has_pending
-
-    @property
-    def is_active(self) -> bool:
-        """True while a lease or a fetch can end without a step."""
-        readable = self._holds or self.readable.tickets
-        return bool(readable or self.has_pending_fetches or self.fetches)
+        return self._fetches
 
     @property
     def tickets(self) -> list[int]:
         """Tickets under which other engines may read blocks."""
         return [*(hold.ticket for hold in self._holds.holds), *self.readable.tickets]
+
+    @property
+    def num_prefetched(self) -> int:
+        """Number of prefetches that have blocks, although their request has not arrived."""
+        return len(self._started_prefetches)
+
+    @property
+    def has_pending_fetches(self) -> bool:
+        """True if a fetch may have to be started, or to be released."""
+        return bool(self._pending or self._prefetches or self._released)
+
+    @property
+    def is_active(self) -> bool:
+        """True while a lease or a fetch can end without a step."""
+        return bool(
+            self._holds or self.readable.tickets or self._fetches or self.has_pending_fetches
+        )
 
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
         """Return True if blocks return without a step, though nothing fits and nothing runs.
@@ -94,51 +161,99 @@ class KvTransfers:
             sequences: all sequences of the scheduler, at least one.
         """
         holds = self._holds
-        if self._fetches.num_in_flight or holds.num_revoked or self.readable.is_ending:
+        if self._fetching or holds.num_revoked or self.readable.is_ending:
             return True
-        self._prefetches.release_started()
-        if self._prefetches.is_in_flight:
+        for prefetch in list(self._started_prefetches.values()):
+            self._remove(prefetch)
+        if self._started_prefetches:
+            # Their fetches end soon.
             return True
         if holds and any(sequence.request.kv_source_tokens for sequence in sequences):
             best = min(sequences, key=rank_of)
-            num_blocks = best.num_missing_blocks(best.num_tokens, self._block_size)
+            num_blocks = best.num_missing_blocks(best.num_tokens, self._config.block_size)
             holds.revoke_worst(num_blocks - self._kv_cache.block_pool.num_free_blocks)
         return holds.num_revoked > 0
+
+    # Fetches.
 
     def add(self, sequence: Sequence) -> None:
         """Enqueue a new sequence, or let it go on with the blocks of its prefetch."""
         request = sequence.request
         num_tokens = request.kv_source_tokens
-        if num_tokens and self._prefetches.adopt(sequence, request.kv_source_ticket):
+        if num_tokens and self._adopt(sequence, request.kv_source_ticket):
             self._counters.fetched_tokens += num_tokens - sequence.num_reused_tokens
             return
         self._queues.enqueue(sequence)
         if num_tokens:
-            self._fetches.add(sequence)
+            insort(self._pending, sequence, key=rank_of)
 
     def prefetch(self, request: PrefetchRequest, now: float) -> int:
-        """Fetch KV of a request that arrives later; return the id for `start_fetches`.
+        """Fetch KV of a request that arrives later; return the id for `start_fetches`, negative.
 
         Raises:
             ValueError: the request could not run, or its ticket is in use.
         """
-        return self._prefetches.add(request, now)
+        if request.ticket in self._prefetches:
+            raise ValueError(f"ticket {request.ticket} has a prefetch already")
+        seq = -1 - self._num_prefetches
+        standing = SchedulerRequest(
+            seq,
+            request.prompt_token_ids,
+            request.max_tokens,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            # Stands for the token that is sampled by the other engine.
+            outputs=[[0]],
+            age_seconds=request.age_seconds,
+            kv_source_tokens=len(request.prompt_token_ids),
+            predicted_output_tokens=request.predicted_output_tokens,
+            kv_source=request.kv_source,
+        )
+        standing.check(self._config.max_model_len)
+        self._num_prefetches += 1
+        token_ids = standing.initial_token_ids(seq)
+        arrival = now - request.age_seconds
+        sequence = Sequence(seq, standing, token_ids, len(token_ids), arrival_time=arrival)
+        lease_end = now + HOLD_LEASE_SECONDS
+        self._prefetches[request.ticket] = _Prefetch(request.ticket, sequence, lease_end)
+        return seq
 
     def start_fetches(self, now: float) -> list[KvFetch]:
         """Admit sequences whose KV can be fetched, and return the fetches to begin.
 
+        A sequence starts, in the order of the ranks, if its whole prefill fits into the free blocks
+        and the admission rule permits it. It overtakes a prompt only if that one is admitted and
+        still fits as well. Prefetches follow; expired ones are released.
+
         Called before `Scheduler.schedule`. Each fetch of at least one token is answered with
         `finish_fetch`.
         """
-        return self._fetches.start(now) + self._prefetches.start(now)
+        fetches: list[KvFetch] = []
+        for sequence in list(self._pending):
+            if not sequence.is_fetch_pending:
+                continue
+            if not self._fits(sequence) or not self._filler.admit(sequence, now):
+                break
+            self._pending.remove(sequence)
+            fetches.append(self._start(sequence))
+        released, self._released = self._released, []
+        fetches += released
+        for prefetch in list(self._prefetches.values()):
+            if prefetch.lease_end <= now:
+                self._remove(prefetch)
+            elif prefetch.sequence.seq not in self._started_prefetches:
+                fetches += self._start_prefetch(prefetch, now)
+        return fetches
 
     def record_progress(self, seq: int) -> None:
         """Record that bytes of a fetch have arrived, so that it is no early victim any more.
 
         Other sequences are ignored.
         """
-        self._fetches.record_progress(seq)
-        self._prefetches.record_progress(seq)
+        if seq in self._fetching:
+            self._fetching[seq].has_fetched_bytes = True
+        elif seq in self._started_prefetches:
+            self._started_prefetches[seq].sequence.has_fetched_bytes = True
 
     def finish_fetch(self, seq: int, is_ok: bool) -> bool:
         """End a fetch, after which nothing is written to its blocks any more.
@@ -152,16 +267,24 @@ class KvTransfers:
         Raises:
             ValueError: no fetch of this sequence is in flight.
         """
-        self._fetches.running.pop(seq, None)
-        if self._prefetches.finish(seq, is_ok):
+        self._fetches.pop(seq, None)
+        self._cancelled_seqs.discard(seq)
+        if (prefetch := self._started_prefetches.get(seq)) is not None:
+            prefetch.is_complete = prefetch.sequence.has_fetched_bytes = True
+            if not is_ok or prefetch.sequence.is_freeing_blocks:
+                self._remove(prefetch)
             return False
-        sequence = self._fetches.finish(seq)
+        sequence = self._fetching.pop(seq, None)
+        if sequence is None:
+            raise ValueError(f"sequence {seq} has no fetch in flight")
+        sequence.is_fetching = sequence.has_fetched_bytes = False
+        sequence.num_rows_in_flight -= 1
         if sequence.is_freeing_blocks:
             # A complete fetch has ended its source; that of a prefetch is not known any more.
             is_repeated = not (is_ok or sequence.is_finished) and sequence.seq == seq
             if is_repeated:
                 sequence.num_source_tokens = sequence.request.kv_source_tokens
-                self._fetches.add(sequence)
+                insort(self._pending, sequence, key=rank_of)
             self._finalize(sequence)
             return is_repeated
         if is_ok:
@@ -169,7 +292,7 @@ class KvTransfers:
                 # Those of a prefetch were counted when it was adopted.
                 num_tokens = sequence.request.kv_source_tokens - sequence.num_scheduled_tokens
                 self._counters.fetched_tokens += num_tokens
-            self._fetches.use_fetched(sequence)
+            self._use_fetched(sequence)
         else:
             self._counters.failed_fetches += 1
             self._kv_cache.free(sequence)
@@ -177,8 +300,146 @@ class KvTransfers:
         return False
 
     def pop_cancellations(self) -> list[int]:
-        """Return the sequences whose fetch in flight has to end soon, or starts no more."""
-        return self._fetches.pop_cancellations() + self._prefetches.pop_cancellations()
+        """Return the sequences that no longer need their source, since the last call.
+
+        Those with a fetch in flight have ended or are victims; `finish_fetch` is still due for
+        them. The others have ended or were prefilled before their fetch began. Complete prefetches
+        that are victims are freed.
+        """
+        seqs = [each.seq for each in self._pending if not each.is_fetch_pending]
+        if seqs:
+            self._pending = [each for each in self._pending if each.is_fetch_pending]
+        cancelled = [seq for seq, each in self._fetching.items() if each.is_freeing_blocks]
+        for seq, prefetch in list(self._started_prefetches.items()):
+            if not prefetch.sequence.is_freeing_blocks:
+                continue
+            if prefetch.is_complete:
+                self._remove(prefetch)
+            else:
+                cancelled.append(seq)
+        new = [seq for seq in cancelled if seq not in self._cancelled_seqs]
+        self._cancelled_seqs.update(new)
+        return seqs + new
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Return True if a sequence fits into the free blocks beside the first waiting sequence.
+
+        Fetches would otherwise overtake prompts that wait for more blocks, again and again. They do
+        not overtake one that is not admitted yet, which would take their blocks back.
+        """
+        kv_cache, head = self._kv_cache, self._queues.head
+        is_overtaking = head is not None and not head.is_fetch_pending
+        if head is not None and is_overtaking and head.seq not in kv_cache.running:
+            return False
+        shared = kv_cache.find_shareable_blocks(sequence)
+        missing = kv_cache.num_missing_blocks(sequence, sequence.num_prefill_tokens)
+        missing += kv_cache.block_pool.count_unreferenced(shared) - len(shared)
+        if sequence.epoch:
+            # Fetches start before decodes are scheduled: a victim must not take back, again and
+            # again, the blocks that it has lost to a decode.
+            for decode in self._queues.ready.values():
+                missing += kv_cache.num_missing_blocks(decode, decode.num_decode_tokens)
+        if head is not None and is_overtaking:
+            num_tokens = head.num_prefill_tokens - head.num_scheduled_tokens
+            missing += kv_cache.num_missing_blocks(head, num_tokens)
+        return missing <= kv_cache.block_pool.num_free_blocks
+
+    def _start(self, sequence: Sequence) -> KvFetch:
+        """Start the fetch of an admitted sequence, which may have found all in the cache."""
+        first_token = sequence.num_scheduled_tokens
+        if sequence.request.kv_source_tokens <= first_token:
+            self._skip_prefill(sequence)
+            return KvFetch(sequence.seq, first_token, 0, [])
+        self._queues.dequeue(sequence)
+        self._fetching[sequence.seq] = sequence
+        return self._allocate(sequence)
+
+    def _start_prefetch(self, prefetch: _Prefetch, now: float) -> list[KvFetch]:
+        """Admit the sequence of a prefetch, which is in no queue; return its fetch if it fits."""
+        sequence, tally = prefetch.sequence, self._queues.tally
+        tally.add_waiting(sequence)
+        is_admitted = self._fits(sequence) and self._filler.admit(sequence, now)
+        tally.remove_waiting(sequence)
+        if not is_admitted:
+            return []
+        fetch = self._allocate(sequence, is_early=True)
+        self._started_prefetches[sequence.seq] = prefetch
+        prefetch.is_complete = not fetch.num_tokens
+        return [fetch]
+
+    def _allocate(self, sequence: Sequence, is_early: bool = False) -> KvFetch:
+        """Allocate the blocks of an admitted sequence and return its fetch."""
+        request, first_token = sequence.request, sequence.num_scheduled_tokens
+        num_tokens = request.kv_source_tokens - first_token
+        num_shared_blocks = len(sequence.block_ids)
+        self._kv_cache.allocate(sequence, num_tokens)
+        sequence.is_fetching = True
+        sequence.num_rows_in_flight += 1
+        block_ids = sequence.block_ids[num_shared_blocks:]
+        fetch = KvFetch(
+            sequence.seq, first_token, num_tokens, block_ids, request.kv_source, is_early
+        )
+        if num_tokens:
+            self._fetches[sequence.seq] = fetch
+        return fetch
+
+    def _adopt(self, sequence: Sequence, ticket: int) -> bool:
+        """Give a new sequence the blocks of its prefetch.
+
+        Returns:
+            True if the sequence has blocks and waits for the rest of its fetch, or needs none.
+        """
+        prefetch = self._prefetches.get(ticket)
+        if prefetch is None:
+            return False
+        own = prefetch.sequence
+        if own.seq not in self._started_prefetches or not _is_same(own, sequence):
+            self._remove(prefetch)
+            return False
+        del self._prefetches[ticket], self._started_prefetches[own.seq]
+        self._kv_cache.running.pop(own.seq, None)
+        sequence.start_with_blocks(own.block_ids, own.num_scheduled_tokens)
+        sequence.num_published_blocks = own.num_published_blocks
+        self._kv_cache.running[sequence.seq] = sequence
+        self._released.append(KvFetch(sequence.seq, 0, 0, [], is_early=True))
+        if prefetch.is_complete:
+            self._use_fetched(sequence)
+            return True
+        sequence.is_fetching = True
+        sequence.has_fetched_bytes = own.has_fetched_bytes
+        sequence.num_rows_in_flight += 1
+        self._fetching[own.seq] = sequence
+        return True
+
+    def _remove(self, prefetch: _Prefetch) -> None:
+        """Forget a prefetch; its blocks are freed once nothing is written to them any more."""
+        self._prefetches.pop(prefetch.ticket, None)
+        sequence = prefetch.sequence
+        if sequence.seq not in self._started_prefetches:
+            self._released.append(KvFetch(sequence.seq, 0, 0, [], is_early=True))
+            return
+        sequence.is_finished = True
+        if prefetch.is_complete:
+            del self._started_prefetches[sequence.seq]
+            self._kv_cache.free(sequence)
+
+    def _use_fetched(self, sequence: Sequence) -> None:
+        """Continue a sequence with the KV of all tokens that were to be fetched."""
+        num_tokens = sequence.request.kv_source_tokens
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = num_tokens
+        self._kv_cache.publish(sequence)
+        self._queues.enqueue(sequence)
+        self._skip_prefill(sequence)
+
+    def _skip_prefill(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to the decodes if only its last output token lacks KV."""
+        num_tokens = sequence.num_computed_tokens
+        if sequence.num_output_tokens and num_tokens == sequence.num_tokens - 1:
+            self._queues.dequeue(sequence)
+            sequence.num_prefill_tokens = num_tokens
+            self._queues.make_ready(sequence)
+
+    # Tickets.
 
     def on_chunk_computed(self, sequence: Sequence, start: int) -> None:
         """Note a computed row that does not end its prompt, from its first token."""
@@ -193,10 +454,6 @@ class KvTransfers:
         tickets, self._first_chunks = self._first_chunks, []
         return tickets
 
-    def pop_readable(self) -> list[ReadableKv]:
-        """Return the KV that can be fetched in addition since the last call."""
-        return self.readable.pop_new()
-
     def hold(self, sequence: Sequence, now: float) -> ReadableKv | None:
         """Hold the KV of a sequence that `max_tokens` has ended."""
         hold = self._kv_cache.hold(sequence, now)
@@ -206,17 +463,25 @@ class KvTransfers:
             self.readable.on_held(hold)
         return hold
 
+    def pop_readable(self) -> list[ReadableKv]:
+        """Return the KV that can be fetched in addition since the last call."""
+        return self.readable.pop_new()
+
     def renew(self, tickets: Iterable[int], now: float) -> None:
         """Begin the leases of holds and prefetches anew; unknown tickets are ignored."""
         tickets = list(tickets)
         self._holds.renew(tickets, now)
-        self._prefetches.renew(tickets, now)
+        for prefetch in map(self._prefetches.get, tickets):
+            if prefetch is not None:
+                prefetch.lease_end = now + HOLD_LEASE_SECONDS
 
     def release(self, tickets: Iterable[int]) -> None:
         """Release holds and prefetches that nobody needs; unknown tickets are ignored."""
         tickets = list(tickets)
         self._holds.release(tickets)
-        self._prefetches.release(tickets)
+        for prefetch in map(self._prefetches.get, tickets):
+            if prefetch is not None:
+                self._remove(prefetch)
 
     def pop_revocations(self, now: float) -> list[int]:
         """Return the tickets that must not be served any more, since the last call.
@@ -235,3 +500,14 @@ class KvTransfers:
         if sequence is not None and sequence.is_freeing_blocks:
             self._finalize(sequence)
         self._holds.confirm(ticket)
+
+
+def _is_same(own: Sequence, sequence: Sequence) -> bool:
+    """Return True if a sequence is the one that a prefetch stands for."""
+    num_tokens = own.request.kv_source_tokens
+    return (
+        not own.is_freeing_blocks
+        and sequence.request.kv_source_tokens == num_tokens
+        and sequence.request.cache_salt == own.request.cache_salt
+        and sequence.token_ids[:num_tokens] == own.token_ids[:num_tokens]
+    )

@@ -13,7 +13,7 @@ from gllm.observability.step_log import (
 )
 from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler

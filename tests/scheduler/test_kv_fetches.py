@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest

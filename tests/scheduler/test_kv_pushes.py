@@ -9,7 +9,7 @@ from gllm.observability.logged_scheduler import LoggedScheduler, replay_event
 from gllm.observability.step_log import KvTransferEvent, ScheduleEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
-from gllm.scheduler.kv_prefetches import PrefetchRequest
+from gllm.scheduler.kv_transfers import PrefetchRequest
 from gllm.scheduler.plan import SampledToken, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest

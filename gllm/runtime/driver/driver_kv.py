@@ -34,9 +34,8 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.messages.requests import SubmitRequest
-from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import ReadableKv
-from gllm.scheduler.kv_prefetches import PrefetchRequest
+from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.step_cost import StepCostCoefficients

@@ -8,7 +8,7 @@ from gllm.observability.step_log import RestartEvent, StepLogEvent
 from gllm.routing.prefix_index import PrefixIndex
 from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.plan import SchedulerStats
 from gllm.scheduler.sequence import Sequence
 from gllm.sim.cluster.earliest_ends import EarliestEnds

@@ -10,8 +10,8 @@ from itertools import count
 from typing import NamedTuple
 
 from gllm.routing.disaggregation.policy import DecodeChoice, PairPolicy
-from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
+from gllm.scheduler.kv_transfers import KvFetch
 from gllm.sim.cluster.changes import ClusterChange
 from gllm.sim.cluster.cluster import ClusterRun, LogOpener, SimulatedCluster
 from gllm.sim.cluster.engine import ClusterEngine

@@ -10,7 +10,7 @@ from gllm.messages.requests import SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.runtime.driver.driver_kv import MIN_PREFILL_TOKENS, DriverKv
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_fetches import KvFetch
+from gllm.scheduler.kv_transfers import KvFetch
 from gllm.scheduler.plan import SampledToken, SchedulerStats, StepResult
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest

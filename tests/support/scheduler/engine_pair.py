@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from random import Random
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.kv_fetches import KvFetch
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS, ReadableKv
-from gllm.scheduler.kv_prefetches import PrefetchRequest
+from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest
 from gllm.scheduler.sequence import SchedulerRequest
 from tests.support.scheduler.pipeline import Pipeline
 
