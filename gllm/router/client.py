@@ -12,7 +12,7 @@ from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.router.dispatch_target import ChooseEngine, DispatchTarget, KvPeer, Parked, Submitted
 from gllm.router.handoffs import Handoffs, PairChooser
 from gllm.router.numerics import PATIENCE_SECONDS, NumericsIndex
-from gllm.router.output_checks import drop_stale, is_complete, split_refused
+from gllm.router.output_checks import drop_stale, split_refused
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import HandoffLimits
 from gllm.runtime.head.delivery import SubmittedChoice, deliver
@@ -209,7 +209,9 @@ class FleetClient(RequestClient):
             self.num_stale_tokens += len(message.outcome.seqs)
             return
         self.num_stale_tokens += drop_stale(attached, message)
-        message, refused = split_refused(attached, message, self._ban)
+        refused: dict[RequestStream, None] = {}
+        if message.error_kinds:
+            message, refused = split_refused(attached, message, self._ban)
         message, prefilled = self.handoffs.split_prefilled(attached, message)
         ended = deliver(message, attached.choices)
         self.handoffs.on_tokens(attached, message.outcome.seqs)
@@ -218,8 +220,8 @@ class FleetClient(RequestClient):
                 if target := attached.choices.get(seq):
                     self._suspects.clear(target.stream)
         for stream, choice, _ in ended:
-            if is_complete(stream, choice):
-                entry = stream.entry
+            entry, end = stream.entry, stream.delta(choice).end
+            if end is not None and end.finish_reason in ("stop", "length"):
                 self._on_output_length(entry, len(entry.outputs[choice]))
             self._remove(stream, [choice])
         for stream, is_held in prefilled.items():
@@ -227,7 +229,8 @@ class FleetClient(RequestClient):
             self._take_back(attached, stream, "")
             # Both engines together are one attempt.
             stream.entry.num_attempts = 0
-        self._move_refused(attached, refused)
+        if refused:
+            self._move_refused(attached, refused)
         self._end_isolation(avoid=attached.name if refused else "")
         self._notify()
         if prefilled:

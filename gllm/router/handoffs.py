@@ -4,8 +4,10 @@ The client submits and parks the requests; this object says when and to which en
 commands to the engines that hold blocks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
+from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,7 +23,6 @@ from gllm.router.output_checks import (
     without_ends,
     without_tokens,
 )
-from gllm.router.ticket_deadlines import TicketDeadlines
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import (
     Handoff,
@@ -56,6 +57,33 @@ class PairChooser(Protocol):
 
     def on_engine_lost(self, engine: str) -> None:
         """Note that an engine has gone."""
+
+
+class TicketDeadlines:
+    """One deadline per ticket, of which the due ones are found without a look at the others."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+        """Deadlines with their tickets; those that differ from `_deadlines` have been replaced."""
+
+    def set(self, ticket: int, deadline: float) -> None:
+        """Replace the deadline of a ticket; infinity removes it."""
+        if deadline == math.inf:
+            self._deadlines.pop(ticket, None)
+        elif self._deadlines.get(ticket) != deadline:
+            self._deadlines[ticket] = deadline
+            heappush(self._heap, (deadline, ticket))
+
+    def pop_due(self, now: float) -> list[int]:
+        """Remove and return the tickets whose deadlines have passed, the earliest one first."""
+        due = []
+        while self._heap and self._heap[0][0] <= now:
+            deadline, ticket = heappop(self._heap)
+            if self._deadlines.get(ticket) == deadline:
+                del self._deadlines[ticket]
+                due.append(ticket)
+        return due
 
 
 class Handoffs:
@@ -163,15 +191,24 @@ class Handoffs:
             engine: the engine.
             pair: result of `choose`, if it named the engine.
         """
-        handoff = self._by_stream.get(stream)
-        if handoff is None and pair is not None and pair.prefill != pair.decode:
-            return self._prefill_sender(stream, engine, pair)
-        source = None if handoff is None else self._source(stream, handoff, engine)
-        if source is None:
+        handoff, begun = self._by_stream.get(stream), None
+        changes: dict[str, object] = {}
+        if handoff is not None:
+            if (source := self._source(stream, handoff, engine)) is not None:
+                changes = {"kv_source": source}
+        elif pair is not None and pair.prefill != pair.decode:
+            begun = Handoff(pair, make_ticket(), self._limits)
+            # The choices of a request have one prompt, so one of them is prefilled.
+            changes = {"max_tokens": 1, "kv_ticket": begun.ticket, "n": 1}
+        if not changes:
             return engine.send
 
         def send(message: SubmitRequest | AbortSequences) -> None:
-            engine.send(msgspec.structs.replace(message, kv_source=source))
+            engine.send(msgspec.structs.replace(message, **changes))
+            if begun is not None:
+                # Only now: encoding may raise.
+                self._by_stream[stream] = begun
+                self._by_ticket[begun.ticket] = stream
 
         return send
 
@@ -209,8 +246,13 @@ class Handoffs:
                 seqs.add(end.seq)
                 prefilled[choice.stream] = end.kv_ticket != 0
                 shared |= {end.seq} if entry.n > 1 else set()
-        message = without_tokens(without_ends(message, seqs), shared)
-        return with_ends_of_all(message, failed), prefilled
+        if seqs:
+            message = without_ends(message, seqs)
+        if shared:
+            message = without_tokens(message, shared)
+        if failed:
+            message = with_ends_of_all(message, failed)
+        return message, prefilled
 
     def on_push_started(self, engine: str, ticket: int, now: float) -> None:
         """Let the decode engine fetch the blocks of a prompt that an engine has begun to compute.
@@ -272,9 +314,7 @@ class Handoffs:
     def on_prefilled(self, stream: RequestStream, is_held: bool, now: float) -> None:
         """Note that a request has token 1, and that the engine holds its blocks or does not."""
         handoff = self._by_stream[stream]
-        handoff.on_prefilled(now)
-        if not is_held:
-            handoff.on_not_held()
+        handoff.on_prefilled(now, is_held)
         self._unread[stream] = None
         self._ticks.set(handoff.ticket, handoff.next_tick)
         if self._pairs is not None:
@@ -329,23 +369,6 @@ class Handoffs:
         for stream in read:
             del self._unread[stream]
         return list(read)
-
-    def _prefill_sender(
-        self, stream: RequestStream, engine: DispatchTarget, pair: EnginePair
-    ) -> SendFunction:
-        """Return the function that submits a request for one token, to be held."""
-
-        def send(message: SubmitRequest | AbortSequences) -> None:
-            ticket = make_ticket()
-            # The choices of a request have one prompt, so one of them is prefilled.
-            prefill = msgspec.structs.replace(message, max_tokens=1, kv_ticket=ticket, n=1)
-            engine.send(prefill)
-            # Only now: encoding may raise.
-            handoff = self._by_stream[stream] = Handoff(pair, ticket, self._limits)
-            self._by_ticket[ticket] = stream
-            handoff.start()
-
-        return send
 
     def _source(
         self, stream: RequestStream, handoff: Handoff, engine: DispatchTarget

@@ -48,16 +48,12 @@ def split_refused(
 
 def without_ends(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
     """Return a message without the ends of some sequences."""
-    if not seqs:
-        return message
     finished = [end for end in message.outcome.finished if end.seq not in seqs]
     return msgspec.structs.replace(message, outcome=message.outcome._replace(finished=finished))
 
 
 def without_tokens(message: EngineOutputs, seqs: set[int]) -> EngineOutputs:
     """Return a message without the tokens of some sequences, and what comes with tokens."""
-    if not seqs:
-        return message
     outcome = message.outcome
     kept = [
         (seq, token)
@@ -82,8 +78,6 @@ def with_ends_of_all(
         message: output of an engine.
         failed: end of a choice, and the wire ids of all choices of its request.
     """
-    if not failed:
-        return message
     kinds = dict(message.error_kinds)
     ends = list(message.outcome.finished)
     for end, seqs in failed:
@@ -93,12 +87,6 @@ def with_ends_of_all(
             kinds |= dict.fromkeys(others, kinds[end.seq])
     outcome = message.outcome._replace(finished=ends)
     return msgspec.structs.replace(message, outcome=outcome, error_kinds=list(kinds.items()))
-
-
-def is_complete(stream: RequestStream, choice: int) -> bool:
-    """Return True if a choice that has ended neither failed nor was aborted."""
-    end = stream.delta(choice).end
-    return end is not None and end.finish_reason in ("stop", "length")
 
 
 def can_be_handed_off(entry: JournalEntry) -> bool:

@@ -1,7 +1,6 @@
 """Choice of the engines that prefill and decode a request, by the pair policy of the router."""
 
 from collections.abc import Callable
-from itertools import count
 
 from gllm.router.dispatcher import Dispatcher
 from gllm.routing.disaggregation.policy import EnginePair, PairPolicy, PairRequest
@@ -25,9 +24,6 @@ class PairDispatcher:
         self.policy = policy
         self._dispatcher = dispatcher
         self._clock = clock
-        self._numbers = count()
-        self._keys: dict[RequestStream, int] = {}
-        """Numbers of the requests that the policy knows."""
 
     def accepting(self, names: frozenset[str]) -> frozenset[str]:
         """See PairChooser."""
@@ -57,14 +53,11 @@ class PairDispatcher:
 
     def on_prefilled(self, stream: RequestStream) -> None:
         """See PairChooser."""
-        if stream in self._keys:
-            self.policy.on_prefill_ended(self._keys[stream], self._clock())
+        self.policy.on_prefill_ended(stream, self._clock())
 
     def on_ended(self, stream: RequestStream) -> None:
         """See PairChooser."""
-        key = self._keys.pop(stream, None)
-        if key is not None:
-            self.policy.on_ended(key, self._clock())
+        self.policy.on_ended(stream, self._clock())
 
     def on_engine_lost(self, engine: str) -> None:
         """See PairChooser."""
@@ -72,10 +65,6 @@ class PairDispatcher:
 
     def _request(self, stream: RequestStream) -> PairRequest:
         """Return the request for the policy."""
-        if stream not in self._keys:
-            self._keys[stream] = next(self._numbers)
         entry = stream.entry
         length = self._dispatcher.predict_output(entry)
-        return PairRequest(
-            self._keys[stream], len(entry.prompt), PredictedLength(length, length + 1)
-        )
+        return PairRequest(stream, len(entry.prompt), PredictedLength(length, length + 1))

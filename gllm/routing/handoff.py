@@ -20,10 +20,8 @@ from gllm.routing.disaggregation.policy import EnginePair
 class HandoffState(Enum):
     """Progress of a hand-off."""
 
-    QUEUED = "queued"
-    """Engines are chosen; nothing was sent."""
     PREFILL = "prefill"
-    """The prefill engine has the request."""
+    """The prefill engine has the request, for one token."""
     READY = "ready"
     """Token 1 has arrived; its text may still end the request."""
     TRANSFER = "transfer"
@@ -44,13 +42,6 @@ class HandoffLimits(NamedTuple):
     """Longest wait for the reader of token 1."""
     hold_seconds: float = 60.0
     """Age at which a hold is released although its transfer has not ended."""
-
-
-class StartPrefill(NamedTuple):
-    """Submit the request for one token, to be held under a ticket."""
-
-    engine: str
-    ticket: int
 
 
 class StartPrefetch(NamedTuple):
@@ -83,48 +74,39 @@ class RenewHold(NamedTuple):
     ticket: int
 
 
-HandoffAction = StartPrefill | StartPrefetch | StartDecode | ReleaseHold | RenewHold
+HandoffAction = StartPrefetch | StartDecode | ReleaseHold | RenewHold
 
 
 class Handoff:
     """Hand-off of one request."""
 
     def __init__(self, pair: EnginePair, ticket: int, limits: HandoffLimits) -> None:
-        """Create a hand-off in the state QUEUED.
+        """Create a hand-off in the state PREFILL: the prefill engine has got the request.
 
         Args:
             pair: engines that were chosen, different ones; without a decode engine any will do.
             ticket: for the blocks at the prefill engine.
             limits: of times.
         """
-        self.state = HandoffState.QUEUED
+        self.state = HandoffState.PREFILL
         self.outcome = ""
         """Result once it is clear: `transferred` (the decode engine went on; it may have computed
         the blocks itself), `ended` (before that), `prefill_failed` or `decode_failed`."""
         self.pair = pair
         self.ticket = ticket
         self._limits = limits
-        self._decode = pair.decode or ""
-        """Engine to be asked; empty for any."""
+        self.decode = pair.decode or ""
+        """Engine that is to decode; empty for any."""
         self._asked = ""
         """Engine that has the request in TRANSFER and DECODE; empty while it is parked."""
-        self._may_be_held = False
-        """True if the prefill engine may hold blocks under the ticket."""
+        self.is_held = True
+        """True until the prefill engine is lost, has not kept the blocks or is told to free them.
+        """
         self._is_pushed = False
         """True if the blocks can be fetched while the prompt is computed."""
         self._prefetching = ""
         """Engine that may have blocks for the request, which it has not got; empty for none."""
         self._read_deadline = self._hold_deadline = self._renew_at = 0.0
-
-    @property
-    def is_held(self) -> bool:
-        """True until the prefill engine is lost or told to free the blocks."""
-        return self._may_be_held
-
-    @property
-    def decode(self) -> str:
-        """Engine that is to decode; empty for any."""
-        return self._decode
 
     @property
     def waits_for(self) -> str:
@@ -153,18 +135,12 @@ class Handoff:
 
     @property
     def _is_hold_leased(self) -> bool:
-        return self._may_be_held and self.state in (HandoffState.READY, HandoffState.TRANSFER)
+        return self.is_held and self.state in (HandoffState.READY, HandoffState.TRANSFER)
 
     @property
     def _is_prefetch_leased(self) -> bool:
         phases = (HandoffState.PREFILL, HandoffState.READY)
         return bool(self._prefetching) and self.state in phases
-
-    def start(self) -> list[HandoffAction]:
-        """Begin: QUEUED -> PREFILL."""
-        assert self.state is HandoffState.QUEUED
-        self.state, self._may_be_held = HandoffState.PREFILL, True
-        return [StartPrefill(self.pair.prefill, self.ticket)]
 
     def on_push_started(self) -> None:
         """Note that the blocks can be fetched while the prompt is computed."""
@@ -173,7 +149,7 @@ class Handoff:
     def on_decode_chosen(self, engine: str) -> None:
         """Note the decode engine, chosen in PREFILL; one that is known stays."""
         if self.state is HandoffState.PREFILL:
-            self._decode = self._decode or engine
+            self.decode = self.decode or engine
 
     def start_prefetch(self, now: float) -> list[HandoffAction]:
         """Begin the fetch of blocks that are computed meanwhile, in PREFILL.
@@ -182,18 +158,23 @@ class Handoff:
             The command to the decode engine; nothing without one, before `on_push_started`, and if
             an engine has the command already.
         """
-        if self.state is not HandoffState.PREFILL or not (self._is_pushed and self._decode):
+        if self.state is not HandoffState.PREFILL or not (self._is_pushed and self.decode):
             return []
-        if self._prefetching or self._decode == self.pair.prefill:
+        if self._prefetching or self.decode == self.pair.prefill:
             return []
-        self._prefetching = self._decode
+        self._prefetching = self.decode
         self._renew_at = now + self._limits.renew_seconds
-        return [StartPrefetch(self._decode, self.ticket)]
+        return [StartPrefetch(self.decode, self.ticket)]
 
-    def on_prefilled(self, now: float) -> None:
-        """Note that token 1 has arrived and more tokens are to follow: PREFILL -> READY."""
+    def on_prefilled(self, now: float, is_held: bool = True) -> None:
+        """Note that token 1 has arrived and more tokens are to follow: PREFILL -> READY.
+
+        Args:
+            now: time in seconds.
+            is_held: True if the prefill engine has kept the blocks.
+        """
         assert self.state is HandoffState.PREFILL
-        self.state = HandoffState.READY
+        self.state, self.is_held = HandoffState.READY, self.is_held and is_held
         self._read_deadline = now + self._limits.read_seconds
         self._hold_deadline = now + self._limits.hold_seconds
         self._renew_at = now + self._limits.renew_seconds
@@ -207,7 +188,7 @@ class Handoff:
         if self.state is not HandoffState.READY:
             return []
         self.state = HandoffState.TRANSFER
-        return [StartDecode(self._decode, self.ticket if self._may_be_held else 0)]
+        return [StartDecode(self.decode, self.ticket if self.is_held else 0)]
 
     def on_submitted(self, engine: str) -> list[HandoffAction]:
         """Note the engine that got the request after `on_read`.
@@ -237,8 +218,8 @@ class Handoff:
         """
         if not engine or engine != self.waits_for:
             return []
-        if self.state is HandoffState.TRANSFER and self._may_be_held:
-            self._asked = self._decode = ""
+        if self.state is HandoffState.TRANSFER and self.is_held:
+            self._asked = self.decode = ""
             return self._release_prefetch()
         failed = "prefill_failed" if self.state is HandoffState.PREFILL else "decode_failed"
         self.outcome = self.outcome or failed
@@ -247,15 +228,11 @@ class Handoff:
     def on_lost(self, engine: str) -> None:
         """Note that an engine is gone, with all blocks; `on_given_back` follows if it is due."""
         if engine == self.pair.prefill:
-            self._may_be_held = False
-        if engine == self._decode:
-            self._decode = ""
+            self.is_held = False
+        if engine == self.decode:
+            self.decode = ""
         if engine == self._prefetching:
             self._prefetching = ""
-
-    def on_not_held(self) -> None:
-        """Note that the prefill engine has not kept the blocks."""
-        self._may_be_held = False
 
     def on_end(self) -> list[HandoffAction]:
         """Note that the request has ended, in any way and in any state."""
@@ -284,8 +261,8 @@ class Handoff:
 
     def _release(self) -> list[HandoffAction]:
         actions = self._release_prefetch()
-        if self._may_be_held:
-            self._may_be_held = False
+        if self.is_held:
+            self.is_held = False
             actions.append(ReleaseHold(self.pair.prefill, self.ticket))
         return actions
 

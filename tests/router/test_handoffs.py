@@ -14,8 +14,7 @@ from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
-from gllm.router.handoffs import Handoffs
-from gllm.router.ticket_deadlines import TicketDeadlines
+from gllm.router.handoffs import Handoffs, TicketDeadlines
 from gllm.routing.handoff import HandoffLimits, HandoffState, ReleaseHold, RenewHold
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.scheduler.plan import FinishedSequence, SchedulerStats, StepOutput

@@ -18,7 +18,6 @@ from gllm.routing.handoff import (
     RenewHold,
     StartDecode,
     StartPrefetch,
-    StartPrefill,
 )
 from tests.support.examples import num_examples
 
@@ -27,11 +26,10 @@ LEASE_SECONDS = 7.0
 TICKET = 9
 
 
-def prefilled(decode: str = "D") -> Handoff:
+def prefilled(decode: str = "D", is_held: bool = True) -> Handoff:
     """Return a hand-off whose token 1 arrived at time 0."""
     handoff = Handoff(EnginePair("P", decode), TICKET, LIMITS)
-    assert handoff.start() == [StartPrefill("P", TICKET)]
-    handoff.on_prefilled(0.0)
+    handoff.on_prefilled(0.0, is_held)
     return handoff
 
 
@@ -71,8 +69,7 @@ def test_blocks_that_are_gone_are_computed() -> None:
     handoff = prefilled()
     handoff.on_lost("P")
     assert handoff.on_read() == [StartDecode("D", 0)]
-    handoff = prefilled()
-    handoff.on_not_held()
+    handoff = prefilled(is_held=False)
     assert handoff.on_read() == [StartDecode("D", 0)]
 
 
@@ -123,9 +120,8 @@ def test_no_blocks_are_fetched_again_that_nobody_holds(event: str) -> None:
 
 def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
     handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
-    handoff.on_push_started()
     assert handoff.start_prefetch(0.0) == []
-    handoff.start()
+    handoff.on_push_started()
     assert handoff.start_prefetch(0.0) == [StartPrefetch("D", TICKET)]
     assert handoff.start_prefetch(0.0) == []
     assert handoff.on_tick(3.0) == [RenewHold("D", TICKET)]
@@ -139,7 +135,6 @@ def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
 def test_a_prefetch_that_nobody_needs_is_released() -> None:
     for event in ("end", "given back", "elsewhere"):
         handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
-        handoff.start()
         handoff.on_push_started()
         handoff.start_prefetch(0.0)
         both = [ReleaseHold("D", TICKET), ReleaseHold("P", TICKET)]
@@ -157,7 +152,6 @@ def test_a_prefetch_that_nobody_needs_is_released() -> None:
 @pytest.mark.parametrize("is_pushed_first", [True, False])
 def test_a_prefetch_begins_once_the_decode_engine_is_chosen(is_pushed_first: bool) -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
-    handoff.start()
     events = [handoff.on_push_started, lambda: handoff.on_decode_chosen("D")]
     for event in events if is_pushed_first else events[::-1]:
         assert handoff.start_prefetch(0.0) == []
@@ -169,7 +163,6 @@ def test_a_prefetch_begins_once_the_decode_engine_is_chosen(is_pushed_first: boo
 
 def test_a_chosen_engine_that_is_lost_is_chosen_again() -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
-    handoff.start()
     handoff.on_push_started()
     handoff.on_decode_chosen("D")
     handoff.start_prefetch(0.0)
@@ -181,7 +174,6 @@ def test_a_chosen_engine_that_is_lost_is_chosen_again() -> None:
 
 def test_an_engine_that_decodes_its_own_prompt_prefetches_nothing() -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
-    handoff.start()
     handoff.on_push_started()
     handoff.on_decode_chosen("P")
     assert handoff.start_prefetch(0.0) == []
@@ -201,20 +193,16 @@ class HandoffMachine(RuleBasedStateMachine):
         self.prefetched_until: dict[str, float] = {}
         """Ends of the leases of prefetches that no request has adopted, by engine."""
         self.alive = {"P", "D", "E"}
-        self.has_request = ""
+        self.has_request = "P"
         """Engine that has the request; empty while it is parked."""
         self.is_parked = False
         """True if the caller submits the request as any other one."""
         self.num_first_tokens = 0
         self.handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
-        self.execute(self.handoff.start())
 
     def execute(self, actions: list[HandoffAction]) -> None:
         for action in actions:
             match action:
-                case StartPrefill(engine, ticket):
-                    assert ticket == TICKET
-                    self.has_request = engine
                 case StartDecode(engine, ticket):
                     assert self.num_first_tokens == 1
                     self.submit(engine or min(self.alive, default=""))
@@ -258,9 +246,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if is_last:
             self.execute(self.handoff.on_end())
             return
-        self.handoff.on_prefilled(self.now)
-        if not is_held:
-            self.handoff.on_not_held()
+        self.handoff.on_prefilled(self.now, is_held)
 
     @rule()
     def start_push(self) -> None:

@@ -1,5 +1,6 @@
 """Description of an engine for its routers, and the attachment made of its configuration."""
 
+from functools import lru_cache, partial
 from pathlib import Path
 
 from gllm.config.attachment import AttachmentConfig
@@ -44,6 +45,9 @@ class EngineAnnouncer:
         self._role = attachment.role
         self._run = new_run()
         self._model_hash = hash_model(folder)
+        self._resolve = lru_cache(maxsize=1)(config.scheduler.resolve)
+        # Announcements are compared twice per second, and seldom change.
+        self._hash_numerics = lru_cache(maxsize=1)(partial(hash_numerics, self._model_hash))
 
     def __call__(self) -> AnnounceEngine:
         """Return the announcement with the present figures."""
@@ -52,7 +56,7 @@ class EngineAnnouncer:
         block_size = self._config.scheduler.block_size
         num_stages = len(supervisor.layers)
         # Only sizes that do not depend on the number of blocks are read.
-        limits = self._config.scheduler.resolve(
+        limits = self._resolve(
             num_stages, max(num_blocks, -(-model.max_model_len // block_size)), model.max_model_len
         )
         return AnnounceEngine(
@@ -63,7 +67,7 @@ class EngineAnnouncer:
             self._role,
             model.name,
             self._model_hash,
-            hash_numerics(self._model_hash, supervisor.numerics),
+            self._hash_numerics(supervisor.numerics),
             __version__,
             model.max_model_len,
             model.vocab_size,

@@ -11,8 +11,8 @@ from gllm.routing.disaggregation.policy import (
     EnginePair,
     PairPolicy,
     PairRequest,
+    engines_of,
 )
-from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
 from gllm.routing.policies.simple import choose_least
 from gllm.routing.state import EngineSnapshot
 
@@ -31,7 +31,7 @@ class DistServePairPolicy(PairPolicy):
             num_requests = max(engine.num_requests, self.loads.of(engine.name).num_prefills)
             return (num_requests + 1) / engine.weight
 
-        name = choose_least(prefill_pool(engines), queue, self._rng)
+        name = choose_least(engines_of("prefill", engines), queue, self._rng)
         return self._assign(request, EnginePair(name)) if name is not None else None
 
     def choose_decode(
@@ -43,5 +43,5 @@ class DistServePairPolicy(PairPolicy):
             num_requests = max(engine.num_requests, self.loads.of(engine.name).num_decodes)
             return (num_requests + 1) / engine.weight
 
-        name = choose_least(decode_pool(engines), load, self._rng)
+        name = choose_least(engines_of("decode", engines), load, self._rng)
         return self._assign_decode(request, name) if name is not None else None

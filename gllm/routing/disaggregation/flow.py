@@ -12,8 +12,8 @@ from gllm.routing.disaggregation.policy import (
     EnginePair,
     PairPolicy,
     PairRequest,
+    engines_of,
 )
-from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
 from gllm.routing.smooth_round_robin import SmoothRoundRobin
 from gllm.routing.state import EngineSnapshot
 
@@ -79,7 +79,7 @@ class FlowPairPolicy(PairPolicy):
     ) -> EnginePair | None:
         """Return both engines of a request."""
         flows = {prefill: sum(targets.values()) for prefill, targets in self._routes.items()}
-        weights = _weights(engines, flows) or _weights(prefill_pool(engines), None)
+        weights = _weights(engines, flows) or _weights(engines_of("prefill", engines), None)
         prefill = self._prefill_turns.choose(weights)
         if prefill is None:
             return None
@@ -101,7 +101,7 @@ class FlowPairPolicy(PairPolicy):
             for targets in self._routes.values():
                 for decode, flow in targets.items():
                     totals[decode] = totals.get(decode, 0.0) + flow
-            weights = _weights(engines, totals) or _weights(decode_pool(engines), None)
+            weights = _weights(engines, totals) or _weights(engines_of("decode", engines), None)
         return self._decode_turns.setdefault(key, SmoothRoundRobin()).choose(weights)
 
 

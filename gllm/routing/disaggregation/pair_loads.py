@@ -1,5 +1,6 @@
 """Requests of a router by engine and phase, as pair policies count them."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 HEAVY_TOKENS = 128
@@ -54,7 +55,7 @@ class PairLoads:
     """Unfinished requests by engine and phase; each call takes constant time."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, PairedRequest] = {}
+        self._requests: dict[Hashable, PairedRequest] = {}
         self._loads: dict[str, PairLoad] = {}
 
     def __len__(self) -> int:
@@ -65,29 +66,29 @@ class PairLoads:
         """Return the load of an engine, which changes with the next call of another method."""
         return self._loads.get(engine) or PairLoad()
 
-    def add(self, key: int, request: PairedRequest) -> None:
+    def add(self, key: Hashable, request: PairedRequest) -> None:
         """Add a request, or replace it."""
         self.remove(key)
         self._requests[key] = request
         self._count(request, 1)
 
-    def get(self, key: int) -> PairedRequest | None:
+    def get(self, key: Hashable) -> PairedRequest | None:
         """Return a request, which is not to be changed; None if it is unknown."""
         return self._requests.get(key)
 
-    def set_engines(self, key: int, prefill: str, decode: str) -> None:
+    def set_engines(self, key: Hashable, prefill: str, decode: str) -> None:
         """Set the engines of a request. Raises KeyError for an unknown one."""
         request = self._requests[key]
         self._count(request, -1)
         request.prefill, request.decode = prefill, decode
         self._count(request, 1)
 
-    def on_prefill_ended(self, key: int) -> None:
+    def on_prefill_ended(self, key: Hashable) -> None:
         """Count a request as load of its decode engine alone; an unknown one is ignored."""
         if request := self._requests.get(key):
             self.set_engines(key, "", request.decode)
 
-    def remove(self, key: int) -> None:
+    def remove(self, key: Hashable) -> None:
         """Forget a request; an unknown one is ignored."""
         if request := self._requests.pop(key, None):
             self._count(request, -1)

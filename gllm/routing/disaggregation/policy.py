@@ -11,7 +11,7 @@ the simulator call it in the same way:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from random import Random
 from typing import ClassVar, NamedTuple
@@ -33,7 +33,7 @@ class DecodeChoice(Enum):
 class PairRequest(NamedTuple):
     """A request, as far as the choice of its two engines depends on it."""
 
-    key: int
+    key: Hashable
     """Unique among the unfinished requests of the caller."""
     num_prompt_tokens: int
     """Tokens to prefill."""
@@ -96,11 +96,11 @@ class PairPolicy(ABC):
         load of the engine from now on. Arguments as of `choose`.
         """
 
-    def on_prefill_ended(self, key: int, now: float) -> None:
+    def on_prefill_ended(self, key: Hashable, now: float) -> None:
         """Note that a request has its first token; it is load of its decode engine alone then."""
         self.loads.on_prefill_ended(key)
 
-    def on_ended(self, key: int, now: float) -> None:
+    def on_ended(self, key: Hashable, now: float) -> None:
         """Note that a request has ended, for whatever reason; an unknown one is ignored."""
         self.loads.remove(key)
 
@@ -136,3 +136,16 @@ class PairPolicy(ABC):
         else:
             self.loads.set_engines(request.key, known.prefill, engine)
         return engine
+
+
+def engines_of(role: str, engines: Sequence[EngineSnapshot]) -> Sequence[EngineSnapshot]:
+    """Return the engines of a role and mixed ones; all if there are none.
+
+    Every engine can run both phases, so a fleet that has lost all engines of a role still serves.
+
+    Args:
+        role: prefill or decode.
+        engines: to choose among.
+    """
+    own = [engine for engine in engines if engine.role in (role, "mixed")]
+    return own or engines

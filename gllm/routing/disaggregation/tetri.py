@@ -14,8 +14,8 @@ from gllm.routing.disaggregation.policy import (
     EnginePair,
     PairPolicy,
     PairRequest,
+    engines_of,
 )
-from gllm.routing.disaggregation.pools import decode_pool, prefill_pool
 from gllm.routing.policies.simple import choose_least
 from gllm.routing.state import EngineSnapshot
 
@@ -34,14 +34,14 @@ class TetriPairPolicy(PairPolicy):
             pending = max(engine.num_waiting_tokens, self.loads.of(engine.name).prefill_tokens)
             return (pending + request.num_prompt_tokens) / engine.weight
 
-        name = choose_least(prefill_pool(engines), load, self._rng)
+        name = choose_least(engines_of("prefill", engines), load, self._rng)
         return self._assign(request, EnginePair(name)) if name is not None else None
 
     def choose_decode(
         self, request: PairRequest, engines: Sequence[EngineSnapshot], now: float
     ) -> str | None:
         """Return the better of two random decode engines with enough free KV memory."""
-        pool = decode_pool(engines)
+        pool = engines_of("decode", engines)
         num_tokens = request.num_prompt_tokens + request.output.num_tokens
         fitting = [engine for engine in pool if self._free_tokens(engine) >= num_tokens]
         if fitting:

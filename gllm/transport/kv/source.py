@@ -225,9 +225,27 @@ class KvSourceServer:
         def is_held() -> bool:
             return self._is_held(request.ticket, held)
 
+        read = ServedRead(
+            request, caches.pages, caches.descriptors, held.block_ids, is_held, self._yield
+        )
+        if request.is_per_layer or held.step:
+            read = self._await_layers(read, connection, held, caches)
+            request = read.request
+        backend.serve(connection, read)
+        connection.receive(KvFrameKind.CONFIRM)
+        connection.send_struct(KvFrameKind.CONFIRMED, ReadConfirmed(is_held()))
+        use.is_complete = request.first_token + request.num_tokens == last
+
+    def _await_layers(
+        self, read: ServedRead, connection: KvConnection, held: HeldBlocks, caches: ServedCaches
+    ) -> ServedRead:
+        """Return a READ of blocks that are computed meanwhile, for the tokens of one chunk.
+
+        A receiver that does not expect layers one by one gets them once all are computed.
+        """
+        request, step, block_ids = read.request, held.step, held.block_ids
         receiver = connection if request.is_per_layer else None
-        gate = OwnerGate(is_held, receiver, self._clock, self._sleep)
-        step, block_ids = held.step, held.block_ids
+        gate = OwnerGate(read.is_held, receiver, self._clock, self._sleep)
         if receiver is not None:
             first = request.first_token
             gate.wait_for_tokens(lambda: held.num_tokens > first)
@@ -235,26 +253,14 @@ class KvSourceServer:
                 # More tokens may follow meanwhile, by later steps.
                 end, step = held.find_chunk(first)
                 block_ids = held.block_ids
-            num_tokens = min(last, end) - first
+            num_tokens = min(first + request.num_tokens, end) - first
             gate.announce(num_tokens)
             request = msgspec.structs.replace(request, num_tokens=num_tokens)
         awaited = [caches.find_awaited(step, part) for part in request.parts]
         gate.watch(len(awaited), lambda index: _is_computed(step, awaited[index]))
         if receiver is None:
             gate.wait_for_part(len(awaited) - 1)
-        read = ServedRead(
-            request,
-            caches.pages,
-            caches.descriptors,
-            block_ids,
-            is_held,
-            self._yield,
-            gate.wait_for_part,
-        )
-        backend.serve(connection, read)
-        connection.receive(KvFrameKind.CONFIRM)
-        connection.send_struct(KvFrameKind.CONFIRMED, ReadConfirmed(is_held()))
-        use.is_complete = request.first_token + request.num_tokens == last
+        return read._replace(request=request, block_ids=block_ids, wait_for_part=gate.wait_for_part)
 
     def _use_ticket(self, request: ReadRequest) -> tuple[HeldBlocks, ServedCaches]:
         """Return the blocks of a ticket, which is awaited, and their caches. Raises TicketError."""
