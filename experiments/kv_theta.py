@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from experiments.base import ExperimentOptions, ExperimentResult
+from experiments.transfer_mode import TransferMode
 from gllm.config.attachment import AttachmentConfig
 from gllm.config.engine import EngineConfig
 from gllm.config.router import RouterConfig
@@ -23,7 +24,6 @@ from gllm.config.sampling import SamplingParams
 from gllm.engine.engine import Engine, EngineError
 from gllm.observability.progress import show_progress
 from gllm.router.fleet_engine import FleetEngine
-from gllm.scheduler.transfer_mode import TransferMode
 from gllm.sim.metrics.report import format_table
 
 MODEL = "demo"

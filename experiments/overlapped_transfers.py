@@ -6,7 +6,7 @@ Source: "Splitwise" (ISCA'24, arXiv 2311.18677), section IV-C.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gllm.scheduler.transfer_mode import TransferMode, TransferModePolicy
+from experiments.transfer_mode import TransferMode, TransferModePolicy
 from gllm.sim.cluster.handoffs import KvNetwork
 from gllm.sim.hardware.links import NetworkLink
 

@@ -9,6 +9,7 @@ from random import Random
 
 from experiments.claims import ExpectedLimit, PaperClaim
 from experiments.overlapped_transfers import OverlappedKvNetwork
+from experiments.transfer_mode import TransferModePolicy
 from gllm.plan.pools.clusters import (
     WORKLOADS,
     ClusterPoint,
@@ -22,7 +23,6 @@ from gllm.routing.disaggregation.policy import PairRequest
 from gllm.routing.disaggregation.role_pools import Pools
 from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
 from gllm.routing.state import EngineSnapshot
-from gllm.scheduler.transfer_mode import TransferModePolicy
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.hardware.links import NetworkLink
 from gllm.sim.hardware.machines import ClusterDesign

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim
 from experiments.overlapped_transfers import TransferCosts
-from gllm.scheduler.transfer_mode import TransferMode
+from experiments.transfer_mode import TransferMode
 from gllm.sim.costs.piecewise_linear import Points, interpolate_medians, mean_relative_error
 from gllm.sim.costs.splitwise import read_points, read_profile
 from gllm.sim.hardware.machines import MachineType, read_machines

@@ -4,6 +4,7 @@ It decides when a request moves and who may get it; which engine is best is a fu
 caller. Output counts only for requests that its engine has now: nothing is delivered twice.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,7 +12,6 @@ from collections.abc import Callable, Iterable
 from gllm.messages.requests import AbortSequences, EngineOutputs
 from gllm.router.dispatch_target import ChooseEngine, DispatchTarget, KvPeer, Parked, Submitted
 from gllm.router.handoffs import Handoffs, PairChooser
-from gllm.router.numerics import PATIENCE_SECONDS, NumericsIndex
 from gllm.router.output_checks import drop_stale, split_refused
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.routing.handoff import HandoffLimits
@@ -21,12 +21,69 @@ from gllm.runtime.head.request_client import RequestClient, SendFunction
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.runtime.head.suspects import SuspectTracker
 
+log = logging.getLogger(__name__)
+
 MIGRATION_LIMIT = 3
 """Unplanned deaths of engines in a row after which the request that they computed is ended."""
 _POISON_ERROR = (
     "an engine was lost each time that it computed this request, the last time while it had no "
     "other request; it is not tried again"
 )
+
+
+PATIENCE_SECONDS = 5.0
+"""Time for which a request with tokens waits for an engine with equal numerics."""
+
+
+class NumericsIndex:
+    """Names of the attached engines by numerics. Pure: time is an argument."""
+
+    def __init__(self, patience_seconds: float) -> None:
+        self.num_inexact_migrations = 0
+        """Requests that an engine with other numerics continued."""
+        self._patience_seconds = patience_seconds
+        self._names: dict[str, frozenset[str]] = {}
+        """All names under the empty string."""
+        self._pairs: set[tuple[str, str]] = set()
+        """Engines between which such a migration was logged."""
+
+    def update(self, engines: Iterable[DispatchTarget]) -> None:
+        """Replace the attached engines."""
+        names: dict[str, set[str]] = {"": set()}
+        for engine in engines:
+            names[""].add(engine.name)
+            names.setdefault(engine.numerics, set()).add(engine.name)
+        self._names = {numerics: frozenset(alike) for numerics, alike in names.items()}
+
+    def eligible(
+        self, entry: JournalEntry, parked_seconds: float, reserved: str
+    ) -> list[frozenset[str]]:
+        """Return the names of engines that may get a request, in the order of preference.
+
+        Args:
+            entry: of the request.
+            parked_seconds: time for which it has waited for an engine.
+            reserved: engine that nobody gets at present; requests wait until it is free.
+        """
+        equal = self._names.get(entry.numerics, frozenset())
+        if not entry.numerics or reserved in equal or parked_seconds < self._patience_seconds:
+            return [equal]
+        return [equal, self._names[""] - equal]
+
+    def on_submission(self, entry: JournalEntry, engine: DispatchTarget) -> None:
+        """Count and log a submission to an engine with other numerics than those of the tokens."""
+        if entry.numerics in ("", engine.numerics):
+            return
+        entry.numerics = engine.numerics
+        self.num_inexact_migrations += 1
+        if (entry.engine, engine.name) not in self._pairs:
+            self._pairs.add((entry.engine, engine.name))
+            log.warning(
+                "no engine with the numerics of %s takes requests: %s continues what it began, so "
+                "texts may differ from then on",
+                entry.engine,
+                engine.name,
+            )
 
 
 class FleetClient(RequestClient):

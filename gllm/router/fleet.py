@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ import msgspec
 from gllm.config.router import RouterConfig
 from gllm.engine.fleet_control import EngineRow, RouterTotals, UnknownEngineError
 from gllm.engine.interface import EngineStatus, EngineUnavailableError, OverloadedError
+from gllm.messages.base import WireMessage
 from gllm.messages.codec import AnyMessage
 from gllm.messages.control import CommandDone, ResetPrefixCache
 from gllm.messages.fleet import DrainEngine, EngineReport
@@ -24,11 +26,8 @@ from gllm.options.slo import Slo
 from gllm.router import fleet_status
 from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
-from gllm.router.dispatcher import Dispatcher
-from gllm.router.engine_checks import preset_warning, unfit_reason
-from gllm.router.engine_commands import EngineCommands
-from gllm.router.engine_record import EngineRecord
-from gllm.router.pair_dispatcher import PairDispatcher
+from gllm.router.dispatcher import Dispatcher, PairDispatcher
+from gllm.router.engine_record import EngineRecord, preset_warning, unfit_reason
 from gllm.router.role_control import RoleControl
 from gllm.router.scale_control import ScaleControl
 from gllm.router.workload_monitor import WorkloadMonitor
@@ -471,3 +470,48 @@ def apply_kv_events(prefixes: PrefixIndex, link: EngineLink, events: KvCacheEven
     )
     if not is_current:
         link.send(WatchKvCache(True))
+
+
+class EngineCommands:
+    """Sends a command to engines and waits until each has reported the result or is lost."""
+
+    def __init__(self) -> None:
+        self._ids = count()
+        self._waiting: dict[int, dict[str, asyncio.Future[str]]] = {}
+        """Errors to come, by command id and engine."""
+
+    async def run(self, create: Callable[[int], WireMessage], links: Sequence[EngineLink]) -> str:
+        """Send a command, created with an id, to engines; return the first error, empty if none."""
+        command_id = next(self._ids)
+        command = create(command_id)
+        loop = asyncio.get_running_loop()
+        futures = {link.name: loop.create_future() for link in links}
+        self._waiting[command_id] = futures
+        try:
+            for link in links:
+                link.send(command)
+            errors = [
+                f"engine {name}: {error}" for name in futures if (error := await futures[name])
+            ]
+        finally:
+            del self._waiting[command_id]
+        return next(iter(errors), "")
+
+    def on_done(self, engine: str, report: CommandDone) -> None:
+        """Handle an engine's report."""
+        future = self._waiting.get(report.command_id, {}).get(engine)
+        if future is not None and not future.done():
+            future.set_result(report.error)
+
+    def on_lost(self, engine: str, cause: str) -> None:
+        """End the commands of an engine with an error."""
+        for futures in self._waiting.values():
+            if engine in futures and not futures[engine].done():
+                futures[engine].set_result(cause)
+
+    def fail_all(self, cause: str) -> None:
+        """End all commands with an error."""
+        for futures in self._waiting.values():
+            for future in futures.values():
+                if not future.done():
+                    future.set_result(cause)

@@ -15,7 +15,6 @@ from gllm.options.options import INT32_MAX, EntryChoices, option
 from gllm.scheduler.lanes import LANE_NAMES
 from gllm.scheduler.policy_entry import BASELINE_ENTRIES, expand_policy, load_policy
 from gllm.scheduler.prefill_order import PREFILL_ORDERS
-from gllm.scheduler.transfer_mode import DEFAULT_THRESHOLD_TOKENS
 
 POLICY_NAMES = (
     "auto",
@@ -75,6 +74,10 @@ as HexGen-2 (arXiv 2502.07903) does, and its engines batch as those of DistServe
 TCP_DEPTH = 4
 """Default of max_in_flight per stage where stages are connected by TCP: a token's way takes longer
 there than its computation."""
+
+
+DEFAULT_THRESHOLD_TOKENS = 512
+"""Prompt tokens from which on "Splitwise" sends KV per layer, on H100s."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from gllm.scheduler.block_pool import BlockPool
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.sequence import Sequence
-from gllm.scheduler.transfer_mode import TransferMode, TransferModePolicy
 
 HOLD_LEASE_SECONDS = 30.0
 """Time after which a hold that nobody renews is revoked."""
@@ -164,10 +163,17 @@ class _OpenPrompt:
 class ReadablePrompts:
     """Prompts that can be fetched, by ticket, from their first chunk to their end."""
 
-    def __init__(self, policy: TransferModePolicy, block_size: int) -> None:
-        self._policy = policy
+    def __init__(self, threshold_tokens: int | None, block_size: int) -> None:
+        """Create the table.
+
+        Args:
+            threshold_tokens: Tokens to compute from which on a prompt can be fetched before its
+                end; None: never.
+            block_size: In tokens.
+        """
+        self._threshold_tokens = threshold_tokens
         self._block_size = block_size
-        self.is_enabled = policy.threshold_tokens is not None
+        self.is_enabled = threshold_tokens is not None
         """True if prompts of some length can be fetched while they are computed."""
         self._open: dict[int, _OpenPrompt] = {}
         self._new: list[ReadableKv] = []
@@ -234,7 +240,7 @@ class ReadablePrompts:
 
     def _should_open(self, sequence: Sequence, row: ScheduledRow) -> bool:
         """Return True if a row is the first one of a prompt that is long enough."""
-        if sequence.has_run or row.start != sequence.num_reused_tokens:
+        threshold = self._threshold_tokens
+        if threshold is None or sequence.has_run or row.start != sequence.num_reused_tokens:
             return False
-        num_tokens = sequence.prompt_len - row.start
-        return self._policy.choose(num_tokens) is TransferMode.PER_LAYER
+        return sequence.prompt_len - row.start >= threshold

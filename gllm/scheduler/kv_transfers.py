@@ -16,7 +16,7 @@ module frees its blocks.
 """
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.queue_tally import SchedulerCounters
 from gllm.scheduler.queues import SequenceQueues, rank_of
 from gllm.scheduler.sequence import SchedulerRequest, Sequence
-from gllm.scheduler.transfer_mode import TransferModePolicy
 
 
 class KvFetch(NamedTuple):
@@ -92,11 +91,10 @@ class KvTransfers:
             finalize: frees the blocks of a sequence that has ended or is a victim, once no row of
                 it is in flight.
         """
-        self.readable = ReadablePrompts(
-            TransferModePolicy(config.push_threshold), config.block_size
-        )
+        self.readable = ReadablePrompts(config.push_threshold, config.block_size)
         """Running prompts that can be fetched."""
-        self._fetches: dict[int, KvFetch] = {}
+        self.fetches: dict[int, KvFetch] = {}
+        """Fetches and prefetches that have started and not ended, by their sequence."""
         self._pending: list[Sequence] = []
         """Sequences that wait for the start of their fetch, best rank first; those that no longer
         fetch are removed lazily."""
@@ -124,11 +122,6 @@ class KvTransfers:
         self._finalize = finalize
 
     @property
-    def fetches(self) -> Mapping[int, KvFetch]:
-        """Fetches and prefetches that have started and not ended, by their sequence."""
-        return self._fetches
-
-    @property
     def tickets(self) -> list[int]:
         """Tickets under which other engines may read blocks."""
         return [*(hold.ticket for hold in self._holds.holds), *self.readable.tickets]
@@ -147,7 +140,7 @@ class KvTransfers:
     def is_active(self) -> bool:
         """True while a lease or a fetch can end without a step."""
         return bool(
-            self._holds or self.readable.tickets or self._fetches or self.has_pending_fetches
+            self._holds or self.readable.tickets or self.fetches or self.has_pending_fetches
         )
 
     def returns_blocks(self, sequences: Collection[Sequence]) -> bool:
@@ -267,7 +260,7 @@ class KvTransfers:
         Raises:
             ValueError: no fetch of this sequence is in flight.
         """
-        self._fetches.pop(seq, None)
+        self.fetches.pop(seq, None)
         self._cancelled_seqs.discard(seq)
         if (prefetch := self._started_prefetches.get(seq)) is not None:
             prefetch.is_complete = prefetch.sequence.has_fetched_bytes = True
@@ -380,7 +373,7 @@ class KvTransfers:
             sequence.seq, first_token, num_tokens, block_ids, request.kv_source, is_early
         )
         if num_tokens:
-            self._fetches[sequence.seq] = fetch
+            self.fetches[sequence.seq] = fetch
         return fetch
 
     def _adopt(self, sequence: Sequence, ticket: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gllm.engine.attachment.report_pacer import LOAD_REPORT_SECONDS
+from gllm.engine.attachment.attachment import LOAD_REPORT_SECONDS
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from tests.support.servers.fleet import Router
 from tests.support.servers.http_pair import BODIES, Pair, serving_pair

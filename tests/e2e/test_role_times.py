@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from gllm.engine.attachment.report_pacer import LOAD_REPORT_SECONDS
+from gllm.engine.attachment.attachment import LOAD_REPORT_SECONDS
 from tests.support.servers.http_pair import BODIES, Pair, serving_pair
 from tests.support.servers.server import DEADLINE
 

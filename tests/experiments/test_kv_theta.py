@@ -7,7 +7,7 @@ import pytest
 
 from experiments.__main__ import main
 from experiments.kv_theta import TokenTimes, find_threshold, make_result
-from gllm.scheduler.transfer_mode import TransferMode
+from experiments.transfer_mode import TransferMode
 
 LENGTHS = (32, 64, 128, 256)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.overlapped_transfers import OverlappedKvNetwork, TransferCosts
+from experiments.transfer_mode import TransferMode, TransferModePolicy
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
-from gllm.scheduler.transfer_mode import TransferMode, TransferModePolicy
 from gllm.sim.cluster.handoffs import HandoffRecord, KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.hardware.links import NetworkLink

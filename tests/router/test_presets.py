@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gllm.router.engine_checks import preset_warning
+from gllm.router.engine_record import preset_warning
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES
 from gllm.scheduler.config import LOCAL_PRESETS, SchedulerConfig
 from tests.router.test_fleet import Rig

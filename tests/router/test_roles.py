@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.config.router import RouterConfig
-from gllm.engine.attachment.attachment import RouterAttachment
-from gllm.engine.attachment.report_pacer import LOAD_REPORT_SECONDS, ReportPacer
+from gllm.engine.attachment.attachment import LOAD_REPORT_SECONDS, ReportPacer, RouterAttachment
 from gllm.engine.fleet_control import UnknownEngineError
 from gllm.messages.fleet import EngineReport, SetEngineRole
 from gllm.messages.requests import AbortSequences

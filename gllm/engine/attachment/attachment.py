@@ -9,7 +9,6 @@ import msgspec
 
 from gllm.config.attachment import ROLES
 from gllm.engine.attachment.attached_engine import AttachedEngine
-from gllm.engine.attachment.report_pacer import ReportPacer
 from gllm.engine.attachment.router_session import RouterSession
 from gllm.messages.codec import AnyMessage, decode_for_engine
 from gllm.messages.fleet import (
@@ -33,6 +32,35 @@ from gllm.runtime.messaging.identity import is_valid_name
 from gllm.runtime.messaging.link_config import FleetLinkConfig
 
 log = logging.getLogger(__name__)
+
+
+LOAD_REPORT_SECONDS = 0.1
+"""Least time between two reports because of changed loads, and most time from a change to its
+report. With it a router's view of a decode engine is not older than 300 ms on networks whose
+latency is below 200 ms. Source: TetriInfer's cluster monitor collects loads every 100 ms."""
+
+
+class ReportPacer:
+    """Decides when a change is reported: at once, or when the latest report is old enough."""
+
+    def __init__(self, interval_seconds: float = LOAD_REPORT_SECONDS) -> None:
+        self._interval = interval_seconds
+        self._reported_at: float | None = None
+        self._is_scheduled = False
+
+    def on_change(self, now: float) -> float | None:
+        """Return the seconds until the report of a change; None if one is scheduled already."""
+        if self._is_scheduled:
+            return None
+        self._is_scheduled = True
+        if self._reported_at is None:
+            return 0.0
+        return max(0.0, self._reported_at + self._interval - now)
+
+    def on_reported(self, now: float) -> None:
+        """Note a report, scheduled or not."""
+        self._is_scheduled = False
+        self._reported_at = now
 
 
 class RouterAttachment:

@@ -12,11 +12,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from gllm.messages.base import WireMessage
-from gllm.messages.codec import encode
+from gllm.messages.codec import AnyMessage, encode
 from gllm.messages.control import CommandDone, ResetPrefixCache
-from gllm.messages.handoff import HandoffCommand
+from gllm.messages.handoff import HandoffCommand, PrefetchKv, ReleaseKvHolds, RenewKvHolds
 from gllm.messages.kv_cache import KvCacheEvents, WatchKvCache
-from gllm.messages.kv_transfer import KvReport
+from gllm.messages.kv_transfer import (
+    KvFetched,
+    KvFetchStarted,
+    KvMoverGone,
+    KvReport,
+    KvRevoked,
+)
 from gllm.messages.measurement import LinkTimes
 from gllm.messages.reports import BubbleReport, StageTimes, StepCostReport
 from gllm.messages.requests import AbortSequences, EngineOutputs, RejectedRequest, SubmitRequest
@@ -109,6 +115,39 @@ class Driver:
         self._step_costs = StepCostMeter(scheduler.config.stages)
         self._num_cache_events = 0
         """Reports on the prefix cache since the frontend began to watch it."""
+
+    def handle(self, message: AnyMessage) -> None:
+        """Handle a message of the frontend, of a stage or of the KV mover.
+
+        Raises:
+            ValueError: the driver handles no such messages.
+        """
+        match message:
+            case SubmitRequest():
+                self.submit(message)
+            case RejectedRequest():
+                self.reject(message)
+            case AbortSequences():
+                self.abort(message)
+            case ResetPrefixCache():
+                self.reset_prefix_cache(message)
+            case WatchKvCache():
+                self.watch_kv_cache(message)
+            case StepDone():
+                self.commit(message)
+            case GrammarReady():
+                self.on_grammar_ready(message)
+            case StageTimes():
+                self.on_stage_times(message)
+            case LinkTimes():
+                if self._pacing is not None:
+                    self._pacing.on_link_times(message)
+            case KvFetchStarted() | KvFetched() | KvRevoked() | KvMoverGone():
+                self._on_kv_message(message)
+            case PrefetchKv() | ReleaseKvHolds() | RenewKvHolds():
+                self._on_kv_message(message)
+            case _:
+                raise ValueError(f"the driver has no use for {type(message).__name__}")
 
     def submit(self, message: SubmitRequest) -> None:
         """Add a request and register its sequences with the stages that need them.
@@ -251,16 +290,11 @@ class Driver:
             if self.kv is not None:
                 self.kv.coefficients = coefficients
 
-    def on_kv_message(self, message: KvReport | HandoffCommand) -> None:
+    def _on_kv_message(self, message: KvReport | HandoffCommand) -> None:
         """Handle a message about KV blocks of other engines, which may free some."""
         if self.kv is not None:
             self.kv.on_message(message)
             self._has_new_stats = True
-
-    def on_link_times(self, message: LinkTimes) -> None:
-        """Note the times of the links between machines."""
-        if self._pacing is not None:
-            self._pacing.on_link_times(message)
 
     def run_turn(self) -> None:
         """Fill the pipeline, then report to the frontend; called after each batch of messages.

@@ -2,15 +2,6 @@
 
 import time
 
-from gllm.messages.codec import AnyMessage
-from gllm.messages.control import ResetPrefixCache
-from gllm.messages.handoff import PrefetchKv, ReleaseKvHolds, RenewKvHolds
-from gllm.messages.kv_cache import WatchKvCache
-from gllm.messages.kv_transfer import KvFetched, KvFetchStarted, KvMoverGone, KvRevoked
-from gllm.messages.measurement import LinkTimes
-from gllm.messages.reports import StageTimes
-from gllm.messages.requests import AbortSequences, RejectedRequest, SubmitRequest
-from gllm.messages.steps import GrammarReady, StepDone
 from gllm.observability.logged_scheduler import LoggedScheduler
 from gllm.observability.step_log import (
     RestartEvent,
@@ -18,7 +9,6 @@ from gllm.observability.step_log import (
     StepLogWriter,
     continue_step_log,
 )
-from gllm.runtime.driver.driver import Driver
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.node.machine import process_age_seconds
 from gllm.scheduler.config import SchedulerConfig
@@ -66,36 +56,3 @@ def create_scheduler(
     step_log = continue_step_log(engine.step_log, start, restart)
     scheduler = LoggedScheduler(config, step_log.write, time.monotonic, assignment.output_lengths)
     return scheduler, step_log
-
-
-def dispatch_to_driver(driver: Driver, message: AnyMessage) -> None:
-    """Pass a message to the driver.
-
-    Raises:
-        ValueError: the driver handles no such messages.
-    """
-    match message:
-        case SubmitRequest():
-            driver.submit(message)
-        case RejectedRequest():
-            driver.reject(message)
-        case AbortSequences():
-            driver.abort(message)
-        case ResetPrefixCache():
-            driver.reset_prefix_cache(message)
-        case WatchKvCache():
-            driver.watch_kv_cache(message)
-        case StepDone():
-            driver.commit(message)
-        case GrammarReady():
-            driver.on_grammar_ready(message)
-        case StageTimes():
-            driver.on_stage_times(message)
-        case LinkTimes():
-            driver.on_link_times(message)
-        case KvFetchStarted() | KvFetched() | KvRevoked() | KvMoverGone():
-            driver.on_kv_message(message)
-        case PrefetchKv() | ReleaseKvHolds() | RenewKvHolds():
-            driver.on_kv_message(message)
-        case _:
-            raise ValueError(f"the driver has no use for {type(message).__name__}")

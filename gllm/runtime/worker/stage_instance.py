@@ -21,7 +21,7 @@ from gllm.messages.steps import GrammarReady, RegisterSequences, RunStep, StepDo
 from gllm.observability.step_log import StepLogWriter
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.driver.driver_pacing import DriverPacing
-from gllm.runtime.driver.driver_setup import create_scheduler, dispatch_to_driver
+from gllm.runtime.driver.driver_setup import create_scheduler
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.head.assignment import StageAssignment
 from gllm.runtime.messaging.spoke import Spoke
@@ -269,7 +269,7 @@ class StageInstance:
             case Hello(sender):
                 self._on_stage_connected(sender)
             case _ if self._driver is not None:
-                dispatch_to_driver(self._driver, message)
+                self._driver.handle(message)
             case _:
                 name = type(message).__name__
                 raise ValueError(f"{self.assignment.name} has no use for {name}")

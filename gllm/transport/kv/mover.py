@@ -3,6 +3,7 @@
 It has threads of its own and works in any process. Workers do nothing during a transfer.
 """
 
+import importlib
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gllm.config.kv_backends import AUTO, check_backend_name
+from gllm.config.kv_backends import AUTO, BACKENDS, MOCK, check_backend_name, parse_mock_rate
 from gllm.config.link_encodings import PLAIN
 from gllm.messages.kv_layout import KvLayout, KvMove, count_move_bytes
 from gllm.messages.kv_transfer import (
@@ -29,7 +30,6 @@ from gllm.messages.kv_transfer import (
     ServeKv,
 )
 from gllm.transport.kv.backends.base import KvBackend, TargetPart
-from gllm.transport.kv.backends.registry import make_backend
 from gllm.transport.kv.break_even import FetchDeadline
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, decode_endpoint
 from gllm.transport.kv.fetch import RunningFetch, fetch_from_machine, find_targets
@@ -55,6 +55,26 @@ _CREDENTIALS = struct.Struct("3i")
 
 Dial = Callable[[KvMachine], socket.socket]
 """Connects to the data port of another machine. Raises OSError, ValueError."""
+
+
+def make_backend(name: str) -> KvBackend:
+    """Return a backend.
+
+    Args:
+        name: Of BACKENDS, or mock:GIGABYTES_PER_SECOND.
+
+    Raises:
+        ValueError: There is no such backend.
+        ImportError: A library that it needs is missing.
+    """
+    check_backend_name(name)
+    if name.startswith(MOCK):
+        from gllm.transport.kv.backends.mock import MockBackend
+
+        return MockBackend(make_backend("shm"), parse_mock_rate(name))
+    module, class_name = BACKENDS[name]
+    backend: KvBackend = getattr(importlib.import_module(module), class_name)()
+    return backend
 
 
 class KvMover:

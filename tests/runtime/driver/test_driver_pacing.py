@@ -15,7 +15,6 @@ from gllm.messages.steps import RunStep, StepDone
 from gllm.pacing.depth import LinkSeconds
 from gllm.runtime.driver.driver import Driver
 from gllm.runtime.driver.driver_pacing import DriverPacing, convert_link_times
-from gllm.runtime.driver.driver_setup import dispatch_to_driver
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
@@ -97,7 +96,7 @@ def test_the_depth_follows_the_times_of_stages_and_links() -> None:
     engine = Engine(has_pacing=True)
     engine.submit(40)
     engine.run_steps(40)
-    dispatch_to_driver(engine.driver, decode_for_worker(encode(LINK_TIMES)))
+    engine.driver.handle(decode_for_worker(encode(LINK_TIMES)))
     engine.run_steps(40)
     # 2 x 10 ms, 30 ms there and 30 ms back: 8 micro-batches of 10 ms each.
     assert engine.depth == 8
@@ -109,14 +108,14 @@ def test_the_depth_follows_the_times_of_stages_and_links() -> None:
 def test_max_in_flight_is_the_upper_limit(limit: int) -> None:
     engine = Engine(has_pacing=True, max_in_flight=limit)
     engine.submit(40)
-    engine.driver.on_link_times(LINK_TIMES)
+    engine.driver.handle(LINK_TIMES)
     engine.run_steps(100)
     assert engine.depth == limit
 
 
 def test_without_pacing_times_of_links_change_nothing() -> None:
     engine = Engine(has_pacing=False, max_in_flight=5)
-    engine.driver.on_link_times(LINK_TIMES)
+    engine.driver.handle(LINK_TIMES)
     engine.submit(40)
     engine.run_steps(100)
     assert engine.depth == STAGES

@@ -10,7 +10,6 @@ from gllm.messages.requests import EngineOutputs, SubmitRequest
 from gllm.messages.sampling import SequenceSamplingParams
 from gllm.messages.steps import RunStep, StepDone
 from gllm.runtime.driver.driver import Driver
-from gllm.runtime.driver.driver_setup import dispatch_to_driver
 from gllm.runtime.head.kv_events import KvEventSource
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import SampledToken, StepPlan, StepResult
@@ -49,7 +48,7 @@ class KvDriver:
 
     def handle(self, message: WireMessage) -> None:
         """Handle a message of the head process."""
-        dispatch_to_driver(self._driver, decode_for_worker(encode(message)))
+        self._driver.handle(decode_for_worker(encode(message)))
         self._driver.run_turn()
 
     def reset(self) -> None:

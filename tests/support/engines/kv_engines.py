@@ -33,7 +33,6 @@ from gllm.router.client import FleetClient
 from gllm.router.dispatch_target import KvPeer
 from gllm.routing.disaggregation.policy import EnginePair
 from gllm.runtime.driver.driver import Driver
-from gllm.runtime.driver.driver_setup import dispatch_to_driver
 from gllm.runtime.head.request_stream import RequestStream
 from gllm.runtime.worker.batch import Batch
 from gllm.runtime.worker.cpu.executor import CpuExecutor
@@ -80,7 +79,7 @@ class KvEngine:
     def receive(self, message: WireMessage) -> None:
         """Handle a message of the router, or a report of the mover."""
         decode = decode_from_kv_mover if isinstance(message, KvReport) else decode_for_worker
-        dispatch_to_driver(self.driver, decode(encode(message)))
+        self.driver.handle(decode(encode(message)))
 
     def send(self, message: WireMessage) -> None:
         """Handle a report of the driver."""

@@ -14,7 +14,6 @@ from gllm.messages.lifecycle import Hello, InitializeCache, LoadProgress, StageL
 from gllm.messages.reports import StageTimes, StageUtilization
 from gllm.messages.steps import RegisterSequences, RunStep, StepDone
 from gllm.runtime.driver.driver import Driver
-from gllm.runtime.driver.driver_setup import dispatch_to_driver
 from gllm.runtime.driver.plan_record import PlanRecord
 from gllm.runtime.worker.stage_sessions import RankPeers
 from gllm.scheduler.plan import StepPlan, StepTime
@@ -97,7 +96,7 @@ class Instance:
                 self._on_stage_connected()
             case _:
                 assert self._driver is not None
-                dispatch_to_driver(self._driver, message)
+                self._driver.handle(message)
         if self._driver is not None:
             self._driver.run_turn()
 

@@ -20,10 +20,9 @@ from gllm.messages.kv_transfer import (
 )
 from gllm.transport.kv.backends.base import FetchTarget, KvBackend
 from gllm.transport.kv.backends.mock import MockBackend
-from gllm.transport.kv.backends.registry import make_backend
 from gllm.transport.kv.endpoint import KvEndpoint, KvMachine, encode_endpoint
 from gllm.transport.kv.frames import KvConnection, KvFrameKind, ReadPart, ReadRequest
-from gllm.transport.kv.mover import NUM_FETCH_THREADS
+from gllm.transport.kv.mover import NUM_FETCH_THREADS, make_backend
 from gllm.transport.kv.pages import KvPagesError, find_slots
 from tests.support.engines.kv_caches import CachedEngine, dial_plain, make_contents
 from tests.support.engines.kv_layouts import cut_layouts

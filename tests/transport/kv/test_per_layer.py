@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
+from experiments.transfer_mode import TransferMode, TransferModePolicy
 from gllm.messages.kv_transfer import CancelKvFetch, FetchKv, RevokeKv, ServeKv
-from gllm.scheduler.transfer_mode import TransferMode, TransferModePolicy
 from gllm.transport.kv.backends.mock import MockBackend
-from gllm.transport.kv.backends.registry import make_backend
+from gllm.transport.kv.mover import make_backend
 from gllm.transport.kv.pages import Bytes
 from gllm.transport.kv.part_gate import MAX_PART_SECONDS
 from tests.support.engines.kv_caches import (

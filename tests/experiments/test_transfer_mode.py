@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.scheduler.transfer_mode import (
-    DEFAULT_THRESHOLD_TOKENS,
+from experiments.transfer_mode import (
     TransferMode,
     TransferModePolicy,
 )
+from gllm.scheduler.config import DEFAULT_THRESHOLD_TOKENS
 
 SERIALIZED, PER_LAYER = TransferMode.SERIALIZED, TransferMode.PER_LAYER
 

@@ -9,8 +9,7 @@ Source: "Splitwise" (ISCA'24, arXiv 2311.18677), section IV-C.
 from dataclasses import dataclass
 from enum import Enum
 
-DEFAULT_THRESHOLD_TOKENS = 512
-"""The paper's threshold on H100s; until one is calibrated."""
+from gllm.scheduler.config import DEFAULT_THRESHOLD_TOKENS
 
 
 class TransferMode(Enum):
