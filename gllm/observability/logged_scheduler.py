@@ -19,7 +19,7 @@ from gllm.observability.step_log import (
 )
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import ReadableKv
-from gllm.scheduler.kv_transfers import KvFetch, KvTransfers, PrefetchRequest
+from gllm.scheduler.kv_transfers import KvFetch, PrefetchRequest, SchedulerTransfers
 from gllm.scheduler.output_lengths import OutputLengths
 from gllm.scheduler.plan import StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.scheduler import Scheduler
@@ -88,13 +88,13 @@ class LoggedScheduler(Scheduler):
         super().record_step_times(stage, times)
 
 
-class LoggedTransfers(KvTransfers):
-    """Transfers that log their calls; their decisions are those of `KvTransfers`.
+class LoggedTransfers(SchedulerTransfers):
+    """Transfers that log their calls; their decisions are those of `SchedulerTransfers`.
 
     Args:
         write: Receives each event, in the order of the calls.
         clock: Returns the time in seconds.
-        arguments: Of KvTransfers.
+        arguments: Of SchedulerTransfers.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def replay_event(scheduler: Scheduler, event: StepLogEvent) -> StepPlan | None:
     return None
 
 
-def _replay_kv_call(transfers: KvTransfers, event: KvTransferEvent) -> None:
+def _replay_kv_call(transfers: SchedulerTransfers, event: KvTransferEvent) -> None:
     """Repeat a call; see KvTransferCall."""
     match event.call:
         case "take_fetches":

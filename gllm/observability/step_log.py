@@ -32,7 +32,7 @@ KvTransferCall = Literal[
     "release_holds",
     "confirm_revocation",
 ]
-"""Calls of `KvTransfers` that change its state, by names that never change in step logs:
+"""Calls of `SchedulerTransfers` that change its state, by names that never change in step logs:
 take_fetches is `start_fetches`, take_pushes `pop_readable`, take_revocations `pop_revocations`."""
 HEADER_PREFIXES = (b'{"event":"start"', b'{"event":"restart"')
 """Beginnings of the lines that contain a configuration."""

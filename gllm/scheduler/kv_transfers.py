@@ -68,7 +68,7 @@ class _Prefetch:
     is_complete: bool = False
 
 
-class KvTransfers:
+class SchedulerTransfers:
     """Sequences whose blocks another engine reads, or fills."""
 
     def __init__(

@@ -13,7 +13,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.in_flight import InFlightPlans
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
-from gllm.scheduler.kv_transfers import KvTransfers
+from gllm.scheduler.kv_transfers import SchedulerTransfers
 from gllm.scheduler.lanes import DECODE_LANE, PREFILL_LANE
 from gllm.scheduler.micro_batch import MicroBatchFiller
 from gllm.scheduler.output_lengths import OutputLengths
@@ -87,7 +87,7 @@ class Scheduler:
         config: resolved configuration (SchedulerConfig.resolve).
         policy: scheduling policy; by default the one that `config` names.
         output_lengths: output lengths of an earlier scheduler, which predictions begin with.
-        create_transfers: creates `transfers`, with the arguments of KvTransfers.
+        create_transfers: creates `transfers`, with the arguments of SchedulerTransfers.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Scheduler:
         config: SchedulerConfig,
         policy: SchedulingPolicy | None = None,
         output_lengths: OutputLengths | None = None,
-        create_transfers: Callable[..., KvTransfers] = KvTransfers,
+        create_transfers: Callable[..., SchedulerTransfers] = SchedulerTransfers,
     ) -> None:
         assert config.max_in_flight is not None
         self.config = config

@@ -51,7 +51,7 @@ class SchedulerRequest(NamedTuple):
     kv_source: object = None
     """Whatever the caller needs to fetch the KV; fetches return it."""
     reports_first_chunk: bool = False
-    """True if `KvTransfers.pop_first_chunks` returns `kv_ticket` after the first of several chunks.
+    """True if the router has to know of `kv_ticket` once the first of several chunks is computed.
     """
 
     def check(self, max_model_len: int) -> None:

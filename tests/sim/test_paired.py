@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES, make_pair_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
-from gllm.scheduler.kv_transfers import KvTransfers
+from gllm.scheduler.kv_transfers import SchedulerTransfers
 from gllm.sim.cluster.changes import ClusterChange, EngineDrain, EngineFailure
 from gllm.sim.cluster.handoffs import KvNetwork, LinkFailure
 from gllm.sim.cluster.paired import RENEWAL_SECONDS, PairedRun, simulate_pairs
@@ -142,7 +142,7 @@ def test_leases_of_held_blocks_are_renewed_once_per_interval() -> None:
     assert all(record.is_ok for record in records)
     held_seconds = sum((record.arrival_time or 0.0) - record.ready_time for record in records)
     assert held_seconds > 12 * HOLD_LEASE_SECONDS - 1
-    num_renewals = calls[KvTransfers.renew.__code__]
+    num_renewals = calls[SchedulerTransfers.renew.__code__]
     assert num_renewals == pytest.approx(held_seconds / RENEWAL_SECONDS, abs=2 * len(jobs))
 
 
