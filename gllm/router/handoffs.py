@@ -30,7 +30,6 @@ from gllm.routing.handoff import (
     HandoffLimits,
     HandoffState,
     ReleaseHold,
-    RenewHold,
 )
 from gllm.runtime.head.request_client import SendFunction
 from gllm.runtime.head.request_stream import RequestStream
@@ -358,7 +357,7 @@ class Handoffs:
         due = [self._by_ticket[ticket] for ticket in self._ticks.pop_due(now)]
         read = {stream: None for stream in self._unread if not stream.deltas}
         for stream in read:
-            self._execute(self._by_stream[stream].on_read())
+            self._by_stream[stream].on_read()
         for stream in due:
             handoff = self._by_stream[stream]
             if stream not in read:
@@ -411,10 +410,8 @@ class Handoffs:
             self._ticks.set(handoff.ticket, handoff.next_tick)
 
     def _execute(self, actions: Iterable[HandoffAction]) -> None:
-        """Send the commands about holds; submissions are the client's."""
+        """Send the commands about blocks."""
         for action in actions:
-            if not isinstance(action, ReleaseHold | RenewHold):
-                continue
             holder = self._engines.get(action.engine)
             if holder is not None and holder.kv is not None:
                 kind = ReleaseKvHolds if isinstance(action, ReleaseHold) else RenewKvHolds

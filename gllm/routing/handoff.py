@@ -44,22 +44,6 @@ class HandoffLimits(NamedTuple):
     """Age at which a hold is released although its transfer has not ended."""
 
 
-class StartPrefetch(NamedTuple):
-    """Let an engine fetch the KV blocks of the prompt while they are computed."""
-
-    engine: str
-    ticket: int
-
-
-class StartDecode(NamedTuple):
-    """Submit the request with its tokens."""
-
-    engine: str
-    """Empty for any engine."""
-    ticket: int
-    """Ticket of the KV blocks at the prefill engine; 0 to compute them."""
-
-
 class ReleaseHold(NamedTuple):
     """Let an engine free the blocks that it holds or prefetches under a ticket."""
 
@@ -74,7 +58,8 @@ class RenewHold(NamedTuple):
     ticket: int
 
 
-HandoffAction = StartPrefetch | StartDecode | ReleaseHold | RenewHold
+HandoffAction = ReleaseHold | RenewHold
+"""Commands about blocks; the caller submits the request by the state."""
 
 
 class Handoff:
@@ -151,20 +136,20 @@ class Handoff:
         if self.state is HandoffState.PREFILL:
             self.decode = self.decode or engine
 
-    def start_prefetch(self, now: float) -> list[HandoffAction]:
+    def start_prefetch(self, now: float) -> bool:
         """Begin the fetch of blocks that are computed meanwhile, in PREFILL.
 
         Returns:
-            The command to the decode engine; nothing without one, before `on_push_started`, and if
-            an engine has the command already.
+            True if `decode` is to fetch them; False without a decode engine, before
+            `on_push_started`, and if an engine fetches them already.
         """
         if self.state is not HandoffState.PREFILL or not (self._is_pushed and self.decode):
-            return []
+            return False
         if self._prefetching or self.decode == self.pair.prefill:
-            return []
+            return False
         self._prefetching = self.decode
         self._renew_at = now + self._limits.renew_seconds
-        return [StartPrefetch(self.decode, self.ticket)]
+        return True
 
     def on_prefilled(self, now: float, is_held: bool = True) -> None:
         """Note that token 1 has arrived and more tokens are to follow: PREFILL -> READY.
@@ -179,16 +164,17 @@ class Handoff:
         self._hold_deadline = now + self._limits.hold_seconds
         self._renew_at = now + self._limits.renew_seconds
 
-    def on_read(self) -> list[HandoffAction]:
+    def on_read(self) -> bool:
         """Note that the text of token 1 does not end the request: READY -> TRANSFER.
 
         Returns:
-            The submission to the decode engine; nothing in other states.
+            True if the request is to be submitted to `decode`, with the blocks if `is_held`; False
+            in other states.
         """
         if self.state is not HandoffState.READY:
-            return []
+            return False
         self.state = HandoffState.TRANSFER
-        return [StartDecode(self.decode, self.ticket if self.is_held else 0)]
+        return True
 
     def on_submitted(self, engine: str) -> list[HandoffAction]:
         """Note the engine that got the request after `on_read`.
@@ -242,7 +228,8 @@ class Handoff:
     def on_tick(self, now: float) -> list[HandoffAction]:
         """Act on deadlines: a reader that does not read, leases, and the age of a hold."""
         if self.state is HandoffState.READY and now >= self._read_deadline:
-            return self.on_read()
+            self.on_read()
+            return []
         engines = []
         if self._is_hold_leased:
             if now >= self._hold_deadline:

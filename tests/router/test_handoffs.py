@@ -156,7 +156,8 @@ def expected_actions(handoffs: Handoffs, now: float) -> tuple[Counter[str], set[
         handoff = copy.copy(each)
         was_reading = handoff.state is READY
         is_read = was_reading and not stream.deltas
-        for action in handoff.on_read() if is_read else handoff.on_tick(now):
+        actions = [] if is_read and handoff.on_read() else handoff.on_tick(now)
+        for action in actions:
             match action:
                 case RenewHold(engine, ticket):
                     commands[f"renew {engine} {ticket}"] += 1

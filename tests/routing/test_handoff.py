@@ -16,8 +16,6 @@ from gllm.routing.handoff import (
     HandoffState,
     ReleaseHold,
     RenewHold,
-    StartDecode,
-    StartPrefetch,
 )
 from tests.support.examples import num_examples
 
@@ -36,7 +34,8 @@ def prefilled(decode: str = "D", is_held: bool = True) -> Handoff:
 def test_the_states_of_a_transfer() -> None:
     handoff = prefilled()
     assert (handoff.state, handoff.waits_for) == (HandoffState.READY, "")
-    assert handoff.on_read() == [StartDecode("D", TICKET)]
+    assert handoff.on_read()
+    assert (handoff.decode, handoff.is_held) == ("D", True)
     assert handoff.on_submitted("D") == []
     assert (handoff.state, handoff.waits_for) == (HandoffState.TRANSFER, "D")
     assert handoff.on_decoded() == [ReleaseHold("P", TICKET)]
@@ -49,13 +48,15 @@ def test_an_end_at_token_1_asks_nobody() -> None:
     handoff = prefilled()
     assert handoff.on_end() == [ReleaseHold("P", TICKET)]
     assert handoff.outcome == "ended"
-    assert handoff.on_read() == handoff.on_decoded() == []
+    assert not handoff.on_read()
+    assert handoff.on_decoded() == []
 
 
 def test_a_slow_reader_and_a_slow_transfer_have_deadlines() -> None:
     handoff = prefilled()
     assert handoff.on_tick(0.9) == []
-    assert handoff.on_tick(1.0) == [StartDecode("D", TICKET)]
+    assert handoff.on_tick(1.0) == []
+    assert handoff.state is HandoffState.TRANSFER
     handoff.on_submitted("D")
     assert handoff.on_tick(3.0) == [RenewHold("P", TICKET)]
     assert handoff.on_tick(5.9) == []
@@ -68,16 +69,19 @@ def test_a_slow_reader_and_a_slow_transfer_have_deadlines() -> None:
 def test_blocks_that_are_gone_are_computed() -> None:
     handoff = prefilled()
     handoff.on_lost("P")
-    assert handoff.on_read() == [StartDecode("D", 0)]
+    assert handoff.on_read()
+    assert (handoff.decode, handoff.is_held) == ("D", False)
     handoff = prefilled(is_held=False)
-    assert handoff.on_read() == [StartDecode("D", 0)]
+    assert handoff.on_read()
+    assert (handoff.decode, handoff.is_held) == ("D", False)
 
 
 def test_a_lost_decode_engine_is_replaced() -> None:
     handoff = prefilled()
     handoff.on_lost("D")
     assert handoff.on_given_back("D") == []
-    assert handoff.on_read() == [StartDecode("", TICKET)]
+    assert handoff.on_read()
+    assert (handoff.decode, handoff.is_held) == ("", True)
     # The engine that has the blocks in its prefix cache needs no transfer.
     assert handoff.on_submitted("P") == [ReleaseHold("P", TICKET)]
 
@@ -120,13 +124,15 @@ def test_no_blocks_are_fetched_again_that_nobody_holds(event: str) -> None:
 
 def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
     handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
-    assert handoff.start_prefetch(0.0) == []
+    assert not handoff.start_prefetch(0.0)
     handoff.on_push_started()
-    assert handoff.start_prefetch(0.0) == [StartPrefetch("D", TICKET)]
-    assert handoff.start_prefetch(0.0) == []
+    assert handoff.start_prefetch(0.0)
+    assert handoff.decode == "D"
+    assert not handoff.start_prefetch(0.0)
     assert handoff.on_tick(3.0) == [RenewHold("D", TICKET)]
     handoff.on_prefilled(4.0)
-    assert handoff.on_read() == [StartDecode("D", TICKET)]
+    assert handoff.on_read()
+    assert (handoff.decode, handoff.is_held) == ("D", True)
     assert handoff.on_submitted("D") == []
     assert handoff.on_tick(7.0) == [RenewHold("P", TICKET)]
     assert handoff.on_decoded() == [ReleaseHold("P", TICKET)]
@@ -154,10 +160,11 @@ def test_a_prefetch_begins_once_the_decode_engine_is_chosen(is_pushed_first: boo
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
     events = [handoff.on_push_started, lambda: handoff.on_decode_chosen("D")]
     for event in events if is_pushed_first else events[::-1]:
-        assert handoff.start_prefetch(0.0) == []
+        assert not handoff.start_prefetch(0.0)
         event()
     handoff.on_decode_chosen("E")
-    assert handoff.start_prefetch(0.0) == [StartPrefetch("D", TICKET)]
+    assert handoff.start_prefetch(0.0)
+    assert handoff.decode == "D"
     assert handoff.decode == "D"
 
 
@@ -169,18 +176,20 @@ def test_a_chosen_engine_that_is_lost_is_chosen_again() -> None:
     handoff.on_lost("D")
     assert handoff.decode == ""
     handoff.on_decode_chosen("E")
-    assert handoff.start_prefetch(0.0) == [StartPrefetch("E", TICKET)]
+    assert handoff.start_prefetch(0.0)
+    assert handoff.decode == "E"
 
 
 def test_an_engine_that_decodes_its_own_prompt_prefetches_nothing() -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
     handoff.on_push_started()
     handoff.on_decode_chosen("P")
-    assert handoff.start_prefetch(0.0) == []
+    assert not handoff.start_prefetch(0.0)
     handoff.on_prefilled(0.0)
     # Too late: `choose` decides.
     handoff.on_decode_chosen("E")
-    assert handoff.on_read() == [StartDecode("P", TICKET)]
+    assert handoff.on_read()
+    assert (handoff.decode, handoff.is_held) == ("P", True)
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -203,18 +212,9 @@ class HandoffMachine(RuleBasedStateMachine):
     def execute(self, actions: list[HandoffAction]) -> None:
         for action in actions:
             match action:
-                case StartDecode(engine, ticket):
-                    assert self.num_first_tokens == 1
-                    self.submit(engine or min(self.alive, default=""))
-                    # A source is named only while the router may trust the hold.
-                    assert not ticket or "P" in self.alive
                 case ReleaseHold("P", ticket):
                     assert ticket == TICKET
                     self.held_until = None
-                case StartPrefetch(engine, ticket):
-                    assert ticket == TICKET
-                    assert engine in self.alive
-                    self.prefetched_until[engine] = self.now + LEASE_SECONDS
                 case ReleaseHold(engine, ticket):
                     assert ticket == TICKET
                     self.prefetched_until.pop(engine, None)
@@ -226,12 +226,28 @@ class HandoffMachine(RuleBasedStateMachine):
                     assert ticket == TICKET
                     self.prefetched_until[engine] = self.now + LEASE_SECONDS
 
+    def start_prefetch(self) -> None:
+        if self.handoff.start_prefetch(self.now):
+            assert self.handoff.decode in self.alive
+            self.prefetched_until[self.handoff.decode] = self.now + LEASE_SECONDS
+
+    def start_decode(self) -> None:
+        assert self.num_first_tokens == 1
+        # A source is named only while the router may trust the hold.
+        assert not self.handoff.is_held or "P" in self.alive
+        self.submit(self.handoff.decode or min(self.alive, default=""))
+
     def submit(self, engine: str) -> None:
         self.is_parked = engine not in self.alive
         if not self.is_parked:
             self.has_request = engine
             self.prefetched_until.pop(engine, None)
             self.execute(self.handoff.on_submitted(engine))
+
+    def acts(self, time: float) -> bool:
+        """Return True if a tick at a time has commands, or lets the request go on."""
+        handoff = copy(self.handoff)
+        return bool(handoff.on_tick(time)) or handoff.state is not self.handoff.state
 
     @property
     def is_over(self) -> bool:
@@ -251,17 +267,18 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule()
     def start_push(self) -> None:
         self.handoff.on_push_started()
-        self.execute(self.handoff.start_prefetch(self.now))
+        self.start_prefetch()
 
     @precondition(lambda self: self.alive - {"P"})
     @rule(data=st.data())
     def choose_decode(self, data: st.DataObject) -> None:
         self.handoff.on_decode_chosen(data.draw(st.sampled_from(sorted(self.alive - {"P"}))))
-        self.execute(self.handoff.start_prefetch(self.now))
+        self.start_prefetch()
 
     @rule()
     def read(self) -> None:
-        self.execute(self.handoff.on_read())
+        if self.handoff.on_read():
+            self.start_decode()
 
     @precondition(lambda self: self.is_parked and not self.is_over and self.alive)
     @rule()
@@ -276,7 +293,10 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.0, 4.0))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+        was_ready = self.handoff.state is HandoffState.READY
         self.execute(self.handoff.on_tick(self.now))
+        if was_ready and self.handoff.state is HandoffState.TRANSFER:
+            self.start_decode()
 
     @rule(engine=st.sampled_from("PDE"))
     def lose(self, engine: str) -> None:
@@ -317,8 +337,8 @@ class HandoffMachine(RuleBasedStateMachine):
     @invariant()
     def the_next_tick_is_the_first_one_that_acts(self) -> None:
         tick = self.handoff.next_tick
-        assert not copy(self.handoff).on_tick(math.nextafter(tick, -math.inf))
-        assert bool(copy(self.handoff).on_tick(tick)) == (tick < math.inf)
+        assert not self.acts(math.nextafter(tick, -math.inf))
+        assert self.acts(tick) == (tick < math.inf)
 
     @invariant()
     def an_engine_or_the_router_acts_next(self) -> None:
