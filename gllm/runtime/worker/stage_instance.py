@@ -133,10 +133,13 @@ class StageInstance:
 
     def connect_kv_mover(self, channel: DescriptorChannel) -> None:
         """Let the driver command a KV mover over a channel, which belongs to the instance."""
+        if self._kv_mover is not None:
+            # The one before has ended, and this is read first.
+            self._close_kv_mover()
+            self.handle([KvMoverGone()])
         if self._driver is None or self._driver.kv is None:
             channel.close()
             return
-        self._close_kv_mover()
         self._kv_mover = channel
         self._driver.kv.connect(lambda command: channel.send(encode(command)))
         self._loop.add_reader(channel.fileno(), self._read_kv_mover)
