@@ -337,7 +337,7 @@ class Fleet:
             case KvCacheEvents():
                 apply_kv_events(self._dispatcher.policy.prefixes, link, message)
             case KvPushStarted(ticket):
-                self.client.handoffs.on_push_started(link.name, ticket, now)
+                self.client.handoffs.on_readable(link.name, ticket, now)
             case FirstChunkComputed(ticket):
                 self.client.handoffs.on_first_chunk(link.name, ticket, now)
             case CommandDone():

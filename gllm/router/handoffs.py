@@ -253,14 +253,14 @@ class Handoffs:
             message = with_ends_of_all(message, failed)
         return message, prefilled
 
-    def on_push_started(self, engine: str, ticket: int, now: float) -> None:
+    def on_readable(self, engine: str, ticket: int, now: float) -> None:
         """Let the decode engine fetch the blocks of a prompt that an engine has begun to compute.
 
         If it is not chosen yet, it fetches them once it is.
         """
         if (stream := self._find_prefill(engine, ticket)) is not None:
             handoff = self._by_stream[stream]
-            handoff.on_push_started()
+            handoff.on_readable()
             self._start_prefetch(stream, handoff, now)
 
     def on_first_chunk(self, engine: str, ticket: int, now: float) -> None:

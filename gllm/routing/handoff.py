@@ -87,7 +87,7 @@ class Handoff:
         self.is_held = True
         """True until the prefill engine is lost, has not kept the blocks or is told to free them.
         """
-        self._is_pushed = False
+        self._is_readable = False
         """True if the blocks can be fetched while the prompt is computed."""
         self._prefetching = ""
         """Engine that may have blocks for the request, which it has not got; empty for none."""
@@ -127,9 +127,9 @@ class Handoff:
         phases = (HandoffState.PREFILL, HandoffState.READY)
         return bool(self._prefetching) and self.state in phases
 
-    def on_push_started(self) -> None:
+    def on_readable(self) -> None:
         """Note that the blocks can be fetched while the prompt is computed."""
-        self._is_pushed = True
+        self._is_readable = True
 
     def on_decode_chosen(self, engine: str) -> None:
         """Note the decode engine, chosen in PREFILL; one that is known stays."""
@@ -141,9 +141,9 @@ class Handoff:
 
         Returns:
             True if `decode` is to fetch them; False without a decode engine, before
-            `on_push_started`, and if an engine fetches them already.
+            `on_readable`, and if an engine fetches them already.
         """
-        if self.state is not HandoffState.PREFILL or not (self._is_pushed and self.decode):
+        if self.state is not HandoffState.PREFILL or not (self._is_readable and self.decode):
             return False
         if self._prefetching or self.decode == self.pair.prefill:
             return False

@@ -200,7 +200,7 @@ def test_due_hand_offs_do_what_a_visit_to_all_does(
                 rig.report(transfers[0].entry.engine, transfers[0])
             case 5 if prefills := rig.streams_in(HandoffState.PREFILL):
                 ticket = rig.handoffs.running[rng.choice(prefills)].ticket
-                rig.handoffs.on_push_started("P", ticket, rig.now)
+                rig.handoffs.on_readable("P", ticket, rig.now)
             case 6 if alive and rng.random() < 0.5:
                 rig.client.abort(rng.choice(alive), [0])
             case 7 if rng.random() < 0.1:

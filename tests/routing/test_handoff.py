@@ -125,7 +125,7 @@ def test_no_blocks_are_fetched_again_that_nobody_holds(event: str) -> None:
 def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
     handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
     assert not handoff.start_prefetch(0.0)
-    handoff.on_push_started()
+    handoff.on_readable()
     assert handoff.start_prefetch(0.0)
     assert handoff.decode == "D"
     assert not handoff.start_prefetch(0.0)
@@ -141,7 +141,7 @@ def test_a_prefetch_begins_with_the_prefill_and_is_adopted() -> None:
 def test_a_prefetch_that_nobody_needs_is_released() -> None:
     for event in ("end", "given back", "elsewhere"):
         handoff = Handoff(EnginePair("P", "D"), TICKET, LIMITS)
-        handoff.on_push_started()
+        handoff.on_readable()
         handoff.start_prefetch(0.0)
         both = [ReleaseHold("D", TICKET), ReleaseHold("P", TICKET)]
         match event:
@@ -158,7 +158,7 @@ def test_a_prefetch_that_nobody_needs_is_released() -> None:
 @pytest.mark.parametrize("is_pushed_first", [True, False])
 def test_a_prefetch_begins_once_the_decode_engine_is_chosen(is_pushed_first: bool) -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
-    events = [handoff.on_push_started, lambda: handoff.on_decode_chosen("D")]
+    events = [handoff.on_readable, lambda: handoff.on_decode_chosen("D")]
     for event in events if is_pushed_first else events[::-1]:
         assert not handoff.start_prefetch(0.0)
         event()
@@ -170,7 +170,7 @@ def test_a_prefetch_begins_once_the_decode_engine_is_chosen(is_pushed_first: boo
 
 def test_a_chosen_engine_that_is_lost_is_chosen_again() -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
-    handoff.on_push_started()
+    handoff.on_readable()
     handoff.on_decode_chosen("D")
     handoff.start_prefetch(0.0)
     handoff.on_lost("D")
@@ -182,7 +182,7 @@ def test_a_chosen_engine_that_is_lost_is_chosen_again() -> None:
 
 def test_an_engine_that_decodes_its_own_prompt_prefetches_nothing() -> None:
     handoff = Handoff(EnginePair("P", None), TICKET, LIMITS)
-    handoff.on_push_started()
+    handoff.on_readable()
     handoff.on_decode_chosen("P")
     assert not handoff.start_prefetch(0.0)
     handoff.on_prefilled(0.0)
@@ -266,7 +266,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule()
     def start_push(self) -> None:
-        self.handoff.on_push_started()
+        self.handoff.on_readable()
         self.start_prefetch()
 
     @precondition(lambda self: self.alive - {"P"})

@@ -204,7 +204,7 @@ async def test_a_report_of_a_prompt_reads_its_own_hand_off_alone() -> None:
             assert not table[stream].decode
             handoffs.on_first_chunk("P0", ticket, now)
             assert table[stream].decode
-            handoffs.on_push_started("P0", ticket, now)
+            handoffs.on_readable("P0", ticket, now)
         handoffs.on_first_chunk("P0", 1 + max(tickets), now)
         handoffs._by_stream = table
         rig.run(streams)

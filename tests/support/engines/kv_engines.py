@@ -239,7 +239,7 @@ class KvCluster:
             case EngineOutputs():
                 self.client.on_outputs(name, message)
             case KvPushStarted(ticket):
-                self.client.handoffs.on_push_started(name, ticket, time.monotonic())
+                self.client.handoffs.on_readable(name, ticket, time.monotonic())
             case FirstChunkComputed(ticket):
                 self.client.handoffs.on_first_chunk(name, ticket, time.monotonic())
 
