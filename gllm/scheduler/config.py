@@ -237,7 +237,7 @@ class SchedulerConfig:
 
     @property
     def push_threshold(self) -> int | None:
-        """Tokens from which on a prompt that another engine decodes can be fetched before its end; None: never."""
+        """Tokens from which on a prompt can be fetched before its end; None: never."""
         return None if self.kv_push in ("auto", "off") else self.kv_push_threshold
 
     @property
