@@ -82,7 +82,7 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
         yield finding
     secret = host_checks.check_secret(values.node_secret_file)
     congestion = host_checks.check_congestion_control(values.link_congestion)
-    yield from (each for each in (secret, congestion) if each is not None)
+    yield from filter(None, (secret, congestion))
     try:
         place = read_node_place(nodes, os.environ)
         head, num_nodes = (place.host, place.port), place.num_nodes
@@ -94,8 +94,8 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
         memory = available_memory_bytes()
         yield model_checks.check_memory(model, num_nodes, memory, bool(gpus))
     if head[0] or (num_nodes or 1) > 1:
-        slow_start = host_checks.check_slow_start(values.link_congestion)
-        yield from (each for each in (slow_start,) if each is not None)
+        if slow_start := host_checks.check_slow_start(values.link_congestion):
+            yield slow_start
     if not head[0]:
         yield note("head", "not checked: pass --master-addr HOST:PORT")
         return

@@ -13,7 +13,7 @@ from gllm.options.options import option
 
 def _same_as(config: type, name: str) -> Any:
     """Declare a field like that of another configuration."""
-    spec = next(each for each in dataclasses.fields(config) if each.name == name)
+    spec = next(field for field in dataclasses.fields(config) if field.name == name)
     return dataclasses.field(default=spec.default, metadata=spec.metadata)
 
 

@@ -63,7 +63,7 @@ class KvEventsConfig:
     def exposed_address(self) -> str | None:
         """The first address that other hosts can reach; None if all are local or not used."""
         addresses = (self.endpoint, self.replay_endpoint) if self.is_enabled else ()
-        return next((each for each in addresses if each and not _is_local(each)), None)
+        return next((address for address in addresses if address and not _is_local(address)), None)
 
 
 def parse_kv_events(text: str) -> KvEventsConfig:

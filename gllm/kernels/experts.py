@@ -115,7 +115,7 @@ def run_experts(
     if reduce_magnitudes is not None and spans:
         # All experts at once: ranks agree in one exchange.
         inner = list(inner)
-        magnitudes = reduce_magnitudes(torch.cat([row_magnitudes(each, down[0]) for each in inner]))
+        magnitudes = reduce_magnitudes(torch.cat([row_magnitudes(rows, down[0]) for rows in inner]))
     if out is None:
         result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     else:

@@ -52,7 +52,7 @@ def _trim(value: Any, info: inspect.Type) -> Any:
         case inspect.NamedTupleType(fields=fields):
             return [_trim(v, f.type) for v, f in zip(value, fields, strict=False)]
         case inspect.ListType(item_type=item):
-            return [_trim(each, item) for each in value]
+            return [_trim(item_type, item) for item_type in value]
     return value
 
 

@@ -79,9 +79,9 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
     def offsets(self) -> list[LayerOffsets]:
         """Position of each layer."""
         num_slots, end, offsets = (self.num_blocks + 1) * self.block_size, 0, []
-        for each in self.layers:
-            keys, values = end, end + _pages(num_slots * each.num_heads * each.key_bytes)
-            end = values + _pages(num_slots * each.num_heads * each.value_bytes)
+        for layer in self.layers:
+            keys, values = end, end + _pages(num_slots * layer.num_heads * layer.key_bytes)
+            end = values + _pages(num_slots * layer.num_heads * layer.value_bytes)
             offsets.append(LayerOffsets(keys, values, end))
         return offsets
 
@@ -100,15 +100,15 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             KvLayoutError: The worker does not have the layer or the heads.
         """
-        for each, offsets in zip(self.layers, self.offsets, strict=True):
+        for held, offsets in zip(self.layers, self.offsets, strict=True):
             if (
-                each.layer == layer
-                and each.heads.start <= heads.start <= heads.stop <= each.heads.stop
+                held.layer == layer
+                and held.heads.start <= heads.start <= heads.stop <= held.heads.stop
             ):
-                first = heads.start - each.first_head
-                kinds = ((offsets.keys, each.key_bytes), (offsets.values, each.value_bytes))
+                first = heads.start - held.first_head
+                kinds = ((offsets.keys, held.key_bytes), (offsets.values, held.value_bytes))
                 return [
-                    (begin + first * width, each.num_heads * width, len(heads) * width)
+                    (begin + first * width, held.num_heads * width, len(heads) * width)
                     for begin, width in kinds
                     if width
                 ]
@@ -119,7 +119,7 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token over the layers and heads of the worker."""
-        return sum(each.bytes_per_token for each in self.layers)
+        return sum(layer.bytes_per_token for layer in self.layers)
 
 
 class KvMove(NamedTuple):
@@ -149,24 +149,24 @@ def find_moves(mine: KvLayout, theirs: Sequence[KvLayout], position: int = 0) ->
         _check_format(mine, theirs[peer])
     by_layer: dict[int, list[tuple[int, LayerLayout]]] = {}
     for peer in order:
-        for each in theirs[peer].layers:
-            by_layer.setdefault(each.layer, []).append((peer, each))
+        for layer in theirs[peer].layers:
+            by_layer.setdefault(layer.layer, []).append((peer, layer))
     return [move for own in mine.layers for move in _find_layer_moves(own, by_layer)]
 
 
 def count_move_bytes(layout: KvLayout, moves: Sequence[KvMove]) -> int:
     """Return the bytes of one token over some moves into a worker."""
-    sizes = {each.layer: each.bytes_per_head for each in layout.layers}
+    sizes = {layer.layer: layer.bytes_per_head for layer in layout.layers}
     return sum(len(move.heads) * sizes[move.layer] for move in moves)
 
 
 def count_token_bytes(layouts: Sequence[KvLayout]) -> int:
     """Return the bytes of one token over all layers and heads; replicated heads count once."""
     sizes = {
-        (each.layer, head): each.bytes_per_head
+        (layer.layer, head): layer.bytes_per_head
         for layout in layouts
-        for each in layout.layers
-        for head in each.heads
+        for layer in layout.layers
+        for head in layer.heads
     }
     return sum(sizes.values())
 

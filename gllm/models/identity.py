@@ -62,7 +62,9 @@ def describe_numerics(
     """
     texts = sorted(set(executors))
     if len(set(degrees)) > 1:
-        ranks = (str(each) for n, each in zip(layer_counts, degrees, strict=True) for _ in range(n))
+        ranks = (
+            str(degree) for n, degree in zip(layer_counts, degrees, strict=True) for _ in range(n)
+        )
         texts.append(f"ranks by layer {','.join(ranks)}")
     return "; ".join(texts)
 

@@ -68,4 +68,4 @@ def _find_in_cache(name: str, cache: Path | None) -> Path | None:
         weights = names_of_index(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
-    return folder if all((folder / each).exists() for each in weights) else None
+    return folder if all((folder / weight).exists() for weight in weights) else None

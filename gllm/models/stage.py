@@ -217,7 +217,7 @@ def hold_parts(stages: "Sequence[ModelStage]", layers: range, num_layers: int) -
                 held.layers[index] = module
                 held.part_bytes[index] = stage.part_bytes[index]
         ends = stage.head, stage.embedding
-        if held.ends is None and tuple(each is not None for each in ends) == has_ends:
+        if held.ends is None and tuple(end is not None for end in ends) == has_ends:
             held.ends, held.part_bytes[ENDS] = ends, stage.part_bytes[ENDS]
     return held
 

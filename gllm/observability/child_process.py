@@ -24,7 +24,7 @@ def describe_exit(status: int, subject: str = "it", last_lines: Sequence[str] = 
         last_lines: of its log. A program that ends with an error says why in its last line.
     """
     if status < 0:
-        names = {each.value: each.name for each in signal.Signals}
+        names = {member.value: member.name for member in signal.Signals}
         return f"{subject} was killed by {names.get(-status, f'signal {-status}')}"
     text = next((line for line in reversed(last_lines) if line.strip()), "") if status else ""
     cause = f"{subject} exited with {status}"

@@ -80,10 +80,10 @@ def compare_runs(events: list[StepLogEvent], profile: CostProfile) -> RunCompari
     requests = read_requests(events, real)
     predicted, at_speed = (
         serve_requests(
-            Deployment(start.model, start.layers, each, start.scheduler, degrees=start.degrees),
+            Deployment(start.model, start.layers, model, start.scheduler, degrees=start.degrees),
             requests,
         )[0]
-        for each in (cost, at_speed_cost)
+        for model in (cost, at_speed_cost)
     )
     return RunComparison(real, predicted, _ratio(steps), at_speed)
 

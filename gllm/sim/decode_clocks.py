@@ -47,5 +47,6 @@ class DecodeClocks:
         transfers += [cost.return_transfer(work), cost.plan_transfer(0, work)]
         driver_seconds = cost.return_seconds(work) + cost.plan_seconds(work)
         return driver_seconds + decode_round_seconds(
-            stages, [each.occupancy_seconds + each.propagation_seconds for each in transfers]
+            stages,
+            [transfer.occupancy_seconds + transfer.propagation_seconds for transfer in transfers],
         )

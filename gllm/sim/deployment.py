@@ -164,7 +164,7 @@ def serve_requests(
         ValueError: A request is longer than the deployment's context.
     """
     _check_lengths(
-        deployment, (len(each.prompt_token_ids) + each.max_tokens for _, each in requests)
+        deployment, (len(request.prompt_token_ids) + request.max_tokens for _, request in requests)
     )
     config = deployment.scheduler
     begin = requests[0][0] if requests else 0.0
@@ -181,9 +181,9 @@ def serve_requests(
     pipeline.submit_each(requests)
     for time, seqs in aborts:
         pipeline.abort_at(time, seqs)
-    for each in stage_reports or ():
-        if each.received_time:
-            pipeline.report_step_times_at(each.received_time, each.stage, each.steps)
+    for report in stage_reports or ():
+        if report.received_time:
+            pipeline.report_step_times_at(report.received_time, report.stage, report.steps)
     pipeline.loop.run()
     return build_run_record(events), events
 

@@ -181,7 +181,7 @@ class SimulatedLink:
         """
         now = self._loop.now
         self._waiting = [message for message in self._waiting if message.owner is not owner]
-        self._slack_sources = [each for each in self._slack_sources if each[0] is not owner]
+        self._slack_sources = [source for source in self._slack_sources if source[0] is not owner]
         sending = self._sending
         if sending is not None and sending.owner is owner and self._is_busy(now):
             sending.is_dropped = True
@@ -229,7 +229,7 @@ class SimulatedLink:
         if not self._policy.uses_slack:
             return LinkView(now, rate, None)
         slacks = [source(now) for _, source in self._slack_sources]
-        slack = min((each for each in slacks if each is not None), default=None)
+        slack = min((seconds for seconds in slacks if seconds is not None), default=None)
         return LinkView(now, rate, slack)
 
     def _push_end(self, message: LinkMessage) -> None:

@@ -273,7 +273,7 @@ class SimulatedPipeline:
         if self.is_stopped:
             return
         stage, steps = report
-        planned = [each for each in steps if each.step < self._num_steps]
+        planned = [step for step in steps if step.step < self._num_steps]
         self.scheduler.record_step_times(stage, planned)
         self._request_turn(now)
 

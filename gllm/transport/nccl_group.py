@@ -169,7 +169,7 @@ class NcclRankGroup(DeviceRankGroup):
         with self.launching():
             self._communicator.gather(list(parts.unbind()), part, ROOT).wait()
         used = zip(parts.unbind(), sizes, strict=True)
-        return torch.cat([each[:, :size] for each, size in used], dim=1)
+        return torch.cat([block[:, :size] for block, size in used], dim=1)
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
         """See RankGroup."""

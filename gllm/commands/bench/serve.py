@@ -77,7 +77,7 @@ async def _benchmark(config: ServeConfig, slo: dict[str, float]) -> int:
         served = await wait_until_ready(session, base_url, config.model, config.ready_timeout)
         vocab_size = config.vocab_size or served.vocab_size
         load = plan_load(config, vocab_size)
-        bodies = [request_body(config, served.name, *each) for each in enumerate(load)]
+        bodies = [request_body(config, served.name, *request) for request in enumerate(load)]
         for planned in warmup_requests(config, load, vocab_size):
             body = request_body(config, served.name, 0, planned)
             warm = await send(session, url, body, planned.prompt_tokens)

@@ -76,7 +76,7 @@ async def _describe(
         if response.status >= 500:
             response.raise_for_status()
         try:
-            models = {str(each["id"]): each for each in (await response.json())["data"]}
+            models = {str(listed["id"]): listed for listed in (await response.json())["data"]}
             name = model or next(iter(models))
         except (ValueError, LookupError, TypeError, StopIteration, aiohttp.ContentTypeError):
             if model is None:

@@ -183,7 +183,7 @@ def format_plan(plan: GoodputPlan, problem: GoodputProblem) -> str:
 
 def _search_table(title: str, search: PhaseSearch | UnitSearch) -> str:
     """Return the best candidates of a search, and how many others there were."""
-    ranked = sorted(((value, str(each)) for each, value in search.evaluated), reverse=True)
+    ranked = sorted(((value, str(design)) for design, value in search.evaluated), reverse=True)
     rows = [[name, f"{value:.3f}" if value else "no better"] for value, name in ranked]
     others: Mapping[str, int] = search.pruned + search.left_out
     lines = [format_table([title, "goodput, requests/s per GPU"], rows[:NUM_SHOWN])]

@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--credit",
-        choices=[str(each) for each in PipelineCredit],
+        choices=[str(credit) for credit in PipelineCredit],
         default=str(PipelineCredit.PIPELINED),
         help="pipelined: stages work at once on one batch that memory holds; credited: each on a "
         "batch of that size; literal: one batch passes all stages",

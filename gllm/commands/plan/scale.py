@@ -134,21 +134,21 @@ def _format(task: ScaleTask, result: ScaleResult, price: float | None) -> str:
     gpus = result.worker.num_gpus
     types = [
         [
-            f"{each.num_gpus}{' *' if each.num_gpus == gpus else ''}",
-            f"{each.memory_rate:.0f}", f"{each.slo_rate:.0f}", f"{each.memory_batch:.0f}",
-            str(each.slo_batch),
+            f"{worker.num_gpus}{' *' if worker.num_gpus == gpus else ''}",
+            f"{worker.memory_rate:.0f}", f"{worker.slo_rate:.0f}", f"{worker.memory_batch:.0f}",
+            str(worker.slo_batch),
         ]
-        for each in result.workers
+        for worker in result.workers
     ]  # fmt: skip
     header = ["GPUs", "tokens/s/GPU by memory", "by SLO", "batch by memory", "by SLO"]
     text = format_table(header, types)
     rows = []
-    for each in result.points:
-        count = each.placed.num_workers
-        other = "more than 4 x" if each.baseline is None else str(each.baseline.num_workers)
-        saved = "" if each.baseline is None else f"{1 - count / each.baseline.num_workers:.0%}"
+    for point in result.points:
+        count = point.placed.num_workers
+        other = "more than 4 x" if point.baseline is None else str(point.baseline.num_workers)
+        saved = "" if point.baseline is None else f"{1 - count / point.baseline.num_workers:.0%}"
         cost = "" if price is None else f"{price * gpus * count:.2f}"
-        rows.append([f"{each.rate:.3g}", str(count), str(gpus * count), cost, other, saved])
+        rows.append([f"{point.rate:.3g}", str(count), str(gpus * count), cost, other, saved])
     fleet_header = ["requests/s", "engines", "GPUs", "$/h", f"engines, {BASELINE}", "saved"]
     fit, rule = result.fit, result.rule
     return (

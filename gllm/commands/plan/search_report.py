@@ -20,9 +20,9 @@ def describe_search(
     outcome: Outcome, problem: DesignProblem, num_designs: int, is_closed: bool
 ) -> str:
     """Return the designs as a table, best first, and an account of all others."""
-    results = sorted((result for _, result in outcome.evaluated), key=lambda each: -each.score)
+    results = sorted((result for _, result in outcome.evaluated), key=lambda result: -result.score)
     front = find_pareto_set(outcome)
-    shown = results[:NUM_ROWS] + [each for each in front if each not in results[:NUM_ROWS]]
+    shown = results[:NUM_ROWS] + [result for result in front if result not in results[:NUM_ROWS]]
     rows = [_row(result, result in front) for result in shown]
     header = ["design", "requests/s", "engines", problem.objective.unit]
     table = format_table([*header, "TTFT p90, s", "TPOT p50, s", "TBT p99, s", "Pareto"], rows)
@@ -99,7 +99,7 @@ def _row(result: AssessedDesign, is_optimal: bool) -> list[str]:
         show_value(result.capacity),
         str(result.num_engines) if has_value else "",
         show_value(result.value) if has_value else "",
-        *(show_value(each) for each in result.latencies),
+        *(show_value(latency) for latency in result.latencies),
         "yes" if is_optimal else "",
     ]
 

@@ -105,7 +105,7 @@ def make_sweep_workloads(
         contexts += [longest_prompt * 3 // 4] if batch in DECODE_BATCHES else []
         for most in contexts:
             prompts = [rng.randint(1, most) for _ in range(batch * stages)]
-            workloads.append([WorkloadRequest(0.0, each, DECODE_TOKENS) for each in prompts])
+            workloads.append([WorkloadRequest(0.0, prompt, DECODE_TOKENS) for prompt in prompts])
     # Decodes at the end of the longest text, alone and together: nothing is longer.
     for batch in (1, 2 * stages):
         workloads.append([WorkloadRequest(0.0, longest_prompt, DECODE_TOKENS)] * batch)

@@ -70,7 +70,7 @@ def select_build(
     features = processor_features() if features is None else features
     name = (os.environ if environment is None else environment).get(BUILD_VARIABLE, "")
     libraries = find_compiled_builds(folder)
-    usable = {each: path for each, path in libraries.items() if features >= BUILDS[each]}
+    usable = {build: path for build, path in libraries.items() if features >= BUILDS[build]}
     if not name:
         if usable:
             best, path = next(iter(usable.items()))

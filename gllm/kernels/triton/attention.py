@@ -317,7 +317,7 @@ def prefill_kernel(
     token, head, there = packed_rows(first, count, ROWS, GROUP, HEADS, PARTS)
     heads = tl.num_programs(1) // PARTS * GROUP
     if SPLIT:
-        each = tokens.to(tl.int64) * heads * tl.num_programs(2)
+        num_partials = tokens.to(tl.int64) * heads * tl.num_programs(2)
         at = ((start + token - skipped).to(tl.int64) * heads + head) * tl.num_programs(2)
         at += tl.program_id(2)
         store_split(
@@ -325,7 +325,7 @@ def prefill_kernel(
             statistics,
             at,
             there,
-            each,
+            num_partials,
             highest,
             total,
             attended,

@@ -196,13 +196,13 @@ def decode_kernel(
     heads = tl.num_programs(0) // PARTS * GROUP
     at = place_of(row, head, split, GROUP, PARTS)
     if SPLIT:
-        each = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
+        num_partials = tl.num_programs(2).to(tl.int64) * heads * tl.num_programs(1)
         store_split(
             partial,
             statistics,
             at,
             there,
-            each,
+            num_partials,
             highest,
             total,
             attended,

@@ -74,7 +74,7 @@ def store_split(
     statistics,
     at,
     there,
-    each,
+    num_partials,
     highest,
     total,
     attended,
@@ -83,14 +83,14 @@ def store_split(
 ):
     """Store the partial results of the rows of a tile.
 
-    highest and total [ROWS] and attended [ROWS, VALUE_PAD] go to index `at` [ROWS] of `each`
-    entries.
+    highest and total [ROWS] and attended [ROWS, VALUE_PAD] go to index `at` [ROWS] of
+    `num_partials` entries.
     """
     columns = tl.arange(0, VALUE_PAD)
     mask = there[:, None] & (columns < VALUE)[None, :]
     tl.store(partial + at[:, None] * VALUE + columns[None, :], attended, mask=mask)
     tl.store(statistics + at, highest, mask=there)
-    tl.store(statistics + each + at, total, mask=there)
+    tl.store(statistics + num_partials + at, total, mask=there)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -110,12 +110,14 @@ def reduce_kernel(
     splits] float32: see SplitResults; sums of splits whose highest score is LOWEST are not read.
     """
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    each = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * splits
+    num_partials = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * splits
     own = statistics + at * splits
     every = tl.arange(0, SPLITS)
     highs = tl.load(own + every, mask=every < splits, other=LOWEST)
     highest = tl.max(highs, axis=0)
-    totals = tl.load(own + each + every, mask=(every < splits) & (highs > LOWEST), other=0.0)
+    totals = tl.load(
+        own + num_partials + every, mask=(every < splits) & (highs > LOWEST), other=0.0
+    )
     total = tl.sum(totals * tl.exp2(highs - highest), axis=0)
 
     columns = tl.arange(0, VALUE_PAD)

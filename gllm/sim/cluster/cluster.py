@@ -284,19 +284,19 @@ class SimulatedCluster:
         Raises:
             ValueError: There are engines, but none of them, routable or not, can run it.
         """
-        able = [each for each in self.engines.values() if _can_run(each, request)]
+        able = [engine for engine in self.engines.values() if _can_run(engine, request)]
         if self.engines and not able:
-            longest = max(each.config.max_model_len for each in self.engines.values())
+            longest = max(engine.config.max_model_len for engine in self.engines.values())
             raise ValueError(
                 f"the workload has a request of {request.num_tokens} tokens, but the largest "
                 f"max_model_len is {longest}: raise it or choose another workload"
             )
-        return [each for each in able if each.is_routable]
+        return [engine for engine in able if engine.is_routable]
 
     def _find_engine(self, name: str, engines: Iterable[ClusterEngine]) -> ClusterEngine:
         engine = self.engines.get(name)
         if engine is None or engine not in engines:
-            names = ", ".join(each.name for each in engines) or "none"
+            names = ", ".join(routable.name for routable in engines) or "none"
             raise ValueError(f"the router chose {name!r}, which is none of {names}")
         return engine
 

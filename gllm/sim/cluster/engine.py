@@ -164,7 +164,7 @@ class ClusterEngine:
             snapshot = snapshot._replace(role=self.role)
         if not num_sent:
             return snapshot
-        num_tokens = sum(len(each.request.prompt_token_ids) for each in self.unsent_requests)
+        num_tokens = sum(len(request.request.prompt_token_ids) for request in self.unsent_requests)
         return snapshot._replace(num_sent=num_sent, num_sent_tokens=num_tokens)
 
     def _count_snapshot(self) -> EngineSnapshot:

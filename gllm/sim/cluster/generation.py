@@ -174,6 +174,6 @@ class EngineGeneration:
             self._listener.on_begun(list(begun), now)
         if self._ongoing is not None:
             self._ongoing.on_tokens(output.seqs, now)
-            self._ongoing.on_ended(each.seq for each in output.finished)
+            self._ongoing.on_ended(request.seq for request in output.finished)
         if output.finished:
-            self._listener.on_finished([each.seq for each in output.finished], now)
+            self._listener.on_finished([request.seq for request in output.finished], now)

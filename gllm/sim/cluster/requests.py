@@ -113,8 +113,8 @@ def join_submissions(
     ):
         parts.setdefault(submissions[seq].request_index, []).append((seq, served))
     return {
-        index: (each[0][0], each[0][1] if len(each) == 1 else _join(each, submissions))
-        for index, each in sorted(parts.items())
+        index: (served[0][0], served[0][1] if len(served) == 1 else _join(served, submissions))
+        for index, served in sorted(parts.items())
     }
 
 
@@ -128,15 +128,15 @@ def _join(parts: Sequence[tuple[int, ServedRequest]], submissions: SubmissionLog
         num_known = 1 if num_resumed and num_resumed == line.num_tokens else 0
         line.times += served.line.times[num_known:]
         line.num_tokens = served.line.num_tokens
-    times = [each.first_scheduled_time for _, each in parts]
+    times = [part.first_scheduled_time for _, part in parts]
     return ServedRequest(
         first.num_prompt_tokens,
         # An engine that hands over has a limit of its own.
-        max(each.max_tokens for _, each in parts),
+        max(part.max_tokens for _, part in parts),
         line,
         received_time=parts[-1][1].received_time,
-        num_preemptions=sum(each.num_preemptions for _, each in parts),
+        num_preemptions=sum(part.num_preemptions for _, part in parts),
         num_resumptions=sum(not submissions[seq].is_handoff for seq, _ in parts[1:]),
         first_scheduled_time=next((time for time in times if time is not None), None),
-        preempted_seconds=sum(each.preempted_seconds for _, each in parts),
+        preempted_seconds=sum(part.preempted_seconds for _, part in parts),
     )

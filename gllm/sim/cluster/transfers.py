@@ -61,7 +61,9 @@ class KvTransfers:
 
     def involve(self, engine: str) -> bool:
         """Return True if a transfer from or to an engine is under way."""
-        return any(engine in (each.source, each.target) for each in self._under_way.values())
+        return any(
+            engine in (transfer.source, transfer.target) for transfer in self._under_way.values()
+        )
 
     def start(self, transfer: KvTransfer) -> None:
         """Send a transfer from now on; both engines run.
@@ -81,8 +83,8 @@ class KvTransfers:
 
     def cancel(self, transfer: KvTransfer) -> bool:
         """Stop a transfer without a report; return False if it does not travel."""
-        for number, each in self._under_way.items():
-            if each is transfer:
+        for number, other in self._under_way.items():
+            if other is transfer:
                 del self._under_way[number]
                 transfer.path.link.drop(transfer)
                 return True

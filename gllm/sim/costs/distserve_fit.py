@@ -35,8 +35,8 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> PhaseCoefficients:
         ValueError: The samples do not determine them, or a time is not above 0.
     """
     return _fit(
-        [(1.0, sum(each.lengths), sum(n * n for n in each.lengths)) for each in samples],
-        [each.milliseconds for each in samples],
+        [(1.0, sum(sample.lengths), sum(n * n for n in sample.lengths)) for sample in samples],
+        [sample.milliseconds for sample in samples],
     )
 
 
@@ -47,8 +47,8 @@ def fit_decode(samples: Sequence[DecodeSample]) -> PhaseCoefficients:
         ValueError: The samples do not determine them, or a time is not above 0.
     """
     return _fit(
-        [(1.0, sum(each.contexts), len(each.contexts)) for each in samples],
-        [each.milliseconds for each in samples],
+        [(1.0, sum(sample.contexts), len(sample.contexts)) for sample in samples],
+        [sample.milliseconds for sample in samples],
     )
 
 

@@ -101,11 +101,15 @@ class _StageFit:
     def __init__(self, samples: Sequence[StepSample], stage: int) -> None:
         rows = np.array(
             [
-                [*_work_features(each), each.samples, each.arrivals[stage] if each.arrivals else 0]
-                for each in samples
+                [
+                    *_work_features(sample),
+                    sample.samples,
+                    sample.arrivals[stage] if sample.arrivals else 0,
+                ]
+                for sample in samples
             ]
         )
-        seconds = np.array([max(each.stages[stage], 1e-7) for each in samples])
+        seconds = np.array([max(sample.stages[stage], 1e-7) for sample in samples])
         fitted = fit_uninterrupted(rows, seconds)
         self._curve = fitted[: len(KNOTS) + 1]
         *self._others, self.arrival_seconds = fitted[len(KNOTS) + 1 :]
@@ -134,9 +138,9 @@ class _SpanFit:
 
     def __init__(self, spans: Sequence[SpanSample]) -> None:
         rows = [
-            self._features(_work_features(each.step), each.step, _span_of(each)) for each in spans
+            self._features(_work_features(span.step), span.step, _span_of(span)) for span in spans
         ]
-        seconds = np.array([max(each.step.stages[0], 1e-7) for each in spans])
+        seconds = np.array([max(span.step.stages[0], 1e-7) for span in spans])
         self._coefficients = np.array(fit_nonnegative(np.array(rows), seconds))
 
     def seconds(self, sample: StepSample, spans: Sequence[Span]) -> float:

@@ -138,7 +138,7 @@ class ForestCostModel(MeasuredCostModel):
         prefill, decode = self._attention_ms(work)
         collectives = 0.0 if self._reduce is None else SUMS_PER_LAYER * self._reduce.at(tokens)
         milliseconds = {
-            **{name: layers * each.at(tokens) for name, each in self._operators.classes.items()},
+            **{name: layers * klass.at(tokens) for name, klass in self._operators.classes.items()},
             "attention_prefill": layers * prefill,
             "attention_decode": layers * decode,
             "collectives": layers * collectives,
@@ -250,7 +250,7 @@ def _tabulate_operators(
 ) -> TabulatedOperators:
     """Return the token-level operators of one shard."""
     samples = token_samples(device, model, tp, tables)
-    by_name = {name: TokenTable.of(each) for name, each in samples.items()}
+    by_name = {name: TokenTable.of(sample) for name, sample in samples.items()}
     norm, embedding = by_name[NORM], by_name.pop("emb")
     head = by_name.pop(HEAD, None)
     by_name["attn_reshape"] = TokenTable.of(reshape_samples(tables, tp))

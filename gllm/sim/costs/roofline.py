@@ -231,7 +231,9 @@ class LayerRoofline:
         )
         self._dense_weights = self._shard.layer_weights
         self._kv_bytes = self._shard.kv_bytes
-        self._elementwise_bytes = [self._shard.elementwise_bytes(each) for each in (False, True)]
+        self._elementwise_bytes = [
+            self._shard.elementwise_bytes(is_last) for is_last in (False, True)
+        ]
         self._recent: dict[tuple[int, bool], tuple[StageWork, float]] = {}
         """Total times of the last micro-batches, by a hash modulo NUM_RECENT_BATCHES and kind."""
 

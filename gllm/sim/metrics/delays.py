@@ -15,9 +15,9 @@ def scheduling_delays(requests: Iterable[ServedRequest]) -> list[float | None]:
     """
     return [
         None
-        if each.first_scheduled_time is None
-        else max(0.0, each.first_scheduled_time - each.line.arrival)
-        for each in sorted(requests, key=lambda each: each.line.arrival)
+        if request.first_scheduled_time is None
+        else max(0.0, request.first_scheduled_time - request.line.arrival)
+        for request in sorted(requests, key=lambda request: request.line.arrival)
     ]
 
 

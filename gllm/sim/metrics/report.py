@@ -97,14 +97,14 @@ def summarize_requests(
     }
     figures: dict[str, Any] = {
         "requests": len(lines),
-        "finished": sum(each.line.num_tokens == each.max_tokens for each in requests),
+        "finished": sum(request.line.num_tokens == request.max_tokens for request in requests),
         "seconds": span,
         "requests_per_second": len(lines) / span,
         "output_tokens_per_second": output / span,
         "total_tokens_per_second": (prompt + output) / span,
         **{name: summary_statistics(values) for name, values in latencies.items()},
-        "preemptions": sum(each.num_preemptions for each in requests),
-        "preempted_seconds": sum(each.preempted_seconds for each in requests),
+        "preemptions": sum(request.num_preemptions for request in requests),
+        "preempted_seconds": sum(request.preempted_seconds for request in requests),
     }
     if slo_ttft is not None or slo_tpot is not None:
         figures["slo_attainment"] = slo_attainment(lines, slo_ttft, slo_tpot)
@@ -181,7 +181,7 @@ def show_value(value: Any, factor: float = 1) -> str:
     if value is None:
         return ""
     if isinstance(value, list):
-        return " ".join(show_value(each, factor) for each in value)
+        return " ".join(show_value(item, factor) for item in value)
     scaled = value * factor
     if isinstance(value, int) or abs(scaled) >= 1000:
         return f"{scaled:.0f}"

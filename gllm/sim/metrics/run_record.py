@@ -318,8 +318,8 @@ class _Reader:
     def _schedule(self, event: ScheduleEvent) -> None:
         run, plan = self.run, event.plan
         self._set_parallelism(event.time, event.parallelism)
-        for each in self._unplanned:
-            each.received_time = self._news
+        for unplanned in self._unplanned:
+            unplanned.received_time = self._news
         self._unplanned = []
         if plan is None:
             return

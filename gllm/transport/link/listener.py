@@ -159,9 +159,9 @@ class Listener:
         if len(self._guests) > MAX_GUESTS:
             # The newest ones may be members in the middle of a handshake, and few members share an
             # address.
-            counts = Counter(each.address for each in self._guests)
+            counts = Counter(waiting.address for waiting in self._guests)
             address, _ = counts.most_common(1)[0]
-            oldest = next(each for each in self._guests if each.address == address)
+            oldest = next(waiting for waiting in self._guests if waiting.address == address)
             self._refuse(oldest, f"more than {MAX_GUESTS} connections have sent no frame")
         self._begin(guest)
 
@@ -185,7 +185,7 @@ class Listener:
 
     def _begin_waiting_guests(self) -> None:
         os.eventfd_read(self._wake)
-        for guest in [each for each in self._guests if not each.has_begun]:
+        for guest in [waiting for waiting in self._guests if not waiting.has_begun]:
             self._begin(guest)
 
     def _advance(self, guest: _Guest) -> None:
@@ -214,7 +214,7 @@ class Listener:
 
     def _drop_late_guests(self) -> None:
         now = time.monotonic()
-        for guest in [each for each in self._guests if each.deadline <= now]:
+        for guest in [waiting for waiting in self._guests if waiting.deadline <= now]:
             cause = f"no frame within {HANDSHAKE_SECONDS:g} s"
             self._refuse(guest, cause, is_malformed=bool(guest.data))
 
