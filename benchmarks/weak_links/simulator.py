@@ -27,7 +27,7 @@ from benchmarks.weak_links.load import PromptMaker, StreamedRequest, send_schedu
 from benchmarks.weak_links.traffic import BASE_LINK, FIFO, OURS, SETUPS, Progress
 from benchmarks.weak_model import TOKEN_BYTES
 from gllm.observability.step_log import StepLogEvent, read_step_log
-from gllm.pacing.send_rate import PACING_SHARE
+from gllm.pacing.link_estimator import PACING_SHARE
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_requests

@@ -1,6 +1,6 @@
 """Chunks of one size: MoLink's platform paper, whose chunk does not depend on the next decode."""
 
-from gllm.pacing.policies.decode_first import PATIENCE, DecodeFirstPolicy
+from gllm.pacing.policies.molink import PATIENCE, DecodeFirstPolicy
 from gllm.pacing.traffic import LinkView
 
 CHUNK_BYTES = 65_536

@@ -1,6 +1,6 @@
 """Algorithm 1 of MoLink as printed, with just-in-time chunks."""
 
-from gllm.pacing.policies.decode_first import (
+from gllm.pacing.policies.molink import (
     LEAST_BYTES,
     PATIENCE,
     DecodeFirstPolicy,

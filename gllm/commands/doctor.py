@@ -94,8 +94,7 @@ def run_checks(values: argparse.Namespace, nodes: NodesConfig) -> Iterator[Findi
         memory = available_memory_bytes()
         yield model_checks.check_memory(model, num_nodes, memory, bool(gpus))
     if head[0] or (num_nodes or 1) > 1:
-        if slow_start := host_checks.check_slow_start(values.link_congestion):
-            yield slow_start
+        yield from filter(None, [host_checks.check_slow_start(values.link_congestion)])
     if not head[0]:
         yield note("head", "not checked: pass --master-addr HOST:PORT")
         return

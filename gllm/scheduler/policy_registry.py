@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from gllm.scheduler.balance_policy import BalancePolicy
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.policies.distserve import DistServePolicy
 from gllm.scheduler.policies.splitwise import SplitwisePolicy
 from gllm.scheduler.policies.tetri import TetriPolicy
-from gllm.scheduler.policies.vllm import VllmPolicy
+from gllm.scheduler.policies.whole_prompt import DistServePolicy, VllmPolicy
 from gllm.scheduler.policy import (
     PaperThrottlePolicy,
     PrefillFirstPolicy,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
-from gllm.scheduler.in_flight import InFlightPlans
+from gllm.scheduler.in_flight import InFlightPlans, ParallelismGauge
 from gllm.scheduler.kv_admission import ADMISSION_RULES
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.kv_transfers import SchedulerTransfers

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from experiments.link_policies.concurrent import ConcurrentPolicy
 from experiments.link_policies.fixed_chunk import FixedChunkPolicy
 from experiments.link_policies.molink_paper import MolinkPaperPolicy
-from gllm.pacing.policies.decode_first import PATIENCE, DecodeFirstPolicy, clamp_chunk
-from gllm.pacing.policies.molink import FLUSH_FACTOR, MOST_BYTES, MolinkPolicy
+from gllm.pacing.policies.molink import (
+    FLUSH_FACTOR,
+    MOST_BYTES,
+    PATIENCE,
+    DecodeFirstPolicy,
+    MolinkPolicy,
+    clamp_chunk,
+)
 from gllm.pacing.policies.serial import SerialPolicy
 from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass

@@ -9,21 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gllm.pacing.link_estimator import (
-    MIN_DROP_SECONDS,
-    ROUND_TRIP_WINDOW_SECONDS,
-    LinkEstimator,
-    LinkSample,
-)
-from gllm.pacing.send_rate import (
     DRAIN_SHARE,
     FAST_BYTES_PER_SECOND,
     MAX_TRIAL_QUEUE_BYTES,
+    MIN_DROP_SECONDS,
     MIN_UNSENT_BYTES,
     NOTICE_ROUND_TRIPS,
     NOTICE_SECONDS,
     PACING_SHARE,
+    ROUND_TRIP_WINDOW_SECONDS,
     TRIAL_SHARE,
     UNSENT_SECONDS,
+    LinkEstimator,
+    LinkSample,
     SendRate,
 )
 from tests.support.examples import num_examples

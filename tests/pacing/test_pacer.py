@@ -3,8 +3,13 @@
 import pytest
 
 from gllm.pacing.depth import LinkSeconds, Pace
-from gllm.pacing.pacer import PathSeconds, PipelinePacer
-from gllm.pacing.stage_times import EARLY_FITS, MAX_PENDING_STEPS, StageTimeFits
+from gllm.pacing.pacer import (
+    EARLY_FITS,
+    MAX_PENDING_STEPS,
+    PathSeconds,
+    PipelinePacer,
+    StageTimeFits,
+)
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork

@@ -8,8 +8,7 @@ import pytest
 
 from experiments.link_policies.concurrent import TURN_BYTES
 from experiments.link_policies.fixed_chunk import CHUNK_BYTES
-from gllm.pacing.policies.decode_first import LEAST_BYTES
-from gllm.pacing.policies.molink import MolinkPolicy
+from gllm.pacing.policies.molink import LEAST_BYTES, MolinkPolicy
 from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkPolicy, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig

@@ -1,7 +1,117 @@
-"""Algorithm 1 of MoLink with bounds: no chunk delays a decode for longer than it has to."""
+"""Algorithm 1 of MoLink: decodes before prefills, and a limit on how long a prefill waits.
 
-from gllm.pacing.policies.decode_first import LEAST_BYTES, PATIENCE, DecodeFirstPolicy, clamp_chunk
-from gllm.pacing.traffic import LinkView
+Source: "Distributed LLM Serving on Consumer-Grade GPUs by Reconciling Computation and
+Communication", Findings of EMNLP 2025. gllm adds a smallest and a largest chunk.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
+
+PATIENCE = 30
+"""Decisions for which a less urgent message waits at most: N of Algorithm 1."""
+LEAST_BYTES = 16_384
+"""Smallest chunk in bytes: smaller ones cost more in headers and calls than they save in time."""
+
+
+class DecodeFirstPolicy(ABC):
+    """Base of the policies that send decodes first, then chunks of prefills, then of KV blocks.
+
+    Subclasses select the chunk sizes. A decode goes whole.
+
+    With N = `patience`, a link on which decodes always wait sends a chunk of the oldest prefill
+    after N - 1 decodes. KV blocks go while no other message waits, and with the same patience
+    beside others. Within a class the oldest message goes first.
+
+    The count of an empty lane starts again. In Algorithm 1 as printed it stays: if the last prefill
+    is cancelled at W >= N, then neither branch sends the decodes that wait.
+
+    Raises:
+        ValueError: `patience` is less than 1.
+    """
+
+    uses_slack = True
+    sends_whole = False
+
+    def __init__(self, patience: int = PATIENCE) -> None:
+        if patience < 1:
+            raise ValueError(f"patience is {patience}: give at least 1")
+        self._patience = patience
+        self._num_prefill_waits = 0
+        """Latest decisions at which both a decode and a prefill waited: W of Algorithm 1."""
+        self._num_kv_waits = 0
+        """Latest decisions at which KV blocks and a more urgent message waited."""
+
+    def select(self, waiting: Sequence[WaitingMessage], view: LinkView) -> Chunk:
+        """Return the oldest decode, or a chunk of a prefill or of KV blocks."""
+        decode, prefill, kv_cache = _oldest_of_each_class(waiting)
+        has_both = decode is not None and prefill is not None
+        self._num_prefill_waits = self._num_prefill_waits + 1 if has_both else 0
+        is_behind = kv_cache is not None and not (decode is prefill is None)
+        self._num_kv_waits = self._num_kv_waits + 1 if is_behind else 0
+        if kv_cache is not None and (not is_behind or self._num_kv_waits >= self._patience):
+            self._num_kv_waits = 0
+            return self._chunk(kv_cache, waiting, view, is_forced=is_behind)
+        is_forced = self._num_prefill_waits >= self._patience
+        if decode is not None and not is_forced:
+            return Chunk(decode, waiting[decode].remaining_bytes)
+        assert prefill is not None  # A message waits, and it is of no other class.
+        self._num_prefill_waits = 0
+        return self._chunk(prefill, waiting, view, is_forced)
+
+    @abstractmethod
+    def chunk_bytes(self, remaining_bytes: int, view: LinkView) -> int:
+        """Return the size of a chunk while no more urgent message waits.
+
+        Args:
+            remaining_bytes: Bytes of the message that are left, at least 1.
+            view: Properties of the link.
+
+        Returns:
+            A number between 1 and `remaining_bytes`.
+        """
+
+    @abstractmethod
+    def forced_bytes(self, remaining_bytes: int) -> int:
+        """Return the size of a chunk that goes before more urgent messages; as `chunk_bytes`."""
+
+    def _chunk(
+        self, position: int, waiting: Sequence[WaitingMessage], view: LinkView, is_forced: bool
+    ) -> Chunk:
+        left = waiting[position].remaining_bytes
+        return Chunk(
+            position, self.forced_bytes(left) if is_forced else self.chunk_bytes(left, view)
+        )
+
+
+def clamp_chunk(budget_bytes: float, least_bytes: int, remaining_bytes: int) -> int:
+    """Return a budget as a chunk: at least `least_bytes`, at most `remaining_bytes`.
+
+    A budget may be negative, infinite or not a number; the last one counts as none.
+    """
+    if budget_bytes >= remaining_bytes:
+        return remaining_bytes
+    chunk_bytes = int(budget_bytes) if budget_bytes > least_bytes else least_bytes
+    return min(chunk_bytes, remaining_bytes)
+
+
+def _oldest_of_each_class(
+    waiting: Sequence[WaitingMessage],
+) -> tuple[int | None, int | None, int | None]:
+    """Return the position of the oldest decode, prefill and KV message; None where none waits."""
+    positions: list[int | None] = [None] * len(TrafficClass)
+    num_missing = len(positions)
+    for position, message in enumerate(waiting):
+        traffic_class = message.traffic_class
+        if positions[traffic_class] is None:
+            positions[traffic_class] = position
+            num_missing -= 1
+            if not num_missing:
+                break
+    decode, prefill, kv_cache = positions
+    return decode, prefill, kv_cache
+
 
 MOST_BYTES = 262_144
 """Largest chunk in bytes: a decode that comes earlier than predicted waits 21 ms for it at

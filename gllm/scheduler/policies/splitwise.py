@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.kv_admission import LongestReservation
 from gllm.scheduler.plan import ScheduledRow, count_tokens
-from gllm.scheduler.policies.capped_prompts import CappedPromptPolicy
+from gllm.scheduler.policies.whole_prompt import CappedPromptPolicy
 from gllm.scheduler.policy import SchedulerLoad
 from gllm.scheduler.sequence import Sequence
 

@@ -1,4 +1,4 @@
-"""Base of the policies that compute a prompt in one micro-batch."""
+"""Policies that compute a prompt in one micro-batch: `vllm` and `distserve`."""
 
 from collections.abc import Container
 
@@ -6,7 +6,7 @@ from gllm.scheduler.admission import AdmissionController
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_cache_manager import KVCacheManager
 from gllm.scheduler.output_lengths import OutputLengths
-from gllm.scheduler.policy import SarathiPolicy, SchedulerLoad
+from gllm.scheduler.policy import PrefillLeads, SarathiPolicy, SchedulerLoad
 from gllm.scheduler.sequence import Sequence
 
 WATERMARK = 0.01
@@ -73,3 +73,48 @@ class WholePromptPolicy(SarathiPolicy):
     def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
         """Return all tokens that fit into the micro-batch."""
         return max_tokens, max_tokens
+
+
+class VllmPolicy(PrefillLeads, WholePromptPolicy):
+    """Policy `vllm`: whole prompts whenever their blocks are free, decodes in between.
+
+    A decode that gets no block preempts the newest sequence, as with every policy. Source: the
+    default scheduler of vLLM before chunked prefill ("Efficient Memory Management for Large
+    Language Model Serving with PagedAttention", SOSP'23), as in Vidur (arXiv 2405.05465).
+    """
+
+
+class CappedPromptPolicy(WholePromptPolicy):
+    """Whole prompts in the order of the queue: several of them have at most `max_tokens` together.
+
+    A prompt longer than that is the only one of its micro-batch.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        assert config.prefill_batch_tokens is not None
+        self._max_tokens = config.prefill_batch_tokens
+        self._prompt_budget: float = self._max_tokens
+        """Prefill budget of the present micro-batch."""
+
+    def prefill_budget(self, load: SchedulerLoad) -> float:
+        """Return the limit of several prompts."""
+        self._prompt_budget = self._max_tokens
+        return self._prompt_budget
+
+    def size_chunk(self, start: int, max_tokens: int, budget: float) -> tuple[int, float]:
+        """Return all tokens of the first prompt, and of others those within the budget."""
+        if budget < self._prompt_budget:
+            # Fewer tokens than expected may be in the prefix cache.
+            max_tokens = min(max_tokens, int(budget))
+        return max_tokens, max_tokens
+
+
+class DistServePolicy(PrefillLeads, CappedPromptPolicy):
+    """Policy `distserve`: prompts in batches of L_m tokens first, decodes in batches of their own.
+
+    A batch has at most max_num_seqs / depth decodes. Source: "DistServe: Disaggregating Prefill and
+    Decoding for Goodput-optimized Large Language Model Serving" (OSDI'24, arXiv 2401.09670), online
+    scheduling: L_m is the prompt length that saturates a prefill instance. An instance that does
+    both runs waiting prompts before decodes.
+    """

@@ -3,8 +3,7 @@
 from collections import deque
 from math import inf, isinf
 
-from gllm.pacing.link_estimator import LinkEstimator, LinkSample
-from gllm.pacing.send_rate import SendRate
+from gllm.pacing.link_estimator import LinkEstimator, LinkSample, SendRate
 from gllm.transport.link.connection import FrameConnection
 from gllm.transport.link.tcp import TcpInfo
 

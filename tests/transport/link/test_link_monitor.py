@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gllm.pacing.send_rate import DRAIN_SHARE, MIN_UNSENT_BYTES, PACING_SHARE, TRIAL_SHARE
+from gllm.pacing.link_estimator import DRAIN_SHARE, MIN_UNSENT_BYTES, PACING_SHARE, TRIAL_SHARE
 from gllm.transport.link.connection import FrameConnection
 from gllm.transport.link.decode_clock import MAX_GAP_SECONDS, DecodeClock
 from gllm.transport.link.link_monitor import (
