@@ -32,7 +32,7 @@ from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.cluster import simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.requests import make_workload

@@ -19,7 +19,7 @@ from experiments.trials import (
     plan_rates,
     run_trials,
 )
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 
 BASE = "throttle-paper"

@@ -28,7 +28,7 @@ from gllm.plan.scaling.fleet_size import FleetOutcome
 from gllm.plan.scaling.service_plan import mean_context
 from gllm.plan.scaling.worker_type import best_worker, rate_workers
 from gllm.routing.scaling.autoscaler import ScaleRule, fit_scale_rule
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 REFERENCE = '"Aladdin" (arXiv 2405.06856)'

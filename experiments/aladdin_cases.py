@@ -17,7 +17,7 @@ from gllm.plan.scaling.latency_fit import FittedLatency, fit_latency
 from gllm.plan.scaling.service_plan import describe_worker
 from gllm.routing.placement import SPLIT_DECODE_CONSTRAINTS, PlacedRequest, peak_kv_tokens
 from gllm.sim.costs.forest import ForestCostModel
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 
 MODEL, DEVICE, LINK = "llama-2-70b", "A100-80G", "nvlink"
 SLO = Slo(1.6, 0.075)

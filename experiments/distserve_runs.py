@@ -18,9 +18,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.distserve import DistServeCostModel, read_coefficients, read_kv_capacity
 from gllm.sim.data_tables import TableRow, read_table
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.hardware.stages import split_layers_evenly
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest

@@ -17,8 +17,7 @@ from gllm.routing.state import RoutingRequest
 from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.metrics.run_record import ServedRequest
-from gllm.sim.workloads.arrivals import sample_arrival_times
-from gllm.sim.workloads.requests import WorkloadRequest
+from gllm.sim.workloads.requests import WorkloadRequest, sample_arrival_times
 
 
 class WeightedTurns(RoutingPolicy):

@@ -8,7 +8,7 @@ from experiments.hexgen2_cases import CHECKPOINTS, LLAMA, Cell, CellOutcome
 from experiments.hexgen2_paper import paper_throughput
 from gllm.plan.hetero.search import SearchResult
 from gllm.plan.hetero.workload import CLASSES
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 

@@ -13,7 +13,7 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, ExpectedLimit, PaperClaim
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import RooflineCostModel
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.stages import build_hardware
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 

@@ -19,7 +19,7 @@ from experiments.encoding_loss import (
 from experiments.parallel import map_parallel
 from gllm.config.link_encodings import LINK_ENCODINGS, PLAIN
 from gllm.models.hub import resolve_model
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 MODEL = "demo"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from experiments.transfer_mode import TransferMode, TransferModePolicy
 from gllm.sim.cluster.handoffs import KvNetwork
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from gllm.sim.compare import (
     request_errors,
 )
 from gllm.sim.costs.profile import CostProfile
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.workloads.requests import make_workload

@@ -8,7 +8,7 @@ from dataclasses import replace
 from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedChange, PaperClaim
 from experiments.trials import HardwareSetting, SimulationTrial, run_trials
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 
 SETTINGS = (

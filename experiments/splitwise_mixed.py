@@ -24,9 +24,9 @@ from gllm.routing.disaggregation.role_pools import Pools
 from gllm.routing.disaggregation.splitwise import SplitwisePairPolicy
 from gllm.routing.state import EngineSnapshot
 from gllm.sim.cluster.paired import simulate_pairs
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.hardware.machines import ClusterDesign
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
 from gllm.sim.metrics.slowdowns import check_slos
 from gllm.sim.workloads.requests import make_workload

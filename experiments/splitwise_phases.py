@@ -5,10 +5,15 @@ from typing import NamedTuple
 from experiments.claims import ExpectedChange, ExpectedFigure, PaperClaim
 from experiments.overlapped_transfers import TransferCosts
 from experiments.transfer_mode import TransferMode
-from gllm.sim.costs.piecewise_linear import Points, interpolate_medians, mean_relative_error
-from gllm.sim.costs.splitwise import read_points, read_profile
+from gllm.sim.costs.splitwise import (
+    Points,
+    interpolate_medians,
+    mean_relative_error,
+    read_points,
+    read_profile,
+)
 from gllm.sim.hardware.machines import MachineType, read_machines
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
 
 MODEL_NAMES = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}

@@ -14,7 +14,7 @@ from experiments.splitwise_designs import (
 )
 from gllm.plan.pools.planner import scale_cluster
 from gllm.sim.hardware.machines import ClusterDesign
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 Outcomes = dict[tuple[str, str, str], SearchOutcome]

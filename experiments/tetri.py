@@ -19,7 +19,7 @@ from experiments.tetri_cases import (
 )
 from experiments.tetri_dispatch import DISPATCH_NOTE, dispatch_table
 from experiments.tetri_local import LOCAL_NOTE, admission_table, prompt_table
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table
 
 REFERENCE = '"Inference without Interference" (TetriInfer, arXiv 2401.11181)'

@@ -21,9 +21,8 @@ from gllm.sim.costs.distserve import (
     read_coefficients,
 )
 from gllm.sim.deployment import Deployment
-from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.devices import DEVICES, NetworkLink
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.hardware.stages import split_layers_evenly
 from gllm.sim.workloads.lengths import sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest

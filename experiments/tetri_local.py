@@ -17,7 +17,7 @@ from gllm.sim.cluster.handoffs import KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.costs.distserve import DistServeCostModel, read_coefficients
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.lengths import sample_lengths
 from gllm.sim.workloads.requests import WorkloadRequest

@@ -27,7 +27,7 @@ from experiments.vidur_searches import (
 )
 from gllm.plan.design_problem import AssessedDesign
 from gllm.plan.engine_designs import EngineDesign
-from gllm.sim.metrics.bar_plot import plot_bars
+from gllm.sim.metrics.plots import plot_bars
 from gllm.sim.metrics.report import format_table, show_value
 
 REFERENCE = 'Agrawal et al., "Vidur", MLSys 2024 (arXiv 2405.05465)'

@@ -12,8 +12,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.event_loop import ARRIVAL, EventLoop
 from gllm.sim.observer import PipelineObserver
-from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links
-from gllm.sim.stage import SimulatedDevice
+from gllm.sim.pipeline import PipelineLinks, SimulatedDevice, SimulatedPipeline, make_pipeline_links
 
 
 class VirtualEngines:

@@ -9,9 +9,8 @@ from experiments.base import ExperimentOptions, ExperimentResult
 from experiments.claims import ExpectedFigure, PaperClaim
 from experiments.interference import MixedStep
 from gllm.sim.costs.roofline import RooflineCostModel
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.stages import PipelineSpec
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.devices import NetworkLink
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.metrics.plots import ChartPanel, plot_grid
 from gllm.sim.metrics.report import format_table, show_value
 

@@ -25,13 +25,15 @@ from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE
 from gllm.sim.depth_control import AUTO_DEPTH, start_depth
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.stages import PipelineSpec
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.devices import NetworkLink
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
-from gllm.sim.workloads.arrivals import sample_arrival_times
-from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
+from gllm.sim.workloads.requests import (
+    WorkloadRequest,
+    iterate_scheduler_requests,
+    sample_arrival_times,
+)
 from gllm.sim.workloads.traces import TRACES, load_trace
 
 WARM_UP_SECONDS = 60.0

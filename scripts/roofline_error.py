@@ -20,7 +20,7 @@ from statistics import fmean
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import DeviceEfficiency, LayerRoofline
 from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.hardware.stages import StageSpec
 from gllm.sim.metrics.report import format_table
 

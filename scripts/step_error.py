@@ -23,8 +23,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE
-from gllm.sim.hardware.stages import PipelineSpec
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.metrics.report import format_table
 
 MODELS = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}

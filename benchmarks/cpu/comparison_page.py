@@ -25,8 +25,7 @@ from benchmarks.cpu.report import (
 )
 from benchmarks.cpu.results import Results
 from benchmarks.cpu.workplace import ROOT
-from gllm.sim.metrics.bar_plot import plot_bars
-from gllm.sim.metrics.plots import ChartPanel, Series, plot_grid
+from gllm.sim.metrics.plots import ChartPanel, Series, plot_bars, plot_grid
 
 DOCS = ROOT / "docs" / "benchmarks"
 HEAD = """# Beside other engines on a CPU

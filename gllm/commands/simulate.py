@@ -29,8 +29,8 @@ from gllm.sim.configured import (
     run_simulation,
 )
 from gllm.sim.description import describe_below_range, describe_load, describe_simulation
-from gllm.sim.metrics.cluster_report import format_engine_table
 from gllm.sim.metrics.report import (
+    format_engine_table,
     format_metrics_table,
     format_table,
     show_value,
@@ -200,8 +200,7 @@ def write_outputs(result: SimulationResult, folder: Path, configuration: dict[st
         OSError: A file cannot be written.
     """
     # Only plots need matplotlib.
-    from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_tokens
-    from gllm.sim.metrics.token_time_plot import plot_token_time
+    from gllm.sim.metrics.plots import plot_gantt, plot_latencies, plot_token_time, plot_tokens
 
     run = result.record
     document = {"start": run.start, "metrics": result.summary}

@@ -210,7 +210,7 @@ class LinkEstimator:
 
 
 class SendRate:
-    """Pacing rate of a connection and limit of its unsent bytes, so that decodes find a free link."""
+    """Pacing rate of a connection and limit of its unsent bytes, which keep the link free."""
 
     def __init__(self, estimator: LinkEstimator) -> None:
         """Create the limits for a link whose estimates change."""

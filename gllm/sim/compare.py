@@ -4,6 +4,7 @@ The prediction simulates the same requests at the same times with the same confi
 times come from a profile of another run.
 """
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,68 @@ from gllm.observability.step_log import (
     read_step_log,
 )
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
+from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.costs.machine_speed import MachineSpeedCostModel, SpeedWindow
 from gllm.sim.costs.profile import CostProfile, read_profile, split_sampling
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.hardware.stages import format_degrees
 from gllm.sim.metrics.report import format_table, show_value
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.metrics.step_costs import measure_step_costs
+
+
+class SpeedWindow(NamedTuple):
+    """Part of a run with one speed."""
+
+    begin: float
+    """In seconds; the window ends where the next one begins."""
+    factor: float
+    """Measured over predicted time of a step, above 0."""
+
+
+class MachineSpeedCostModel(DelegatingCostModel):
+    """Cost model of a machine whose speed changes, because other programs share it.
+
+    Times of steps, and of the driver and the sampler after them, are multiplied by the factor of
+    the window in which the step begins. Times of links are not changed.
+
+    Args:
+        cost: Costs at a factor of 1.
+        windows: In order of time; the factor of the first one also holds before it begins.
+
+    Raises:
+        ValueError: There is no window, or a factor is not above 0.
+    """
+
+    def __init__(self, cost: CostModel, windows: Sequence[SpeedWindow]) -> None:
+        super().__init__(cost)
+        if not windows:
+            raise ValueError("windows is empty: give at least one")
+        for window in windows:
+            if not window.factor > 0:
+                raise ValueError(f"a window's factor is {window.factor}: it has to be above 0")
+        self._windows = windows
+        self._factor = windows[0].factor
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time of the other model, multiplied by the factor at that time."""
+        after = bisect(self._windows, now, key=lambda window: window.begin)
+        self._factor = self._windows[max(0, after - 1)].factor
+        return self._factor * super().stage_seconds(stage, work, now)
+
+    def plan_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model, multiplied by the factor of the last step."""
+        return self._factor * super().plan_seconds(work)
+
+    def sample_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model, multiplied by the factor of the last step."""
+        return self._factor * super().sample_seconds(work)
+
+    def return_seconds(self, work: StageWork) -> float:
+        """Return the time of the other model, multiplied by the factor of the last step."""
+        return self._factor * super().return_seconds(work)
+
 
 METRICS = ("ttft", "tpot", "e2el")
 WINDOW_SECONDS = 0.25

@@ -21,7 +21,6 @@ from gllm.sim.cluster.cluster import ClusterRun, LogOpener, simulate_cluster
 from gllm.sim.cluster.router import make_router
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
-from gllm.sim.metrics.cluster_report import summarize_cluster
 from gllm.sim.metrics.delays import (
     LongDelays,
     RunLoad,
@@ -29,7 +28,7 @@ from gllm.sim.metrics.delays import (
     measure_rate_trial,
     scheduling_delays,
 )
-from gllm.sim.metrics.report import summarize_run
+from gllm.sim.metrics.report import summarize_cluster, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.options import SimulationConfig, build_deployment, build_workload
 from gllm.sim.workloads.classes import parse_shares

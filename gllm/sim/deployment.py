@@ -11,8 +11,7 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.costs.base import CostModel
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.depth_control import replay_depth, start_depth
-from gllm.sim.hardware.stages import PipelineSpec
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.metrics.run_record import (
     DepthChange,
     RunRecord,

@@ -12,9 +12,8 @@ from gllm.sim.capacity import CAPACITY_RULES
 from gllm.sim.cluster.router import ROUTER_NAMES
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.depth_control import AUTO_DEPTH
-from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import LINKS
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.devices import DEVICES, LINKS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.profiled import (
     VIDUR_MODEL,
     ProfileOptions,

@@ -16,10 +16,9 @@ from gllm.sim.costs.distserve import (
 from gllm.sim.costs.fitted import FittedCostModel
 from gllm.sim.costs.profile import CostProfile, read_profile
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
-from gllm.sim.hardware.links import LINKS, NetworkLink
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.stages import format_degrees, split_layers_evenly
-from gllm.sim.hardware.tables import build_hardware, look_up
+from gllm.sim.hardware.devices import LINKS, NetworkLink
+from gllm.sim.hardware.shapes import MODELS
+from gllm.sim.hardware.stages import build_hardware, format_degrees, look_up, split_layers_evenly
 
 VIDUR = "vidur"
 VIDUR_RANKS = 2

@@ -23,11 +23,48 @@ from gllm.observability.step_log import (
 from gllm.scheduler.plan import StepPlan
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
+from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_aborts
-from gllm.sim.costs.recorded import RecordedCostModel
+from gllm.sim.costs.base import BaseCostModel, TransferCost
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
-from gllm.sim.metrics.step_costs import measure_step_costs
+from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
+
+
+class RecordedCostModel(BaseCostModel):
+    """Cost model that returns the times of a recorded run, step by step.
+
+    Step numbers count from 0. A step beyond the recording takes as long as its last one.
+    """
+
+    def __init__(self, run: RunRecord) -> None:
+        """Read the step times of a run.
+
+        Raises:
+            ValueError: The run has no complete steps.
+        """
+        self._costs = list(measure_step_costs(run))
+        if not self._costs:
+            raise ValueError("the run has no step whose times are all there")
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the recorded seconds."""
+        return self._at(work).stage_seconds[stage]
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the recorded time; 0 where the next stage was busy and the link cost nothing."""
+        return TransferCost(self._at(work).link_seconds[stage] or 0.0)
+
+    def plan_seconds(self, work: StageWork) -> float:
+        """Return the recorded seconds; 0 where the first stage was busy."""
+        return self._at(work).plan_seconds or 0.0
+
+    def return_seconds(self, work: StageWork) -> float:
+        """Return the recorded seconds."""
+        return self._at(work).return_seconds
+
+    def _at(self, work: StageWork) -> StepCosts:
+        return self._costs[min(work.step, len(self._costs) - 1)]
 
 
 @dataclass(frozen=True)

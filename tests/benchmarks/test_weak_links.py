@@ -25,8 +25,7 @@ from benchmarks.weak_model import PRINTABLE, TOKEN_BYTES, make_weak_model
 from gllm.pacing.traffic import TrafficClass
 from gllm.scheduler.plan import ScheduledRow
 from gllm.scheduler.stage_work import compute_stage_work
-from gllm.sim.costs.base import TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from tests.support.engines.pipeline import Pipeline
 

@@ -38,7 +38,7 @@ from gllm.plan.hetero.search import RefinementBudget
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest

@@ -17,7 +17,7 @@ from gllm.observability.step_log import StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.deployment import Deployment, simulate
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.stages import build_hardware
 from gllm.sim.workloads.requests import WorkloadRequest
 
 PLAN = InterferencePlan(

@@ -11,7 +11,7 @@ from experiments.transfer_mode import TransferMode, TransferModePolicy
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.sim.cluster.handoffs import HandoffRecord, KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.sim.test_paired import BYTES_PER_TOKEN, LATENCY, PROMPT, STEP, make_engine
 

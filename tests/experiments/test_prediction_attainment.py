@@ -11,7 +11,7 @@ from experiments.prediction_attainment import (
 )
 from gllm.config.engine import EngineConfig
 from gllm.sim.compare import RunComparison
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import make_workload

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from experiments.request_pipelines import MAX_PROMPT_TOKENS, RequestPipelines
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
 from tests.support.sim.requests import to_scheduler_requests

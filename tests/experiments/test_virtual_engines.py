@@ -7,8 +7,7 @@ import pytest
 from experiments.virtual_engines import VirtualEngines
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.scheduler.link_messages import EVERY_LINK_POLICY
 from tests.support.sim.observers import CommitTimes, TokenCounts

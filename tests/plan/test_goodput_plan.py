@@ -28,7 +28,7 @@ from gllm.plan.goodput.problem import GoodputProblem
 from gllm.plan.serving_plan import StagePlan, read_plan
 from gllm.sim.costs.distserve import read_coefficients
 from gllm.sim.deployment import ModelFitError
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from tests.support.examples import num_examples
 
 CLUSTERS = st.builds(GpuCluster, st.integers(1, 4), st.sampled_from((1, 2, 3, 4, 8)))

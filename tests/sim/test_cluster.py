@@ -17,9 +17,8 @@ from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.cluster.changes import EngineStart
-from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
-from gllm.sim.cluster.metered import MeteredCostModel
+from gllm.sim.cluster.cluster import ClusterRun, EngineStart, SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.generation import MeteredCostModel
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import (
     ROUTER_NAMES,
@@ -29,7 +28,7 @@ from gllm.sim.cluster.router import (
     RouterNeeds,
     make_router,
 )
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import roofline_deployment, simulate
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import ServedRequest

@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 from gllm.observability.step_log import StepLogEvent
 from gllm.routing.policy_registry import make_policy
 from gllm.routing.prefix_index import PromptBlockHashes
-from gllm.sim.cluster.changes import ClusterChange, EngineDrain, EngineFailure, EngineStart
-from gllm.sim.cluster.cluster import ClusterRun, SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.cluster import (
+    ClusterChange,
+    ClusterRun,
+    EngineDrain,
+    EngineFailure,
+    EngineStart,
+    SimulatedCluster,
+    simulate_cluster,
+)
 from gllm.sim.cluster.engine import ClusterEngineState, EngineLife
 from gllm.sim.cluster.router import DeferredRouter, PolicyRouter
 from gllm.sim.deployment import Deployment

@@ -5,11 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.link_policies.fixed_chunk import CHUNK_BYTES
-from gllm.sim.cluster.changes import EngineDrain, EngineFailure
-from gllm.sim.cluster.cluster import SimulatedCluster
-from gllm.sim.cluster.transfers import KvTransfer, TransferPath
+from gllm.sim.cluster.cluster import EngineDrain, EngineFailure, SimulatedCluster
+from gllm.sim.cluster.handoffs import KvTransfer, TransferPath
 from gllm.sim.event_loop import ARRIVAL, EventLoop
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.link import make_link
 from gllm.sim.pipeline import PipelineLinks, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest

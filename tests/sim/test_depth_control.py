@@ -13,8 +13,8 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.deployment import Deployment, serve_requests, simulate
 from gllm.sim.depth_control import AUTO_DEPTH, read_paths
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.devices import NetworkLink
+from gllm.sim.hardware.stages import build_hardware
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.options import SimulationConfig, build_deployment
 from gllm.sim.replay import replay_calls, replay_step_times

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.workloads.requests import make_workload
 from tests.support.full_cases import full_but

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from gllm.observability.step_log import ScheduleEvent, StepLogEvent
 from gllm.routing.policy_registry import make_policy
-from gllm.sim.cluster.changes import ClusterChange, EngineFailure
-from gllm.sim.cluster.cluster import ClusterRun, simulate_cluster
-from gllm.sim.cluster.earliest_ends import EarliestEnds
+from gllm.sim.cluster.cluster import ClusterChange, ClusterRun, EngineFailure, simulate_cluster
+from gllm.sim.cluster.engine import EarliestEnds
 from gllm.sim.cluster.router import ROUTED_IN_A_ROW, PolicyRouter, RouterNeeds
 from gllm.sim.deployment import Deployment, roofline_deployment
 from gllm.sim.event_loop import EventLoop

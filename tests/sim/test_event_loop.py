@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import make_workload

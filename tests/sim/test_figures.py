@@ -16,7 +16,6 @@ from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.description import describe_below_range, describe_load
 from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
 from gllm.sim.metrics.batch_figures import measure_micro_batches, operator_shares, summarize_batches
-from gllm.sim.metrics.cluster_report import format_engine_table, summarize_cluster
 from gllm.sim.metrics.delays import (
     RunLoad,
     measure_load,
@@ -25,7 +24,12 @@ from gllm.sim.metrics.delays import (
     steady_throughput,
 )
 from gllm.sim.metrics.micro_batch_table import MicroBatch
-from gllm.sim.metrics.report import format_metrics_table, summarize_run
+from gllm.sim.metrics.report import (
+    format_engine_table,
+    format_metrics_table,
+    summarize_cluster,
+    summarize_run,
+)
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import make_workload
 

@@ -20,7 +20,7 @@ from gllm.sim.costs.profile import (
     read_profile,
     write_profile,
 )
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.profiled import ProfileOptions, profiled_deployment
 
 LAYERS = 8

@@ -14,7 +14,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.forest import MS, ForestCostModel, aggregate, combine_chunks
-from gllm.sim.costs.forest_cache import predict_cached
+from gllm.sim.costs.operator_grids import predict_cached
 from gllm.sim.costs.operator_tables import OperatorTables
 from tests.support.work import count_all_calls
 

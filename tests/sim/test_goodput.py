@@ -5,18 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.sim.costs.distserve import (
-    PhaseCoefficients,
-    interpolate_coefficients,
-    read_coefficients,
-)
-from gllm.sim.costs.distserve_fit import (
     DecodeSample,
+    PhaseCoefficients,
     PrefillSample,
     fit_decode,
     fit_prefill,
+    interpolate_coefficients,
+    read_coefficients,
 )
 from gllm.sim.goodput import find_goodput
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 
 
 @given(

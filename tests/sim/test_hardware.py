@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 
 from gllm.commands.simulate import main
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.collectives import CollectiveTable, all_reduce_seconds
-from gllm.sim.costs.roofline import RooflineCostModel
+from gllm.sim.costs.roofline import CollectiveTable, RooflineCostModel, all_reduce_seconds
 from gllm.sim.deployment import roofline_deployment
-from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import LINKS, NetworkLink
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.shapes import ExpertsShape, LatentShape, ModelShape
-from gllm.sim.hardware.stages import PipelineSpec, StageSpec
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.devices import DEVICES, LINKS, NetworkLink
+from gllm.sim.hardware.shapes import MODELS, ExpertsShape, LatentShape, ModelShape
+from gllm.sim.hardware.stages import PipelineSpec, StageSpec, build_hardware
 
 PUBLISHED = {
     "llama-2-7b": (6.74, 512),

@@ -12,8 +12,7 @@ from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.observer import BasePipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links

@@ -11,8 +11,7 @@ from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import NO_TRANSFER, CostModel, TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import NO_TRANSFER, ConstantCostModel, CostModel, TransferCost
 from gllm.sim.event_loop import PIPELINE, EventLoop
 from gllm.sim.link import SimulatedLink, make_link
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links

@@ -11,12 +11,12 @@ from gllm.routing.disaggregation.policy_registry import PAIR_POLICIES, make_pair
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.kv_holds import HOLD_LEASE_SECONDS
 from gllm.scheduler.kv_transfers import SchedulerTransfers
-from gllm.sim.cluster.changes import ClusterChange, EngineDrain, EngineFailure
+from gllm.sim.cluster.cluster import ClusterChange, EngineDrain, EngineFailure
 from gllm.sim.cluster.handoffs import KvNetwork, LinkFailure
 from gllm.sim.cluster.paired import RENEWAL_SECONDS, PairedRun, simulate_pairs
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
 from tests.support.work import count_all_calls

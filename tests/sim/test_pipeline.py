@@ -15,8 +15,7 @@ from gllm.pacing.policy_registry import LINK_POLICIES
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import FinishedSequence, StepOutput, StepPlan, StepResult, StepTime
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import NO_TRANSFER, TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import NO_TRANSFER, ConstantCostModel, TransferCost
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import build_run_record
 from gllm.sim.pipeline import PipelineLinks, SimulatedPipeline, make_pipeline_links

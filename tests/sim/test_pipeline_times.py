@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload

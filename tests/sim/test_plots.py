@@ -14,7 +14,6 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.deployment import roofline_deployment, simulate
-from gllm.sim.metrics.bar_plot import lay_out_labels, plot_bars
 from gllm.sim.metrics.intervals import (
     BubbleInterval,
     TokenInterval,
@@ -29,6 +28,8 @@ from gllm.sim.metrics.intervals import (
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.plots import (
     ChartPanel,
+    lay_out_labels,
+    plot_bars,
     plot_gantt,
     plot_grid,
     plot_latencies,

@@ -17,9 +17,12 @@ from gllm.commands.simulate import main
 from gllm.observability.latency import percentile
 from gllm.sim.options import SimulationConfig, build_workload
 from gllm.sim.workloads.classes import assign_classes, parse_priorities, parse_shares
-from gllm.sim.workloads.distributions import TruncatedLognormal
-from gllm.sim.workloads.lengths import sample_lengths
-from gllm.sim.workloads.published import PUBLISHED_WORKLOADS, fit_published_lengths
+from gllm.sim.workloads.lengths import (
+    PUBLISHED_WORKLOADS,
+    TruncatedLognormal,
+    fit_published_lengths,
+    sample_lengths,
+)
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 from tests.support.sim.requests import to_scheduler_requests
 

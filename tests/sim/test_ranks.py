@@ -15,14 +15,16 @@ from gllm.options.degrees import expand_degrees
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import compare_runs
-from gllm.sim.costs.collectives import all_reduce_seconds, gather_seconds
 from gllm.sim.costs.profile import build_profile, write_profile
-from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
+from gllm.sim.costs.roofline import (
+    DeviceEfficiency,
+    RooflineCostModel,
+    all_reduce_seconds,
+    gather_seconds,
+)
 from gllm.sim.deployment import roofline_deployment, serve_requests, simulate
-from gllm.sim.hardware.devices import DeviceSpec
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.shapes import ModelShape
+from gllm.sim.hardware.devices import DeviceSpec, NetworkLink
+from gllm.sim.hardware.shapes import MODELS, ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 from gllm.sim.options import SimulationConfig
 from gllm.sim.workloads.requests import make_workload

@@ -19,6 +19,8 @@ from gllm.scheduler.plan import SampledToken, StepPlan, StepResult, StepTime
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import (
+    MachineSpeedCostModel,
+    SpeedWindow,
     compare_runs,
     compare_with_profile,
     comparison_table,
@@ -27,7 +29,6 @@ from gllm.sim.compare import (
 )
 from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.costs.fitted import FittedCostModel
-from gllm.sim.costs.machine_speed import MachineSpeedCostModel, SpeedWindow
 from gllm.sim.costs.profile import CostProfile, build_profile, read_profile, write_profile
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests, simulate
 from gllm.sim.metrics.run_record import RunRecord, StageReport

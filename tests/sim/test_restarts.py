@@ -25,7 +25,7 @@ from gllm.scheduler.plan import (
     StepTime,
 )
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, serve_requests
 from gllm.sim.metrics.report import format_metrics_table, summarize_run
 from gllm.sim.metrics.run_record import RunRecord, build_run_record

@@ -14,12 +14,9 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs import operators
 from gllm.sim.costs.roofline import DeviceEfficiency, RooflineCostModel
 from gllm.sim.deployment import roofline_deployment
-from gllm.sim.hardware.devices import DEVICES, DeviceSpec
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.shapes import ModelShape
-from gllm.sim.hardware.stages import PipelineSpec, StageSpec, split_layers_evenly
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink
+from gllm.sim.hardware.shapes import MODELS, ModelShape
+from gllm.sim.hardware.stages import PipelineSpec, StageSpec, build_hardware, split_layers_evenly
 
 PEAK = DeviceEfficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 TINY = ModelShape(layers=4, hidden=8, heads=2, kv_heads=1, mlp=16, vocabulary=10, head_dim=4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gllm.observability.step_log import AddEvent, StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.report import summarize_run

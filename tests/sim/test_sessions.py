@@ -10,7 +10,7 @@ import pytest
 from gllm.commands.bench.load import PlannedRequest, jobs_of, plan_load, warmup_requests
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import make_workload, scale_request
 from gllm.sim.workloads.sessions import DEFAULTS, SessionTurn, parse_sessions, sample_turns

@@ -5,10 +5,9 @@ from itertools import pairwise
 import pytest
 
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.stage import SimulatedDevice
+from gllm.sim.pipeline import SimulatedDevice, SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.sim.observers import CommitTimes, RecordedStages
 from tests.support.sim.requests import to_scheduler_requests

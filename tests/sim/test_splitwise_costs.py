@@ -5,13 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.piecewise_linear import (
-    PiecewiseLinear,
-    interpolate_medians,
-)
 from gllm.sim.costs.splitwise import (
     MIXED_FACTOR,
+    PiecewiseLinear,
     SplitwiseCostModel,
+    interpolate_medians,
     read_points,
     read_profile,
 )

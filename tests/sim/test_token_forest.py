@@ -7,7 +7,7 @@ from gllm.sim.costs.base import CostRangeError
 from gllm.sim.costs.forest import ForestCostModel
 from gllm.sim.costs.token_forest import PROFILED_DEVICES, PROFILED_MODELS, TokenForestCostModel
 from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.options import SimulationConfig, build_deployment
 
 PREFILL = StageWork(1, 2048, ((0, 2048),), 0, 0, 1)

@@ -13,8 +13,7 @@ from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkPolicy, LinkView, TrafficClass, WaitingMessage
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.link import SimulatedLink
 from gllm.sim.observer import PipelineObserver

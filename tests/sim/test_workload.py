@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from gllm.observability.latency import percentile
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.pipeline import SimulatedPipeline
-from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.lengths import NAMED_WORKLOADS, sample_lengths
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload
+from gllm.sim.workloads.requests import WorkloadRequest, make_workload, sample_arrival_times
 from gllm.sim.workloads.traces import TRACES, load_trace
 from tests.support.sim.requests import to_scheduler_requests
 

@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.trace_file import SUFFIXES, TraceRow, read_rows
-from gllm.sim.workloads.arrivals import sample_arrival_times
 from gllm.sim.workloads.classes import parse_priorities, sample_labels
 from gllm.sim.workloads.lengths import sample_lengths
-from gllm.sim.workloads.requests import WorkloadRequest, make_workload, scale_request
+from gllm.sim.workloads.requests import (
+    WorkloadRequest,
+    make_workload,
+    sample_arrival_times,
+    scale_request,
+)
 from gllm.sim.workloads.sessions import PromptPart, is_sessions, sample_turns
 
 WORDS = [

@@ -23,9 +23,8 @@ from gllm.plan.goodput.problem import GoodputProblem
 from gllm.plan.latency_limits import parse_limits
 from gllm.plan.serving_plan import write_plan
 from gllm.sim.goodput import TARGET_ATTAINMENT
-from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import LINKS
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.devices import DEVICES, LINKS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 

@@ -26,7 +26,7 @@ from gllm.plan.hetero.serving import make_serving_plan
 from gllm.plan.hetero.simulation import simulate_plan
 from gllm.plan.hetero.workload import CLASSES
 from gllm.plan.serving_plan import write_plan
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 
 CLUSTER_HELP = """\
 a cluster file, with Gbit/s in one direction and latencies in microseconds:

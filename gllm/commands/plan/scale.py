@@ -22,9 +22,8 @@ from gllm.plan.scaling.service_plan import (
 )
 from gllm.plan.serving_plan import write_plan
 from gllm.sim.capacity import SearchEndedError
-from gllm.sim.hardware.devices import DEVICES
-from gllm.sim.hardware.links import LINKS
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.devices import DEVICES, LINKS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
 from gllm.sim.workloads.lengths import WORKLOAD_HELP
 

@@ -8,8 +8,8 @@ from gllm.plan.design_problem import AssessedDesign, DesignProblem
 from gllm.plan.engine_designs import EngineDesign
 from gllm.plan.fleet_forecast import FleetForecast
 from gllm.plan.pareto import pareto_set
+from gllm.sim.metrics.plots import plot_scatter
 from gllm.sim.metrics.report import format_table, show_value
-from gllm.sim.metrics.scatter_plot import plot_scatter
 
 Outcome = BestFirstOutcome[EngineDesign, AssessedDesign]
 NUM_ROWS = 20

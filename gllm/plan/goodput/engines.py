@@ -5,17 +5,15 @@ from functools import cache
 
 from gllm.plan.goodput.measured_batches import fit_batches
 from gllm.scheduler.config import SchedulerConfig
-from gllm.sim.costs.base import CostModel
-from gllm.sim.costs.decode_only import DecodeOnlyCostModel
+from gllm.sim.costs.base import CostModel, DecodeOnlyCostModel
 from gllm.sim.costs.distserve import (
     DistServeCostModel,
     interpolate_coefficients,
     read_kv_capacity,
 )
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment, roofline_deployment
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.stages import split_layers_evenly
-from gllm.sim.hardware.tables import build_hardware
+from gllm.sim.hardware.shapes import MODELS
+from gllm.sim.hardware.stages import build_hardware, split_layers_evenly
 
 MAX_MODEL_LEN = 2048
 """Context of OPT in tokens."""

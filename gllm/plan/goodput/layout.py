@@ -16,7 +16,7 @@ from gllm.plan.serving_plan import (
     ServingPlan,
     StagePlan,
 )
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 
 PRESET = "distserve"
 """Preset of the router, which its engines take as well."""

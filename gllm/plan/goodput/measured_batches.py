@@ -10,8 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from gllm.sim.costs.distserve import DistServeCoefficients, PhaseCoefficients
-from gllm.sim.costs.distserve_fit import DecodeSample, PrefillSample, fit_decode, fit_prefill
+from gllm.sim.costs.distserve import (
+    DecodeSample,
+    DistServeCoefficients,
+    PhaseCoefficients,
+    PrefillSample,
+    fit_decode,
+    fit_prefill,
+)
 
 COLUMNS = ("tp", "phase", "requests", "tokens", "milliseconds")
 BATCH_THRESHOLD = 95

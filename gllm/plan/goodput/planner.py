@@ -37,7 +37,7 @@ from gllm.plan.goodput.placement import (
 )
 from gllm.plan.goodput.problem import GoodputProblem
 from gllm.plan.goodput.systems import Outcome, System
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 
 PHASES = ("prefill", "decode")
 FIXES = {

@@ -19,8 +19,8 @@ from gllm.sim.cluster.handoffs import HandoffRecord, KvNetwork
 from gllm.sim.cluster.paired import simulate_pairs
 from gllm.sim.cluster.router import PolicyRouter
 from gllm.sim.deployment import simulate
-from gllm.sim.hardware.links import LINKS
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.devices import LINKS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.workloads.requests import WorkloadRequest, make_workload
 
 SEED = 0

@@ -13,9 +13,8 @@ import msgspec
 
 from gllm.plan.data_files import read_data
 from gllm.plan.prices import PRICE_TABLES
-from gllm.sim.hardware.devices import DEVICES, DeviceSpec
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.tables import look_up
+from gllm.sim.hardware.devices import DEVICES, DeviceSpec, NetworkLink
+from gllm.sim.hardware.stages import look_up
 
 Group = tuple[int, ...]
 """Number of devices of each machine."""

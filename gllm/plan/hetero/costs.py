@@ -12,7 +12,7 @@ from typing import Protocol
 from gllm.plan.hetero.cluster import DeviceCluster
 from gllm.plan.hetero.stages import PlannedStage, Stages
 from gllm.plan.hetero.workload import MeanLengths
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.hardware.shapes import BYTES_PER_ELEMENT, ModelShape
 
 SUMS_PER_LAYER = 4

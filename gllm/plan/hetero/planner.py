@@ -12,9 +12,8 @@ from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
 from gllm.plan.hetero.roofline_costs import RooflineCosts
 from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
 from gllm.plan.hetero.workload import MeanLengths, mean_lengths
-from gllm.sim.hardware.models import MODELS
-from gllm.sim.hardware.shapes import ModelShape
-from gllm.sim.hardware.tables import look_up
+from gllm.sim.hardware.shapes import MODELS, ModelShape
+from gllm.sim.hardware.stages import look_up
 
 CostsFactory = Callable[[DeviceCluster, ModelShape, MeanLengths], ReplicaCosts]
 COSTS: dict[str, CostsFactory] = {"roofline": RooflineCosts, "table1": Table1Costs}

@@ -11,8 +11,7 @@ from gllm.plan.hetero.workload import MeanLengths
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.roofline import LayerRooflines, RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE
-from gllm.sim.hardware.devices import DeviceSpec
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import DeviceSpec, NetworkLink
 from gllm.sim.hardware.shapes import ModelShape
 from gllm.sim.hardware.stages import PipelineSpec, StageSpec
 

@@ -13,13 +13,12 @@ from gllm.plan.hetero.workload import sample_workload
 from gllm.routing.disaggregation.policy_registry import make_pair_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.cluster import ClusterRun
-from gllm.sim.cluster.handoffs import KvNetwork
+from gllm.sim.cluster.handoffs import KvNetwork, TransferPath
 from gllm.sim.cluster.paired import simulate_pairs
-from gllm.sim.cluster.transfers import TransferPath
 from gllm.sim.costs.roofline import RooflineCostModel
 from gllm.sim.deployment import USABLE_MEMORY_SHARE, Deployment
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.workloads.requests import WorkloadRequest
 from gllm.sim.workloads.traces import Lengths
 

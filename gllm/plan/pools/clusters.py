@@ -16,7 +16,7 @@ from gllm.sim.cluster.split_pools import busy_seconds, simulate_pool, simulate_s
 from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_profile
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.machines import ClusterDesign, MachineType
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.slowdowns import (
     SPLITWISE_SLOS,
     RequestLatencies,

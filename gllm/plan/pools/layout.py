@@ -11,7 +11,7 @@ from gllm.plan.serving_plan import (
     StagePlan,
 )
 from gllm.sim.hardware.machines import MachineType
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 
 PRESET = "splitwise"
 """Preset of the router, which its engines take as well."""

@@ -10,16 +10,39 @@ from gllm.routing.state import EngineSnapshot
 from gllm.scheduler.plan import SchedulerStats, StepOutput, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
-from gllm.scheduler.step_cost import StepCostCoefficients
-from gllm.sim.cluster.metered import MeteredCostModel
+from gllm.scheduler.step_cost import OnlineStepCostFit, StepCostCoefficients
 from gllm.sim.cluster.router import RouterNeeds
-from gllm.sim.costs.base import CostModel
+from gllm.sim.costs.base import CostModel, DelegatingCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.depth_control import start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import KvRequestListener, PipelineLinks, SimulatedPipeline
+
+
+class MeteredCostModel(DelegatingCostModel):
+    """Cost model that fits linear step costs to its predictions.
+
+    A production engine fits them to measured steps and reports them to its router.
+    """
+
+    def __init__(self, cost: CostModel, num_stages: int) -> None:
+        super().__init__(cost)
+        self.fit = OnlineStepCostFit()
+        self._num_stages = num_stages
+        self._slowest: dict[int, float] = {}
+        """Time of the slowest stage so far, of each step that has not passed all stages."""
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time of the other model."""
+        seconds = super().stage_seconds(stage, work, now)
+        slowest = max(seconds, self._slowest.pop(work.step, 0.0))
+        if stage < self._num_stages - 1:
+            self._slowest[work.step] = slowest
+        else:
+            self.fit.observe_step(work, slowest)
+        return seconds
 
 
 class GenerationListener(Protocol):

@@ -1,12 +1,14 @@
-"""Interface of the simulator's cost models.
+"""Interface of the simulator's cost models, their base classes and two simple models.
 
-A cost model is one file of this folder. It sees the work of a micro-batch, never the policy.
+A cost model sees the work of a micro-batch, never the scheduling policy.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from gllm.scheduler.stage_work import StageWork
+
+MEASURE_FURTHER = "measure further"
 
 
 class TransferCost(NamedTuple):
@@ -183,3 +185,104 @@ class DelegatingCostModel:
     def return_transfer(self, work: StageWork) -> TransferCost:
         """Return the cost of the other model."""
         return self._cost.return_transfer(work)
+
+
+class DecodeOnlyCostModel(DelegatingCostModel):
+    """Cost model of an engine that fetches the KV cache of all prompts: prefills take no time."""
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the time of the decodes of a micro-batch."""
+        if not work.num_decodes:
+            return 0.0
+        if work.prefill_chunks:
+            work = work._replace(num_tokens=work.num_decodes, prefill_chunks=())
+        return self._cost.stage_seconds(stage, work, now)
+
+
+class ConstantCostModel(BaseCostModel):
+    """Cost model for theory and tests: all micro-batches take the same time.
+
+    Args:
+        stage: Seconds of each stage per micro-batch.
+        link: Seconds for which activations occupy a link.
+    """
+
+    def __init__(self, stage: float, link: float = 0.0) -> None:
+        self._stage = stage
+        self._link = link
+
+    def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
+        """Return the constant stage time."""
+        return self._stage
+
+    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
+        """Return the constant stage time."""
+        return self._stage
+
+    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
+        """Return the constant occupancy of the link."""
+        return TransferCost(self._link)
+
+
+class MeasuredRanges:
+    """Smallest and largest measured value of each quantity, and a count of smaller ones.
+
+    Args:
+        ranges: Measured range of each quantity by name, both ends inclusive.
+        source: Name of the measurement in messages.
+        fixes: What measures larger values, by name of the quantity; default: MEASURE_FURTHER.
+    """
+
+    def __init__(
+        self,
+        ranges: Mapping[str, tuple[float, float]],
+        source: str,
+        fixes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.ranges = dict(ranges)
+        self._source = source
+        self._fixes = fixes or {}
+        self.num_below: dict[str, int] = {}
+        """Number of values below the range, by name of the quantity."""
+
+    def clamp(self, name: str, value: float) -> float:
+        """Return a value, or the smallest measured one if it is below the range.
+
+        Raises:
+            CostRangeError: The value is above the range.
+        """
+        low, high = self.ranges[name]
+        if value > high:
+            fix = self._fixes.get(name, MEASURE_FURTHER)
+            raise above_range(self._source, name, value, low, high, fix)
+        if value < low:
+            self.num_below[name] = self.num_below.get(name, 0) + 1
+            return low
+        return value
+
+
+class MeasuredCostModel(BaseCostModel):
+    """Base of cost models that hold for measured ranges only."""
+
+    _ranges: MeasuredRanges
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        """Return the measured range of each quantity, both ends inclusive."""
+        return self._ranges.ranges
+
+    @property
+    def num_below_range(self) -> Mapping[str, int]:
+        """Return the number of predictions below each range."""
+        return self._ranges.num_below
+
+
+def above_range(
+    source: str, name: str, value: float, low: float, high: float, fix: str = MEASURE_FURTHER
+) -> CostRangeError:
+    """Return the error for a value above the measured range, whose ends are inclusive."""
+    return CostRangeError(
+        f"{source}: {name} is {value:g}, but was measured from {low:g} to {high:g}, and this cost "
+        f"model does not extrapolate: keep requests and micro-batches within, {fix}, or use "
+        "another cost model"
+    )

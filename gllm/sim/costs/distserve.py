@@ -16,11 +16,13 @@ many tokens as the KV cache held. Micro-batches above it raise CostRangeError. N
 published for OPT-66B at TP 8 and for OPT-175B, so these state no range.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
+from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges
 from gllm.sim.data_tables import read_table
 
 COEFFICIENTS_FILE = "distserve_coefficients.csv"
@@ -237,3 +239,62 @@ def _select(file: str, keys: Mapping[str, str]) -> Mapping[str, str]:
     )
     wanted = ", ".join(f"{name} {value}" for name, value in keys.items())
     raise ValueError(f"DistServe published nothing for {wanted}: choose from {choices}")
+
+
+class PrefillSample(NamedTuple):
+    """A measured prefill."""
+
+    lengths: Sequence[int]
+    """Tokens of each prompt."""
+    milliseconds: float
+
+
+class DecodeSample(NamedTuple):
+    """A measured decode step."""
+
+    contexts: Sequence[int]
+    """Context tokens of each request."""
+    milliseconds: float
+
+
+def fit_prefill(samples: Sequence[PrefillSample]) -> PhaseCoefficients:
+    """Fit the coefficients of a constant, the tokens, and their squares (DistServe, Appendix A).
+
+    The fit minimizes the squares of the relative errors, as DistServe's artifact does.
+
+    Raises:
+        ValueError: The samples do not determine them, or a time is not above 0.
+    """
+    return _fit(
+        [(1.0, sum(sample.lengths), sum(n * n for n in sample.lengths)) for sample in samples],
+        [sample.milliseconds for sample in samples],
+    )
+
+
+def fit_decode(samples: Sequence[DecodeSample]) -> PhaseCoefficients:
+    """Fit the coefficients of a constant, the context tokens, and the requests (DistServe, Appendix A).
+
+    The fit minimizes the squares of the relative errors, as DistServe's artifact does.
+
+    Raises:
+        ValueError: The samples do not determine them, or a time is not above 0.
+    """
+    return _fit(
+        [(1.0, sum(sample.contexts), len(sample.contexts)) for sample in samples],
+        [sample.milliseconds for sample in samples],
+    )
+
+
+def _fit(rows: Sequence[tuple[float, float, float]], times: Sequence[float]) -> PhaseCoefficients:
+    """Return the least-squares solution of the relative errors."""
+    if not times or min(times) <= 0:
+        raise ValueError("every sample needs a time above 0 milliseconds")
+    matrix = np.array(rows, dtype=float) / np.array(times)[:, None]
+    # Columns of one size, because squares of lengths are a million times the constant.
+    sizes = np.linalg.norm(matrix, axis=0)
+    solution, _, rank, _ = np.linalg.lstsq(matrix / sizes, np.ones(len(times)), rcond=None)
+    if rank < matrix.shape[1]:
+        raise ValueError(
+            f"{len(times)} samples do not determine three coefficients: measure other batches"
+        )
+    return PhaseCoefficients(*(float(value) for value in solution / sizes))

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.scheduler.step_cost import solve_nonnegative
-from gllm.sim.costs.base import TransferCost
+from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges, TransferCost
 from gllm.sim.costs.profile import CostProfile, SpanSample, StepSample, measure_context
-from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Tokens at which the curve may bend."""

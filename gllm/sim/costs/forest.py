@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import TransferCost
+from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges, TransferCost
 from gllm.sim.costs.operator_grids import DecodeTable, HostLine, PrefillTable, TokenTable
 from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
 from gllm.sim.costs.operators import (
@@ -30,7 +30,6 @@ from gllm.sim.costs.operators import (
     reshape_samples,
     token_samples,
 )
-from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
 
 BYTES_PER_ELEMENT = 2
 MS = 1e-3

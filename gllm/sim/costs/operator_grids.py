@@ -1,16 +1,71 @@
-"""Predictions of operator forests as tables, which make a call of a cost model cheap.
+"""Predictions of operator forests, as files in the user's cache and as tables in memory.
 
 The tables answer keys within the measured range; the cost model checks that.
 """
 
+import hashlib
 import math
+import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from gllm.sim.costs.forest_cache import predict_cached
-from gllm.sim.costs.operators import OperatorSamples
+from gllm.options.cache_folder import cache_folder
+from gllm.sim.costs.operators import (
+    MAX_TREE_DEPTH,
+    NUM_TREES,
+    Array,
+    OperatorForest,
+    OperatorSamples,
+)
+
+
+def predict_cached(samples: OperatorSamples, features: Array, folder: Path | None = None) -> Array:
+    """Return the milliseconds [rows] that a forest of samples predicts for features [rows, n].
+
+    Predictions are kept in files in the user's cache, because a fit takes seconds.
+
+    Args:
+        samples: The measurements to which the forest is fitted.
+        features: Keys within the measured range.
+        folder: Of the cache; default: `forests` in the user's cache.
+
+    Raises:
+        CostRangeError: A key is outside of the measured range.
+        ModuleNotFoundError: Nothing is in the cache, and scikit-learn is missing.
+    """
+    path = (folder or cache_folder() / "forests") / f"{_digest(samples, features)}.npy"
+    with suppress(OSError, ValueError):
+        cached = np.load(path)
+        if cached.shape == (len(features),):
+            return np.asarray(cached, np.float64)
+    values = OperatorForest(samples).predict(features)
+    # A full or read-only disk costs time, but no result.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            np.save(file, values)
+        os.replace(file.name, path)
+    return values
+
+
+def _digest(samples: OperatorSamples, features: Array) -> str:
+    """Return the digest of everything that decides the predictions."""
+    try:
+        library = version("scikit-learn")
+    except PackageNotFoundError:
+        library = ""
+    parts = (library, NUM_TREES, MAX_TREE_DEPTH, samples.features.shape, features.shape)
+    digest = hashlib.sha256(repr(parts).encode())
+    for array in (samples.features, samples.milliseconds, features):
+        digest.update(np.ascontiguousarray(array, np.float64).tobytes())
+    return digest.hexdigest()
+
 
 STEP = 16
 """Grid of cached tokens and of chunks in tokens. The profiles' own grid is 16 to 64 wide, and a

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gllm.sim.costs.base import above_range
 from gllm.sim.costs.operator_tables import VIDUR_TABLES, OperatorTables
-from gllm.sim.costs.ranges import above_range
 from gllm.sim.data_tables import TableRow
 
 Array = NDArray[np.float64]

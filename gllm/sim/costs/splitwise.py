@@ -10,17 +10,73 @@ and the simulator of its repository (splitwise-sim), which has the factor of 1.1
 decodes does not count there, nor here.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
+from statistics import fmean, median
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import BaseCostModel, TransferCost
-from gllm.sim.costs.piecewise_linear import (
-    PiecewiseLinear,
-    Points,
-    interpolate_medians,
-)
 from gllm.sim.data_tables import read_table
+
+
+class PiecewiseLinear:
+    """Continuous function that is linear between knots.
+
+    Below the first knot the function is constant; above the last one it continues the last segment.
+
+    Args:
+        knots: Arguments in ascending order, at least two.
+        values: Value at each knot.
+
+    Raises:
+        ValueError: The knots do not ascend, or the numbers of knots and values differ.
+    """
+
+    def __init__(self, knots: Sequence[float], values: Sequence[float]) -> None:
+        is_ascending = all(low < high for low, high in pairwise(knots))
+        if len(knots) < 2 or len(knots) != len(values) or not is_ascending:
+            raise ValueError(
+                f"{len(knots)} knots {list(knots)[:4]} with {len(values)} values: pass at least "
+                "two ascending knots and a value for each"
+            )
+        self.knots = tuple(map(float, knots))
+        self.values = tuple(map(float, values))
+
+    def __call__(self, argument: float) -> float:
+        """Return the value at an argument."""
+        knots, values = self.knots, self.values
+        if argument <= knots[0]:
+            return values[0]
+        index = min(bisect_right(knots, argument), len(knots) - 1)
+        low, high = knots[index - 1], knots[index]
+        share = (argument - low) / (high - low)
+        return values[index - 1] + share * (values[index] - values[index - 1])
+
+
+Points = Sequence[tuple[float, float]]
+"""(argument, value) pairs."""
+
+
+def interpolate_medians(points: Points) -> PiecewiseLinear:
+    """Return the function through the median value at each argument.
+
+    Raises:
+        ValueError: There are fewer than two arguments.
+    """
+    values: dict[float, list[float]] = {}
+    for argument, value in points:
+        values.setdefault(argument, []).append(value)
+    knots = sorted(values)
+    return PiecewiseLinear(knots, [median(values[knot]) for knot in knots])
+
+
+def mean_relative_error(function: PiecewiseLinear, points: Points) -> float:
+    """Return the mean absolute relative error at points (MAPE as a fraction)."""
+    return fmean(abs(function(x) / y - 1) for x, y in points)
+
 
 PERF_MODEL_FILE = "splitwise_perf_model.csv.gz"
 MIXED_FACTOR = 1.1

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from functools import cache
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import TransferCost
+from gllm.sim.costs.base import MeasuredCostModel, MeasuredRanges, TransferCost
 from gllm.sim.costs.operator_grids import TokenTable
 from gllm.sim.costs.operators import HEAD, collective_samples, token_samples
-from gllm.sim.costs.ranges import MeasuredCostModel, MeasuredRanges
 from gllm.sim.costs.roofline import (
     SUMS_PER_LAYER,
     DeviceEfficiency,

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from gllm.sim.data_tables import read_table
-from gllm.sim.hardware.links import NetworkLink
+from gllm.sim.hardware.devices import NetworkLink
 
 MACHINES_FILE = "splitwise_machines.csv"
 GBIT = 1e9 / 8

@@ -8,8 +8,8 @@ from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
 from gllm.plan.hetero.roofline_costs import RooflineCosts
 from gllm.plan.hetero.stages import PlannedStage, split_by_memory, stage_layouts
 from gllm.plan.hetero.workload import CLASSES, MeanLengths, mean_lengths
-from gllm.sim.hardware.links import NetworkLink
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.devices import NetworkLink
+from gllm.sim.hardware.shapes import MODELS
 
 NVLINK, ETHERNET = NetworkLink(450e9, 5e-6), NetworkLink(9.125e9, 50e-6)
 CLUSTER = DeviceCluster(

@@ -28,7 +28,7 @@ from gllm.plan.hetero.replicas import Phase, PipelineCredit, ReplicaPlanner
 from gllm.plan.hetero.roofline_costs import RooflineCosts
 from gllm.plan.hetero.search import LocalSearch, RefinementBudget, SearchResult
 from gllm.plan.hetero.workload import mean_lengths
-from gllm.sim.hardware.models import MODELS
+from gllm.sim.hardware.shapes import MODELS
 from tests.support.full_cases import full_but
 from tests.support.sim.hetero_oracle import all_partitions, best_flow
 

@@ -20,7 +20,7 @@ from gllm.routing.scaling.autoscaler import (
     fit_scale_rule,
 )
 from gllm.routing.scaling.scale_config import ScaleConfig
-from gllm.sim.workloads.arrivals import sample_arrival_times
+from gllm.sim.workloads.requests import sample_arrival_times
 from tests.support.examples import num_examples
 
 TICK = 0.5

@@ -9,7 +9,7 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import ClusterRun
 from gllm.sim.cluster.router import ClusterRouter, PolicyRouter, RoutableEngine
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.workloads.requests import WorkloadRequest
 

@@ -4,8 +4,7 @@ from typing import Any
 
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import NO_TRANSFER, TransferCost
-from gllm.sim.costs.constant import ConstantCostModel
+from gllm.sim.costs.base import NO_TRANSFER, ConstantCostModel, TransferCost
 from gllm.sim.deployment import Deployment, simulate
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
 from gllm.sim.workloads.requests import WorkloadRequest
