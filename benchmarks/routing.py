@@ -23,10 +23,9 @@ import uvloop
 from benchmarks.cpu.page import ForeignCpu, origin, page_path, write_results
 from benchmarks.cpu.serving import free_port
 from benchmarks.fleet_processes import FleetProcess, open_session, started
-from gllm.commands.bench.client import RequestResult, request_body, send
+from gllm.commands.bench.client import RequestResult, request_body, run_load, send
 from gllm.commands.bench.load import plan_load
 from gllm.commands.bench.options import LoadConfig, ServeConfig
-from gllm.commands.bench.runner import run_load
 from gllm.observability.latency import RequestTimeline, collect_latencies, percentile
 from gllm.routing.policy_registry import POLICIES, make_policy
 from gllm.scheduler.config import SchedulerConfig

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.recovery import make_prompts
 from benchmarks.soak_bad_requests import BAD_REQUESTS, RAW_REQUESTS, send_bad, send_raw
-from gllm.commands.bench.events import StreamChunk
+from gllm.commands.bench.client import StreamChunk
 from gllm.deploy.server_client import DONE, EventReader, error_message
 
 REQUEST_SECONDS = 600.0

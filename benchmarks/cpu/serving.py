@@ -19,12 +19,17 @@ from benchmarks.cpu.peers import Peer, Server
 from benchmarks.cpu.results import Row
 from benchmarks.cpu.watch import CpuWatch, pss_bytes, tree
 from benchmarks.cpu.workplace import PeerError, Workplace, background, tail, variables
-from gllm.commands.bench.client import RequestResult, open_session, send
+from gllm.commands.bench.client import (
+    RequestResult,
+    TargetServerError,
+    open_session,
+    run_load,
+    send,
+    wait_until_ready,
+)
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import ServeConfig
 from gllm.commands.bench.report import failure_lines, summarize
-from gllm.commands.bench.runner import run_load
-from gllm.commands.bench.server import TargetServerError, wait_until_ready
 
 START_SECONDS = 600.0
 """Maximum seconds until a server is ready: some compile their kernels first."""

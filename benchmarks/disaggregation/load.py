@@ -12,11 +12,10 @@ import aiohttp
 from benchmarks.cpu.watch import cpu_seconds
 from benchmarks.disaggregation.engines import ROLES, Fleet, read_metrics, running_fleet
 from benchmarks.fleet_processes import open_session
-from gllm.commands.bench.client import RequestResult, request_body, send
+from gllm.commands.bench.client import RequestResult, request_body, run_load, send
 from gllm.commands.bench.load import PlannedRequest, plan_load
 from gllm.commands.bench.options import LoadConfig, ServeConfig
 from gllm.commands.bench.report import summarize
-from gllm.commands.bench.runner import run_load
 
 TRACE, LENGTH_SCALE, LONGEST = "azure-conv", 0.2, 1000
 """Lengths of the requests; the demo model's context is 1,024 tokens."""

@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks.fleet_processes import open_session
 from benchmarks.weak_model import CONTEXT, PRINTABLE
-from gllm.commands.bench.events import StreamChunk
+from gllm.commands.bench.client import StreamChunk
 from gllm.deploy.server_client import DONE, EventReader, error_message
 
 STREAM_PROMPT_TOKENS = 32

@@ -6,7 +6,8 @@ is left over may change the results.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,146 @@ from gllm.kernels.weight_format import Weight, dequantize_weight, weight_format
 from gllm.models.block_cuts import TensorCuts, cut_scales, widen_cuts
 from gllm.models.errors import ModelError
 from gllm.models.ranks import Ranks
-from gllm.models.spec import ModelSpec
+from gllm.models.spec import (
+    AttentionSpec,
+    Cut,
+    LayerSpec,
+    LinearSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+)
 from gllm.models.stored_tensor import CPU, StoredTensor, StoredTensors, select, split_experts
-from gllm.models.tensor_cuts import tensor_cuts
-from gllm.models.tensor_names import TensorNames
 from gllm.models.weight_files import find_weight_files, is_lfs_pointer, lfs_error
+
+
+def tensor_cuts(model: ModelSpec, layers: range) -> dict[str, TensorCuts]:
+    """Return the cuts of all tensors of a stage of which a rank holds a part.
+
+    Scales of quantized weights are not among them; `block_cuts.cut_scales` returns theirs.
+
+    Args:
+        model: the shard of one rank; a whole model has no cuts.
+        layers: of the stage.
+    """
+    cuts: dict[str, TensorCuts] = {}
+    if model.ranks == 1:
+        return cuts
+    embedding, head = model.embedding, model.head
+    for name, rows in ((embedding.name, embedding.rows), (head.name, head.rows)):
+        cuts[f"{name}.weight"] = rows, None
+        cuts[f"{name}.bias"] = (rows,)
+    for index in layers:
+        layer, prefix = model.layers[index], model.layer_name_format.format(index)
+        for linear in _linears(layer):
+            cuts |= {f"{prefix}.{name}": cut for name, cut in _linear_cuts(linear)}
+        for norm in _head_norms(layer):
+            cuts |= {f"{prefix}.{norm.name}.{kind}": (norm.heads,) for kind in ("weight", "bias")}
+    return {name: cut for name, cut in cuts.items() if any(cut)}
+
+
+def _linears(layer: LayerSpec) -> Iterator[LinearSpec]:
+    """Yield the linear layers of a layer that may be cut, of each expert its own."""
+    attention, mlp = layer.attention, layer.mlp
+    if isinstance(attention, AttentionSpec):
+        yield attention.qkv_proj
+    else:
+        yield from (attention.q_proj, attention.kv_up_proj)
+    yield attention.out_proj
+    if isinstance(mlp, MLPSpec):
+        yield from (mlp.up_proj, mlp.down_proj)
+        return
+    for linear in (mlp.expert.up_proj, mlp.expert.down_proj):
+        for index in range(mlp.num_experts):
+            yield replace(linear, names=tuple(name.format(index) for name in linear.names))
+    if mlp.shared_expert is not None:
+        yield from (mlp.shared_expert.up_proj, mlp.shared_expert.down_proj)
+
+
+def _head_norms(layer: LayerSpec) -> Iterator[NormSpec]:
+    """Yield the norms with a scale for each head."""
+    if isinstance(layer.attention, AttentionSpec):
+        norms = layer.attention.query_norm, layer.attention.key_norm
+        yield from (norm for norm in norms if norm is not None)
+
+
+def _linear_cuts(linear: LinearSpec) -> Iterator[tuple[str, TensorCuts]]:
+    """Yield the tensors of a linear layer and their cuts."""
+    cuts: Sequence[Cut | None] = linear.rows or [None] * len(linear.names)
+    for name, rows in zip(linear.names, cuts, strict=True):
+        yield f"{name}.bias", (rows,)
+        is_transposed = linear.is_transposed
+        yield (
+            f"{name}.weight",
+            (linear.columns, rows) if is_transposed else (rows, linear.columns),
+        )
+
+
+LEFTOVERS = (r"(.*\.)?rotary(_pos)?_emb\.inv_freq",)
+"""Patterns of tensors that old files of all families may have and that are computed here. A family
+names its own in Model.ignored; docs/models.md lists them all."""
+
+
+class TensorNames:
+    """The names of a model's tensors."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        """Compile the patterns of a model."""
+        self._model = model
+        self._layer = re.compile(
+            re.escape(model.layer_name_format).replace(r"\{\}", r"(\d+)") + r"\."
+        )
+        self._ignored = re.compile("|".join((*LEFTOVERS, *model.ignored_tensors)))
+
+    def is_read(
+        self,
+        name: str,
+        layers: range,
+        held_layers: Collection[int] = (),
+        holds_ends: bool = False,
+    ) -> bool:
+        """Return whether a stage with these layers reads a tensor.
+
+        Args:
+            name: of the tensor.
+            layers: of the stage.
+            held_layers: those of which no tensor is read.
+            holds_ends: True if no tensor beside the layers is read.
+        """
+        if self.is_ignored(name) or not self._belongs(name, layers):
+            return False
+        index = self._layer_of(name)
+        return not holds_ends if index is None else index not in held_layers
+
+    def _belongs(self, name: str, layers: range) -> bool:
+        index = self._layer_of(name)
+        if index is not None:
+            return index in layers
+        return name.rpartition(".")[0] in self._model.names_outside_layers(layers)
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a tensor is a known leftover or part of a multi-token prediction layer."""
+        index, last = self._layer_of(name), self._model.num_layers
+        if index is not None and last <= index < last + self._model.num_prediction_layers:
+            return True
+        return self._ignored.fullmatch(name) is not None
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Return the names that no stage reads and that are not ignored, sorted."""
+        every = range(self._model.num_layers)
+        return sorted(
+            name for name in names if not (self._belongs(name, every) or self.is_ignored(name))
+        )
+
+    def excess_layers(self, names: Iterable[str]) -> list[int]:
+        """Return the sorted numbers of layers beyond those of the model."""
+        numbers = {number for name in names if (number := self._layer_of(name)) is not None}
+        return sorted(number for number in numbers if number >= self._model.num_layers)
+
+    def _layer_of(self, name: str) -> int | None:
+        found = self._layer.match(name)
+        return None if found is None else int(found[1])
+
 
 log = logging.getLogger(__name__)
 

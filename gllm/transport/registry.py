@@ -1,4 +1,7 @@
-"""Registry of transports. A transport is one file in this folder and one line of TRANSPORTS."""
+"""Registry of transports. A transport is one file in this folder and one line of TRANSPORTS.
+
+`FanOutSender` sends to several receivers.
+"""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -13,6 +16,42 @@ if TYPE_CHECKING:
 
     from gllm.transport.device_streams import DeviceRuntime, DeviceStream
     from gllm.transport.nccl import GroupFactory
+
+
+class FanOutSender:
+    """Sends the activations of each step over several edges."""
+
+    def __init__(self, senders: Sequence[Sender]) -> None:
+        """Create the sending end.
+
+        senders: one per receiver; without any, activations are dropped.
+        """
+        self._senders = senders
+
+    def mark_begin(self, step: int) -> None:
+        """See Sender."""
+        for sender in self._senders:
+            sender.mark_begin(step)
+
+    def send(self, step: int, hidden: "torch.Tensor") -> None:
+        """See Sender."""
+        for sender in self._senders:
+            sender.send(step, hidden)
+
+    def fail(self, step: int, error: str) -> None:
+        """See Sender."""
+        for sender in self._senders:
+            sender.fail(step, error)
+
+    def close(self) -> None:
+        """See Sender."""
+        for sender in self._senders:
+            sender.close()
+
+
+def join_senders(senders: Sequence[Sender]) -> Sender:
+    """Return one sending end for all receivers of a rank."""
+    return senders[0] if len(senders) == 1 else FanOutSender(senders)
 
 
 TRANSPORTS = MappingProxyType(

@@ -12,8 +12,7 @@ from gllm.kernels import tune
 from gllm.kernels.triton import tiles
 from gllm.kernels.triton.tiles import TileRow, TilesError
 from gllm.kernels.triton.workloads import PreparedWorkload, Workload
-from gllm.kernels.tune import TileConfig
-from gllm.kernels.tune_journal import TuneJournal
+from gllm.kernels.tune import TileConfig, TuneJournal
 
 GPU = tune.GpuInfo("NVIDIA H200", 90)
 ABOUT = {"device": GPU.name, "architecture": GPU.arch}

@@ -27,11 +27,10 @@ from gllm.models.block_cuts import TensorCuts, cut_scales, is_aligned, widen_cut
 from gllm.models.config import read_config
 from gllm.models.errors import ModelError
 from gllm.models.feed_forward import expert_spec, read_stacked_experts
-from gllm.models.loader import Checkpoint, Weights
+from gllm.models.loader import Checkpoint, Weights, tensor_cuts
 from gllm.models.shard import shard
 from gllm.models.spec import AttentionSpec, Cut, ExpertsSpec, MLPSpec, ModelSpec
 from gllm.models.stored_tensor import StoredTensor, select
-from gllm.models.tensor_cuts import tensor_cuts
 from tests.models.test_fp8 import STYLES, quantize, save_both
 from tests.models.test_ranks_quantized import save_fp8
 from tests.models.test_stacked_experts import save_quantized

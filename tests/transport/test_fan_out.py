@@ -5,8 +5,7 @@ import torch
 
 from gllm.transport.base import EdgeLayout, StepFailedError
 from gllm.transport.edge import Edge, create_edge
-from gllm.transport.fan_out import FanOutSender, join_senders
-from gllm.transport.registry import open_edges
+from gllm.transport.registry import FanOutSender, join_senders, open_edges
 
 SHAPE = EdgeLayout(slots=3, max_tokens=8, hidden_size=3, itemsize=4)
 

@@ -1,20 +1,80 @@
-"""Send one request and record when its output arrives.
+"""Client of `gllm bench serve`: wait for the server, send the requests, record their outputs.
 
 Times are of time.monotonic, taken once per read of the socket.
 """
 
+import asyncio
+import signal
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 
-from gllm.commands.bench.events import StreamChunk
 from gllm.commands.bench.load import PlannedRequest
 from gllm.commands.bench.options import ServeConfig
 from gllm.deploy.server_client import DONE, EventReader, error_message
 from gllm.observability.latency import RequestTimeline
+from gllm.observability.progress import show_progress
+
+FALLBACK_VOCABULARY = 256
+"""Vocabulary size assumed if the server does not report it."""
+POLL_SECONDS = 0.5
+"""Time between two attempts to reach the server."""
+
+
+class StreamDelta(msgspec.Struct):
+    """Delta of a chat completion chunk."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """Content or reasoning, whichever the delta carries."""
+        return self.content or self.reasoning or self.reasoning_content or ""
+
+
+class StreamChoice(msgspec.Struct):
+    """One choice in a chunk, of either endpoint."""
+
+    text: str | None = None
+    delta: StreamDelta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def output_text(self) -> str:
+        """Text of the chunk."""
+        return self.text or (self.delta.text if self.delta else "")
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of token ids; 1 if the chunk has text but no ids."""
+        if self.token_ids:
+            return len(self.token_ids)
+        return int(bool(self.output_text or (self.delta and self.delta.tool_calls)))
+
+
+class StreamUsage(msgspec.Struct):
+    """Token counts of the server."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class StreamChunk(msgspec.Struct):
+    """One event of the stream."""
+
+    choices: list[StreamChoice] = []
+    usage: StreamUsage | None = None
+    error: Any = None
+
 
 KEEP_ALIVE_SECONDS = 4.0
 """Time that an idle connection is kept. Servers close theirs after 5 s or more; a request sent at
@@ -140,3 +200,143 @@ def _error_detail(body: bytes) -> str:
         return error_message(msgspec.json.decode(body))
     except msgspec.DecodeError:
         return body[:200].decode(errors="replace")
+
+
+Send = Callable[[int], Awaitable[RequestResult]]
+"""Coroutine function that sends the request with an index in the load."""
+
+
+@dataclass
+class LoadResult:
+    """Results of a load, complete or interrupted."""
+
+    begin: float
+    """Start time, of time.monotonic."""
+    outcomes: dict[int, RequestResult] = field(default_factory=dict)
+    """Results by index in the load."""
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+async def run_load(
+    arrivals: Sequence[float], send: Send, max_concurrency: int | None, progress: bool
+) -> LoadResult:
+    """Send every request at its arrival time and wait for all results.
+
+    Requests beyond `max_concurrency` wait in order of arrival before they are sent. SIGINT ends the
+    load early; the results up to then are returned.
+
+    Args:
+        arrivals: Seconds from now, in ascending order.
+        send: Sends one request.
+        max_concurrency: Maximum number of requests in progress; None: no limit.
+        progress: Show a progress bar.
+    """
+    result = LoadResult(time.monotonic())
+    limit = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    with show_progress("request", len(arrivals), is_shown=progress) as bar:
+
+        async def send_one(index: int) -> None:
+            async with limit:
+                result.outcomes[index] = await send(index)
+            bar.update()
+
+        async def send_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for index, arrival in enumerate(arrivals):
+                    wait = result.begin + arrival - time.monotonic()
+                    if wait > 0:
+                        await asyncio.sleep(wait)
+                    group.create_task(send_one(index))
+
+        result.interrupted = await _run_until_interrupted(asyncio.ensure_future(send_all()))
+    result.seconds = time.monotonic() - result.begin
+    return result
+
+
+async def _run_until_interrupted(work: "asyncio.Future[None]") -> bool:
+    """Run a task until it ends or SIGINT cancels it; return True if SIGINT did."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, work.cancel)
+    try:
+        await asyncio.wait({work})
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    if work.cancelled():
+        return True
+    work.result()
+    return False
+
+
+class TargetServerError(Exception):
+    """The server is not ready or not usable; the message is the reason."""
+
+
+class ServedModel(NamedTuple):
+    """Model of the server."""
+
+    name: str
+    vocab_size: int
+
+
+async def wait_until_ready(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    model: str | None,
+    seconds: float,
+    poll_seconds: float = POLL_SECONDS,
+) -> ServedModel:
+    """Wait until the server is healthy and return the named model, or the first that it serves.
+
+    Args:
+        session: Session of all requests.
+        base_url: URL of the server.
+        model: Name of the model; None for the first one.
+        seconds: Time after which the wait ends.
+        poll_seconds: Time between two attempts.
+
+    Raises:
+        TargetServerError: The time is over, or the server refuses access.
+    """
+    deadline = time.monotonic() + seconds
+    reason = "no response"
+    while (seconds_left := deadline - time.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(seconds_left):
+                await _check_health(session, base_url)
+                return await _describe(session, base_url, model)
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or reason
+        await asyncio.sleep(min(poll_seconds, seconds_left))
+    raise TargetServerError(
+        f"no server is ready at {base_url} within {seconds:g} s ({reason}): start one, or set "
+        "--base-url"
+    )
+
+
+async def _check_health(session: aiohttp.ClientSession, base_url: str) -> None:
+    """Raise ClientResponseError if /health reports an error; many servers have no /health."""
+    async with session.get(f"{base_url}/health") as response:
+        if response.status >= 500:
+            response.raise_for_status()
+
+
+async def _describe(
+    session: aiohttp.ClientSession, base_url: str, model: str | None
+) -> ServedModel:
+    async with session.get(f"{base_url}/v1/models") as response:
+        if response.status in (401, 403):
+            raise TargetServerError(
+                f"{base_url} returned HTTP status {response.status}: set --api-key"
+            )
+        if response.status >= 500:
+            response.raise_for_status()
+        try:
+            models = {str(listed["id"]): listed for listed in (await response.json())["data"]}
+            name = model or next(iter(models))
+        except (ValueError, LookupError, TypeError, StopIteration, aiohttp.ContentTypeError):
+            if model is None:
+                raise TargetServerError(f"{base_url} lists no models: set --model") from None
+            models, name = {}, model
+    size = models.get(name, {}).get("vocab_size")
+    return ServedModel(name, size if isinstance(size, int) else FALLBACK_VOCABULARY)

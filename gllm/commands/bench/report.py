@@ -1,8 +1,9 @@
-"""Figures of a load on a server, with the printed lines and JSON keys of `vllm bench serve`."""
+"""Figures and plots of a load on a server, with the lines and JSON keys of `vllm bench serve`."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -14,6 +15,10 @@ from gllm.observability.latency import (
     percentile,
     slo_attainment,
 )
+from gllm.sim.metrics.plots import ChartPanel, Series, plot_distributions, plot_grid
+
+BINS = 30
+PERCENTS = (50, 99)
 
 TITLES = {
     "ttft": "Time to First Token",
@@ -177,4 +182,48 @@ def details(outcomes: Sequence[RequestResult]) -> dict[str, list[Any]]:
             f"{outcome.failure}: {outcome.detail}" if outcome.failure else ""
             for outcome in outcomes
         ],
+    }
+
+
+def plot_load(lines: Sequence[RequestTimeline], caption: str, folder: Path) -> list[str]:
+    """Write latencies.svg and over-time.svg into a folder, which is created if necessary.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: A file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_distributions(lines, caption, folder / "latencies.svg")
+    tokens = sorted(tokens_by_second(lines).items())
+    seconds = "seconds since the first request"
+    panels = [
+        ChartPanel("TTFT by send time", seconds, "ms", _over_time(lines, "ttft")),
+        ChartPanel("TPOT by send time", seconds, "ms", _over_time(lines, "tpot")),
+        ChartPanel(
+            "output", seconds, "tokens/s", {"tokens": [(s + 0.5, float(n)) for s, n in tokens]}
+        ),
+    ]
+    plot_grid(panels, folder / "over-time.svg", columns=1)
+    return ["latencies.svg", "over-time.svg"]
+
+
+def _over_time(lines: Sequence[RequestTimeline], name: str) -> Series:
+    """Return percentiles in milliseconds for the requests sent in each of BINS time intervals."""
+    begin = min((line.arrival for line in lines), default=0.0)
+    span = max((line.arrival for line in lines), default=0.0) - begin
+    bins: dict[int, list[float]] = {}
+    for line in lines:
+        value: float | None = getattr(line, name)
+        if value is not None:
+            place = min(int((line.arrival - begin) / span * BINS), BINS - 1) if span else 0
+            bins.setdefault(place, []).append(value * 1e3)
+    return {
+        f"p{percent}": [
+            ((place + 0.5) * span / BINS, percentile(values, percent))
+            for place, values in bins.items()
+        ]
+        for percent in PERCENTS
     }

@@ -16,12 +16,19 @@ from typing import Any
 import msgspec
 import uvloop
 
-from gllm.commands.bench.client import RequestResult, open_session, request_body, send
+from gllm.commands.bench.client import (
+    LoadResult,
+    RequestResult,
+    TargetServerError,
+    open_session,
+    request_body,
+    run_load,
+    send,
+    wait_until_ready,
+)
 from gllm.commands.bench.load import plan_load, warmup_requests
 from gllm.commands.bench.options import ServeConfig, parse_slo
 from gllm.commands.bench.report import details, failure_lines, report_lines, summarize
-from gllm.commands.bench.runner import LoadResult, run_load
-from gllm.commands.bench.server import TargetServerError, wait_until_ready
 from gllm.options.flags import FlagParser, FlagType, add_flags, config_from_flags
 
 
@@ -122,7 +129,7 @@ def _report(config: ServeConfig, model: str, measured: LoadResult, slo: dict[str
         print(f"wrote {path}")
     if config.plot:
         # Only plots need matplotlib.
-        from gllm.commands.bench.plots import plot_load
+        from gllm.commands.bench.report import plot_load
 
         lines = [outcome.timeline for outcome in outcomes if not outcome.failure]
         names = plot_load(lines, f"{model} at {config.base_url}", Path(config.plot))

@@ -7,6 +7,8 @@ Source of the points: "Vidur", MLSys'24, arXiv 2405.05465.
 """
 
 import csv
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,6 @@ from typing import Any
 
 import torch
 
-from gllm.commands.profile.collectives import time_all_reduce, time_send
 from gllm.commands.profile.operators import (
     MS_PER_SECOND,
     LayerOperators,
@@ -30,6 +31,84 @@ from gllm.models.feed_forward import MLP
 from gllm.models.spec import MLPSpec
 from gllm.runtime.worker.device import threads_per_worker
 from gllm.sim.costs.operator_tables import VIDUR_FILES
+from gllm.transport.base import EdgeLayout
+from gllm.transport.edge import create_edge
+from gllm.transport.groups import open_groups
+from gllm.transport.region import RegionLayout, create_region
+from gllm.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
+
+SLOTS = 2
+"""Messages on the way at a time."""
+
+
+def time_all_reduce(
+    num_ranks: int, token_counts: Sequence[int], hidden_size: int, dtype: torch.dtype, repeats: int
+) -> dict[int, list[float]]:
+    """Return the milliseconds of each repeat of a sum [tokens, hidden], by number of tokens."""
+    layout = RegionLayout(max(token_counts), hidden_size, 0)
+    region = create_region("profile-ranks", "shared-memory")
+    groups = [open_groups(region, rank, num_ranks, layout).layers for rank in range(num_ranks)]
+    region.close()
+    times: dict[int, list[float]] = {tokens: [] for tokens in token_counts}
+
+    def run(rank: int) -> None:
+        group = groups[rank]
+        for tokens in token_counts:
+            partial = torch.ones(tokens, hidden_size)
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                group.sum(partial, None, dtype)
+                if rank == 0:
+                    times[tokens].append(MS_PER_SECOND * (time.perf_counter() - begin))
+
+    _run_threads([lambda rank=rank: run(rank) for rank in range(num_ranks)])  # type: ignore[misc]
+    for group in groups:
+        group.close()
+    return times
+
+
+def time_send(
+    token_counts: Sequence[int], hidden_size: int, dtype: torch.dtype, repeats: int
+) -> dict[int, list[float]]:
+    """Return the milliseconds from a send to the end of its receipt, by number of tokens."""
+    layout = EdgeLayout(SLOTS, max(token_counts), hidden_size, dtype.itemsize)
+    edge = create_edge("profile-edge", "shared-memory")
+    sender = SharedMemorySender(edge.descriptors, layout, dtype)
+    receiver = SharedMemoryReceiver(edge.descriptors, layout, dtype)
+    steps = [tokens for tokens in token_counts for _ in range(repeats)]
+    sent, received = [0.0] * len(steps), [0.0] * len(steps)
+    arrived = [threading.Event() for _ in steps]
+
+    def send() -> None:
+        for step, tokens in enumerate(steps):
+            hidden = torch.ones(tokens, hidden_size, dtype=dtype)
+            sent[step] = time.perf_counter()
+            sender.send(step, hidden)
+            arrived[step].wait()
+
+    def receive() -> None:
+        for step, tokens in enumerate(steps):
+            receiver.receive(step, tokens)
+            received[step] = time.perf_counter()
+            arrived[step].set()
+
+    _run_threads([send, receive])
+    sender.close()
+    receiver.close()
+    edge.close()
+    times: dict[int, list[float]] = {tokens: [] for tokens in token_counts}
+    for step, tokens in enumerate(steps):
+        times[tokens].append(MS_PER_SECOND * (received[step] - sent[step]))
+    return times
+
+
+def _run_threads(runs: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=run) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
 
 SPAN_LAYERS = 3
 """Consecutive layers whose step is compared with that of one, to separate a layer from a step."""

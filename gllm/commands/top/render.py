@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from gllm.commands.top.figures import Latency, ServerMetrics, StageTimeShares
-from gllm.commands.top.router_figures import RouterFigures
+from gllm.commands.top.figures import Latency, RouterFigures, ServerMetrics, StageTimeShares
 
 LABEL = 15
 """Columns of the label at the beginning of a line."""

@@ -21,10 +21,9 @@ from gllm.runtime.worker.stage import StageRunner
 from gllm.runtime.worker.stage_loader import StageLoader
 from gllm.scheduler.config import SchedulerConfig
 from gllm.transport.base import EdgeClosedError, EdgeLayout, Receiver, Sender
-from gllm.transport.fan_out import join_senders
 from gllm.transport.groups import StageGroups, open_groups
 from gllm.transport.region import RegionLayout
-from gllm.transport.registry import open_edges
+from gllm.transport.registry import join_senders, open_edges
 
 
 class StageResources:

@@ -272,7 +272,7 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> PhaseCoefficients:
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> PhaseCoefficients:
-    """Fit the coefficients of a constant, the context tokens, and the requests (DistServe, Appendix A).
+    """Fit the coefficients of a constant, the contexts, and the requests (DistServe, Appendix A).
 
     The fit minimizes the squares of the relative errors, as DistServe's artifact does.
 

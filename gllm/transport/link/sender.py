@@ -1,16 +1,20 @@
-"""Sending end of an edge: from the rings of this machine's worker to the other machine."""
+"""Sending end of an edge: from the rings of this machine's worker to the other machine.
+
+A link policy selects the frames in which the waiting steps are sent.
+"""
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from gllm.messages.nodes import LinkState
 from gllm.pacing.policy_registry import make_link_policy
-from gllm.pacing.traffic import LinkView, TrafficClass
+from gllm.pacing.slack import StageClock
+from gllm.pacing.traffic import LinkPolicy, LinkView, TrafficClass
 from gllm.transport.link.commands import OpenLinkEdge
 from gllm.transport.link.connection import FrameConnection
-from gllm.transport.link.decode_clock import DecodeClock
 from gllm.transport.link.edge_end import EdgeEnd
 from gllm.transport.link.frames import (
     EdgeName,
@@ -22,10 +26,182 @@ from gllm.transport.link.frames import (
     encode_payload,
 )
 from gllm.transport.link.link_monitor import LinkMonitor
-from gllm.transport.link.send_queue import SendQueue
 from gllm.transport.link.settings import LinkSettings
-from gllm.transport.link.slots import read_step
-from gllm.transport.ring import Ring
+from gllm.transport.link.slots import StepBytes, read_step
+from gllm.transport.ring import PAGE_BYTES, Ring
+
+
+class QueuedStep:
+    """Step that a connection has not carried completely."""
+
+    __slots__ = ("_data", "_num_sent", "_place", "num_bytes", "number", "traffic_class")
+
+    def __init__(self, number: int, name: EdgeName, lane: int, slot: int, data: StepBytes) -> None:
+        """Prepare a step.
+
+        Args:
+            number: of steps that the connection has got before.
+            name: of the edge.
+            lane: of the step, which is also its class.
+            slot: that has it on both machines.
+            data: its bytes.
+        """
+        self.number = number
+        self.traffic_class = TrafficClass(lane)
+        self.num_bytes = len(data.head) + len(data.payload)
+        self._place = (*name, lane, slot, data.step)
+        self._data = data
+        self._num_sent = 0
+        """Bytes of the payload in earlier chunks."""
+
+    @property
+    def remaining_bytes(self) -> int:
+        """Bytes that are in no chunk yet; the head is in the first one."""
+        num_head = 0 if self._num_sent else len(self._data.head)
+        return num_head + len(self._data.payload) - self._num_sent
+
+    def pop(self, num_bytes: int) -> tuple[bytes, memoryview]:
+        """Return headers and payload of the frames that carry the next bytes.
+
+        num_bytes: a chunk with the head has at least that, and one byte of a payload.
+        """
+        head, payload = self._data.head, self._data.payload
+        headers = b""
+        if not self._num_sent:
+            headers = FrameHeader(FrameClass.ACTIVATIONS, *self._place, 0, len(head)).pack() + head
+            num_bytes = max(1, num_bytes - len(head))
+        begin = self._num_sent
+        part = payload[begin : begin + num_bytes]
+        if part:
+            offset, length = PAGE_BYTES + begin, len(part)
+            headers += FrameHeader(FrameClass.ACTIVATIONS, *self._place, offset, length).pack()
+            self._num_sent += length
+        return headers, part
+
+
+class LinkChunk(NamedTuple):
+    """Frames that are sent without interruption."""
+
+    headers: bytes
+    payload: memoryview
+    """Follows the headers, in a slot's memory; may be empty."""
+
+
+class SendQueue:
+    """Steps of all lanes of an edge that wait for its connection."""
+
+    def __init__(self, name: EdgeName, policy: LinkPolicy) -> None:
+        """Create an empty queue.
+
+        Args:
+            name: of the edge.
+            policy: selects the chunks; it serves this queue only.
+        """
+        self._name, self._policy = name, policy
+        self._waiting: list[QueuedStep] = []
+        self._num_steps = 0
+        self._num_prefills = 0
+        self.last_chunk_bytes = 0
+        """Size of the last chunk; 0 before the first one."""
+
+    def __bool__(self) -> bool:
+        """Return whether a step waits."""
+        return bool(self._waiting)
+
+    @property
+    def has_prefill(self) -> bool:
+        """True if a step waits that is no decode."""
+        return self._num_prefills > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait."""
+        # A report is made on another thread; the copy is atomic.
+        return sum(step.remaining_bytes for step in self._waiting[:])
+
+    def add(self, lane: int, slot: int, data: StepBytes) -> None:
+        """Append a step."""
+        self._waiting.append(QueuedStep(self._num_steps, self._name, lane, slot, data))
+        self._num_steps += 1
+        self._num_prefills += lane != TrafficClass.DECODE
+
+    def pop(self, view: LinkView) -> LinkChunk:
+        """Return the next chunk; a step must wait.
+
+        view: the link at this time.
+        """
+        position, num_bytes = self._policy.select(self._waiting, view)
+        step = self._waiting[position]
+        before = step.remaining_bytes
+        headers, payload = step.pop(num_bytes)
+        after = step.remaining_bytes if payload else 0
+        if not after:
+            del self._waiting[position]
+            self._num_prefills -= step.traffic_class != TrafficClass.DECODE
+        self.last_chunk_bytes = before - after
+        return LinkChunk(headers, payload)
+
+
+GAIN = 0.25
+"""Weight of the latest duration in a mean."""
+MAX_GAP_SECONDS = 5.0
+"""Longest time between two decode steps that counts: later ones belong to other requests."""
+
+
+class DecodeClock:
+    """Feeds a StageClock with what the data mover sees of the decode lane's ring.
+
+    The duration of a decode step, T_i(n) of the paper, is the time from its begin to its signal.
+    Its round, T_o + T_m, is taken to be the time from a signal to the next one: with several
+    micro-batches under way their outputs alternate, and the next one counts.
+    """
+
+    def __init__(self) -> None:
+        self._clock = StageClock()
+        self._last_begin = -1
+        """Turn whose begin was seen last."""
+        self._begin_time: float | None = None
+        """Begin of the step that is computed; None between two steps."""
+        self._end_time: float | None = None
+        """End of the latest step; None before the first one."""
+        self._stage_seconds: float | None = None
+        """Mean duration of a step; None before the first one."""
+        self._gap_seconds: float | None = None
+        """Mean time from a signal to the next begin; None before the second step."""
+
+    def on_begin(self, turn: int, begin: float) -> None:
+        """Note the begin of the latest decode step; ignored if it is known.
+
+        Args:
+            turn: number of the step in its lane.
+            begin: in seconds, time.monotonic().
+        """
+        if turn <= self._last_begin:
+            return
+        self._last_begin, self._begin_time = turn, begin
+        if self._end_time is not None and begin - self._end_time <= MAX_GAP_SECONDS:
+            self._gap_seconds = _mean(self._gap_seconds, max(0.0, begin - self._end_time))
+        self._clock.on_decode_started(begin, self._stage_seconds or 0.0)
+
+    def on_end(self, now: float) -> None:
+        """Note that the latest decode step has been signalled; `on_begin` may have missed it."""
+        if self._begin_time is not None:
+            self._stage_seconds = _mean(self._stage_seconds, now - self._begin_time)
+        self._begin_time, self._end_time = None, now
+        round_seconds = (self._gap_seconds or 0.0) + (self._stage_seconds or 0.0)
+        # Rounds of earlier steps predict nothing that this one does not.
+        self._clock = StageClock()
+        self._clock.on_decode_finished(now, round_seconds)
+
+    def slack_seconds(self, now: float) -> float | None:
+        """Return the time until the next decode step is ready; None if none is under way."""
+        return self._clock.slack_seconds(now)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    """Return a moving mean after another value."""
+    return value if mean is None else mean + GAIN * (value - mean)
+
 
 _PIECE_BYTES = 2**18
 """Bytes of a chunk between two samples of the connection."""

@@ -11,11 +11,11 @@ import pytest
 
 from gllm.commands.bench.client import RequestResult
 from gllm.commands.bench.options import LoadConfig, ServeConfig
-from gllm.commands.bench.plots import plot_load
 from gllm.commands.bench.report import (
     details,
     failure_lines,
     max_overlap,
+    plot_load,
     report_lines,
     summarize,
     tokens_by_second,

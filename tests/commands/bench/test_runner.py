@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from gllm.commands.bench.client import RequestResult
-from gllm.commands.bench.runner import run_load
+from gllm.commands.bench.client import RequestResult, run_load
 from gllm.observability.latency import RequestTimeline
 
 

@@ -2,9 +2,13 @@
 
 import pytest
 
-from gllm.commands.bench.client import open_session
+from gllm.commands.bench.client import (
+    ServedModel,
+    TargetServerError,
+    open_session,
+    wait_until_ready,
+)
 from gllm.commands.bench.options import ServeConfig
-from gllm.commands.bench.server import ServedModel, TargetServerError, wait_until_ready
 from tests.support.http.fake_server import FakeServer, running
 
 

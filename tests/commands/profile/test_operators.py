@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gllm.commands.profile.collectives import time_all_reduce, time_send
 from gllm.commands.profile.command import main as profile
-from gllm.commands.profile.operator_profile import OperatorPoints, OperatorProfiler, count_points
+from gllm.commands.profile.operator_profile import (
+    OperatorPoints,
+    OperatorProfiler,
+    count_points,
+    time_all_reduce,
+    time_send,
+)
 from gllm.commands.profile.span import StepRows, TimedSpan
 from gllm.commands.simulate import main as simulate
 from gllm.config.engine import EngineConfig

@@ -12,7 +12,7 @@ from gllm.transport.base import EdgeLayout, StepFailedError
 from gllm.transport.link.commands import LinkEdgeLost, LinkReport
 from gllm.transport.link.encodings import RowFormat
 from gllm.transport.link.int8_encoding import Int8Encoding
-from gllm.transport.link.send_queue import SendQueue
+from gllm.transport.link.sender import SendQueue
 from gllm.transport.link.slots import SlotWriter, read_step
 from gllm.transport.ring import Ring
 from tests.support.examples import num_examples

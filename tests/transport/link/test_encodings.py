@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gllm.config.link_encodings import LINK_ENCODINGS
-from gllm.transport.link.encoded_rows import EncodedRows, RowDecoder
 from gllm.transport.link.encodings import LinkEncoding, RowFormat, make_encoding
 from gllm.transport.link.int8_encoding import BLOCK_ELEMENTS, Int8Encoding
+from gllm.transport.link.slots import EncodedRows, RowDecoder
 from tests.support.examples import num_examples
 
 FORMATS = {torch.float32: (4, False), torch.bfloat16: (2, True), torch.float16: (2, False)}

@@ -28,7 +28,7 @@ from gllm.transport.link.frames import (
     unpack_frame,
 )
 from gllm.transport.link.int8_encoding import Int8Encoding
-from gllm.transport.link.send_queue import LinkChunk, SendQueue
+from gllm.transport.link.sender import LinkChunk, SendQueue
 from gllm.transport.link.slots import SlotWriter, read_step
 from gllm.transport.ring import PAGE_BYTES, SLOT_HEADER, Ring, SlotHeader
 from tests.support.examples import num_examples

@@ -11,7 +11,7 @@ from gllm.pacing.policy_registry import make_link_policy
 from gllm.pacing.traffic import Chunk, LinkView, TrafficClass, WaitingMessage
 from gllm.transport.base import EdgeLayout
 from gllm.transport.link.frames import FRAME, EdgeName, FrameHeader, unpack_frame
-from gllm.transport.link.send_queue import LinkChunk, SendQueue
+from gllm.transport.link.sender import LinkChunk, SendQueue
 from gllm.transport.link.slots import SlotWriter, read_step
 from gllm.transport.ring import Ring
 from tests.support.examples import num_examples
