@@ -6,7 +6,7 @@ from gllm.plan.hetero.planner import PlanProblem
 from gllm.plan.hetero.replicas import Replica
 from gllm.plan.hetero.simulation import (
     SimulatedFleet,
-    build_deployment,
+    build_engine_deployment,
     make_jobs,
     max_model_len_of,
 )
@@ -43,7 +43,7 @@ def colocated_fleet(
 
     def serve(jobs: list[WorkloadRequest]) -> ClusterRun:
         engines = {
-            name: build_deployment(problem, replica, most, policy)
+            name: build_engine_deployment(problem, replica, most, policy)
             for name, replica in zip(weights, replicas, strict=True)
         }
         return simulate_cluster(engines, jobs, PolicyRouter(WeightedTurns(weights)))

@@ -48,7 +48,13 @@ from experiments.splitwise_throttle import (
     throttle_table,
     throttle_tasks,
 )
-from gllm.plan.pools.clusters import MIN_SECONDS, WORKLOADS, SampleSize, fluid_rate, mean_lengths
+from gllm.plan.pools.clusters import (
+    MIN_SECONDS,
+    WORKLOADS,
+    SampleSize,
+    fluid_rate,
+    mean_workload_lengths,
+)
 from gllm.plan.pools.planner import POLICY
 
 TABLE_IV_NOTE = """\
@@ -188,7 +194,8 @@ def make_page(study: ClusterStudy) -> ExperimentResult:
 
 def _setting(study: ClusterStudy) -> str:
     lengths = "; ".join(
-        f"{name} {mean_lengths(name)[0]:.0f} / {mean_lengths(name)[1]:.0f}" for name in WORKLOADS
+        f"{name} {mean_workload_lengths(name)[0]:.0f} / {mean_workload_lengths(name)[1]:.0f}"
+        for name in WORKLOADS
     )
     num_points = sum(outcome.num_designs for outcome in study.outcomes.values())
     num_full = sum(row.num_clusters for row in study.full)

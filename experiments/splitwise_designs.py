@@ -20,7 +20,7 @@ from gllm.sim.hardware.machines import (
     ClusterDesign,
     count_affordable,
     machine_pair,
-    read_machines,
+    read_machine_types,
 )
 
 DESIGNS = ("AA", "HH", "HA", "HHcap")
@@ -65,13 +65,13 @@ class SearchOutcome:
 
 def budget(constraint: str, scale: int) -> float:
     """Return the power or cost of the paper's Baseline-H100, scaled."""
-    h100 = read_machines()["DGX-H100"]
+    h100 = read_machine_types()["DGX-H100"]
     return NUM_H100 * (h100.power if constraint == "power" else h100.cost) / scale
 
 
 def baseline(name: str, constraint: str, scale: int) -> ClusterDesign:
     """Return the cluster of a baseline that a budget admits."""
-    machine = read_machines()[BASELINES[name]]
+    machine = read_machine_types()[BASELINES[name]]
     price = machine.power if constraint == "power" else machine.cost
     return ClusterDesign(machine, machine, count_affordable(budget(constraint, scale), price), 0)
 

@@ -10,9 +10,9 @@ from gllm.sim.costs.splitwise import (
     interpolate_medians,
     mean_relative_error,
     read_points,
-    read_profile,
+    read_splitwise_profile,
 )
-from gllm.sim.hardware.machines import MachineType, read_machines
+from gllm.sim.hardware.machines import MachineType, read_machine_types
 from gllm.sim.hardware.shapes import MODELS
 from gllm.sim.metrics.report import format_table
 
@@ -67,7 +67,7 @@ def perf_model_table() -> tuple[str, list[PaperClaim]]:
     """Return the errors of the performance model at measurements that it has not seen."""
     rows, worst = [], 0.0
     for model in MODEL_NAMES:
-        for machine in read_machines().values():
+        for machine in read_machine_types().values():
             prompts, tokens = read_points(model, machine.device, 8)
             errors = held_out_error(prompts), held_out_error(tokens)
             worst = max(worst, *errors)
@@ -84,8 +84,8 @@ def perf_model_table() -> tuple[str, list[PaperClaim]]:
 
 def predict_row(row: TableIvRow) -> TableIvRow:
     """Return a row of Table IV by the performance model."""
-    machine = read_machines()[row.machine]
-    profile = read_profile("llama2-70b", machine.device)
+    machine = read_machine_types()[row.machine]
+    profile = read_splitwise_profile("llama2-70b", machine.device)
     ttft, tbt = profile.prompt_seconds(row.prompt), profile.token_seconds(1)
     e2e = ttft + (row.output - 1) * tbt
     cents = e2e / 3600 * machine.dollars_per_hour * CENTS_PER_DOLLAR
@@ -118,7 +118,7 @@ def table_iv() -> tuple[str, list[PaperClaim]]:
 def _transfer_costs(model: str, machine: MachineType, num_prompt_tokens: int) -> TransferCosts:
     """Return the costs of sending a prompt's KV cache over all network cards of a machine."""
     shape = MODELS[MODEL_NAMES[model]]
-    seconds = read_profile(model, machine.device).prompt_seconds(num_prompt_tokens)
+    seconds = read_splitwise_profile(model, machine.device).prompt_seconds(num_prompt_tokens)
     return TransferCosts(
         shape.layers,
         shape.layers * shape.kv_bytes,
@@ -135,7 +135,7 @@ def second_token_seconds(
     A serialised transfer sends all layers after the prompt; per layer, only the last one is sent
     after it, as long as a layer's transfer takes no longer than its computation.
     """
-    profile = read_profile(model, machine.device)
+    profile = read_splitwise_profile(model, machine.device)
     costs = _transfer_costs(model, machine, num_prompt_tokens)
     mode = TransferMode.SERIALIZED if is_serialised else TransferMode.PER_LAYER
     visible = costs.visible_seconds(mode, num_prompt_tokens)
@@ -148,7 +148,7 @@ def second_token_table(num_prompt_tokens: int = 1500) -> tuple[str, list[PaperCl
     rows, claims = [], []
     for model in MODEL_NAMES:
         for name, visible in VISIBLE_SECONDS.items():
-            machine = read_machines()[name]
+            machine = read_machine_types()[name]
             for mode, paper in SECOND_TOKEN.items():
                 is_serialised = mode == "serialised"
                 seconds, alone = second_token_seconds(
@@ -174,8 +174,8 @@ def next_turn_table() -> str:
     rows = []
     for model in MODEL_NAMES:
         for name in VISIBLE_SECONDS:
-            machine = read_machines()[name]
-            prompt_seconds = read_profile(model, machine.device).prompt_seconds
+            machine = read_machine_types()[name]
+            prompt_seconds = read_splitwise_profile(model, machine.device).prompt_seconds
             for history in HISTORY_TOKENS:
                 costs = _transfer_costs(model, machine, history)
                 transfer = costs.visible_seconds(TransferMode.SERIALIZED, history)

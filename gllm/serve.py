@@ -32,7 +32,7 @@ from gllm.recovery.node_layout import distribute_stages
 from gllm.runtime.head.local_node import LocalNode
 
 
-def build_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line: the model and a flag per configuration field."""
     description = "Serve a model over HTTP in OpenAI's API."
     configs = (EngineConfig, AttachmentConfig, NodesConfig)
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal or a failure of the engine; return the exit status."""
-    values, logs = parse_command_line(build_parser(), argv, "gllm-frontend")
+    values, logs = parse_command_line(make_parser(), argv, "gllm-frontend")
     try:
         engine_config = config_from_flags(EngineConfig, values)
         attachment = config_from_flags(AttachmentConfig, values)

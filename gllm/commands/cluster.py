@@ -13,7 +13,7 @@ from gllm.options.flags import FlagParser, add_flags, config_from_flags
 TITLE = "gllm-cluster"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = FlagParser(prog="gllm cluster", description=(__doc__ or "").splitlines()[0])
     parser.add_config_flag()
@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal; return the exit status."""
-    values = build_parser().parse_args(argv)
+    values = make_parser().parse_args(argv)
     logs = parse_logs(values, TITLE)
     # Imported late: --help needs none of it.
     import uvloop

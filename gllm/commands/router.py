@@ -17,7 +17,7 @@ from gllm.config.router import RouterConfig
 from gllm.options.flags import config_from_flags
 
 
-def build_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line: the model and a flag per configuration field."""
     description = "Serve many engines of one model over HTTP, as if one."
     return build_server_parser("gllm router", description, RouterConfig)
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal; return the exit status."""
-    values, logs = parse_command_line(build_parser(), argv, "gllm-router")
+    values, logs = parse_command_line(make_parser(), argv, "gllm-router")
     # Imported late: --help needs none of it.
     import uvloop
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from gllm.config.engine import QUANTIZATION_DEVICES, EngineConfig
 from gllm.models.config import ModelConfig, read_config
 from gllm.models.hub import resolve_model
-from gllm.models.shard import shard, unsupported_reason
+from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec import ModelSpec
 from gllm.models.split import split_layers
 from gllm.options.flags import output_file
@@ -56,7 +56,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     folder = resolve_model(config.model)
     read = read_config(folder)
     for num_ranks in config.stage_degrees:
-        if (reason := unsupported_reason(read.model, num_ranks)) is not None:
+        if (reason := unsupported_shard_reason(read.model, num_ranks)) is not None:
             raise ValueError(reason)
     layers = split_layers(read.model, config.pipeline_parallel_size, config.layer_counts)
     length = config.max_model_len or read.model.context_length

@@ -38,7 +38,7 @@ class RankGroup(Protocol):
         """True if this rank waits for another one; may be read on any thread."""
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """Return memory [rows, width] float32 into which the next `sum`'s part should be written.
+        """Return the memory [rows, width] float32 for the input of the next `sum`.
 
         Returns:
             None if the part may be anywhere. The memory is valid until that sum; only `maximum` may

@@ -126,7 +126,7 @@ def find_problems(result: CompileResult) -> list[str]:
     return problems
 
 
-def format_table(results: Iterable[CompileResult]) -> str:
+def format_compile_table(results: Iterable[CompileResult]) -> str:
     """Return a text table with a header and one line per result."""
     head = (
         "kernel",
@@ -243,7 +243,7 @@ def _resource_usage(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def build_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m gllm.kernels.aot", description=__doc__)
     known = sorted(SHARED_MEMORY)
@@ -259,7 +259,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table and the problems; return 1 if there are any."""
-    options = build_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     from triton import __version__, knobs
 
     if options.triton not in (None, __version__):
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Spawned, not forked: the compiler has threads, which a fork would lose.
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         results = list(pool.map(compile_kernel, jobs))
-    print(format_table(results))
+    print(format_compile_table(results))
     problems = [problem for result in results for problem in find_problems(result)]
     print(
         "\n".join(["", *problems])

@@ -122,7 +122,7 @@ class DeviceBlockTables:
         self.requested_tile_sizes.add(num_tokens)
         if num_tokens not in self.prefill_tiles:
             tiles = torch.from_numpy(list_prefill_tiles(rows, num_tokens))
-            self.prefill_tiles[num_tokens] = copy_to_device(tiles, self.buffer.device)
+            self.prefill_tiles[num_tokens] = copy_plan_to_device(tiles, self.buffer.device)
         return self.prefill_tiles[num_tokens]
 
 
@@ -164,7 +164,7 @@ def plan_attention(
     """
     device = device or torch.device("cpu")
     backend = backend or default_backend(dtype, device)
-    slots = copy_to_device(torch.from_numpy(compute_slot_mapping(rows)), device)
+    slots = copy_plan_to_device(torch.from_numpy(compute_slot_mapping(rows)), device)
     gathers = tables = None
     match BACKENDS[backend].reads:
         case "gathers":
@@ -188,7 +188,7 @@ def build_device_tables(rows: PagedBatch, device: torch.device) -> DeviceBlockTa
     count, blocks = rows.block_table.shape
     host = allocate_device_tables(count, blocks, torch.device("cpu"), device.type == "cuda")
     write_device_tables(rows, host)
-    return _views(copy_to_device(host.buffer, device), count, blocks)
+    return _views(copy_plan_to_device(host.buffer, device), count, blocks)
 
 
 def allocate_device_tables(
@@ -231,7 +231,7 @@ def list_prefill_tiles(rows: PagedBatch, tokens: int) -> npt.NDArray[np.int32]:
     return np.stack((owner + rows.num_decodes, first), axis=1)[order].astype(np.int32)
 
 
-def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_plan_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device, asynchronously to a GPU."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

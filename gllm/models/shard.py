@@ -42,7 +42,7 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
     assert 0 <= rank < ranks, "ranks are numbered from 0"
     if ranks == 1:
         return model
-    if (reason := unsupported_reason(model, ranks)) is not None:
+    if (reason := unsupported_shard_reason(model, ranks)) is not None:
         raise ValueError(reason)
     part = _Part(rank, ranks)
     # Families use one object for equal layers.
@@ -58,7 +58,7 @@ def shard(model: ModelSpec, rank: int, ranks: int) -> ModelSpec:
     )
 
 
-def unsupported_reason(model: ModelSpec, ranks: int) -> str | None:
+def unsupported_shard_reason(model: ModelSpec, ranks: int) -> str | None:
     """Return why a model does not divide among ranks, with the numbers that do; None if it does."""
     reason = _find_obstacle(model, ranks)
     if reason is None:

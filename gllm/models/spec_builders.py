@@ -100,15 +100,15 @@ def gated_mlp_spec(
     )
 
 
-def rms_norm(config: ConfigReader, name: str, offset: float = 0.0) -> NormSpec:
+def rms_norm_spec(config: ConfigReader, name: str, offset: float = 0.0) -> NormSpec:
     """Build an RMSNorm with the epsilon of the configuration."""
     return NormSpec(name, "rms", config.positive_float("rms_norm_eps", default=1e-6), offset=offset)
 
 
 def pre_norm_layer(config: ConfigReader, attention: Any, mlp: Any) -> LayerSpec:
     """Build a layer with RMSNorm before attention and before the feed-forward block, as Llama's."""
-    attention_norm = rms_norm(config, "input_layernorm")
-    mlp_norm = rms_norm(config, "post_attention_layernorm")
+    attention_norm = rms_norm_spec(config, "input_layernorm")
+    mlp_norm = rms_norm_spec(config, "post_attention_layernorm")
     return LayerSpec(attention, mlp, attention_norm, mlp_norm)
 
 
@@ -186,7 +186,7 @@ def decoder_model(
         "hidden_size": config.positive_int("hidden_size"),
         "embedding": embedding,
         "layers": tuple(layers),
-        "norm": norm or rms_norm(config, f"{root}norm"),
+        "norm": norm or rms_norm_spec(config, f"{root}norm"),
         "head": HeadSpec(embedding.name if tied else "lm_head"),
         "context_length": context_length or read_context_length(config, layers),
         "layer_name_format": f"{root}layers.{{}}",

@@ -57,7 +57,7 @@ class ProgressLines:
         self._num_done = self._last_done = 0
 
     def update(self, count: int = 1, /) -> None:
-        """See ProgressBar."""
+        """Count finished units."""
         self._num_done += count
         now = self._clock()
         elapsed, done = now - self._last_time, self._num_done - self._last_done
@@ -69,11 +69,11 @@ class ProgressLines:
             print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
-        """See ProgressBar."""
+        """Return the bar."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """See ProgressBar."""
+        """End the bar."""
 
 
 def show_progress(

@@ -52,32 +52,44 @@ class DeviceRankGroup(ABC):
             yield
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """See RankGroup; a summed layer may write anywhere in device memory."""
+        """Return the memory [rows, width] float32 for the input of the next `sum`.
+
+        A summed layer may write anywhere in device memory.
+        """
         return None
 
     @abstractmethod
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See RankGroup."""
+        """Return the sum of the ranks' parts, the same bits on all ranks; recordable."""
 
     @abstractmethod
     def maximum(self, values: Tensor) -> Tensor:
-        """See RankGroup."""
+        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable."""
 
     @abstractmethod
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """See RankGroup."""
+        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None."""
 
     @abstractmethod
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """See RankGroup; the values are in device memory."""
+        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks.
+
+        The values are in device memory.
+        """
 
     @property
     def is_waiting(self) -> bool:
-        """See RankGroup: True while the host waits; a device is not asked."""
+        """True if this rank waits for another one; may be read on any thread.
+
+        True while the host waits; a device is not asked.
+        """
         return any(group.is_waiting for group in self._host)
 
     def meet(self, step: int, error: str) -> str:
-        """See RankGroup; the host waits, the device does not."""
+        """Return the error of the first rank that has one before a step, or an empty string.
+
+        The host waits, the device does not.
+        """
         return self._host.layers.meet(step, error)
 
     @abstractmethod
@@ -85,7 +97,10 @@ class DeviceRankGroup(ABC):
         """Note that all work of a step is queued. Called on the compute thread."""
 
     def cancel(self) -> None:
-        """See RankGroup; the device finishes or aborts what is queued."""
+        """End every wait of every rank with GroupClosedError, now and later.
+
+        The device finishes or aborts what is queued.
+        """
         self._is_cancelled = True
         self._host.layers.cancel()
         self._host.head.cancel()
@@ -97,7 +112,7 @@ class DeviceRankGroup(ABC):
                 self._launching.release()
 
     def close(self) -> None:
-        """See RankGroup."""
+        """Free this rank's end; no other method but `cancel` runs at the same time or later."""
         self._host.layers.close()
         self._host.head.close()
 

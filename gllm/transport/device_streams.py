@@ -110,16 +110,16 @@ class CudaEvent:
         self.event = torch.cuda.Event(enable_timing=timed, blocking=True)
 
     def synchronize(self) -> None:
-        """See DeviceEvent."""
+        """Make the host wait until the stream reaches the event; return at once if unrecorded."""
         self.event.synchronize()
 
     def query(self) -> bool:
-        """See DeviceEvent."""
+        """Return whether the stream has reached the event; True if it was never recorded."""
         is_reached: bool = self.event.query()
         return is_reached
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """See DeviceEvent."""
+        """Return the device time in seconds between two timed events, both reached."""
         assert isinstance(earlier, CudaEvent)
         milliseconds: float = earlier.event.elapsed_time(self.event)
         return milliseconds / 1000
@@ -134,17 +134,17 @@ class CudaStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """See DeviceStream."""
+        """Return a context in which torch's operations are put into this stream."""
         with torch.cuda.stream(self.stream):
             yield
 
     def wait(self, event: DeviceEvent) -> None:
-        """See DeviceStream."""
+        """Make all later work in this stream wait for the event, if it was recorded."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
     def record(self, event: DeviceEvent) -> None:
-        """See DeviceStream."""
+        """Record the event after all work in this stream."""
         assert isinstance(event, CudaEvent)
         event.event.record(self.stream)
 
@@ -161,51 +161,51 @@ class CudaRuntime:
 
     @property
     def device(self) -> torch.device:
-        """See DeviceRuntime."""
+        """The torch device of its memory."""
         return self._device
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """See DeviceRuntime."""
+        """Compute capability; None if the device is no GPU."""
         return torch.cuda.get_device_capability(self._device)
 
     def bind_thread(self) -> None:
-        """See DeviceRuntime."""
+        """Make this the current device of the calling thread, before the thread uses it."""
         torch.cuda.set_device(self._device)
 
     def stream(self) -> DeviceStream:
-        """See DeviceRuntime."""
+        """Create a stream."""
         return CudaStream(self._device)
 
     def event(self, timed: bool = False) -> DeviceEvent:
-        """See DeviceRuntime."""
+        """Create an event."""
         return CudaEvent(timed)
 
     def allocate_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See DeviceRuntime."""
+        """Allocate uninitialized pinned memory of the host."""
         # Otherwise torch would use the thread's current device and initialize another GPU.
         with torch.cuda.device(self._device):
             return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
     def pin_memory(self, memory: Tensor) -> None:
-        """See DeviceRuntime."""
+        """Pin memory of the host until `unpin_memory`. Raises RuntimeError if that fails."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) != 0:
             raise RuntimeError(f"{memory.nbytes} bytes cannot be pinned (CUDA error {int(code)})")
 
     def unpin_memory(self, memory: Tensor) -> None:
-        """See DeviceRuntime."""
+        """Undo `pin_memory`, before the memory is freed; the device no longer uses it."""
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See DeviceRuntime."""
+        """Return zeros in device memory, written when this returns."""
         zeros = torch.zeros(*shape, dtype=dtype, device=self._device)
         # The default stream writes the zeros, and no other stream waits for it.
         torch.cuda.synchronize(self._device)
         return zeros
 
     def capture(self, stream: DeviceStream, work: Callable[[], None]) -> DeviceGraph:
-        """See DeviceRuntime."""
+        """Return a graph of the work that `work` puts into the stream; it does not run now."""
         assert isinstance(stream, CudaStream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use CUDA meanwhile.
@@ -217,11 +217,11 @@ class CudaRuntime:
         return graph
 
     def synchronize(self) -> None:
-        """See DeviceRuntime."""
+        """Make the host wait until all streams are empty."""
         torch.cuda.synchronize(self._device)
 
     def measure_free_bytes(self, work: Callable[[], None], share: float) -> int:
-        """See DeviceRuntime."""
+        """Run `work`; return the bytes of device memory that remain free at its peak."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_reserved(self._device)
@@ -233,7 +233,7 @@ class CudaRuntime:
         return max(int(total * share) - (total - free) - peak, 0)
 
     def measure_used_bytes(self, work: Callable[[], None]) -> int:
-        """See DeviceRuntime."""
+        """Run `work`; return by how many bytes the device memory in use has grown."""
         before = self._free()
         work()
         return max(before - self._free(), 0)

@@ -81,7 +81,10 @@ class HostStagingSender:
             self._thread.start()
 
     def mark_begin(self, step: int) -> None:
-        """See Sender; the device may begin later."""
+        """Note that the stage begins to compute a step, for a data mover that sends it later.
+
+        The device may begin later.
+        """
         self._pinned.ring.mark_begin(step)
 
     def send(self, step: int, hidden: Tensor) -> None:
@@ -115,7 +118,7 @@ class HostStagingSender:
         return True
 
     def close(self) -> None:
-        """See Sender."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self._sent.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -151,11 +154,11 @@ class HostStagingReceiver:
 
     @property
     def event(self) -> int:
-        """See Receiver."""
+        """Descriptor of an event that is readable once the next step has arrived."""
         return self._pinned.ring.event
 
     def has_arrived(self, step: int) -> bool:
-        """See Receiver."""
+        """Return True if `receive` of the next step does not wait."""
         return self._pinned.ring.has_arrived(step)
 
     def receive(self, step: int, tokens: int) -> Tensor:
@@ -173,9 +176,9 @@ class HostStagingReceiver:
         """Do nothing: the slot is complete before it is received."""
 
     def cancel(self) -> None:
-        """See Receiver."""
+        """End a waiting `receive` and all later ones with EdgeClosedError; called on any thread."""
         self._pinned.ring.cancel()
 
     def close(self) -> None:
-        """See Receiver."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self._pinned.close()

@@ -215,7 +215,7 @@ class NcclSender:
         self._end.ring.signal(step, 0, error)
 
     def close(self) -> None:
-        """See Sender."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self._end.close()
 
 
@@ -244,11 +244,11 @@ class NcclReceiver:
 
     @property
     def event(self) -> int:
-        """See Receiver."""
+        """Descriptor of an event that is readable once the next step has arrived."""
         return self._end.ring.event
 
     def has_arrived(self, step: int) -> bool:
-        """See Receiver."""
+        """Return True if `receive` of the next step does not wait."""
         return self._end.ring.has_arrived(step)
 
     def receive(self, step: int, tokens: int) -> Tensor:
@@ -276,9 +276,9 @@ class NcclReceiver:
         self._end.monitor.check()
 
     def cancel(self) -> None:
-        """See Receiver."""
+        """End a waiting `receive` and all later ones with EdgeClosedError; called on any thread."""
         self._end.ring.cancel()
 
     def close(self) -> None:
-        """See Receiver."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self._end.close()

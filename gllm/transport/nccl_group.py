@@ -65,15 +65,21 @@ class _QueuedStep:
         self._ended = ended
 
     def is_completed(self) -> bool:
-        """See TransferHandle."""
+        """Return whether the transfer has ended, successfully or not."""
         return self._ended.query()
 
     def exception(self) -> BaseException | None:
-        """See TransferHandle; errors are those of the device, which its next use reports."""
+        """Return the error of the transfer, if it failed. PyTorch 2.11 raises TypeError instead.
+
+        Errors are those of the device, which its next use reports.
+        """
         return None
 
     def wait(self) -> bool:
-        """See TransferHandle; the work is in the compute stream itself."""
+        """Make the current stream wait for the transfer.
+
+        The work is in the compute stream itself.
+        """
         return True
 
 
@@ -139,7 +145,10 @@ class NcclRankGroup(DeviceRankGroup):
             self.monitor.start()
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See RankGroup; `partial` is overwritten."""
+        """Return the sum of the ranks' parts, the same bits on all ranks; recordable.
+
+        `partial` is overwritten.
+        """
         total = partial.contiguous()
         with self.launching():
             self._communicator.allreduce(total, ReduceOp.SUM).wait()
@@ -148,14 +157,14 @@ class NcclRankGroup(DeviceRankGroup):
         return total.to(dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """See RankGroup."""
+        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable."""
         result = values.clone()
         with self.launching():
             self._communicator.allreduce(result, ReduceOp.MAX).wait()
         return result
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """See RankGroup."""
+        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None."""
         # NCCL gathers parts of one size.
         width = max(sizes)
         if part.shape[1] < width:
@@ -172,7 +181,7 @@ class NcclRankGroup(DeviceRankGroup):
         return torch.cat([block[:, :size] for block, size in used], dim=1)
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """See RankGroup."""
+        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks."""
         if values is None:
             values = torch.empty(count, dtype=torch.int64, device=self._device.device)
         with self.launching():
@@ -180,7 +189,9 @@ class NcclRankGroup(DeviceRankGroup):
         return values
 
     def end_step(self, step: int) -> None:
-        """See DeviceRankGroup; the work has to end in time.
+        """Note that all work of a step is queued. Called on the compute thread.
+
+        The work has to end in time.
 
         Raises:
             TransportError: that of an earlier step did not.
@@ -191,7 +202,10 @@ class NcclRankGroup(DeviceRankGroup):
         self.monitor.add(step, _QueuedStep(ended), ended, time.monotonic())
 
     def close(self) -> None:
-        """See RankGroup; graphs with collectives have been freed."""
+        """Free this rank's end; no other method but `cancel` runs at the same time or later.
+
+        Graphs with collectives have been freed.
+        """
         self.monitor.stop()
         self._aborting.wait()
         super().close()

@@ -29,22 +29,22 @@ class FanOutSender:
         self._senders = senders
 
     def mark_begin(self, step: int) -> None:
-        """See Sender."""
+        """Note that the stage begins to compute a step, for a data mover that sends it later."""
         for sender in self._senders:
             sender.mark_begin(step)
 
     def send(self, step: int, hidden: "torch.Tensor") -> None:
-        """See Sender."""
+        """Send the activations of a step."""
         for sender in self._senders:
             sender.send(step, hidden)
 
     def fail(self, step: int, error: str) -> None:
-        """See Sender."""
+        """Send an error in place of the activations of a step."""
         for sender in self._senders:
             sender.fail(step, error)
 
     def close(self) -> None:
-        """See Sender."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         for sender in self._senders:
             sender.close()
 

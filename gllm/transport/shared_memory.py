@@ -34,7 +34,7 @@ class SharedMemorySender:
         self._ring = SlotRing(descriptors, shape, dtype)
 
     def mark_begin(self, step: int) -> None:
-        """See Sender."""
+        """Note that the stage begins to compute a step, for a data mover that sends it later."""
         self._ring.mark_begin(step)
 
     def send(self, step: int, hidden: Tensor) -> None:
@@ -48,7 +48,7 @@ class SharedMemorySender:
         self._ring.signal(step, 0, error)
 
     def close(self) -> None:
-        """See Sender."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self._ring.close()
 
 
@@ -61,11 +61,11 @@ class SharedMemoryReceiver:
 
     @property
     def event(self) -> int:
-        """See Receiver."""
+        """Descriptor of an event that is readable once the next step has arrived."""
         return self._ring.event
 
     def has_arrived(self, step: int) -> bool:
-        """See Receiver."""
+        """Return True if `receive` of the next step does not wait."""
         return self._ring.has_arrived(step)
 
     def receive(self, step: int, tokens: int) -> Tensor:
@@ -80,9 +80,9 @@ class SharedMemoryReceiver:
         """Do nothing: the slot is complete before it is received."""
 
     def cancel(self) -> None:
-        """See Receiver."""
+        """End a waiting `receive` and all later ones with EdgeClosedError; called on any thread."""
         self._ring.cancel()
 
     def close(self) -> None:
-        """See Receiver."""
+        """Free this end, its threads included; no other method runs at the same time or later."""
         self._ring.close()

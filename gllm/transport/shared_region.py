@@ -76,12 +76,12 @@ class SharedMemoryGroup:
 
     @property
     def is_waiting(self) -> bool:
-        """See RankGroup."""
+        """True if this rank waits for another one; may be read on any thread."""
         memory = getattr(self, "_memory", None)
         return memory is not None and memory.is_ahead
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """See RankGroup."""
+        """Return the memory [rows, width] float32 for the input of the next `sum`."""
         place = self._partial_place = self._next_place(PARTS)
         library = native.current_library()
         if library is not None and library.is_recording:
@@ -89,7 +89,7 @@ class SharedMemoryGroup:
         return self._part(self.rank, place, rows, width)
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See RankGroup."""
+        """Return the sum of the ranks' parts, the same bits on all ranks; recordable."""
         if partial.dtype not in (torch.float32, dtype):
             partial = partial.to(torch.float32)
         if bias is not None and bias.dtype not in (torch.float32, dtype):
@@ -100,7 +100,10 @@ class SharedMemoryGroup:
         return self._reduce(Collective.SUM, place, partial.contiguous(), bias, dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """See RankGroup. More values than fit are exchanged in several chunks."""
+        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable.
+
+        More values than fit are exchanged in several chunks.
+        """
         capacity = self._memory.places[0][VALUES[0]].nbytes // 4
         if len(values) > capacity:
             return torch.cat([self.maximum(chunk) for chunk in values.split(capacity)])
@@ -109,7 +112,10 @@ class SharedMemoryGroup:
         return self._reduce(Collective.MAXIMUM, place, column, None, torch.float32)[:, 0]
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """See RankGroup. Rows that do not fit are gathered in several chunks."""
+        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None.
+
+        Rows that do not fit are gathered in several chunks.
+        """
         result = part.new_empty(len(part), sum(sizes)) if self.rank == 0 else None
         chunk = max(1, self._memory.places[0][PARTS[0]].nbytes // (4 * max(sizes)))
         for begin in range(0, len(part), chunk):
@@ -124,7 +130,7 @@ class SharedMemoryGroup:
         return result
 
     def meet(self, step: int, error: str) -> str:
-        """See RankGroup."""
+        """Return the error of the first rank that has one before a step, or an empty string."""
         text = error.encode()[:MAX_ERROR_BYTES]
         place = self._next_place(VALUES)
         mine = self._bytes(self.rank, place)
@@ -142,7 +148,7 @@ class SharedMemoryGroup:
         return ""
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """See RankGroup."""
+        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks."""
         place = self._next_place(VALUES)
         shared = self._slice(0, place, 8 * count).view(torch.int64)
         if self.rank == 0:
@@ -152,13 +158,19 @@ class SharedMemoryGroup:
         return shared.clone()
 
     def cancel(self) -> None:
-        """See RankGroup. Has no effect once this end is closed."""
+        """End every wait of every rank with GroupClosedError, now and later.
+
+        Has no effect once this end is closed.
+        """
         memory = getattr(self, "_memory", None)
         if memory is not None:
             memory.region.cancel()
 
     def close(self) -> None:
-        """See RankGroup. The memory is unmapped once both ends and recorded programs are freed."""
+        """Free this rank's end; no other method but `cancel` runs at the same time or later.
+
+        The memory is unmapped once both ends and recorded programs are freed.
+        """
         vars(self).pop("_memory", None)
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ class SoloGroup:
         self.rank, self.size = rank, size
 
     def partial(self, rows: int, width: int) -> Tensor | None:
-        """See RankGroup."""
+        """Return the memory [rows, width] float32 for the input of the next `sum`."""
         return None
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -49,10 +49,16 @@ class SoloGroup:
         return torch.zeros(count, dtype=torch.int64) if values is None else values
 
     def cancel(self) -> None:
-        """See RankGroup; nobody waits."""
+        """End every wait of every rank with GroupClosedError, now and later.
+
+        Nobody waits.
+        """
 
     def close(self) -> None:
-        """See RankGroup; there is nothing to free."""
+        """Free this rank's end; no other method but `cancel` runs at the same time or later.
+
+        There is nothing to free.
+        """
 
 
 class SoloDeviceGroup(DeviceRankGroup):
@@ -66,26 +72,32 @@ class SoloDeviceGroup(DeviceRankGroup):
         super().__init__(StageGroups(self._solo, self._solo))
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See SoloGroup."""
+        """Return the part, with the bias."""
         return self._solo.sum(partial, bias, dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """See SoloGroup."""
+        """Return the values."""
         return values
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """See SoloGroup."""
+        """Return the part with zeros in place of the others' parts on rank 0; elsewhere None."""
         return self._solo.gather(part, sizes)
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """See SoloGroup."""
+        """Return the values, or zeros on other ranks than 0."""
         return self._solo.broadcast(values, count).to(self._device)
 
     def end_step(self, step: int) -> None:
-        """See DeviceRankGroup; no collective is queued."""
+        """Note that all work of a step is queued. Called on the compute thread.
+
+        No collective is queued.
+        """
 
     def _abort(self) -> None:
-        """See DeviceRankGroup; no collective is queued."""
+        """End the collectives that are queued on the device; called more than once.
+
+        No collective is queued.
+        """
 
 
 def create_solo_groups(rank: int, size: int, device: torch.device | None = None) -> StageGroups:

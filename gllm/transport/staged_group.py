@@ -57,7 +57,7 @@ class StagedRankGroup(DeviceRankGroup):
         self._download, self._upload = _PinnedBuffer(device), _PinnedBuffer(device)
 
     def sum(self, partial: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See RankGroup."""
+        """Return the sum of the ranks' parts, the same bits on all ranks; recordable."""
         part = self._to_host(partial.to(torch.float32))
         target = self._host.layers.partial(*part.shape)
         part = part if target is None else target.copy_(part)
@@ -67,24 +67,30 @@ class StagedRankGroup(DeviceRankGroup):
         return total.to(dtype)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """See RankGroup."""
+        """Return the elementwise maximum [rows] float32 of the ranks' values; recordable."""
         return self._to_device(self._host.layers.maximum(self._to_host(values)))
 
     def gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """See RankGroup."""
+        """Return the ranks' parts side by side, [rows, sum of sizes], on rank 0; elsewhere None."""
         whole = self._host.head.gather(self._to_host(part), sizes)
         return None if whole is None else self._to_device(whole)
 
     def broadcast(self, values: Tensor | None, count: int) -> Tensor:
-        """See RankGroup."""
+        """Return rank 0's values [count] int64 on all ranks; values: ignored on other ranks."""
         on_host = None if values is None else self._to_host(values)
         return self._to_device(self._host.head.broadcast(on_host, count))
 
     def end_step(self, step: int) -> None:
-        """See DeviceRankGroup; the host has waited for every collective already."""
+        """Note that all work of a step is queued. Called on the compute thread.
+
+        The host has waited for every collective already.
+        """
 
     def _abort(self) -> None:
-        """See DeviceRankGroup; the device has no collectives."""
+        """End the collectives that are queued on the device; called more than once.
+
+        The device has no collectives.
+        """
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Return a copy in pinned memory, valid until the next call."""

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gllm.commands.router import build_parser as build_router_parser
+from gllm.commands.router import make_parser as build_router_parser
 from gllm.commands.up import find_own_node, main
 from gllm.plan.serving_plan import ExpectedFigures, NodePlan, PlanError, ServingPlan, write_plan
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 from tests.plan.test_processes import CPU_PHASES, GPUS, LOCAL
 
 SEARCHED = msgspec.structs.replace(
@@ -53,7 +53,7 @@ def test_a_dry_run_prints_lines_for_a_shell(
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:2] for line in lines] == [["gllm", "router"], *[["gllm", "serve"]] * 2]
     values = [build_router_parser().parse_args(lines[0][2:])]
-    values += [build_parser().parse_args(line[2:]) for line in lines[1:]]
+    values += [make_parser().parse_args(line[2:]) for line in lines[1:]]
     assert {each.model for each in values} == {"/m"}
     logs = [each.step_log for each in values[1:]]
     assert logs == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]

@@ -10,14 +10,14 @@ from gllm.config.sampling import SamplingParams
 from gllm.config.server import ServerConfig
 from gllm.messages.requests import SubmitRequest
 from gllm.options.flags import config_from_flags
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 from tests.support.engines.ready import create_engine
 
 
 def parse(folder: Path, flags: object, *arguments: str) -> tuple[EngineConfig, ServerConfig]:
     file = folder / "flags.yaml"
     file.write_text(flags if isinstance(flags, str) else yaml.safe_dump(flags))
-    values = build_parser().parse_args([*arguments, "--config", str(file)])
+    values = make_parser().parse_args([*arguments, "--config", str(file)])
     return config_from_flags(EngineConfig, values), config_from_flags(ServerConfig, values)
 
 
@@ -100,7 +100,7 @@ def test_files_that_cannot_be(
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        build_parser().parse_args(["--config", "/nowhere.yaml"])
+        make_parser().parse_args(["--config", "/nowhere.yaml"])
     assert "--config /nowhere.yaml: cannot be read: No such file" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gllm.config.engine import EngineConfig
 from gllm.config.kv_events import KvEventsConfig, is_bound, parse_kv_events
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 
 
 def parse(**fields: Any) -> KvEventsConfig:
@@ -87,8 +87,8 @@ def test_the_replay_address_counts_too() -> None:
 
 
 def test_the_flag_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    values = build_parser().parse_args(["--kv-events-config", '{"topic": "kv@a@b"}'])
+    values = make_parser().parse_args(["--kv-events-config", '{"topic": "kv@a@b"}'])
     assert values.kv_events_config == KvEventsConfig(topic="kv@a@b")
     with pytest.raises(SystemExit):
-        build_parser().parse_args(["--kv-events-config", "{}}"])
+        make_parser().parse_args(["--kv-events-config", "{}}"])
     assert "--kv-events-config" in capsys.readouterr().err

@@ -9,11 +9,11 @@ from gllm.config.nodes import NodesConfig
 from gllm.engine.engine import Engine
 from gllm.options.field_types import FieldError
 from gllm.options.flags import config_from_flags
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 
 
 def parse(*arguments: str) -> EngineConfig:
-    config = config_from_flags(EngineConfig, build_parser().parse_args(arguments))
+    config = config_from_flags(EngineConfig, make_parser().parse_args(arguments))
     assert isinstance(config, EngineConfig)
     return config
 

@@ -6,7 +6,7 @@ from experiments.splitwise_full import FullRow, full_size_claims
 from experiments.splitwise_mixed import serves_point
 from experiments.splitwise_phases import next_turn_table
 from gllm.plan.pools.clusters import ClusterPoint, SampleSize
-from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
+from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machine_types
 
 SIZE = SampleSize(150, seconds=0)
 
@@ -57,7 +57,7 @@ def test_a_cache_that_is_sent_back_saves_the_prompt() -> None:
 
 def test_claims_at_full_size_are_changes_beside_the_baselines() -> None:
     def row(constraint: str, name: str, num_prompt: int, num_token: int, rate: float) -> FullRow:
-        machine = read_machines()[f"DGX-{name[-4:]}"] if num_token == 0 else None
+        machine = read_machine_types()[f"DGX-{name[-4:]}"] if num_token == 0 else None
         pair = (machine, machine) if machine else machine_pair(name)
         return FullRow(constraint, name, ClusterDesign(*pair, num_prompt, num_token), rate, 1, 1)
 

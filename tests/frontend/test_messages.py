@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gllm.engine.interface import EngineUnavailableError
-from gllm.frontend.fields.messages import MessagesFields, convert_to_chat
+from gllm.frontend.fields.messages import MessagesFields, convert_messages_to_chat
 from gllm.frontend.fields.parsing import parse_fields
 from tests.frontend.test_stream import until
 from tests.support.http.sse import named_events_of
@@ -30,7 +30,7 @@ async def stream(server, **fields):
 
 
 def chat_of(**fields):
-    return convert_to_chat(parse_fields({**BASE, **fields}, MessagesFields))
+    return convert_messages_to_chat(parse_fields({**BASE, **fields}, MessagesFields))
 
 
 async def test_whole(server):

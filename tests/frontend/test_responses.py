@@ -8,7 +8,7 @@ import pytest
 
 from gllm.engine.interface import EngineUnavailableError
 from gllm.frontend.fields.parsing import parse_fields
-from gllm.frontend.fields.responses import ResponsesFields, convert_to_chat
+from gllm.frontend.fields.responses import ResponsesFields, convert_responses_to_chat
 from gllm.options.field_types import FieldError
 from tests.frontend.conftest import CHAT_PATH
 from tests.frontend.test_stream import until
@@ -33,7 +33,7 @@ def prompt_of(server):
 
 
 def messages_of(**fields):
-    return convert_to_chat(parse_fields(fields, ResponsesFields))["messages"]
+    return convert_responses_to_chat(parse_fields(fields, ResponsesFields))["messages"]
 
 
 async def test_whole(server):
@@ -213,7 +213,7 @@ def test_what_is_nested_elsewhere():
         "reasoning": {"effort": "low", "summary": "auto"},
         "truncation": "auto",
     }
-    chat = convert_to_chat(parse_fields(fields, ResponsesFields))
+    chat = convert_responses_to_chat(parse_fields(fields, ResponsesFields))
     assert chat["response_format"] == {"type": "json_schema", "json_schema": schema}
     assert chat["tools"] == [{"type": "function", "function": function}]
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}

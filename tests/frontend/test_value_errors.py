@@ -4,10 +4,10 @@ import pytest
 
 from gllm.frontend.fields.chat import ChatCompletionFields
 from gllm.frontend.fields.messages import MessagesFields
-from gllm.frontend.fields.messages import convert_to_chat as convert_messages
+from gllm.frontend.fields.messages import convert_messages_to_chat as convert_messages
 from gllm.frontend.fields.parsing import parse_fields
 from gllm.frontend.fields.responses import ResponsesFields
-from gllm.frontend.fields.responses import convert_to_chat as convert_responses
+from gllm.frontend.fields.responses import convert_responses_to_chat as convert_responses
 from gllm.options.field_types import FieldError
 
 MESSAGE = [{"role": "user", "content": "x"}]

@@ -11,7 +11,7 @@ from gllm.kernels.aot import (
     count_buffers,
     count_tensor_core_instructions,
     find_problems,
-    format_table,
+    format_compile_table,
     parse_resource_usage,
     select_specs,
 )
@@ -107,7 +107,7 @@ def test_shared_memory_is_judged_by_architecture(arch: int) -> None:
 
 
 def test_the_table_has_a_line_for_each() -> None:
-    lines = format_table(
+    lines = format_compile_table(
         [GOOD, replace(GOOD, label="fp16, wide", arch=100, error="no")]
     ).splitlines()
     assert len({len(line) for line in lines}) == 1

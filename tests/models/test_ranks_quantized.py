@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gllm.kernels.fp8_weights import Fp8Matrix
 from gllm.models.attention import Attention, LatentAttention
-from gllm.models.shard import unsupported_reason
+from gllm.models.shard import unsupported_shard_reason
 from gllm.models.spec import ModelSpec
 from gllm.transport.groups import StageGroups
 from tests.models.test_fp8 import BLOCKS, TENSORS, compressed, quantize
@@ -128,8 +128,8 @@ def test_ranks_that_would_split_fp8_blocks_are_refused_by_name(tmp_path: Path) -
     """4 ranks have 20 of the 80 inner elements each, which are no whole blocks of 8."""
     folder = save_fp8("llama2", "blocks", tmp_path)
     model = RankedModel(folder, (1,), 1).model
-    assert unsupported_reason(model, 2) is None
-    reason = unsupported_reason(model, 4)
+    assert unsupported_shard_reason(model, 2) is None
+    reason = unsupported_shard_reason(model, 4)
     assert reason is not None
     assert "intermediate_size is 80" in reason
     assert "use 1 or 2" in reason

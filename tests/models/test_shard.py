@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gllm.models.config_reader import ConfigReader
 from gllm.models.registry import spec_builder
-from gllm.models.shard import shard, unsupported_reason
+from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.models.spec import (
     AttentionSpec,
     Cut,
@@ -185,7 +185,7 @@ def test_the_vocabulary_is_divided(size: int, ranks: int) -> None:
         hidden_size=2 * heads,
         intermediate_size=ranks,
     )
-    if (reason := unsupported_reason(model, ranks)) is not None:
+    if (reason := unsupported_shard_reason(model, ranks)) is not None:
         assert f"vocab_size is {size}" in reason
         assert (ranks - 1) * -(-size // ranks) >= size
         return
@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[ModelSpec, int, str]] = {
 def test_refusals_name_the_size_and_what_would_do(
     model: ModelSpec, ranks: int, message: str
 ) -> None:
-    assert unsupported_reason(model, ranks) == message
+    assert unsupported_shard_reason(model, ranks) == message
     with pytest.raises(ValueError, match="tensor_parallel_size") as error:
         shard(model, 0, ranks)
     assert str(error.value) == message
@@ -299,15 +299,15 @@ def test_blocks_with_one_scale_are_not_split(
     changes: dict[str, Any], block: tuple[int, int], ranks: int, named: str
 ) -> None:
     model = replace(build(**changes), quantization=QuantizationSpec("fp8", block))
-    message = unsupported_reason(model, ranks)
+    message = unsupported_shard_reason(model, ranks)
     assert message is not None
     assert message.startswith(f"tensor_parallel_size is {ranks}, but {named}")
     assert f"split blocks of {block[0]} x {block[1]} weights" in message
     numbers = message.rpartition(": use ")[2].replace(" or ", ", ").split(", ")
     assert ranks not in map(int, numbers)
-    assert all(unsupported_reason(model, int(number)) is None for number in numbers)
+    assert all(unsupported_shard_reason(model, int(number)) is None for number in numbers)
     without_blocks = replace(model, quantization=QuantizationSpec("fp8", None))
-    assert unsupported_reason(without_blocks, ranks) is None
+    assert unsupported_shard_reason(without_blocks, ranks) is None
 
 
 @pytest.mark.parametrize("ranks", [2, 8, pytest.param(4, marks=pytest.mark.full)])
@@ -315,10 +315,10 @@ def test_published_models_divide_or_say_why(ranks: int) -> None:
     for raw in PUBLISHED.values():
         model = read(raw)
         attention = model.layers[0].attention
-        reason = unsupported_reason(model, ranks)
+        reason = unsupported_shard_reason(model, ranks)
         if reason is not None:
             assert reason.startswith(f"tensor_parallel_size is {ranks}, but ")
-            assert unsupported_reason(model, int(reason.split()[-1])) is None
+            assert unsupported_shard_reason(model, int(reason.split()[-1])) is None
             continue
         parts = [shard(model, rank, ranks).layers[0].attention for rank in range(ranks)]
         assert sum(part.num_heads for part in parts) == attention.num_heads

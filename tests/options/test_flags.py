@@ -20,7 +20,7 @@ from gllm.options.options import INT32_MAX, Range, describe_range
 from tests.support.examples import num_examples
 
 PARSERS = {
-    "serve": ("gllm.serve", "build_parser"),
+    "serve": ("gllm.serve", "make_parser"),
     "profile": ("gllm.commands.profile.command", "make_parser"),
     "experiment": ("experiments.__main__", "make_parser"),
     "simulate": ("gllm.commands.simulate", "make_parser"),

@@ -18,7 +18,7 @@ from gllm.sim.hardware.machines import (
     ClusterDesign,
     count_affordable,
     machine_pair,
-    read_machines,
+    read_machine_types,
 )
 from gllm.sim.metrics.slowdowns import (
     NineSlos,
@@ -37,7 +37,7 @@ def throughput(prompt_rate: float, token_rate: float) -> Callable[[ClusterDesign
 
 
 def test_forty_h100_admit_seventy_a100_at_the_same_power() -> None:
-    machines = read_machines()
+    machines = read_machine_types()
     budget = 40 * machines["DGX-H100"].power
     assert count_affordable(budget, machines["DGX-A100"].power) == 70
     sizes = {design.num_machines for design in maximal_designs(machine_pair("AA"), "power", budget)}

@@ -22,12 +22,12 @@ from gllm.plan.pools.planner import (
     border_limit,
 )
 from gllm.plan.serving_plan import check_plan, read_plan
-from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
+from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machine_types
 from gllm.sim.metrics.slowdowns import SloMargin
 from tests.support.examples import num_examples
 
 NAMES = st.sampled_from(("AA", "HH", "HA", "HHcap"))
-H100_POWER = 40 * read_machines()["DGX-H100"].power
+H100_POWER = 40 * read_machine_types()["DGX-H100"].power
 """Power of the paper's forty machines, in DGX-A100s."""
 
 

@@ -75,7 +75,7 @@ SECRET = LaunchOptions("/etc/gllm/secret", 8)
 
 def parse(spec: ProcessSpec) -> Any:
     """The values of a process's flags, as its program reads them."""
-    return (router if spec.is_router else serve).build_parser().parse_args(spec.arguments)
+    return (router if spec.is_router else serve).make_parser().parse_args(spec.arguments)
 
 
 def by_name(plan: ServingPlan, node: str, options: LaunchOptions = SECRET) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Docstrings and class names follow the rules for names and language of CONTRIBUTING.md."""
+"""Docstrings, classes and functions follow the rules for names and language of CONTRIBUTING.md."""
 
 import ast
 import re
@@ -55,4 +55,34 @@ def classes_by_name() -> dict[str, list[str]]:
 
 def test_class_names_occur_once() -> None:
     twice = {name: files for name, files in classes_by_name().items() if len(files) > 1}
+    assert twice == {}
+
+
+SHARED_FUNCTION_NAMES = {"main", "make_parser", "build_spec", "install", "emit"}
+"""Functions that every entry of a registry defines: commands, families, middleware, emitters."""
+
+
+def functions_by_name() -> dict[str, list[str]]:
+    """Return the files of gllm that define each public function at the top level.
+
+    Forms of one kernel for several devices share a name: folders below gllm/kernels count as one.
+    """
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in sources("gllm"):
+        name = name_of(path)
+        place = "gllm/kernels" if name.startswith("gllm/kernels/") else name
+        for node in tree_of(path).body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if not node.name.startswith("_") and place not in files[node.name]:
+                files[node.name].append(place)
+    return files
+
+
+def test_names_of_public_functions_occur_once() -> None:
+    twice = {
+        name: files
+        for name, files in functions_by_name().items()
+        if len(files) > 1 and name not in SHARED_FUNCTION_NAMES
+    }
     assert twice == {}

@@ -4,7 +4,7 @@ import pytest
 
 from gllm.plan.pools.clusters import build_machine
 from gllm.sim.cluster.split_pools import simulate_pool, simulate_split
-from gllm.sim.hardware.machines import read_machines
+from gllm.sim.hardware.machines import read_machine_types
 from gllm.sim.workloads.requests import WorkloadRequest
 
 NUM_PAIRS = 10
@@ -13,7 +13,7 @@ NUM_PAIRS = 10
 @pytest.mark.parametrize("has_pools", [False, True])
 def test_a_short_prompt_goes_past_a_machine_that_computes_a_long_one(has_pools: bool) -> None:
     """A prompt of 2,000 tokens takes 0.5 s on a DGX-A100, one of 128 tokens 0.08 s."""
-    a100 = read_machines()["DGX-A100"]
+    a100 = read_machine_types()["DGX-A100"]
     machines = {name: build_machine(a100, "splitwise") for name in "ab"}
     jobs = [
         WorkloadRequest(5.0 * pair + delay, num_tokens, 2)

@@ -11,9 +11,9 @@ from gllm.sim.costs.splitwise import (
     SplitwiseCostModel,
     interpolate_medians,
     read_points,
-    read_profile,
+    read_splitwise_profile,
 )
-from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machines
+from gllm.sim.hardware.machines import ClusterDesign, machine_pair, read_machine_types
 
 MODEL = "bloom-176b"
 
@@ -40,7 +40,7 @@ def test_knots_that_do_not_ascend_are_refused() -> None:
 
 
 def test_iterations_take_the_measured_times() -> None:
-    a100 = read_profile(MODEL, "a100-80gb")
+    a100 = read_splitwise_profile(MODEL, "a100-80gb")
     assert a100.prompt_seconds(4096) == pytest.approx(1.335, rel=0.02)  # of 8 x 512 and 1 x 4,096
     assert a100.token_seconds(64) == pytest.approx(0.09658)
     assert a100.iteration_seconds(0, 0) == 0
@@ -54,7 +54,7 @@ def test_iterations_take_the_measured_times() -> None:
 
 
 def test_a_machine_without_prefill_takes_no_time_for_prompts() -> None:
-    profile = read_profile(MODEL, "h100-80gb")
+    profile = read_splitwise_profile(MODEL, "h100-80gb")
     work = StageWork(0, 1000, ((0, 990),), 10, 5000, 11)
     whole = SplitwiseCostModel(profile).stage_seconds(0, work)
     assert whole == pytest.approx(profile.iteration_seconds(990, 10))
@@ -63,7 +63,7 @@ def test_a_machine_without_prefill_takes_no_time_for_prompts() -> None:
 
 
 def test_the_stages_of_an_engine_share_the_time_of_a_machine() -> None:
-    profile = read_profile(MODEL, "h100-80gb")
+    profile = read_splitwise_profile(MODEL, "h100-80gb")
     work = StageWork(0, 1000, ((0, 990),), 10, 5000, 11)
     cost = SplitwiseCostModel(profile, num_stages=2, activation_seconds=1e-7)
     for stage in (0, 1):
@@ -73,13 +73,13 @@ def test_the_stages_of_an_engine_share_the_time_of_a_machine() -> None:
 
 
 def test_a_power_limit_slows_prompts_down_and_no_tokens() -> None:
-    full, capped = (read_profile(MODEL, name) for name in ("h100-80gb", "h100-80gb-pcap"))
+    full, capped = (read_splitwise_profile(MODEL, name) for name in ("h100-80gb", "h100-80gb-pcap"))
     assert capped.prompt_seconds(2048) == pytest.approx(1.3 * full.prompt_seconds(2048), rel=0.01)
     assert capped.token_seconds(32) == full.token_seconds(32)
 
 
 def test_machine_types_have_the_ratios_of_the_paper() -> None:
-    machines = read_machines()
+    machines = read_machine_types()
     a100, h100 = machines["DGX-A100"], machines["DGX-H100"]
     assert h100.dollars_per_hour / a100.dollars_per_hour == pytest.approx(h100.cost, rel=0.001)
     assert (a100.link.bandwidth, h100.link.bandwidth) == (200e9, 400e9)

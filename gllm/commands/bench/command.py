@@ -1,7 +1,6 @@
 """`gllm bench NAME`: measure a server over HTTP, or an engine in this process."""
 
-import importlib
-import sys
+from gllm.commands.sub_commands import run_sub_command
 
 BENCHMARKS = {
     "serve": "send load to an OpenAI-compatible server over HTTP",
@@ -11,20 +10,6 @@ BENCHMARKS = {
 """Descriptions by name; the name is also the module in gllm.commands.bench."""
 
 
-def usage() -> str:
-    """Return the help text."""
-    lines = [f"  {name:12}{text}" for name, text in BENCHMARKS.items()]
-    return "\n".join(["usage: gllm bench NAME [ARGUMENTS]", "", *lines])
-
-
 def main(argv: list[str]) -> int:
     """Run a benchmark and return its exit status."""
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name not in BENCHMARKS:
-        print(f"gllm bench: unknown benchmark {name!r}\n\n{usage()}", file=sys.stderr)
-        return 2
-    module = importlib.import_module(f"gllm.commands.bench.{name}")
-    return int(module.main(argv[1:]))
+    return run_sub_command("bench", "benchmark", BENCHMARKS, argv)

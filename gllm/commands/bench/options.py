@@ -16,7 +16,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 PROMPT_KINDS = ("auto", "ids", "text")
 
 
-def parse_json_object(text: str) -> dict[str, Any]:
+def parse_json_flag(text: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
@@ -37,7 +37,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def parse_metrics(text: str) -> tuple[str, ...]:
+def parse_metric_names(text: str) -> tuple[str, ...]:
     """Parse names of METRICS such as 'ttft,tpot'.
 
     Raises:
@@ -137,7 +137,7 @@ class ServeConfig:
     temperature: float = option(0.0, "sampling temperature", ge=0, le=2)
     ignore_eos: bool = option(True, "request outputs of exactly the planned length")
     extra_body: Mapping[str, Any] | None = option(
-        None, "JSON object with additional fields of every request", parse=parse_json_object
+        None, "JSON object with additional fields of every request", parse=parse_json_flag
     )
     num_warmups: int = option(
         1, "requests before the measurement, one at a time", ge=0, le=INT32_MAX
@@ -151,7 +151,7 @@ class ServeConfig:
     percentile_metrics: tuple[str, ...] = option(
         METRICS,
         "latencies to print (default ttft,tpot,itl,e2el)",
-        parse=parse_metrics,
+        parse=parse_metric_names,
     )
     metric_percentiles: tuple[float, ...] = option(
         (99.0,),

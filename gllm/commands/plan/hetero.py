@@ -14,7 +14,7 @@ from gllm.plan.hetero.cluster import (
     read_cluster,
 )
 from gllm.plan.hetero.drawing import (
-    describe_search,
+    describe_hetero_search,
     draw_placement,
     draw_routes,
     replica_table,
@@ -101,7 +101,7 @@ def find_cluster(name: str) -> DeviceCluster:
     return read_cluster(Path(name))
 
 
-def format_command(values: argparse.Namespace) -> str:
+def format_plan_command(values: argparse.Namespace) -> str:
     """Return the command line that repeats the plan."""
     words = ["gllm", "plan", "hetero"]
     for name in ("cluster", "model", "workload", "costs", "credit", "budget", "seed"):
@@ -122,7 +122,7 @@ def show_plan(plan: HeteroPlan) -> str:
             replica_table(plan),
             draw_placement(plan),
             draw_routes(plan),
-            describe_search(plan),
+            describe_hetero_search(plan),
         ]
     )
 
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
             run = simulate_plan(plan, values.seed)
             print(f"\nsimulated: {run.simulated:.3g} requests/s, {run.error:+.0%} of the estimate")
         if values.output:
-            serving = make_serving_plan(plan, format_command(values), values.checkpoint)
+            serving = make_serving_plan(plan, format_plan_command(values), values.checkpoint)
             write_plan(serving, Path(values.output))
             print(f"\nwrote {values.output}")
     except (ValueError, OSError) as error:

@@ -23,12 +23,12 @@ class RayMachine:
     host_name: str = ""
 
 
-def node_name(address: str, identity: str) -> str:
+def ray_node_name(address: str, identity: str) -> str:
     """Return the name of the agent on a machine; a host may have several raylets."""
     return f"ray-{address}-{identity[:6]}"
 
 
-def read_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
+def read_ray_machines(nodes: Sequence[Mapping[str, Any]]) -> list[RayMachine]:
     """Return the machines of `ray.nodes()`."""
     return [
         RayMachine(

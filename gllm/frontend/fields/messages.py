@@ -1,6 +1,6 @@
 """Request fields of POST /v1/messages and /v1/messages/count_tokens (Anthropic's Messages API).
 
-`convert_to_chat` returns the fields of chat completions for the same request.
+`convert_messages_to_chat` returns the fields of chat completions for the same request.
 """
 
 import json
@@ -153,7 +153,7 @@ class CountTokensFields(ModelRequestFields):
     parse_special: ParseSpecial = None
 
 
-def convert_to_chat(fields: MessagesFields | CountTokensFields) -> JsonObject:
+def convert_messages_to_chat(fields: MessagesFields | CountTokensFields) -> JsonObject:
     """Return the fields of the equivalent chat completion. Raises FieldError."""
     output_config = fields.output_config or OutputConfig()
     tools = [_convert_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())]

@@ -1,7 +1,7 @@
 """Request fields of POST /v1/responses, /v1/responses/input_tokens and /v1/responses/compact.
 
-`convert_to_chat` and `convert_prompt_to_chat` return the fields of chat completions for the same
-request.
+`convert_responses_to_chat` and `convert_prompt_to_chat` return the fields of chat completions for
+the same request.
 """
 
 from collections.abc import Mapping
@@ -233,7 +233,7 @@ def convert_prompt_to_chat(fields: ResponsesFields | InputTokensFields) -> JsonO
     }
 
 
-def convert_to_chat(fields: ResponsesFields) -> JsonObject:
+def convert_responses_to_chat(fields: ResponsesFields) -> JsonObject:
     """Return the fields of the equivalent chat completion. Raises FieldError."""
     has_logprobs = INCLUDE_LOGPROBS in (fields.include or ()) or fields.top_logprobs
     values: JsonObject = {

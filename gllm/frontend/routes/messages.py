@@ -13,7 +13,7 @@ from gllm.frontend.fields.messages import (
     CLIENT_FIELD_NAMES,
     CountTokensFields,
     MessagesFields,
-    convert_to_chat,
+    convert_messages_to_chat,
 )
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.messages_writer import MessagesWriter
@@ -25,7 +25,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     with _convert_errors():
         async with prepare_converted_chat(
-            request, MessagesFields, convert_to_chat, CLIENT_FIELD_NAMES
+            request, MessagesFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
         ) as (_, job):
             writer = MessagesWriter(context.engine, job, request[REQUEST_ID])
             return await send_answer(request, context, job, writer)
@@ -35,7 +35,7 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """Count the tokens of a prompt."""
     with _convert_errors():
         num_tokens = await count_prompt_tokens(
-            request, CountTokensFields, convert_to_chat, CLIENT_FIELD_NAMES
+            request, CountTokensFields, convert_messages_to_chat, CLIENT_FIELD_NAMES
         )
         return json_response(CountTokensResponse(input_tokens=num_tokens))
 

@@ -15,7 +15,7 @@ from gllm.frontend.fields.responses import (
     InputTokensFields,
     ResponsesFields,
     convert_prompt_to_chat,
-    convert_to_chat,
+    convert_responses_to_chat,
 )
 from gllm.frontend.json_encoding import json_response
 from gllm.frontend.response_schemas import InputTokensResponse
@@ -26,7 +26,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     """Generate an answer to the input, in the format of OpenAI's Responses API."""
     context = request.app[CONTEXT]
     async with prepare_converted_chat(
-        request, ResponsesFields, convert_to_chat, CLIENT_FIELD_NAMES
+        request, ResponsesFields, convert_responses_to_chat, CLIENT_FIELD_NAMES
     ) as (
         fields,
         job,

@@ -22,7 +22,7 @@ from gllm.models.spec_builders import (
     decoder_model,
     gated_mlp_spec,
     pre_norm_layer,
-    rms_norm,
+    rms_norm_spec,
 )
 
 
@@ -134,10 +134,10 @@ def _latent_attention(config: ConfigReader) -> LatentAttentionSpec:
         rope=rope,
         q_proj=LinearSpec(("self_attn.q_b_proj" if rank else "self_attn.q_proj",)),
         q_down_proj=LinearSpec(("self_attn.q_a_proj",)) if rank else None,
-        q_norm=rms_norm(config, "self_attn.q_a_layernorm") if rank else None,
+        q_norm=rms_norm_spec(config, "self_attn.q_a_layernorm") if rank else None,
         q_input_size=rank or hidden,
         kv_down_proj=LinearSpec(("self_attn.kv_a_proj_with_mqa",)),
-        kv_norm=rms_norm(config, "self_attn.kv_a_layernorm"),
+        kv_norm=rms_norm_spec(config, "self_attn.kv_a_layernorm"),
         kv_up_proj=LinearSpec(("self_attn.kv_b_proj",)),
         out_proj=LinearSpec(("self_attn.o_proj",)),
         scale=scale,

@@ -16,7 +16,7 @@ from gllm.models.spec_builders import (
     decoder_model,
     gated_mlp_spec,
     read_layer_windows,
-    rms_norm,
+    rms_norm_spec,
 )
 
 
@@ -121,4 +121,4 @@ def _with_cap(config: ConfigReader, model: ModelSpec, default: float | None) -> 
 
 def _norm(config: ConfigReader, name: str) -> NormSpec:
     """Build an RMSNorm; its stored scale is relative to 1."""
-    return rms_norm(config, name, offset=1.0)
+    return rms_norm_spec(config, name, offset=1.0)

@@ -12,7 +12,7 @@ from gllm.models.spec_builders import (
     decoder_model,
     gated_mlp_spec,
     pre_norm_layer,
-    rms_norm,
+    rms_norm_spec,
 )
 
 
@@ -25,8 +25,8 @@ def build_glm4_spec(config: ConfigReader) -> ModelSpec:
     """Build the spec of GLM-4 (2025): norms also after each block."""
     layer = replace(
         _layer(config),
-        post_attention_norm=rms_norm(config, "post_self_attn_layernorm"),
-        post_mlp_norm=rms_norm(config, "post_mlp_layernorm"),
+        post_attention_norm=rms_norm_spec(config, "post_self_attn_layernorm"),
+        post_mlp_norm=rms_norm_spec(config, "post_mlp_layernorm"),
     )
     return decoder_model(config, [layer] * config.positive_int("num_hidden_layers"))
 

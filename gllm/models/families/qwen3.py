@@ -13,7 +13,7 @@ from gllm.models.spec_builders import (
     decoder_model,
     gated_mlp_spec,
     pre_norm_layer,
-    rms_norm,
+    rms_norm_spec,
 )
 
 
@@ -36,6 +36,6 @@ def qwen3_attention_spec(config: ConfigReader) -> AttentionSpec:
     bias = config.boolean("attention_bias")
     return replace(
         attention_spec(config, qkv_bias=bias, out_bias=bias),
-        query_norm=rms_norm(config, "self_attn.q_norm"),
-        key_norm=rms_norm(config, "self_attn.k_norm"),
+        query_norm=rms_norm_spec(config, "self_attn.q_norm"),
+        key_norm=rms_norm_spec(config, "self_attn.k_norm"),
     )

@@ -42,7 +42,7 @@ class FreeDevices:
         return [self._free[node].pop(0) for _ in range(count)]
 
 
-def node_name(index: int) -> str:
+def planned_node_name(index: int) -> str:
     """Return the name and the host of a node."""
     return f"node-{index}"
 
@@ -113,7 +113,7 @@ def _stages(
     free: FreeDevices, engine: Parallelism, nodes: list[int], layers: int
 ) -> list[StagePlan]:
     return [
-        StagePlan(node_name(node), layers // engine.pp, free.allocate(node, engine.tp))
+        StagePlan(planned_node_name(node), layers // engine.pp, free.allocate(node, engine.tp))
         for node in nodes
     ]
 
@@ -147,7 +147,7 @@ def lay_out(
     device = problem.costs.device
     nodes = {
         name: NodePlan(name, [device] * problem.cluster.gpus_per_node)
-        for name in map(node_name, range(problem.cluster.num_nodes))
+        for name in map(planned_node_name, range(problem.cluster.num_nodes))
         if name in used
     }
     # KV caches stay within the nodes of a unit.

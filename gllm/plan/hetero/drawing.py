@@ -67,7 +67,7 @@ def draw_routes(plan: HeteroPlan) -> str:
     return "\n".join(lines)
 
 
-def describe_search(plan: HeteroPlan) -> str:
+def describe_hetero_search(plan: HeteroPlan) -> str:
     """Return how the plan was found, and what the search left out."""
     search = plan.search
     text = (

@@ -82,7 +82,7 @@ class SimulatedFleet(NamedTuple):
     """Simulates the requests on new engines."""
 
 
-def build_deployment(
+def build_engine_deployment(
     problem: PlanProblem, replica: Replica, max_model_len: int, policy: str = "vllm"
 ) -> Deployment:
     """Return an engine on a replica's devices, with the batch of its plan.
@@ -140,7 +140,9 @@ def plan_fleet(
     kv_bytes = problem.shape.layers * problem.shape.kv_bytes
 
     def serve(jobs: list[WorkloadRequest]) -> ClusterRun:
-        engines = {name: build_deployment(problem, each, most) for name, each in replicas.items()}
+        engines = {
+            name: build_engine_deployment(problem, each, most) for name, each in replicas.items()
+        }
         network = PairLinks(seconds, problem.lengths.prompt, kv_bytes)
         policy = make_pair_policy("flow", Random(seed), routes)
         return simulate_pairs(engines, roles, jobs, policy, network).cluster

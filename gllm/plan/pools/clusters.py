@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gllm.observability.latency import RequestTimeline
 from gllm.scheduler.config import SchedulerConfig
 from gllm.sim.cluster.split_pools import busy_seconds, simulate_pool, simulate_split
-from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_profile
+from gllm.sim.costs.splitwise import SplitwiseCostModel, SplitwiseProfile, read_splitwise_profile
 from gllm.sim.deployment import Deployment
 from gllm.sim.hardware.machines import ClusterDesign, MachineType
 from gllm.sim.hardware.shapes import MODELS
@@ -121,7 +121,7 @@ def machine_profile(model: str, device: str) -> SplitwiseProfile:
     """
     if model not in PROFILES:
         raise ValueError(f"model {model!r} was not measured: choose from {', '.join(PROFILES)}")
-    return read_profile(PROFILES[model], device)
+    return read_splitwise_profile(PROFILES[model], device)
 
 
 def reference_latencies(prompt: int, output: int, model: str = MODEL) -> RequestLatencies:
@@ -225,7 +225,7 @@ def _serve(point: ClusterPoint, jobs: list[WorkloadRequest]) -> tuple[list[Reque
 
 
 @cache
-def mean_lengths(workload: str) -> tuple[float, float]:
+def mean_workload_lengths(workload: str) -> tuple[float, float]:
     """Return the mean prompt and output tokens of a workload."""
     jobs = make_workload(WORKLOADS[workload], 4000)
     return (
@@ -240,7 +240,7 @@ def fluid_rate(design: ClusterDesign, workload: str, model: str = MODEL) -> floa
     A prompt machine computes full batches; a token machine the largest batch that keeps the limit
     of the median TBT and fits its KV cache. A cluster that is not split does both in turn.
     """
-    prompt, output = mean_lengths(workload)
+    prompt, output = mean_workload_lengths(workload)
     prompt_rate = _prompt_rate(design.prompt, model) / prompt
     token_rate = _token_rate(design.token, prompt + output, model) / output
     if not design.num_token:

@@ -25,7 +25,7 @@ from gllm.messages.sampling import SampleDetails
 from gllm.messages.steps import RegisterSequences
 from gllm.models.attention import LayerCache, head_shape
 from gllm.models.config import ModelConfig
-from gllm.models.shard import shard, unsupported_reason
+from gllm.models.shard import shard, unsupported_shard_reason
 from gllm.options.field_types import FieldError
 from gllm.runtime.worker.batch import Batch, BatchConfig, BlockTables, build_inputs, plan_windows
 from gllm.runtime.worker.device import (
@@ -84,7 +84,7 @@ class BaseExecutor(StageWeights, ABC):
             FieldError: weights, KV cache or attention cannot be as configured, or the ranks cannot
                 share the model.
         """
-        if (reason := unsupported_reason(model_config.model, num_ranks)) is not None:
+        if (reason := unsupported_shard_reason(model_config.model, num_ranks)) is not None:
             raise FieldError("tensor_parallel_size", reason)
         self.model = shard(model_config.model, rank, num_ranks)
         self._whole_model = model_config.model

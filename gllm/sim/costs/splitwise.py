@@ -138,7 +138,7 @@ def read_points(model: str, device: str, tp: int) -> tuple[Points, Points]:
 
 
 @cache
-def read_profile(model: str, device: str, tp: int = 8) -> SplitwiseProfile:
+def read_splitwise_profile(model: str, device: str, tp: int = 8) -> SplitwiseProfile:
     """Return the times of a model on a device; the arguments and errors are of `read_points`."""
     prompts, tokens = read_points(model, device, tp)
     return SplitwiseProfile(interpolate_medians(prompts), interpolate_medians(tokens))

@@ -64,7 +64,7 @@ class MachineType(NamedTuple):
 
 
 @cache
-def read_machines() -> dict[str, MachineType]:
+def read_machine_types() -> dict[str, MachineType]:
     """Return the machine types by name."""
     machines = {}
     for row in read_table(MACHINES_FILE):
@@ -124,7 +124,7 @@ def machine_pair(name: str) -> tuple[MachineType, MachineType]:
     Raises:
         ValueError: There is no such design.
     """
-    machines = read_machines()
+    machines = read_machine_types()
     a100, h100, capped = machines["DGX-A100"], machines["DGX-H100"], machines["DGX-H100-cap"]
     pairs = {"AA": (a100, a100), "HH": (h100, h100), "HA": (h100, a100), "HHcap": (h100, capped)}
     if name not in pairs:

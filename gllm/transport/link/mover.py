@@ -63,7 +63,7 @@ class ReceivingEnd(EdgeEnd):
         descriptors: Sequence[int],
         settings: LinkSettings,
     ) -> None:
-        """See EdgeEnd."""
+        """Prepare an end; `start` connects it."""
         super().__init__(name, command, descriptors, settings)
         self._rings: list[Ring | None] = [None] * command.num_lanes
         self._writers: list[SlotWriter | None] = [None] * command.num_lanes

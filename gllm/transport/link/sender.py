@@ -226,7 +226,7 @@ class SendingEnd(EdgeEnd):
         descriptors: Sequence[int],
         settings: LinkSettings,
     ) -> None:
-        """See EdgeEnd."""
+        """Prepare an end; `start` connects it."""
         super().__init__(name, command, descriptors, settings)
         self._rings: list[Ring | None] = [None] * command.num_lanes
         """The worker's ring of each lane, once the worker has laid it out."""

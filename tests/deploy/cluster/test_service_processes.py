@@ -74,7 +74,7 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
     assert (spec.module, spec.url) == ("gllm.serve", "http://10.0.0.2:5")
     assert not any("sk-x" in word for word in spec.arguments)
     assert spec.environment == {"GLLM_API_KEY": "sk-x"}
-    values = serve.build_parser().parse_args(spec.arguments)
+    values = serve.make_parser().parse_args(spec.arguments)
     assert (values.model, values.host, values.port) == ("demo", "10.0.0.2", 5)
     assert (values.tensor_parallel_size, values.layers) == ((2, 1), "auto")
     assert (values.max_model_len, values.prefix_cache, values.dtype) == (64, False, "float32")
@@ -87,7 +87,7 @@ def test_the_command_line_is_one_of_gllm_serve() -> None:
     member = msgspec.structs.replace(start, node_rank=1, api_key="")
     spec = make_spec(machine, member, ServicePorts(), "10.0.0.9:6")
     assert spec.environment == {}
-    values = serve.build_parser().parse_args(spec.arguments)
+    values = serve.make_parser().parse_args(spec.arguments)
     assert (values.node_rank, values.master_addr) == (1, "10.0.0.9:6")
     assert (values.host, values.port) == ("127.0.0.1", 0)
 

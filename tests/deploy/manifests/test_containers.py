@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gllm.commands.node import make_parser
+from gllm.commands.node import make_parser as make_node_parser
 from gllm.config.node_environment import NodePlace, read_node_place
 from gllm.config.nodes import DEFAULT_DATA_PORT, DEFAULT_HEAD_PORT, NodesConfig
 from gllm.config.server import ServerConfig
 from gllm.options.flags import config_from_flags
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 from tests.support.sources import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -92,7 +92,7 @@ def test_the_image_runs_gllm_without_root_and_exposes_its_ports(dockerfile: Path
     name, verb, *arguments = json.loads(command)
     assert (name, verb) == ("gllm", "serve")
     # Ports of a container are reached from outside of it only.
-    assert build_parser().parse_args(arguments).host == "0.0.0.0"
+    assert make_parser().parse_args(arguments).host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -122,7 +122,7 @@ def test_slurm_starts_gllm_on_each_machine_and_keeps_survivors(tmp_path: Path) -
     )
     at = arguments.index("gllm")
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(arguments[:at])
-    values = build_parser().parse_args(arguments[at + 2 :])
+    values = make_parser().parse_args(arguments[at + 2 :])
     assert (values.positional, values.seed, values.pipeline_parallel_size) == ("demo", 7, 4)
     variables = {
         "SLURM_NODEID": "1",
@@ -152,7 +152,7 @@ def test_torchrun_starts_one_process_per_machine(tmp_path: Path) -> None:
     assert flags["--nproc-per-node"] == "1"
     assert flags["--master-addr"] == "10.0.0.1"
     assert int(flags["--master-port"]) not in (DEFAULT_HEAD_PORT, DEFAULT_DATA_PORT)
-    values = build_parser().parse_args(arguments[at + 2 :])
+    values = make_parser().parse_args(arguments[at + 2 :])
     assert (values.positional, values.pipeline_parallel_size) == ("demo", 3)
     variables = {
         "GROUP_RANK": "1",
@@ -170,7 +170,7 @@ def test_the_line_of_a_windows_pc_is_one_of_gllm_node_and_dials_only() -> None:
     program, verb, *arguments = shlex.split(line)[1:]
     assert program.endswith("/bin/gllm")
     assert verb == "node"
-    values = make_parser().parse_args(arguments[: arguments.index("$@")])
+    values = make_node_parser().parse_args(arguments[: arguments.index("$@")])
     assert values.join == "$head"
     # Others cannot reach a machine behind the address translation of WSL2.
     assert values.data_port == 0

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gllm.commands.router import build_parser as build_router_parser
+from gllm.commands.router import make_parser as build_router_parser
 from gllm.config.server import ServerConfig
 from gllm.frontend.metrics import Metrics
 from gllm.frontend.routes.registry import ENDPOINTS
 from gllm.runtime.head.local_node import STOP_SECONDS
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 from gllm.text.tokenizer import Tokenizer
 from scripts import grafana_dashboard
 from tests.frontend.test_engines import ScriptedFleet
@@ -115,7 +115,7 @@ def test_prometheus_asks_where_the_server_answers() -> None:
 def time_to_stop(command: list[str]) -> float:
     """Seconds that a server with this command line may take to end."""
     at = command.index("serve")
-    values = build_parser().parse_args(command[at + 1 :])
+    values = make_parser().parse_args(command[at + 1 :])
     assert values.log_format == "json"
     return values.shutdown_timeout + STOP_SECONDS
 
@@ -165,7 +165,7 @@ def test_kubernetes_routers_and_engines_find_each_other() -> None:
     port = {each["name"]: each["containerPort"] for each in router["ports"]}["hub"]
     assert router_values.hub == f"0.0.0.0:{port}"
     assert engine["args"][:2] == ["gllm", "serve"]
-    engine_values = build_parser().parse_args(engine["args"][2:])
+    engine_values = make_parser().parse_args(engine["args"][2:])
     hub = found["Service", "gllm-router-hub"]["spec"]
     assert engine_values.router == (f"dns:gllm-router-hub:{hub['ports'][0]['port']}",)
     # A router becomes ready by its engines, which have to find it before.

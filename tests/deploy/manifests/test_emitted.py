@@ -65,7 +65,7 @@ def documents(manager: str, plan: ServingPlan, name: str) -> list[Any]:
 def parse(command: list[str]) -> Any:
     program, name, *arguments = command
     assert program == "gllm"
-    return {"serve": serve, "router": router}[name].build_parser().parse_args(arguments)
+    return {"serve": serve, "router": router}[name].make_parser().parse_args(arguments)
 
 
 def lws_objects(plan: ServingPlan) -> dict[tuple[str, str], Any]:

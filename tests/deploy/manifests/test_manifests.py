@@ -16,7 +16,7 @@ from gllm.options.flags import config_from_flags
 from gllm.runtime.head.local_node import STOP_SECONDS
 from gllm.runtime.head.node_admission import node_hub_address
 from gllm.runtime.messaging.security import SecretFile, create_secret_file
-from gllm.serve import build_parser
+from gllm.serve import make_parser
 from tests.support.schemas.lws import LEADER_WORKER_SET
 from tests.support.sources import ROOT
 
@@ -89,7 +89,7 @@ def expand(container: Any, environment: dict[str, str]) -> list[str]:
 
 def parse(arguments: list[str]) -> Any:
     assert arguments[:2] == ["gllm", "serve"]
-    return build_parser().parse_args(arguments[2:])
+    return make_parser().parse_args(arguments[2:])
 
 
 def test_leader_worker_set_keeps_survivors_and_starts_workers_before_the_leader_is_ready() -> None:

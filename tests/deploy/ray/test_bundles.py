@@ -8,10 +8,10 @@ from gllm.deploy.ray.bundles import (
     describe_wait,
     find_spare_machines,
     needs_gpus,
-    node_name,
     plan_bundles,
     port_offset,
-    read_machines,
+    ray_node_name,
+    read_ray_machines,
     spare_bundle,
 )
 
@@ -34,15 +34,15 @@ def test_machines_are_read_from_rays_table_also_dead_ones_without_resources() ->
         "NodeManagerHostname": "other",
         "Alive": False,
     }
-    assert read_machines([alive, dead]) == [
+    assert read_ray_machines([alive, dead]) == [
         RayMachine("a", "10.0.0.1", True, {"CPU": 2.0}, "host"),
         RayMachine("b", "10.0.0.2", False, {}, "other"),
     ]
 
 
 def test_two_raylets_of_one_host_have_agents_of_different_names() -> None:
-    assert node_name("10.0.0.1", "abcdef0123") == "ray-10.0.0.1-abcdef"
-    assert node_name("10.0.0.1", "0123456789") != node_name("10.0.0.1", "abcdef0123")
+    assert ray_node_name("10.0.0.1", "abcdef0123") == "ray-10.0.0.1-abcdef"
+    assert ray_node_name("10.0.0.1", "0123456789") != ray_node_name("10.0.0.1", "abcdef0123")
 
 
 def test_agents_of_one_host_have_different_ports_and_the_head_keeps_its_own() -> None:

@@ -16,7 +16,7 @@ ROUTER, HEAD, OWN = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 
 
 def parse(spec: ProcessSpec) -> Any:
-    return (router if spec.is_router else serve).build_parser().parse_args(spec.arguments)
+    return (router if spec.is_router else serve).make_parser().parse_args(spec.arguments)
 
 
 def process(plan: ServingPlan, name: str, node: str, own: str = OWN, head: str = HEAD) -> Any:

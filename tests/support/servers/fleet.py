@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gllm.commands.router import build_parser
+from gllm.commands.router import make_parser
 from gllm.config.engine import EngineConfig
 from gllm.options.flags import FlagParser, add_flags
 from tests.support.network.ports import free_port
@@ -30,7 +30,7 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of the engines and of the router among those of a server; some are of both."""
     of_engine = FlagParser()
     add_flags(of_engine, EngineConfig)
-    of_router = build_parser()
+    of_router = make_parser()
     engine: list[str] = []
     router: list[str] = []
     targets: list[list[str]] = []
