@@ -7,10 +7,10 @@ are read once.
 
 from gllm.routing.placement import LatencyModel
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel
+from gllm.sim.costs.base import CostModel
 
 
-class LinearCostModel(BaseCostModel):
+class LinearCostModel(CostModel):
     """Engine of one stage with a linear latency model.
 
     Args:

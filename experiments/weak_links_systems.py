@@ -27,7 +27,7 @@ from gllm.sim.depth_control import AUTO_DEPTH, start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.hardware.devices import NetworkLink
 from gllm.sim.hardware.stages import PipelineSpec, build_hardware
-from gllm.sim.observer import BasePipelineObserver
+from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import (
     WorkloadRequest,
@@ -152,7 +152,7 @@ class WeakLinkCostModel(DelegatingCostModel):
         return transfer._replace(propagation_seconds=delay)
 
 
-class LatencyRecorder(BasePipelineObserver):
+class LatencyRecorder(PipelineObserver):
     """Observer that keeps the times of each request's tokens."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Simulated deployment: a model cut into stages, a cost model and a scheduler configuration."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gllm.observability.step_log import StartEvent, StepLogEvent
 from gllm.scheduler.config import SchedulerConfig
@@ -15,13 +15,15 @@ from gllm.sim.hardware.stages import PipelineSpec, build_hardware
 from gllm.sim.metrics.run_record import (
     DepthChange,
     RunRecord,
-    ServedRequest,
     StageReport,
     build_run_record,
 )
 from gllm.sim.metrics.run_recorder import RunRecorder
 from gllm.sim.pipeline import SimulatedPipeline
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
+
+if TYPE_CHECKING:
+    from gllm.sim.metrics.delays import LongDelays
 
 USABLE_MEMORY_SHARE = 0.9
 """Share of a device's memory for weights and KV cache; activations and system get the rest."""
@@ -38,21 +40,6 @@ class ModelFitError(ValueError):
     def __init__(self, message: str, constraint: str) -> None:
         super().__init__(message)
         self.constraint = constraint
-
-
-class StopCondition(Protocol):
-    """Decides during a run whether the rest of it matters."""
-
-    interval_seconds: float
-    """Simulated time between two decisions."""
-
-    def is_met(self, requests: Mapping[int, ServedRequest], now: float) -> bool:
-        """Return True if the run may end now.
-
-        Args:
-            requests: Those that have arrived, in this order.
-            now: All events up to this time in seconds have happened.
-        """
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ def simulate(
     deployment: Deployment,
     jobs: list[WorkloadRequest],
     log: Callable[[StepLogEvent], None] | None = None,
-    stop: StopCondition | None = None,
+    stop: "LongDelays | None" = None,
 ) -> RunRecord:
     """Simulate a workload.
 

@@ -9,7 +9,7 @@ from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.event_loop import REPORT
 from gllm.sim.metrics.run_record import DepthChange
-from gllm.sim.observer import BasePipelineObserver
+from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
 
 AUTO_DEPTH = "auto"
@@ -18,7 +18,7 @@ PROBE_TOKENS = 8
 """Tokens of the larger one of two micro-batches by which the time per token is read."""
 
 
-class SimulatedDepthControl(BasePipelineObserver):
+class SimulatedDepthControl(PipelineObserver):
     """Observer of a pipeline that lets the controller set its depth, as the driver does.
 
     pipeline: has not begun.

@@ -1,14 +1,15 @@
-"""Interface between a simulated pipeline and those who record or react to what happens in it."""
-
-from typing import Protocol
+"""Observers of a simulated pipeline, which record its events or react to them."""
 
 from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 
 
-class PipelineObserver(Protocol):
-    """Receiver of a pipeline's events, in order of time. Times are seconds of the simulation."""
+class PipelineObserver:
+    """Receiver of a pipeline's events, in order of time; the base class ignores all of them.
+
+    Times are seconds of the simulation.
+    """
 
     def on_added(self, request: SchedulerRequest, now: float) -> None:
         """Note a request that the scheduler has accepted."""
@@ -38,30 +39,4 @@ class PipelineObserver(Protocol):
         """Note the end of a step's computation on a stage."""
 
     def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
-        """Note the commit of a step and what it brought to each request."""
-
-
-class BasePipelineObserver:
-    """Base of observers: ignores everything."""
-
-    def on_added(self, request: SchedulerRequest, now: float) -> None:
-        """Ignore it."""
-
-    def on_aborted(self, seqs: list[int], now: float) -> None:
-        """Ignore it."""
-
-    def on_scheduled(
-        self,
-        plan: StepPlan | None,
-        work: StageWork | None,
-        parallelism: int,
-        kv_usage: float,
-        now: float,
-    ) -> None:
-        """Ignore it."""
-
-    def on_stage_finished(self, stage: int, step: int, start: float, end: float) -> None:
-        """Ignore it."""
-
-    def on_committed(self, plan: StepPlan, output: StepOutput, now: float) -> None:
-        """Ignore it."""
+        """Note the commit of a step and its outputs."""

@@ -25,13 +25,13 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.compare import read_aborts
-from gllm.sim.costs.base import BaseCostModel, TransferCost
+from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.deployment import Deployment, serve_requests
 from gllm.sim.metrics.run_record import RunRecord, build_run_record
 from gllm.sim.metrics.step_costs import StepCosts, measure_step_costs
 
 
-class RecordedCostModel(BaseCostModel):
+class RecordedCostModel(CostModel):
     """Cost model that returns the times of a recorded run, step by step.
 
     Step numbers count from 0. A step beyond the recording takes as long as its last one.

@@ -18,13 +18,13 @@ from gllm.scheduler.scheduler import Scheduler
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import ClusterRun, EngineStart, SimulatedCluster, simulate_cluster
+from gllm.sim.cluster.engine import ClusterEngine
 from gllm.sim.cluster.generation import MeteredCostModel
 from gllm.sim.cluster.requests import ClusterRequest, SubmissionLog, join_submissions
 from gllm.sim.cluster.router import (
     ROUTER_NAMES,
     ClusterRouter,
     PolicyRouter,
-    RoutableEngine,
     RouterNeeds,
     make_router,
 )
@@ -247,7 +247,7 @@ def test_choice_of_an_unknown_engine_is_refused(waits: bool) -> None:
             self,
             request: SchedulerRequest,
             job: WorkloadRequest,
-            engines: Sequence[RoutableEngine],
+            engines: Sequence[ClusterEngine],
             now: float,
         ) -> str | None:
             return "nobody" if engines or not waits else None

@@ -11,7 +11,7 @@ from gllm.scheduler.plan import StepTime
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.cluster.cluster import simulate_cluster
 from gllm.sim.cluster.router import DeferredRouter, PolicyRouter, make_router
-from gllm.sim.costs.base import BaseCostModel
+from gllm.sim.costs.base import CostModel
 from gllm.sim.deployment import Deployment, roofline_deployment, simulate
 from gllm.sim.description import describe_below_range, describe_load
 from gllm.sim.metrics.attainment import class_attainment, parse_slo_limits
@@ -89,7 +89,7 @@ def test_arithmetic_counts_every_token_once() -> None:
     assert least < in_one < 1.02 * least
 
 
-class HalvesCostModel(BaseCostModel):
+class HalvesCostModel(CostModel):
     """Cost of which attention is a quarter on stage 0 and three quarters on stage 1."""
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
@@ -102,7 +102,7 @@ class HalvesCostModel(BaseCostModel):
         return {"attention": attention, "linear": 1 - attention}
 
 
-class SecondCostModel(BaseCostModel):
+class SecondCostModel(CostModel):
     """Cost that does not know operators."""
 
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:

@@ -14,7 +14,7 @@ from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.costs.base import ConstantCostModel, TransferCost
 from gllm.sim.event_loop import EventLoop
-from gllm.sim.observer import BasePipelineObserver
+from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline, make_pipeline_links
 from gllm.sim.workloads.requests import WorkloadRequest
 from tests.support.examples import num_examples
@@ -38,7 +38,7 @@ class WeakLinkCost(ConstantCostModel):
         return TransferCost(size / RATE, 0.03, size)
 
 
-class LaneLog(BasePipelineObserver):
+class LaneLog(PipelineObserver):
     """Lane and turn of each commit."""
 
     def __init__(self) -> None:

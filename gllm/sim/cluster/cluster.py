@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import tee
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gllm.observability.step_log import StepLogEvent
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.engine import (
     ClusterEngine,
     ClusterEngineState,
-    EngineKvListener,
     EngineRun,
 )
 from gllm.sim.cluster.handoffs import KvTransfer, KvTransfers
@@ -22,6 +21,9 @@ from gllm.sim.event_loop import ABORT, ARRIVAL, EventLoop
 from gllm.sim.metrics.run_record import ServedRequest
 from gllm.sim.pipeline import PipelineLinks
 from gllm.sim.workloads.requests import WorkloadRequest, iterate_scheduler_requests
+
+if TYPE_CHECKING:
+    from gllm.sim.cluster.paired import PairedCluster
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class SimulatedCluster:
         self.transfers = KvTransfers(self._on_transfer_end)
         self._router = router
         self._open_log = open_log
-        self._kv_listener: EngineKvListener | None = None
+        self._kv_listener: PairedCluster | None = None
         self._routable: list[ClusterEngine] = []
         """Engines that the router takes for ready."""
         self._min_model_len = 0

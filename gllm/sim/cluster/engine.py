@@ -4,7 +4,7 @@ from collections.abc import Callable, Container
 from enum import Enum
 from heapq import heappop, heappush, heapreplace
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gllm.observability.step_log import RestartEvent, StepLogEvent
 from gllm.routing.prefix_index import PrefixIndex
@@ -22,6 +22,10 @@ from gllm.sim.event_loop import ABORT, EventLoop
 from gllm.sim.metrics.micro_batch_table import MicroBatch
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.pipeline import ROUNDING_SECONDS, PipelineLinks, SimulatedPipeline
+
+if TYPE_CHECKING:
+    from gllm.sim.cluster.cluster import SimulatedCluster
+    from gllm.sim.cluster.paired import PairedCluster
 
 
 class EarliestEnds:
@@ -105,32 +109,6 @@ class EngineRun(NamedTuple):
     lives: list[EngineLife]
 
 
-class EngineListener(Protocol):
-    """Receiver of an engine's events."""
-
-    def on_finished(self, engine: "ClusterEngine", request: ClusterRequest, now: float) -> None:
-        """Note a request that has finished."""
-
-    def on_changed(self, engine: "ClusterEngine", now: float) -> None:
-        """Note an engine that may be able to run another request."""
-
-
-class EngineKvListener(Protocol):
-    """Receiver of what concerns KV cache that moves between engines."""
-
-    def on_begun(self, engine: "ClusterEngine", request: ClusterRequest, now: float) -> None:
-        """Note a request of which the first chunk has been computed, if it was watched."""
-
-    def on_fetch(self, engine: "ClusterEngine", fetch: KvFetch, now: float) -> None:
-        """Fetch KV cache for an engine."""
-
-    def on_fetch_cancelled(self, engine: "ClusterEngine", seq: int, now: float) -> None:
-        """Stop the fetch of a sequence of an engine."""
-
-    def on_revoked(self, engine: "ClusterEngine", ticket: int, now: float) -> None:
-        """Stop reading the blocks that an engine holds under a ticket."""
-
-
 class ClusterEngine:
     """Engine of a simulated cluster.
 
@@ -152,11 +130,11 @@ class ClusterEngine:
         deployment: Deployment,
         loop: EventLoop,
         needs: RouterNeeds,
-        listener: EngineListener,
+        listener: "SimulatedCluster",
         links: PipelineLinks | None = None,
         log: Callable[[StepLogEvent], None] | None = None,
         role: str = "mixed",
-        kv_listener: EngineKvListener | None = None,
+        kv_listener: "PairedCluster | None" = None,
     ) -> None:
         self.name = name
         self.role = role
@@ -373,7 +351,7 @@ class ClusterEngine:
     # Listener of a generation and of its scheduler's KV requests.
 
     @property
-    def _kv(self) -> EngineKvListener:
+    def _kv(self) -> "PairedCluster":
         assert self._kv_listener is not None
         return self._kv_listener
 

@@ -1,7 +1,7 @@
 """One generation of an engine of a cluster: a pipeline, its record and what a router may read."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gllm.observability.step_log import StepLogEvent
 from gllm.routing.ongoing import OngoingRequests
@@ -18,7 +18,11 @@ from gllm.sim.depth_control import start_depth
 from gllm.sim.event_loop import EventLoop
 from gllm.sim.metrics.run_record import RunRecord
 from gllm.sim.metrics.run_recorder import RunRecorder
+from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import KvRequestListener, PipelineLinks, SimulatedPipeline
+
+if TYPE_CHECKING:
+    from gllm.sim.cluster.engine import ClusterEngine
 
 
 class MeteredCostModel(DelegatingCostModel):
@@ -45,24 +49,7 @@ class MeteredCostModel(DelegatingCostModel):
         return seconds
 
 
-class GenerationListener(Protocol):
-    """Receiver of the events of a generation that concern the cluster."""
-
-    def on_finished(self, seqs: list[int], now: float) -> None:
-        """Note sequences that have finished."""
-
-    def on_admitted(self, now: float) -> None:
-        """Note a micro-batch: requests that waited may hold KV blocks now."""
-
-    @property
-    def watched_seqs(self) -> set[int]:
-        """Return the sequences whose first committed rows are to be reported."""
-
-    def on_begun(self, seqs: list[int], now: float) -> None:
-        """Note watched sequences of which a row has been committed."""
-
-
-class EngineGeneration:
+class EngineGeneration(PipelineObserver):
     """Scheduler and pipeline of an engine from its start to its end.
 
     Args:
@@ -82,7 +69,7 @@ class EngineGeneration:
         deployment: Deployment,
         loop: EventLoop,
         needs: RouterNeeds,
-        listener: GenerationListener,
+        listener: "ClusterEngine",
         links: PipelineLinks | None = None,
         log: Callable[[StepLogEvent], None] | None = None,
         kv_listener: KvRequestListener | None = None,

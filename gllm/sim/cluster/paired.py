@@ -31,7 +31,7 @@ from gllm.sim.cluster.handoffs import (
     make_record,
 )
 from gllm.sim.cluster.requests import ClusterRequest
-from gllm.sim.cluster.router import ClusterRouter, RoutableEngine, RouterNeeds
+from gllm.sim.cluster.router import ClusterRouter, RouterNeeds
 from gllm.sim.deployment import Deployment
 from gllm.sim.event_loop import ABORT
 from gllm.sim.pipeline import OUTPUT_TOKEN_ID
@@ -61,7 +61,7 @@ class PairRouter(ClusterRouter):
         self,
         request: SchedulerRequest,
         job: WorkloadRequest,
-        engines: Sequence[RoutableEngine],
+        engines: Sequence[ClusterEngine],
         now: float,
     ) -> str | None:
         """Return the prefill engine that the policy chooses; `pair` has the decode engine too."""
@@ -80,7 +80,7 @@ class PairRouter(ClusterRouter):
         return self._pairs[request.seq]
 
     def route_decode(
-        self, request: SchedulerRequest, engines: Sequence[RoutableEngine], now: float
+        self, request: SchedulerRequest, engines: Sequence[ClusterEngine], now: float
     ) -> str | None:
         """Return the engine that decodes a request; None if there is none."""
         snapshots = [engine.snapshot(now) for engine in engines]
@@ -88,7 +88,7 @@ class PairRouter(ClusterRouter):
         self._pairs[request.seq] = self._pairs[request.seq]._replace(decode=name)
         return name
 
-    def role_changes(self, engines: Sequence[RoutableEngine], now: float) -> list[RoleChange]:
+    def role_changes(self, engines: Sequence[ClusterEngine], now: float) -> list[RoleChange]:
         """Return the role changes that the policy decides on."""
         return self._policy.role_changes([engine.snapshot(now) for engine in engines], now)
 

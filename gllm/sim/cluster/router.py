@@ -7,17 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import itemgetter
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gllm.options.slo import Slo
 from gllm.routing.policy import RoutingPolicy
 from gllm.routing.policy_registry import POLICIES, make_policy
-from gllm.routing.prefix_index import PrefixIndex, PromptBlockHashes
-from gllm.routing.state import EngineSnapshot, RoutingRequest
+from gllm.routing.prefix_index import PromptBlockHashes
+from gllm.routing.state import RoutingRequest
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.output_lengths import OutputLengthPredictor
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.workloads.requests import WorkloadRequest
+
+if TYPE_CHECKING:
+    from gllm.sim.cluster.engine import ClusterEngine
 
 DEFERRED = "deferred"
 """Name of DeferredRouter, which production does not have."""
@@ -55,32 +58,6 @@ class RouterNeeds(NamedTuple):
 ONLY_COUNTS = RouterNeeds(request_counts=True)
 
 
-class RoutableEngine(Protocol):
-    """Engine of a cluster, as a router sees it."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the engine, unique in the cluster."""
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """Return the resolved configuration of the scheduler."""
-
-    @property
-    def num_requests(self) -> int:
-        """Return the number of unfinished requests that were sent to the engine."""
-
-    @property
-    def num_waiting_requests(self) -> int:
-        """Return the number of those that hold no KV blocks."""
-
-    def snapshot(self, now: float) -> EngineSnapshot:
-        """Return the state that a router of production would know, as far as RouterNeeds says."""
-
-    def update_index(self, prefixes: PrefixIndex) -> None:
-        """Apply the changes of the engine's prefix cache since the last call to an index."""
-
-
 class ClusterRouter(ABC):
     """Rule that chooses the engine of each request of a simulated cluster."""
 
@@ -104,7 +81,7 @@ class ClusterRouter(ABC):
         self,
         request: SchedulerRequest,
         job: WorkloadRequest,
-        engines: Sequence[RoutableEngine],
+        engines: Sequence["ClusterEngine"],
         now: float,
     ) -> str | None:
         """Return the name of the engine that serves a request; None to let the request wait.
@@ -158,7 +135,7 @@ class PolicyRouter(ClusterRouter):
         self,
         request: SchedulerRequest,
         job: WorkloadRequest,
-        engines: Sequence[RoutableEngine],
+        engines: Sequence["ClusterEngine"],
         now: float,
     ) -> str | None:
         """Return the engine that the policy chooses; None without engines."""
@@ -228,7 +205,7 @@ class DeferredRouter(ClusterRouter):
         self,
         request: SchedulerRequest,
         job: WorkloadRequest,
-        engines: Sequence[RoutableEngine],
+        engines: Sequence["ClusterEngine"],
         now: float,
     ) -> str | None:
         """Return the engine with the fewest requests of those that can run it at once."""

@@ -3,6 +3,7 @@
 A cost model sees the work of a micro-batch, never the scheduling policy.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -34,107 +35,73 @@ class CostRangeError(ValueError):
     """Work above the range in which a cost model was measured; the message names the range."""
 
 
-class CostModel(Protocol):
+class CostModel(ABC):
     """Predictor of a pipeline's times in seconds.
 
-    Methods raise CostRangeError for work above the measured range. Work below it costs as much as
-    the least that was measured, and is counted.
+    The defaults are those of a model with a driver and links that cost nothing, which holds for all
+    work. Methods raise CostRangeError for work above the measured range. Work below it costs as
+    much as the least that was measured, and is counted.
     """
 
     @property
     def ranges(self) -> Mapping[str, tuple[float, float]]:
         """Smallest and largest measured value, by name of the quantity; empty without limits."""
+        return {}
 
     @property
     def num_below_range(self) -> Mapping[str, int]:
         """Number of predictions below the measured range, by name of the quantity."""
+        return {}
 
+    @abstractmethod
     def stage_seconds(self, stage: int, work: StageWork, now: float = 0.0) -> float:
         """Return the time in which a stage computes a micro-batch that it starts at `now`."""
 
     def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
         """Return a lower bound of `stage_seconds` at any time, of one micro-batch or of all.
 
-        0 is one. A cluster lets an engine wait while it certainly has nothing to report.
+        A cluster lets an engine wait while it certainly has nothing to report.
         """
+        return 0.0
 
     def arrival_seconds(self, stage: int) -> float:
         """Return the time by which each request that arrives prolongs the step of a stage."""
+        return 0.0
 
     def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of sending the activations from `stage` to the next one."""
+        return NO_TRANSFER
 
     def plan_seconds(self, work: StageWork) -> float:
         """Return the driver's time from the schedule until the plan leaves it."""
+        return 0.0
 
     def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
         """Return the cost of sending the plan from the driver to a stage."""
+        return NO_TRANSFER
 
     def sample_seconds(self, work: StageWork) -> float:
         """Return the time from a single stage's end until its tokens can be used."""
+        return 0.0
 
     def return_seconds(self, work: StageWork) -> float:
         """Return the time from the last stage's end until its result leaves, sampling included."""
+        return 0.0
 
     def return_transfer(self, work: StageWork) -> TransferCost:
         """Return the cost of sending the result from the last stage to the driver."""
+        return NO_TRANSFER
 
 
 @runtime_checkable
-class OperatorCostModel(CostModel, Protocol):
+class OperatorCostModel(Protocol):
     """Cost model that knows the parts of a stage's time."""
 
     def operator_seconds(self, stage: int, work: StageWork) -> Mapping[str, float]:
         """Return the time of each class of operators, which add up to `stage_seconds`."""
 
 
-class BaseCostModel:
-    """Base of cost models: a driver and links that cost nothing, and no range."""
-
-    @property
-    def ranges(self) -> Mapping[str, tuple[float, float]]:
-        """Return no ranges: the model holds for all work."""
-        return {}
-
-    @property
-    def num_below_range(self) -> Mapping[str, int]:
-        """Return no counts: the model holds for all work."""
-        return {}
-
-    def least_stage_seconds(self, stage: int, work: StageWork | None = None) -> float:
-        """Return 0: no lower bound is known."""
-        return 0.0
-
-    def arrival_seconds(self, stage: int) -> float:
-        """Return nothing."""
-        return 0.0
-
-    def activation_transfer(self, stage: int, work: StageWork) -> TransferCost:
-        """Return nothing."""
-        return NO_TRANSFER
-
-    def plan_seconds(self, work: StageWork) -> float:
-        """Return nothing."""
-        return 0.0
-
-    def plan_transfer(self, stage: int, work: StageWork) -> TransferCost:
-        """Return nothing."""
-        return NO_TRANSFER
-
-    def sample_seconds(self, work: StageWork) -> float:
-        """Return nothing."""
-        return 0.0
-
-    def return_seconds(self, work: StageWork) -> float:
-        """Return nothing."""
-        return 0.0
-
-    def return_transfer(self, work: StageWork) -> TransferCost:
-        """Return nothing."""
-        return NO_TRANSFER
-
-
-class DelegatingCostModel:
+class DelegatingCostModel(CostModel):
     """Base of cost models that change some predictions of another one."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -199,7 +166,7 @@ class DecodeOnlyCostModel(DelegatingCostModel):
         return self._cost.stage_seconds(stage, work, now)
 
 
-class ConstantCostModel(BaseCostModel):
+class ConstantCostModel(CostModel):
     """Cost model for theory and tests: all micro-batches take the same time.
 
     Args:
@@ -261,7 +228,7 @@ class MeasuredRanges:
         return value
 
 
-class MeasuredCostModel(BaseCostModel):
+class MeasuredCostModel(CostModel):
     """Base of cost models that hold for measured ranges only."""
 
     _ranges: MeasuredRanges

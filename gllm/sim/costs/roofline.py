@@ -24,7 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import NO_TRANSFER, BaseCostModel, TransferCost
+from gllm.sim.costs.base import NO_TRANSFER, CostModel, TransferCost
 from gllm.sim.hardware.devices import DeviceSpec, NetworkLink
 from gllm.sim.hardware.shapes import (
     BYTES_PER_ELEMENT,
@@ -197,7 +197,7 @@ class LayerSeconds(NamedTuple):
     """Fixed times of kernels, and waiting for the host to launch them."""
 
 
-class RooflineCostModel(BaseCostModel):
+class RooflineCostModel(CostModel):
     """Cost of a model on devices and links that data sheets describe.
 
     Args:

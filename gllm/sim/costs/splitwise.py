@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel, TransferCost
+from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.data_tables import read_table
 
 
@@ -144,7 +144,7 @@ def read_splitwise_profile(model: str, device: str, tp: int = 8) -> SplitwisePro
     return SplitwiseProfile(interpolate_medians(prompts), interpolate_medians(tokens))
 
 
-class SplitwiseCostModel(BaseCostModel):
+class SplitwiseCostModel(CostModel):
     """Engine with Splitwise's measurements.
 
     Args:

@@ -7,13 +7,14 @@ from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
 from gllm.sim.metrics.micro_batch_table import MicroBatchTable
 from gllm.sim.metrics.run_record import RunRecord, ServedRequest
+from gllm.sim.observer import PipelineObserver
 
 NUM_UNRECORDED_STEPS = 128
 """Steps whose tokens wait for their timelines. Many engines in turns displace the timelines from
 the CPU's cache, so that each step alone would load them again."""
 
 
-class RunRecorder:
+class RunRecorder(PipelineObserver):
     """Observer that builds the RunRecord of one generation of a pipeline.
 
     The record has the figures of `build_run_record` for the same run's log, but no reports of

@@ -9,9 +9,9 @@ from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.plan import StepOutput, StepPlan
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.scheduler.stage_work import StageWork
-from gllm.sim.costs.base import BaseCostModel, TransferCost
+from gllm.sim.costs.base import CostModel, TransferCost
 from gllm.sim.depth_control import SimulatedDepthControl, start_depth
-from gllm.sim.observer import BasePipelineObserver
+from gllm.sim.observer import PipelineObserver
 from gllm.sim.pipeline import SimulatedPipeline
 
 MAX_DEPTH = 16
@@ -20,7 +20,7 @@ ENDLESS_TOKENS = 2**20
 """Output of a sequence that decodes for the whole simulation."""
 
 
-class LinearCost(BaseCostModel):
+class LinearCost(CostModel):
     """Cost of a pipeline of known times.
 
     has_corner: a stage's fixed time and that of its rows overlap, as memory traffic and arithmetic
@@ -75,7 +75,7 @@ class Case(NamedTuple):
         return pipeline
 
 
-class _Commits(BasePipelineObserver):
+class _Commits(PipelineObserver):
     """Commits of steps: times, and tokens that were sampled."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def control(case: Case, until: float) -> tuple[int, list[float]]:
     return controller.pacer.pace.depth, changes.times
 
 
-class _Changes(BasePipelineObserver):
+class _Changes(PipelineObserver):
     """Times at which the depth has changed."""
 
     def __init__(self, controller: SimulatedDepthControl) -> None:

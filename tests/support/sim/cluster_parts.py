@@ -8,7 +8,8 @@ from gllm.routing.policy_registry import make_policy
 from gllm.scheduler.config import SchedulerConfig
 from gllm.scheduler.sequence import SchedulerRequest
 from gllm.sim.cluster.cluster import ClusterRun
-from gllm.sim.cluster.router import ClusterRouter, PolicyRouter, RoutableEngine
+from gllm.sim.cluster.engine import ClusterEngine
+from gllm.sim.cluster.router import ClusterRouter, PolicyRouter
 from gllm.sim.costs.base import ConstantCostModel
 from gllm.sim.deployment import Deployment
 from gllm.sim.workloads.requests import WorkloadRequest
@@ -44,7 +45,7 @@ class CountingRouter(ClusterRouter):
         self,
         request: SchedulerRequest,
         job: WorkloadRequest,
-        engines: Sequence[RoutableEngine],
+        engines: Sequence[ClusterEngine],
         now: float,
     ) -> str | None:
         """Return the choice of the other router."""
@@ -62,7 +63,7 @@ class FirstEngineRouter(ClusterRouter):
         self,
         request: SchedulerRequest,
         job: WorkloadRequest,
-        engines: Sequence[RoutableEngine],
+        engines: Sequence[ClusterEngine],
         now: float,
     ) -> str | None:
         """Return the first engine."""

@@ -3,10 +3,10 @@
 from collections import Counter
 
 from gllm.scheduler.plan import StepOutput, StepPlan
-from gllm.sim.observer import BasePipelineObserver
+from gllm.sim.observer import PipelineObserver
 
 
-class CommitTimes(BasePipelineObserver):
+class CommitTimes(PipelineObserver):
     """Times of all commits in seconds."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class CommitTimes(BasePipelineObserver):
         self.times.append(now)
 
 
-class RecordedStages(BasePipelineObserver):
+class RecordedStages(PipelineObserver):
     """Begin and end of each step on each stage in seconds, in the order of the ends."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RecordedStages(BasePipelineObserver):
         self.times[stage, step] = start, end
 
 
-class TokenCounts(BasePipelineObserver):
+class TokenCounts(PipelineObserver):
     """Number of generated tokens of each sequence."""
 
     def __init__(self) -> None:
